@@ -1,0 +1,1 @@
+"""What does not change between stages: mechanics, never policy."""

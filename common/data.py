@@ -1,0 +1,92 @@
+"""Real text as byte tokens, and global batches that do not depend on how many ranks share them."""
+
+import random
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.errors import InputError
+
+STANDARD_LIBRARY_BYTES = 4_000_000
+
+
+def load_text(path=None):
+    """Read the bytes of a file, or, without a path, the source of Python's own standard library.
+
+    The library's source is on every machine that can run this, and licensed with Python itself, so nothing
+    is downloaded. Another version of Python has another source: give a path where machines must agree.
+
+    Returns:
+        uint8 array [bytes].
+
+    Raises:
+        InputError: the path is missing, a directory, unreadable or empty.
+    """
+    if path is None:
+        return np.frombuffer(_standard_library(), dtype=np.uint8)
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        hint = "give a readable file, or none to use Python's own source"
+        raise InputError(f"cannot read the text {str(path)!r}: {error.strerror}; {hint}") from error
+    if not text:
+        raise InputError(f"the text {str(path)!r} is empty; give a file with some bytes in it")
+    return np.frombuffer(text, dtype=np.uint8)
+
+
+def _standard_library():
+    text = b""
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text += path.read_bytes()
+    return text[:STANDARD_LIBRARY_BYTES]
+
+
+class Batches:
+    """Random windows of a text. Sample i of a step depends on (seed, step, i) and on nothing else.
+
+    Args:
+        text: uint8 array [bytes].
+        window: the bytes of one sample.
+        global_batch: the samples of one step, all ranks together.
+        seed: any integer.
+
+    Raises:
+        InputError: the text is shorter than one window.
+    """
+
+    def __init__(self, text, window, global_batch, seed=0):
+        if len(text) < window:
+            raise InputError(
+                f"the text has {len(text)} bytes and one sample needs {window}; "
+                "give a longer text or a model with a shorter window"
+            )
+        self.text = text
+        self.window = window
+        self.global_batch = global_batch
+        self.seed = seed
+
+    def of(self, step, rank, world_size):
+        """Return this rank's contiguous part of the global batch of `step`.
+
+        Returns:
+            uint8 tensor [global_batch // world_size, window].
+
+        Raises:
+            InputError: the global batch cannot be divided into equal parts.
+        """
+        if self.global_batch < 1 or self.global_batch % world_size:
+            raise InputError(
+                f"a global batch of {self.global_batch} cannot be divided over {world_size} ranks; "
+                f"choose a positive multiple of {world_size}"
+            )
+        share = self.global_batch // world_size
+        samples = [self._sample(step, index) for index in range(rank * share, (rank + 1) * share)]
+        return torch.tensor(np.stack(samples))
+
+    def _sample(self, step, index):
+        # A generator per sample, seeded by a string: no state to carry from rank to rank or to save.
+        draw = random.Random(f"{self.seed} {step} {index}")
+        start = draw.randrange(len(self.text) - self.window + 1)
+        return self.text[start : start + self.window]

@@ -1,0 +1,1 @@
+"""Counting: bytes held, bytes sent, and pictures of both."""

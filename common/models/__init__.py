@@ -1,0 +1,128 @@
+"""The model zoo: named sizes, initial values that do not depend on where they are drawn, one loss for all.
+
+Every model is an nn.Module with
+    window                         the bytes one sample needs
+    inputs_and_targets(windows)    uint8 [batch, window] -> what forward takes, what `loss` compares with
+    forward(inputs)                logits [..., classes]
+"""
+
+import difflib
+import hashlib
+from functools import partial
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common.errors import InputError
+from common.models.gpt import GPT, GPTConfig
+from common.models.llama import Llama, LlamaConfig
+from common.models.mlp import MLP
+from common.models.moe import MoEGPT
+from common.models.resnet import ResNet
+
+SIZES = {
+    "mlp": MLP,
+    "gpt-tiny": partial(GPT, GPTConfig(layers=2, width=16, heads=2, sequence=16)),
+    "gpt-nano": partial(GPT, GPTConfig(layers=4, width=96, heads=4, sequence=128)),
+    "gpt-micro": partial(GPT, GPTConfig(layers=6, width=192, heads=6, sequence=256)),
+    "gpt-mini": partial(GPT, GPTConfig(layers=6, width=384, heads=6, sequence=256)),
+    "gpt-124m": partial(GPT, GPTConfig(layers=12, width=768, heads=12, sequence=1024, vocabulary=50257)),
+    "llama-tiny": partial(
+        Llama, LlamaConfig(layers=2, width=16, heads=4, kv_heads=2, hidden=40, sequence=16)
+    ),
+    "llama-nano": partial(
+        Llama, LlamaConfig(layers=4, width=96, heads=6, kv_heads=2, hidden=256, sequence=128)
+    ),
+    "resnet-tiny": partial(ResNet, side=8, channels=(8, 16), depth=1),
+    "resnet-nano": partial(ResNet, side=32, channels=(16, 32, 64), depth=3),
+    "moe-tiny": partial(MoEGPT, GPTConfig(layers=2, width=16, heads=2, sequence=16), experts=4),
+    "moe-nano": partial(MoEGPT, GPTConfig(layers=4, width=64, heads=4, sequence=128), experts=4),
+}
+
+
+def build(name, *, device="meta"):
+    """Build the model called `name`, one of SIZES.
+
+    On the meta device, the default, it has shapes but no storage: `materialize` or an engine gives it both
+    storage and values, so that a model larger than one rank's memory is never held whole.
+
+    Raises:
+        InputError: there is no such name.
+    """
+    if name not in SIZES:
+        closest = difflib.get_close_matches(name, SIZES, n=1, cutoff=0.0)[0]
+        raise InputError(f"unknown model {name!r}; did you mean {closest}? Known models: {', '.join(SIZES)}")
+    with torch.device(device):
+        return SIZES[name]()
+
+
+def initial_values(seed):
+    """Return `init(name, tensor)`, which fills a parameter or a buffer in place.
+
+    The values are a function of (seed, qualified name, shape) alone: the same on every rank and device and
+    in every order, and in a lower precision the rounded fp32 values. By the last part of the name:
+
+        bias                           zeros
+        1-D weight (norm gains)        ones
+        weight of wte, wpe             normal, standard deviation 0.02
+        any other of >= 2 dimensions   normal, standard deviation 1 / sqrt(fan_in)
+        running_var                    ones
+        what is left, all buffers      zeros
+    """
+
+    @torch.no_grad()
+    def init(name, tensor):
+        parts = name.split(".")
+        if parts[-1] == "bias":
+            tensor.zero_()
+        elif tensor.ndim >= 2:
+            fan_in = tensor.numel() // tensor.shape[0]
+            std = 0.02 if parts[-2:-1] in (["wte"], ["wpe"]) else fan_in**-0.5
+            # Python's own hash of a string differs from process to process; this one does not.
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
+            drawn = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
+            tensor.copy_(drawn.normal_(0, std, generator=generator))
+        elif parts[-1] in ("weight", "running_var"):
+            tensor.fill_(1)
+        else:
+            tensor.zero_()
+
+    return init
+
+
+def materialize(model, init, device):
+    """Give a meta-device model storage on `device` and values from `init(qualified name, tensor)`, in place.
+
+    `Module.to_empty` would give each user of a tied weight a copy of its own. Here what was one object
+    stays one object, filled once, under the first of its names.
+    """
+    real = {}  # the tensor as it was -> the tensor that takes its place
+    for module in model.modules():
+        for slots in (module._parameters, module._buffers):
+            for name, tensor in slots.items():
+                if tensor is None:  # a layer without bias has an empty slot
+                    continue
+                if tensor not in real:
+                    storage = torch.empty_like(tensor, device=device)
+                    if isinstance(tensor, nn.Parameter):
+                        storage = nn.Parameter(storage, requires_grad=tensor.requires_grad)
+                    real[tensor] = storage
+                slots[name] = real[tensor]
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        init(name, tensor)
+
+
+def loss(outputs, targets):
+    """Mean cross entropy over the last dimension, taken in fp32 in every precision.
+
+    Args:
+        outputs: logits [..., classes], any floating dtype.
+        targets: int64 [...].
+
+    Returns:
+        A scalar, fp32.
+    """
+    return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())

@@ -1,0 +1,94 @@
+"""GPT-2 on bytes: pre-LayerNorm blocks, learned positions, a head tied to the token embedding."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT. `width` is a multiple of `heads`."""
+
+    layers: int
+    width: int
+    heads: int
+    sequence: int
+    vocabulary: int = 256
+
+
+class Attention(nn.Module):
+    """Causal self-attention with `heads` heads: [batch, length, width] -> the same shape."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, width / heads]
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class FeedForward(nn.Module):
+    """Two linear layers around a GELU, four times as wide inside: [..., width] -> the same shape."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """One transformer layer. LayerNorm stands before each sublayer, so the residual path stays clean."""
+
+    def __init__(self, config, feed_forward):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.width)
+        self.mlp = feed_forward(config)
+
+    def forward(self, x):
+        x = x + self.attention(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """Predict every next byte of a window. `feed_forward(config)` builds the second half of each block.
+
+    Shapes: inputs int64 [batch, length], length at most `config.sequence`; targets the same shape;
+    logits [batch, length, vocabulary].
+
+    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", sec. 2.3.
+    """
+
+    def __init__(self, config, feed_forward=FeedForward):
+        super().__init__()
+        self.window = config.sequence + 1
+        self.wte = nn.Embedding(config.vocabulary, config.width)
+        self.wpe = nn.Embedding(config.sequence, config.width)
+        self.blocks = nn.ModuleList(Block(config, feed_forward) for _ in range(config.layers))
+        self.ln_f = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.head.weight = self.wte.weight
+
+    def inputs_and_targets(self, windows):
+        """Split uint8 [batch, window] into two int64 [batch, window - 1], the second one byte ahead."""
+        tokens = windows.long()
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def forward(self, inputs):
+        positions = torch.arange(inputs.shape[1], device=inputs.device)
+        x = self.wte(inputs) + self.wpe(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.ln_f(x))

@@ -1,0 +1,80 @@
+"""A residual network in the CIFAR style: convolutions, and BatchNorm with buffers to keep in step."""
+
+import torch.nn.functional as F
+from torch import nn
+
+
+class BatchNorm(nn.BatchNorm2d):
+    """nn.BatchNorm2d that also runs on 16-bit inputs and weights: [batch, channels, height, width].
+
+    Its running statistics stay fp32 in every precision, and torch asks that weight and bias have the dtype
+    of the statistics.
+    """
+
+    def forward(self, x):
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.batch_norm(
+            x, self.running_mean, self.running_var, weight, bias, self.training, self.momentum, self.eps
+        )
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where the shape changes.
+
+    Shapes: [batch, before, height, width] -> [batch, after, height / stride, width / stride].
+    """
+
+    def __init__(self, before, after, stride):
+        super().__init__()
+        self.conv_1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+        self.bn_1 = BatchNorm(after)
+        self.conv_2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.bn_2 = BatchNorm(after)
+        if before == after and stride == 1:
+            self.shortcut = nn.Identity()
+        else:
+            conv = nn.Conv2d(before, after, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(conv, BatchNorm(after))
+
+    def forward(self, x):
+        inside = self.bn_2(self.conv_2(F.relu(self.bn_1(self.conv_1(x)))))
+        return F.relu(inside + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """Classify an image made of 3 * side * side bytes as the byte that follows, modulo `classes`.
+
+    Every group of `depth` blocks has the width of its entry in `channels`; every group but the first
+    halves the image.
+
+    Shapes: inputs float32 [batch, 3, side, side] in [-1, 1], targets int64 [batch], logits [batch, classes].
+
+    Source: He et al., arXiv 1512.03385, sec. 4.2.
+    """
+
+    def __init__(self, side, channels, depth, classes=10):
+        super().__init__()
+        self.window = 3 * side * side + 1
+        self.side = side
+        self.classes = classes
+        self.stem = nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
+        self.bn = BatchNorm(channels[0])
+        blocks = []
+        before = channels[0]
+        for group, after in enumerate(channels):
+            for index in range(depth):
+                blocks.append(ResidualBlock(before, after, stride=2 if group > 0 and index == 0 else 1))
+                before = after
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(before, classes)
+
+    def inputs_and_targets(self, windows):
+        """Split uint8 [batch, window] into float32 [batch, 3, side, side] and int64 [batch]."""
+        images = windows[:, :-1].reshape(-1, 3, self.side, self.side).float() / 127.5 - 1
+        return images, windows[:, -1].long() % self.classes
+
+    def forward(self, inputs):
+        x = self.blocks(F.relu(self.bn(self.stem(inputs))))
+        return self.head(x.mean(dim=(2, 3)))

@@ -1,0 +1,91 @@
+"""Text and batches: the same samples whatever the number of ranks, and errors that say how to mend them."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.data import STANDARD_LIBRARY_BYTES, Batches, load_text
+from common.errors import InputError
+
+TEXT = np.arange(1000, dtype=np.uint16).astype(np.uint8)
+
+
+@settings(deadline=None)  # a busy machine is no failure
+@given(
+    share=st.integers(1, 3),
+    world_size=st.integers(1, 8),
+    window=st.integers(1, 50),
+    step=st.integers(0, 10**6),
+    seed=st.integers(-5, 2**40),
+)
+def test_global_batches_are_the_same_at_every_world_size(share, world_size, window, step, seed):
+    batches = Batches(TEXT, window, share * world_size, seed)
+    whole = batches.of(step, 0, 1)
+    parts = [batches.of(step, rank, world_size) for rank in range(world_size)]
+    assert whole.shape == (share * world_size, window)
+    assert whole.dtype == torch.uint8
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_a_sample_depends_on_seed_step_and_index_alone():
+    batches = Batches(TEXT, 16, 4, seed=3)
+    first = batches.of(7, 0, 1)
+    batches.of(8, 0, 1)
+    assert torch.equal(batches.of(7, 0, 1), first)
+    assert torch.equal(Batches(TEXT, 16, 8, seed=3).of(7, 0, 1)[:4], first)
+    assert not torch.equal(batches.of(8, 0, 1), first)
+    assert not torch.equal(Batches(TEXT, 16, 4, seed=4).of(7, 0, 1), first)
+
+
+def test_samples_are_windows_of_the_text_and_reach_both_of_its_ends():
+    text = np.arange(10, dtype=np.uint8)
+    samples = Batches(text, 8, 100).of(0, 0, 1)
+    assert torch.equal(samples.diff(dim=1), torch.ones(100, 7, dtype=torch.uint8))
+    assert set(samples[:, 0].tolist()) == {0, 1, 2}
+
+
+def test_a_text_of_one_window_is_long_enough():
+    assert Batches(TEXT[:16], 16, 1).of(0, 0, 1).tolist() == [list(range(16))]
+
+
+def test_without_a_path_the_text_is_pythons_own_source():
+    text = load_text()
+    assert text.dtype == np.uint8
+    assert 100_000 < len(text) <= STANDARD_LIBRARY_BYTES
+    assert b"\nimport " in text.tobytes()
+    assert np.array_equal(load_text(), text)
+
+
+def test_a_path_gives_that_files_bytes(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(256)))
+    assert load_text(tmp_path / "text").tolist() == list(range(256))
+    assert load_text(str(tmp_path / "text")).tolist() == list(range(256))
+
+
+@pytest.mark.parametrize(
+    "name, cause",
+    [
+        ("missing", "No such file or directory; give a readable file"),
+        (".", "Is a directory; give a readable file"),
+        ("empty/below", "Not a directory; give a readable file"),
+        ("empty", "is empty; give a file with some bytes"),
+    ],
+)
+def test_a_bad_path_is_answered_in_one_line(tmp_path, name, cause):
+    (tmp_path / "empty").touch()
+    with pytest.raises(InputError, match=cause) as caught:
+        load_text(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_text_shorter_than_a_window_is_an_input_error():
+    with pytest.raises(InputError, match="has 15 bytes and one sample needs 16; give a longer text"):
+        Batches(TEXT[:15], 16, 1)
+
+
+@pytest.mark.parametrize("global_batch, world_size", [(6, 4), (2, 4), (0, 4)])
+def test_a_global_batch_that_does_not_divide_is_an_input_error(global_batch, world_size):
+    with pytest.raises(InputError, match="choose a positive multiple of 4"):
+        Batches(TEXT, 16, global_batch).of(0, 0, world_size)
