@@ -1,0 +1,629 @@
+"""The door that every engine shares: checks, casts, the optimizer over shards, the calls of a training loop.
+
+What a rank keeps, when it communicates and when it frees is not here: that is the stage's own `engine.py`, whose
+phases this file calls by name:
+
+    __init__   -> partition -> owned
+    engine(x)  -> begin_forward, module, end_forward
+    backward   -> begin_backward, (hooks) gradient_ready -> reduce, finish_backward
+    step       -> update
+"""
+
+import contextlib
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from common import checkpoint
+from common.collectives import Collectives
+from common.errors import InputError
+from common.layout import Run
+from common.measure.memory import storage_bytes
+from common.mixed_precision import dtype_of, gradient_norm
+from common.units import inside_backward, map_tensors
+
+
+@dataclass(frozen=True)
+class Owned:
+    """What a rank keeps of a bucket between steps: slices of the run, in elements."""
+
+    parameters: slice
+    gradients: slice
+    optimizer: slice
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did.
+
+    Attributes:
+        norm: global 2-norm of the gradient before clipping; None without `clip_norm`.
+        skipped: the step changed nothing, because a gradient overflowed.
+    """
+
+    norm: float | None
+    skipped: bool
+
+
+class Bucket(Run):
+    """A run, with the tensors that this rank holds of it.
+
+    Attributes:
+        parameters, gradients: flat tensors, as long as `owned` says. None for the gradients of frozen parameters.
+        master: what the optimizer steps, an nn.Parameter over the optimizer's part of `parameters`.
+        reduced: the optimizer's part of `gradients`, where the mean gradient arrives.
+        local: the whole run of this rank's own gradients on their way to the mean; None when there is none.
+        handle: the reduction under way in this backward.
+        gathering: the all-gather of parameters under way.
+        full, unit: the whole run of parameters where it is not kept, and the unit it belongs to.
+    """
+
+    def __init__(self, named_parameters, kind, world_size):
+        super().__init__(named_parameters, kind, world_size)
+        self.members = dict(named_parameters)  # name -> the model's own parameter
+        self.parameters = self.gradients = self.master = self.reduced = self.local = None
+        self.full = self.handle = self.gathering = self.unit = None
+        self.fires_in_parts = False  # reentrant checkpoints give a weight they share its gradient in parts
+        self.forget()
+
+    def forget(self):
+        """Drop every gradient since the last step."""
+        self.reported = set()  # names whose gradient came in this backward
+        self._filled = set()  # names whose place in `local` holds a gradient
+        self._carried = None  # the mean of earlier backwards, while this one's is on its way
+        self.has_gradient = False
+        self.handle = None
+        if self.local is not self.gradients:
+            self.local = None
+
+    @property
+    def complete(self):
+        """Every gradient of this backward is in, and none of them can come a second time."""
+        return len(self.reported) == len(self.slots) and not self.fires_in_parts
+
+    @property
+    def pending(self):
+        """Gradients are here that no rank but this one has seen."""
+        return bool(self._filled) or self.handle is not None
+
+    def pack(self, name, gradient):
+        """Move a gradient to its place in `local`, on top of what `no_sync` left there."""
+        self._make_room()
+        place = self.view(self.local, name)
+        if name in self._filled:
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+        self._filled.add(name)
+        self.reported.add(name)
+
+    def zero_unused(self):
+        """Zero the places without a gradient, padding included: unused parameters have a zero gradient."""
+        self._make_room()
+        for name in self.slots:
+            if name not in self._filled:
+                self.view(self.local, name).zero_()
+        self.local[self.numel :].zero_()
+
+    def _make_room(self):
+        # An earlier backward's mean stands aside before this one's gradients or their mean arrive in its place.
+        if self.has_gradient:
+            self._carried, self.has_gradient = self.reduced.clone(), False
+
+    def arrive(self):
+        """Wait for the reduction; add the mean to those of the step's earlier backwards."""
+        self.handle.wait()
+        self.handle = None
+        if self._carried is not None:
+            self.reduced.add_(self._carried)
+        self._carried = None
+        self._filled.clear()
+        self.has_gradient = True
+
+
+class EngineBase:
+    """What the engines share. See a stage's `Engine` for the phases.
+
+    Args:
+        model: an nn.Module on the group's device, or on the meta device together with `init`.
+        optimizer: a factory, from parameters or param_groups to a torch.optim.Optimizer that works element by
+            element, such as `functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)`.
+        param_groups: torch's list of dicts over the model's trainable parameters; None is one group.
+        precision: "fp32".
+        clip_norm: scale the gradient down to this global 2-norm; None does not, and does not compute the norm.
+        bucket_mb: MiB of a gradient bucket.
+        process_group: the data-parallel group; None is the default group.
+        init: `init(qualified name, tensor)` fills each parameter and buffer of a meta-device model in place.
+        deterministic: sum gradients in rank order with NCCL too. gloo always does.
+
+    Raises:
+        InputError: the input cannot be used; the message says why and how to mend it.
+    """
+
+    def __init__(
+        self,
+        model,
+        optimizer,
+        *,
+        param_groups=None,
+        precision="fp32",
+        clip_norm=None,
+        bucket_mb=25.0,
+        process_group=None,
+        init=None,
+        deterministic=False,
+    ):
+        self.dtype = dtype_of(precision)
+        self.clip_norm = clip_norm
+        self.bucket_bytes = bucket_mb * 2**20
+        self.comm = Collectives(process_group, deterministic=deterministic)
+        self.rank, self.world_size = self.comm.rank, self.comm.size
+        self.syncing = True
+        self._module, self._init = model, init
+        self._optimizer_bytes = _check_elementwise(optimizer, self.comm.device)
+        self.param_groups = _check_groups(model, param_groups)
+        _check_model(model, self.comm, init)
+
+        self.buckets, self.frozen = [], []  # of trainable and of frozen parameters
+        self.partition()
+        self.begin_backward()
+        self._place_buffers()
+        self._state_bytes = None
+        self._uses, self._ran = Counter(), set()
+        self._watch_modules()
+        self._buffers_differ = True
+        self._failed = self.recording = False
+        model.register_state_dict_pre_hook(lambda *_: self.synchronize())
+        self.optimizer = optimizer(self._shard_groups(param_groups))
+
+    # ---- the calls of a training loop -------------------------------------------------------------------------
+
+    @property
+    def module(self):
+        """The model, safe to read."""
+        self.synchronize()
+        return self._module
+
+    def __call__(self, *args, **kwargs):
+        """The module's own forward; floating inputs are cast to the precision."""
+        self.comm.traffic.phase = "forward"
+        if self._failed:
+            self.zero_grad()
+        self.recording = torch.is_grad_enabled()
+        self.begin_forward()
+        self._use_what_no_module_asks_for()
+        self._broadcast_buffers()
+        out = self._module(*map_tensors(self._cast, args), **map_tensors(self._cast, kwargs))
+        self.end_forward()
+        self.recording = False
+        return out
+
+    def _cast(self, tensor):
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def backward(self, loss):
+        """Backpropagate a scalar loss; when it returns, the mean gradient is there.
+
+        It does not divide by the number of accumulation steps (DeepSpeed's does): scale the loss yourself.
+        After an exception the gradients since the last step are dropped.
+
+        Raises:
+            InputError: the loss is not a scalar.
+        """
+        if loss.numel() != 1:
+            raise InputError(
+                f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, by mean() for instance"
+            )
+        self.comm.traffic.phase = "backward"
+        self._failed = True
+        for bucket in self.buckets:
+            bucket.reported.clear()
+        self.begin_backward()
+        loss.backward()
+        self.finish_backward()
+        self._failed = False
+        self._uses.clear()
+
+    def step(self):
+        """Clip, update the parameters, release the gradients.
+
+        Returns:
+            StepResult.
+
+        Raises:
+            RuntimeError: there was no backward since the last step.
+        """
+        if any(bucket.pending for bucket in self.buckets):  # of another engine's backward, or under no_sync
+            with self._always_syncing():
+                self.finish_backward()
+        if not all(bucket.has_gradient for bucket in self.buckets):
+            raise RuntimeError("step() without a backward() since the last step")
+        self.comm.traffic.phase = "step"
+        norm = None
+        if self.clip_norm is not None:
+            norm = gradient_norm(self.buckets, self.comm)
+            for bucket in self.buckets:
+                bucket.reduced.mul_((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+            norm = host_value(norm, 0.0)
+        self._state_bytes = self._count("parameters"), self._count("gradients")
+        self.update()
+        self.zero_grad()
+        return StepResult(norm, skipped=False)
+
+    def step_shard(self, bucket):
+        """Step the optimizer over one bucket's shard."""
+        bucket.master.grad = bucket.reduced
+        self.optimizer.step()  # passes over the shards that have no gradient
+        bucket.master.grad = None
+
+    def zero_grad(self):
+        """Drop the gradients since the last step."""
+        for bucket in self.buckets:
+            if bucket.handle is not None:
+                bucket.handle.wait()
+            bucket.forget()
+        self._uses.clear()
+        self._failed = False
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Accumulate gradients on this rank: backwards in this context do not communicate."""
+        self.syncing = False
+        try:
+            yield
+        finally:
+            self.syncing = True
+
+    @contextlib.contextmanager
+    def _always_syncing(self):
+        before, self.syncing = self.syncing, True
+        yield
+        self.syncing = before
+
+    def train(self, mode=True):
+        """Set the module's training mode."""
+        self._module.train(mode)
+        return self
+
+    def eval(self):
+        """Set the module's evaluation mode."""
+        return self.train(False)
+
+    # ---- phases that not every stage has ----------------------------------------------------------------------
+
+    def begin_forward(self):
+        """Before the module runs."""
+
+    def end_forward(self):
+        """After the module ran."""
+
+    def before_use(self, bucket):
+        """Before a module reads its parameters, which lie in this bucket."""
+
+    def begin_backward(self):
+        """Before autograd runs."""
+
+    def synchronize(self):
+        """Return when the module's parameters may be read."""
+
+    @contextlib.contextmanager
+    def gathered(self, *modules):
+        """In this context the weights of `modules` (all, if none is named) are whole on every rank, for reading."""
+        self.synchronize()
+        yield
+
+    # ---- accounting and files ---------------------------------------------------------------------------------
+
+    def model_state_bytes(self):
+        """Bytes of model states on this rank, counted from live storages: parameters, gradients, optimizer.
+
+        Parameters and gradients as they stood just before the last update, the optimizer's states as it left them
+        (torch creates them in the first step). None before the first step.
+        """
+        if self._state_bytes is None:
+            return None
+        parameters, gradients = self._state_bytes
+        return {"parameters": parameters, "gradients": gradients, "optimizer": self._count("optimizer")}
+
+    def predicted_model_state_bytes(self):
+        """The same bytes as `owned` has them: per bucket the elements kept of each state, padding included."""
+        predicted = {"parameters": 0, "gradients": 0, "optimizer": 0}
+        for bucket in self.buckets + self.frozen:
+            owned, itemsize = self.owned(bucket), bucket.kind.dtype.itemsize
+            predicted["parameters"] += _length(owned.parameters) * itemsize
+            if bucket.kind.trainable:
+                per_element, per_tensor = self._optimizer_bytes
+                predicted["gradients"] += _length(owned.gradients) * itemsize
+                predicted["optimizer"] += _length(owned.optimizer) * per_element + per_tensor
+        return predicted
+
+    def predicted_wire_bytes_per_step(self):
+        """Bytes this rank sends in a step of one backward, by collective: summed from `sends`, padding included."""
+        predicted = Counter()
+        for bucket in self.buckets + self.frozen:
+            shard = bucket.shard_numel * bucket.kind.dtype.itemsize
+            for collective, times in self.sends(bucket).items():
+                shards = 2 if collective == "all_reduce" else 1  # a reduce-scatter and an all-gather
+                predicted[collective] += times * shards * shard * (self.world_size - 1)
+        if (
+            self.clip_norm is not None
+            and _length(self.owned(self.buckets[0]).optimizer) < self.buckets[0].padded_numel
+        ):
+            predicted["all_gather"] += 8 * (self.world_size - 1)  # one float64 for the norm
+        if self.rank == 0:
+            predicted["broadcast"] += sum(b.nbytes for b in self._module.buffers()) * (self.world_size - 1)
+        return {collective: sent for collective, sent in sorted(predicted.items()) if sent}
+
+    def live(self):
+        """The tensors that this rank holds now, by class: the model states, gathered units, buckets in flight."""
+        everything = self.buckets + self.frozen
+        handles = [h for b in everything for h in (b.handle, b.gathering) if h is not None]
+        parameters = [p for p in self._module.parameters() if p.untyped_storage().nbytes() > p.element_size()]
+        return {
+            "gathered units": [b.full for b in everything if b.full is not None],
+            "parameters": [b.parameters for b in everything] + parameters,
+            "gradients": [b.gradients for b in self.buckets],
+            "optimizer": list(_tensors_of_state(self.optimizer)),
+            "buckets in flight": [b.local for b in self.buckets if b.local is not None]
+            + [b._carried for b in self.buckets if b._carried is not None]
+            + [p.grad for p in self._module.parameters() if p.grad is not None]
+            + [tensor for handle in handles for tensor in handle.buffers],
+        }
+
+    def _count(self, state):
+        # Between backward and update nothing may be in flight: what still holds a gradient is a gradient, kept.
+        live = self.live()
+        counted_before = {
+            "parameters": [],
+            "gradients": live["parameters"],
+            "optimizer": live["parameters"] + live["gradients"],
+        }[state]
+        extra = {"parameters": "gathered units", "gradients": "buckets in flight"}.get(state)
+        tensors = live[state] + (live[extra] if extra else [])
+        return storage_bytes(tensors, besides=counted_before)
+
+    def full_state_dict(self):
+        """The whole model on every rank, a collective: keys of model.state_dict(), full tensors on the CPU."""
+        self.synchronize()
+        self._broadcast_buffers()
+        values = {}
+        for bucket in self.buckets + self.frozen:
+            whole = self._whole(bucket)
+            for name, parameter in bucket.members.items():
+                values[parameter] = bucket.view(whole, name).detach().cpu().clone()
+        state = self._module.state_dict(keep_vars=True)
+        return {
+            key: values[tensor] if tensor in values else tensor.detach().cpu().clone()
+            for key, tensor in state.items()
+        }
+
+    def _whole(self, bucket):
+        kept = bucket.parameters.detach()
+        if len(kept) == bucket.padded_numel:
+            return kept
+        whole = torch.empty(bucket.padded_numel, dtype=kept.dtype, device=kept.device)
+        self.comm.all_gather(kept, whole).wait()
+        return whole
+
+    def save(self, path, extra=None):
+        """Write a checkpoint that any stage at any world size can load. A collective; see `common.checkpoint`."""
+        self.synchronize()
+        self._broadcast_buffers()
+        checkpoint.save(self, path, extra)
+
+    def load(self, path):
+        """Read a checkpoint and return its `extra`. A collective; see `common.checkpoint`."""
+        self.zero_grad()
+        self.synchronize()
+        return checkpoint.load(self, path)
+
+    # ---- building ---------------------------------------------------------------------------------------------
+
+    def allocate(self, bucket):
+        """Give a bucket the storage that `owned` says this rank keeps, and its initial values."""
+        owned, device = self.owned(bucket), self.comm.device
+        whole = torch.zeros(bucket.padded_numel, dtype=bucket.kind.dtype, device=device)
+        with torch.no_grad():
+            for name, parameter in bucket.members.items():
+                if parameter.is_meta:
+                    self._init(name, bucket.view(whole, name))
+                else:
+                    bucket.view(whole, name).copy_(parameter)
+        keeps_all = owned.parameters == bucket.whole()
+        bucket.parameters = whole if keeps_all else whole[owned.parameters].clone()
+        if not bucket.kind.trainable:
+            return
+        bucket.gradients = torch.zeros(_length(owned.gradients), dtype=whole.dtype, device=device)
+        bucket.master = nn.Parameter(bucket.parameters[_within(owned.optimizer, owned.parameters)])
+        bucket.reduced = bucket.gradients[_within(owned.optimizer, owned.gradients)]
+
+    def point(self, parameter, values):
+        """Let a parameter of the model read `values`, a tensor of its shape. A meta parameter becomes a real one."""
+        if parameter.is_meta:
+            # `.data` has a version count of its own: filling the buffer is no in-place change of the parameter.
+            torch.utils.swap_tensors(
+                parameter, nn.Parameter(values.data, requires_grad=parameter.requires_grad)
+            )
+        else:
+            parameter.data = values
+
+    def _place_buffers(self):
+        for module_name, module in self._module.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[name] = torch.empty_like(buffer, device=self.comm.device)
+                    qualified = f"{module_name}.{name}" if module_name else name
+                    self._init(qualified, module._buffers[name])
+
+    def _shard_groups(self, param_groups):
+        shards = [[] for _ in self.param_groups]
+        for bucket in self.buckets:
+            shards[bucket.kind.group].append(bucket.master)
+        if param_groups is None:
+            return shards[0]
+        return [{**group, "params": own} for group, own in zip(self.param_groups, shards, strict=True)]
+
+    def _watch_modules(self):
+        self._bucket_of = bucket_of = {p: bucket for bucket in self.buckets for p in bucket.members.values()}
+        self._buckets_used = {}  # module -> the buckets of its own parameters
+        for module in self._module.modules():
+            used = {bucket_of[p]: None for p in module.parameters(recurse=False) if p in bucket_of}
+            if used:
+                self._buckets_used[module] = list(used)
+                module.register_forward_pre_hook(self._before_module)
+
+    def _before_module(self, module, args):
+        self._ran.add(module)
+        for bucket in self._buckets_used[module]:
+            self.before_use(bucket)
+        if self.recording and not inside_backward():
+            self._find_gradients_in_parts(module)
+
+    def _find_gradients_in_parts(self, module):
+        # A reentrant checkpoint runs its forward without recording and backpropagates on its own. So a weight used
+        # there and elsewhere gets its gradient in parts, and the bucket must not leave with the first.
+        for parameter in module.parameters(recurse=False):
+            self._uses[parameter] += 1
+            self._uses[parameter, "reentrant"] += not torch.is_grad_enabled()
+            if (
+                parameter in self._bucket_of
+                and self._uses[parameter] > 1
+                and self._uses[parameter, "reentrant"]
+            ):
+                self._bucket_of[parameter].fires_in_parts = True
+
+    def _use_what_no_module_asks_for(self):
+        # A module that did not run in the last forward may have its weights read by another one, unannounced.
+        for module, used in self._buckets_used.items():
+            if module not in self._ran:
+                for bucket in used:
+                    self.before_use(bucket)
+        self._ran.clear()
+
+    def _broadcast_buffers(self):
+        """Give every rank the buffers of rank 0, as torch's DDP does before a forward."""
+        buffers = list(self._module.buffers())
+        if not buffers or not self._buffers_differ:
+            return
+        packed = torch.cat([buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers])
+        self.comm.broadcast(packed).wait()
+        parts = packed.split([buffer.nbytes for buffer in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.detach().copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+        self._buffers_differ = self._module.training
+
+
+def host_value(tensor, default):
+    """A scalar tensor's value, or `default` where it has none: under fake tensors."""
+    return default if isinstance(tensor, FakeTensor) else tensor.item()
+
+
+def _length(part):
+    return part.stop - part.start
+
+
+def _within(part, kept):
+    """The slice `part` of a run, counted from where `kept` begins."""
+    return slice(part.start - kept.start, part.stop - kept.start)
+
+
+def _tensors_of_state(optimizer):
+    return (value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
+
+
+# ---- checks at the door ---------------------------------------------------------------------------------------
+
+
+def _check_elementwise(optimizer, device):
+    """Probe that the optimizer steps 64 elements as it steps their two halves.
+
+    Returns:
+        Bytes of state per element and per tensor.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise InputError(
+            "optimizer is an optimizer, not a factory; give what builds one over the shards, such as "
+            "functools.partial(torch.optim.AdamW, lr=3e-4)"
+        )
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = torch.randn(4, 64, generator=generator).to(device)
+    stepped, state_bytes = {}, {}
+    for length in (64, 32):
+        parts = [nn.Parameter(part.clone()) for part in values.split(length)]
+        try:
+            probe = optimizer(parts)
+            for gradient in gradients:
+                for part, piece in zip(parts, gradient.split(length), strict=True):
+                    part.grad = piece.clone()
+                probe.step()
+        except Exception as error:
+            raise InputError(_not_elementwise(f"it fails on a flat shard: {error}")) from error
+        stepped[length] = torch.cat([part.detach() for part in parts])
+        state_bytes[length] = storage_bytes(_tensors_of_state(probe)) // len(parts)
+    if not host_value((stepped[64] == stepped[32]).all(), True):
+        raise InputError(
+            _not_elementwise(f"{type(probe).__name__} steps 64 elements otherwise than their two halves")
+        )
+    per_element = (state_bytes[64] - state_bytes[32]) // 32
+    return per_element, state_bytes[64] - 64 * per_element
+
+
+def _not_elementwise(why):
+    return (
+        f"the optimizer does not work element by element ({' '.join(why.split())}), so its step on a shard would "
+        "depend on what other ranks hold; use AdamW, Adam, SGD, Adagrad or RMSprop"
+    )
+
+
+def _check_groups(model, param_groups):
+    trainable = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trainable:
+        raise InputError("the model has no trainable parameter")
+    groups = [{"params": list(trainable)}] if param_groups is None else param_groups
+    groups = [{**group, "params": list(group["params"])} for group in groups]
+    listed = Counter(parameter for group in groups for parameter in group["params"])
+    for parameter, times in listed.items():
+        if parameter not in trainable:
+            raise InputError("param_groups lists a tensor that is no trainable parameter of the model")
+        if times > 1:
+            raise InputError(f"param_groups lists {trainable[parameter]!r} {times} times; list it once")
+    for parameter, name in trainable.items():
+        if parameter not in listed:
+            raise InputError(
+                f"param_groups leaves out {name!r}; list it, or freeze it by requires_grad_(False)"
+            )
+    return groups
+
+
+def _check_model(model, comm, init):
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta and init is None:
+            raise InputError(
+                f"{name!r} is on the meta device; give init=, which fills it, or build the model on {comm.device}"
+            )
+        if not tensor.is_meta and tensor.device != comm.device:
+            raise InputError(
+                f"{name!r} is on {tensor.device}, the group works on {comm.device}; move the model there first"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise InputError(f"{name!r} is {parameter.dtype}; build the model in float32")
+    if comm.simulated:
+        return
+    mine = {name: _fingerprint(parameter) for name, parameter in model.named_parameters()}
+    for rank, theirs in enumerate(comm.gather_objects(mine)):
+        first = next((name for name in [*mine, *theirs] if mine.get(name) != theirs.get(name)), None)
+        if first is not None:
+            raise InputError(
+                f"parameter {first!r} differs between rank {rank} and rank {comm.rank}; build the same model with "
+                "the same seed on every rank"
+            )
+
+
+def _fingerprint(parameter):
+    what = (tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
+    return what if parameter.is_meta else (*what, zlib.crc32(parameter.detach().cpu().numpy().tobytes()))

@@ -1,0 +1,115 @@
+"""Where each element lives: parameters laid end to end in flat runs, each run cut into N equal shards.
+
+Index arithmetic alone: nothing here holds a parameter's values or communicates. Stages 0 to 2 pack runs of about
+`bucket_mb` (buckets), stage 3 one run per unit; both then cut a run in the same way:
+
+    run      | a a a a a a a | b b b | c c c c c c | padding |      offsets in elements
+    shards   |   rank 0    |   rank 1    |   rank 2    | rank 3  |      shard_numel each
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+# A fused optimizer steps the last few elements of a tensor by other instructions than the rest. Shards of whole
+# multiples of this have no such tail, so an element's update does not depend on where its shard begins.
+ALIGNMENT = 32
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter in a run: elements [offset, offset + numel)."""
+
+    name: str
+    shape: torch.Size
+    numel: int
+    offset: int
+
+    @property
+    def end(self):
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of a parameter that lies in one rank's shard: elements [start, stop) of it, at `at` in the shard."""
+
+    name: str
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What parameters must share to lie in one run."""
+
+    dtype: torch.dtype
+    group: int  # index of their parameter group
+    trainable: bool
+
+
+class Run:
+    """Parameters laid end to end and padded, so that the run is `world_size` shards of equal, aligned length."""
+
+    def __init__(self, named_parameters, kind, world_size):
+        self.kind = kind
+        self.slots, offset = {}, 0  # name -> slot, in order
+        for name, parameter in named_parameters:
+            self.slots[name] = Slot(name, parameter.shape, parameter.numel(), offset)
+            offset += parameter.numel()
+        self.numel = offset
+        self.shard_numel = -(-max(offset, 1) // (world_size * ALIGNMENT)) * ALIGNMENT
+        self.padded_numel = self.shard_numel * world_size
+
+    def shard(self, rank):
+        """The elements of `rank`'s shard, as a slice of the run."""
+        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def whole(self):
+        """All elements of the run, padding included, as a slice of it."""
+        return slice(0, self.padded_numel)
+
+    def view(self, flat, name):
+        """The part of `flat`, a whole run, that is parameter `name`, in its shape."""
+        slot = self.slots[name]
+        return flat[slot.offset : slot.end].view(slot.shape)
+
+    def segments(self, rank):
+        """What `rank`'s shard holds of each parameter that it holds a part of."""
+        shard = self.shard(rank)
+        for slot in self.slots.values():
+            start, stop = max(slot.offset, shard.start), min(slot.end, shard.stop)
+            if start < stop:
+                yield Segment(slot.name, start - slot.offset, stop - slot.offset, start - shard.start)
+
+
+def kinds(named_parameters, param_groups):
+    """Sort (name, parameter) pairs by what may lie in one run: {Kind: [(name, parameter), ...]}, order kept."""
+    group_of = {parameter: index for index, group in enumerate(param_groups) for parameter in group["params"]}
+    sorted_by_kind = {}
+    for name, parameter in named_parameters:
+        kind = Kind(parameter.dtype, group_of.get(parameter, 0), parameter.requires_grad)
+        sorted_by_kind.setdefault(kind, []).append((name, parameter))
+    return sorted_by_kind
+
+
+def buckets(named_parameters, param_groups, bucket_bytes, world_size, make=Run):
+    """Cut parameters, last registered first, into runs of about `bucket_bytes`.
+
+    Backward produces gradients in roughly that order, so the first bucket is full early. A parameter is never
+    cut: one larger than a bucket has a bucket of its own. The runs come in the order in which they fill.
+    """
+    last_registered_first = list(reversed(list(named_parameters)))
+    position = {name: index for index, (name, _) in enumerate(last_registered_first)}
+    packed = []
+    for kind, members in kinds(last_registered_first, param_groups).items():
+        size = None
+        for name, parameter in members:
+            if size is None or size + parameter.nbytes > bucket_bytes:
+                packed.append((kind, []))
+                size = 0
+            packed[-1][1].append((name, parameter))
+            size += parameter.nbytes
+    packed.sort(key=lambda bucket: position[bucket[1][-1][0]])
+    return [make(members, kind, world_size) for kind, members in packed]

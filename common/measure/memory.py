@@ -1,0 +1,84 @@
+"""Bytes held: model states from live storages, and a timeline of live bytes by class over a step.
+
+The convention: model states are parameters, gradients and the optimizer's states, as they stand just before the
+update (ZeRO, arXiv 1910.02054, sec. 3.1). What comes and goes within a step, buckets in flight and gathered units,
+is transient, counted apart.
+"""
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+CLASSES = ("parameters", "gradients", "optimizer", "gathered units", "buckets in flight", "activations")
+
+
+def storage_bytes(tensors, besides=()):
+    """Bytes of the distinct storages under `tensors`, without those that also lie under `besides`."""
+    counted = {_identity(tensor) for tensor in besides if tensor is not None}
+    total = 0
+    for tensor in tensors:
+        if tensor is not None and _identity(tensor) not in counted:
+            counted.add(_identity(tensor))
+            total += tensor.untyped_storage().nbytes()
+    return total
+
+
+def _identity(tensor):
+    # The address of the storage object, not of its data: under fake tensors every data pointer is 0.
+    return tensor.untyped_storage()._cdata
+
+
+class Timeline(TorchDispatchMode):
+    """Live bytes by class after every operation of a step. A context manager around the step.
+
+    It sees each operation's results, follows their storages until they die, and asks the engine which of them it
+    knows. What the engine does not know is an activation: inputs and temporaries included. Works on CPU, CUDA and
+    fake tensors; slow, for measuring one step.
+
+    Attributes:
+        samples: [(phase, {class: bytes})], one for each change.
+    """
+
+    def __init__(self, engine):
+        super().__init__()
+        self.engine = engine
+        self.samples = []
+        self._others = {}  # identity of a storage -> (weak reference, bytes)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
+                self._follow(leaf)
+        self.sample()
+        return result
+
+    def _follow(self, tensor):
+        storage = tensor.untyped_storage()
+        self._others[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+
+    def sample(self):
+        """Count what is live now."""
+        self._others = {key: kept for key, kept in self._others.items() if not kept[0].expired()}
+        seen, now = set(), {}
+        live = self.engine.live()
+        for name in CLASSES[:-1]:
+            now[name] = 0
+            for tensor in live[name]:
+                key = _identity(tensor)
+                if key not in seen:
+                    seen.add(key)
+                    now[name] += tensor.untyped_storage().nbytes()
+        now["activations"] = sum(size for key, (_, size) in self._others.items() if key not in seen)
+        phase = self.engine.comm.traffic.phase
+        if not self.samples or self.samples[-1] != (phase, now):
+            self.samples.append((phase, now))
+
+    def peak_bytes(self):
+        """The largest total over the step."""
+        return max(sum(now.values()) for _, now in self.samples)
+
+    def peak_of(self, *classes):
+        """The largest sum of some classes over the step."""
+        return max(sum(now[name] for name in classes) for _, now in self.samples)

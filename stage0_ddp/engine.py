@@ -1,0 +1,87 @@
+"""Stage 0: data parallelism. Every rank keeps everything and averages gradients.
+
+Each rank holds the whole model, computes gradients on its own part of the batch, and takes the same step as all
+others from the mean gradient. Parameters are packed, last registered first, into buckets of about `bucket_mb`; one
+all-reduce for each bucket runs beside the backward that is still producing the next.
+
+Phases of a step, over N ranks and Ψ parameters:
+
+    1. gradient_ready    backward     a gradient moves into its bucket
+    2. reduce            backward     a full bucket: all-reduce to the mean           2 (N-1)/N Ψ sent
+    3. finish_backward   backward     send what is not full, wait for all means
+    4. update            step         every rank steps all Ψ parameters
+
+Sources: Li et al., "PyTorch Distributed", arXiv 2006.15704, sec. 3.2, for buckets and overlap; the baseline of ZeRO,
+arXiv 1910.02054, sec. 3.1, for the memory: Ψ parameters + Ψ gradients + optimizer states.
+"""
+
+from functools import partial
+
+from common import layout
+from common.engine_base import Bucket, EngineBase, Owned
+
+
+class Engine(EngineBase):
+    """Data parallelism. Takes what `EngineBase` takes."""
+
+    def owned(self, bucket):
+        """The ownership table: what this rank keeps of a bucket between steps."""
+        everything = bucket.whole()
+        return Owned(parameters=everything, gradients=everything, optimizer=everything)
+
+    def sends(self, bucket):
+        """The traffic table: the collectives that a step runs over a bucket."""
+        return {"all_reduce": 1} if bucket.kind.trainable else {}
+
+    def partition(self):
+        """Before training: cut the parameters into buckets, and make each a view of its place in a bucket."""
+        named = list(self._module.named_parameters())
+        for bucket in layout.buckets(named, self.param_groups, self.bucket_bytes, self.world_size, Bucket):
+            self.allocate(bucket)
+            for name, parameter in bucket.members.items():
+                self.point(parameter, bucket.view(bucket.parameters, name))
+                if parameter.requires_grad:
+                    # Called when autograd has added up all uses of the parameter in this backward.
+                    parameter.register_post_accumulate_grad_hook(partial(self.gradient_ready, bucket, name))
+            bucket.local = bucket.gradients  # gradients are packed where they are kept
+            (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
+
+    def begin_backward(self):
+        """Start with the bucket that fills first."""
+        self.next_bucket = 0
+
+    def gradient_ready(self, bucket, name, parameter):
+        """Phase 1. A parameter's gradient is there: move it into the bucket; send the buckets that are full now.
+
+        Ranks may get their gradients in different orders, and a collective needs all of them to agree: so buckets
+        leave in the order of the list, a full one waiting for those before it.
+        """
+        gradient, parameter.grad = parameter.grad, None
+        self.comm.lane.follow()
+        if bucket.handle is not None:  # a second part of the gradient, after the bucket was sent
+            bucket.arrive()
+        bucket.pack(name, gradient)
+        while (
+            self.syncing and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete
+        ):
+            self.reduce(self.buckets[self.next_bucket])
+            self.next_bucket += 1
+
+    def reduce(self, bucket):
+        """Phase 2. Replace the bucket's gradients by their mean over ranks, beside the rest of backward."""
+        bucket.zero_unused()
+        bucket.handle = self.comm.all_reduce(bucket.local)
+
+    def finish_backward(self):
+        """Phase 3. Send the buckets that did not fill, so that all ranks send the same; wait for every mean."""
+        for bucket in self.buckets:
+            if self.syncing and bucket.handle is None:
+                self.reduce(bucket)
+        for bucket in self.buckets:
+            if self.syncing:
+                bucket.arrive()
+
+    def update(self):
+        """Phase 4. Every rank takes the same step over all parameters."""
+        for bucket in self.buckets:
+            self.step_shard(bucket)

@@ -1,0 +1,260 @@
+"""Stage 3, P_os+g+p: parameters are sharded too. Between uses a rank keeps its shard of everything, and no more.
+
+The model is cut into units, for a transformer its blocks. A unit's parameters are gathered just before its forward
+and freed after it, gathered again before its backward and freed when its last gradient is in. The next unit is
+gathered while this one computes. The step needs no communication at all: what the optimizer steps is what is kept.
+
+Phases of a step, over N ranks and Ψ parameters:
+
+    1. gather            forward     before a unit runs: all-gather its parameters           (N-1)/N Ψ sent
+       prefetch          forward     and begin with those of the unit after it
+    2. free              forward     after a unit ran: give its parameters back
+    3. gather, prefetch  backward    the same, in the order of backward                      (N-1)/N Ψ sent
+    4. gradient_ready    backward    a gradient moves into its unit's room, taken with the first
+    5. reduce, free      backward    a unit's last gradient: reduce-scatter to the mean      (N-1)/N Ψ sent
+    6. finish_backward   backward    send what is missing, wait for all means
+    7. update            step        every rank steps its shard, Ψ/N parameters
+
+The unit that ends the forward begins the backward, so it stays gathered between them and saves its second gather;
+`keep_last=False` frees it too, and the step then sends 3 (N-1)/N Ψ, as in the paper.
+
+Source: ZeRO, arXiv 1910.02054, sec. 5.3 and 7.2.2. Model states in fp32 with Adam: 16/N Ψ bytes.
+"""
+
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from common import units
+from common.engine_base import Bucket, EngineBase, Owned
+
+
+class Engine(EngineBase):
+    """Data parallelism with sharded optimizer states, gradients and parameters.
+
+    Takes what `EngineBase` takes; units stand in for `bucket_mb`.
+
+    Args:
+        keep_last: keep the unit that ends the forward gathered for its backward.
+    """
+
+    def __init__(self, model, optimizer, *, keep_last=True, **options):
+        self.keep_last = keep_last
+        super().__init__(model, optimizer, **options)
+
+    def owned(self, bucket):
+        """The ownership table: what this rank keeps of a bucket between steps."""
+        shard = bucket.shard(self.rank)
+        return Owned(parameters=shard, gradients=shard, optimizer=shard)
+
+    def sends(self, bucket):
+        """The traffic table: the collectives that a step runs over a bucket."""
+        gathers = 1 if self.keep_last and bucket.unit is self.last else 2
+        return {"all_gather": gathers, "reduce_scatter": 1 if bucket.kind.trainable else 0}
+
+    def partition(self):
+        """Before training: cut the parameters into units, and every unit's into shards, of which this rank keeps one."""
+        self.units = units.make_units(self._module, self.param_groups, self.world_size, Bucket)
+        for unit in self.units:
+            for bucket in unit.buckets:
+                self.allocate(bucket)
+                bucket.unit = unit
+                bucket.full = bucket.parameters.new_empty(bucket.padded_numel)
+                for name, parameter in bucket.members.items():
+                    self.point(parameter, bucket.view(bucket.full, name))
+                    if parameter.requires_grad:
+                        # Called when autograd has added up all uses of the parameter in this backward.
+                        parameter.register_post_accumulate_grad_hook(
+                            partial(self.gradient_ready, bucket, name)
+                        )
+                (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
+            unit.gathered = True
+            self.free(unit)
+        self.forward_order, self.backward_order = units.Order(), units.Order()
+        self.last = None  # the unit whose forward ended last
+        units.watch(self, self.units)
+
+    # ---- parameters come and go -------------------------------------------------------------------------------
+
+    def gather(self, unit):
+        """Begin to collect all shards of a unit's parameters; does nothing where that has begun."""
+        if not unit.gathered:
+            unit.gathered = True
+            for bucket in unit.buckets:
+                bucket.full.untyped_storage().resize_(bucket.full.nbytes)
+                bucket.gathering = self.comm.all_gather(bucket.parameters, bucket.full)
+
+    def use(self, unit, order):
+        """A unit is needed now: gather it, let its weights be views of the result, and prefetch the unit after it."""
+        order.visit(unit)
+        self.gather(unit)
+        for bucket in unit.buckets:
+            if bucket.gathering is not None:
+                bucket.gathering.wait()
+                bucket.gathering = None
+                for name, parameter in bucket.members.items():
+                    parameter.data = bucket.view(bucket.full, name)
+        self.prefetch(order)
+
+    def prefetch(self, order):
+        """Gather the unit that came next in the last iteration, while this one computes."""
+        if order.ahead() is not None:
+            self.gather(order.ahead())
+
+    def free(self, unit):
+        """Give a unit's full parameters back; its shards stay.
+
+        Setting `parameter.data` alone would free nothing, as autograd holds views of the buffer: its storage itself
+        shrinks to nothing, and those views come alive when it is gathered again. Until then the weights read NaN,
+        so that a use outside the unit's module shows in the loss.
+        """
+        if unit.pins or not unit.gathered:
+            return
+        unit.gathered = False
+        for bucket in unit.buckets:
+            if bucket.gathering is not None:  # prefetched in vain
+                bucket.gathering.wait()
+                bucket.gathering = None
+            bucket.full.untyped_storage().resize_(0)
+            nan = bucket.parameters.new_full((), float("nan"))
+            for parameter in bucket.members.values():
+                parameter.data = nan.expand(parameter.shape)
+
+    # ---- forward ----------------------------------------------------------------------------------------------
+
+    def begin_forward(self):
+        """Nothing stays gathered from an evaluation, an exception or a forward that took another way."""
+        self.forward_order.rewind()
+        for unit in self.units:
+            unit.depth = 0
+            self.free(unit)
+
+    def before_forward(self, unit):
+        """Phase 1. A unit is about to run; the one that ended before it is done."""
+        unit.visits += self.recording
+        self.free_last(unit)
+        self.use(unit, self.forward_order)
+
+    def after_forward(self, unit):
+        """Phase 2. A unit ran: it is freed when the next begins or ends, so that the last of all is at hand."""
+        self.free_last(unit)
+        self.last = unit
+
+    def free_last(self, unit):
+        """Free the unit whose forward ended last, unless it is this one again."""
+        if self.last is not None and self.last is not unit and self.last.depth == 0:
+            self.free(self.last)
+
+    def end_forward(self):
+        """The last unit stays for its backward, if there will be one."""
+        if self.last is not None and not (self.keep_last and self.recording):
+            self.free(self.last)
+
+    # ---- backward ---------------------------------------------------------------------------------------------
+
+    def begin_backward(self):
+        """Autograd is about to run."""
+        self.backward_order.rewind()
+        self.travelling = []
+
+    def before_recomputation(self, unit):
+        """A checkpoint is about to run a unit's forward again. Nothing is freed before its backward."""
+        self.use(unit, self.backward_order)
+
+    def before_backward(self, unit, first):
+        """Phase 3. A gradient reaches a unit's output, the `first` of this forward: its backward begins.
+
+        So others are over, except those that enclose it. Their missing gradients will not come, as for an expert
+        without tokens. They leave here, not later, so that all ranks send in the same order.
+        """
+        if first:
+            unit.visits = max(0, unit.visits - 1)
+            for bucket in unit.trainable:
+                bucket.reported.clear()
+        for other in self.units:
+            if other.open and other is not unit and unit not in other.encloses:
+                self.end_backward(other)
+        unit.open = True
+        self.use(unit, self.backward_order)
+
+    def gradient_ready(self, bucket, name, parameter):
+        """Phase 4. A parameter's gradient is there: move it into the unit's room; with the last one, send them all."""
+        gradient, parameter.grad = parameter.grad, None
+        self.comm.lane.follow()
+        if bucket.handle is not None:  # a second part of the gradient, after the unit was sent
+            bucket.arrive()
+        self.take_room(bucket)
+        bucket.pack(name, gradient)
+        unit = bucket.unit
+        all_in = all(bucket.complete for bucket in unit.buckets if bucket.kind.trainable)
+        # Ranks may disagree on whether a unit that encloses others is complete: those wait for a common point.
+        if all_in and unit.open and unit.visits == 0 and not unit.encloses and unit.trainable == unit.buckets:
+            self.end_backward(unit)
+
+    def end_backward(self, unit):
+        """Phase 5. A unit's backward is over: send its gradients, unless it runs another time, and free it."""
+        unit.open = False
+        if unit.visits == 0:
+            self.reduce(unit)
+        self.free(unit)
+
+    def take_room(self, bucket):
+        """Room for a bucket's gradients, from the first of them to the reduction. One bucket may be travelling."""
+        if bucket.local is None:
+            while len(self.travelling) > 1:
+                self.travelling.pop(0).wait()
+            bucket.local = torch.empty(bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device)
+
+    def reduce(self, unit):
+        """This rank's shard of the mean over ranks is kept, the room is freed when the unit's gradients have left."""
+        for bucket in unit.trainable:
+            if bucket.handle is None and not bucket.fires_in_parts:
+                self.reduce_bucket(bucket)
+
+    def finish_backward(self):
+        """Phase 6. Send the units that are missing, so that all ranks send the same; wait for every mean."""
+        for unit in self.units:
+            unit.visits, unit.open = 0, False
+            self.free(unit)
+        for bucket in self.buckets:
+            if bucket.handle is None:
+                self.reduce_bucket(bucket)
+        for bucket in self.buckets:
+            bucket.arrive()
+
+    def reduce_bucket(self, bucket):
+        self.take_room(bucket)
+        bucket.zero_unused()
+        bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced)
+        bucket.local = None
+        self.travelling.append(bucket.handle)
+
+    @contextmanager
+    def no_sync(self):
+        """Nothing to put off: with room for two units, each backward's gradients must leave before the next."""
+        yield
+
+    # ---- step -------------------------------------------------------------------------------------------------
+
+    def update(self):
+        """Phase 7. Each rank steps its own shards. What is gathered still shows the old parameters: free it."""
+        for unit in self.units:
+            self.free(unit)
+        for bucket in self.buckets:
+            self.step_shard(bucket)
+
+    @contextmanager
+    def gathered(self, *modules):
+        """In this context the weights of `modules` (all, if none is named) are whole on every rank, for reading."""
+        wanted = {parameter for module in modules or [self._module] for parameter in module.parameters()}
+        held = [unit for unit in self.units if any(wanted & set(b.members.values()) for b in unit.buckets)]
+        for unit in held:
+            unit.pins += 1
+            self.use(unit, units.Order())
+        try:
+            yield
+        finally:
+            for unit in held:
+                unit.pins -= 1
+                self.free(unit)

@@ -1,0 +1,65 @@
+"""What ranks run in the tests: build an engine, train it a few steps on real text, hand back what happened."""
+
+import functools
+import importlib
+
+import torch
+
+from common import models
+from common.data import Batches, load_text
+
+STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
+BUCKET_MB = 0.01  # several buckets even in tiny models
+
+
+@functools.cache
+def text():
+    return load_text()[:100_000]
+
+
+def make_engine(stage, model="gpt-tiny", optimizer=ADAMW, seed=0, **options):
+    """An engine over a zoo model, or over a module, built on this rank."""
+    module = models.build(model) if isinstance(model, str) else model
+    init = models.initial_values(seed)
+    return importlib.import_module(stage).Engine(
+        module, optimizer, init=init, **{"bucket_mb": BUCKET_MB, **options}
+    )
+
+
+def batch(module, world, step=0, global_batch=24):
+    """This rank's (inputs, targets) of a global batch."""
+    windows = Batches(text(), module.window, global_batch).of(step, world.rank, world.size)
+    inputs, targets = module.inputs_and_targets(windows)
+    return inputs.to(world.device), targets.to(world.device)
+
+
+def train_step(engine, world, step=0):
+    """Forward, backward, step; return the loss."""
+    inputs, targets = batch(engine.module, world, step)
+    loss = models.loss(engine(inputs), targets)
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def train(world, stage, model="gpt-tiny", steps=10, **options):
+    """Train and return the final weights, the losses, and every count with its prediction."""
+    engine = make_engine(stage, model, **options)
+    losses = []
+    for step in range(steps):
+        engine.comm.traffic.reset()
+        losses.append(train_step(engine, world, step))
+    return {
+        "model_state_bytes": engine.model_state_bytes(),
+        "predicted_model_state_bytes": engine.predicted_model_state_bytes(),
+        "wire_bytes": engine.comm.traffic.by_collective(),
+        "predicted_wire_bytes": engine.predicted_wire_bytes_per_step(),
+        "losses": losses,
+        "weights": engine.full_state_dict(),
+    }
+
+
+def same_bits(one, other):
+    """Whether two state dicts hold the same names and the same bits."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
