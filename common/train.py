@@ -1,0 +1,249 @@
+"""The training command of every stage: `python -m stage2_grad`, alone or under torchrun."""
+
+import argparse
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from common import models
+from common.data import Batches, load_text
+from common.errors import InputError
+from common.measure.hardware import hardware
+from common.measure.memory import Timeline
+from common.world import cpus, launch
+
+ENGINES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
+WARM_UP = 2  # steps that a throughput does not count
+
+
+def main(package):
+    """Entry of `python -m <package>`: parse the arguments, train, print what was measured."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {package}", description=importlib.import_module(package).__doc__
+    )
+    add_arguments(parser)
+    options = parser.parse_args()
+    command(_train_and_report, package, options, options=options)
+
+
+def add_arguments(parser):
+    """The arguments that the training commands share."""
+    parser.add_argument("--nproc", type=int, default=default_nproc(), help="local ranks (default: %(default)s)")
+    parser.add_argument(
+        "--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs"
+    )
+    parser.add_argument("--model", default="gpt-nano", help="a name of the model zoo (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="training steps (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=24, help="samples of a step, all ranks (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default: %(default)s)")
+    parser.add_argument("--precision", default="fp32", help="fp32 (default)")
+    parser.add_argument("--clip-norm", type=float, help="clip the gradient to this global norm")
+    parser.add_argument("--bucket-mb", type=float, default=0.5, help="MiB of a bucket (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
+    parser.add_argument("--deterministic", action="store_true", help="sum in rank order on NCCL too")
+    parser.add_argument("--data", metavar="FILE", help="text to train on (default: Python's own source)")
+    parser.add_argument("--json", metavar="FILE", help="write the results here")
+
+
+def default_nproc():
+    """One rank per GPU, or two on the CPU."""
+    return torch.cuda.device_count() or min(2, cpus())
+
+
+def command(function, *args, options):
+    """Run `function(world, *args)` on every rank; bad input is one line on one rank, and exit status 2."""
+    try:
+        check_options(options)
+        return launch(function, *args, nproc=options.nproc, oversubscribe=options.oversubscribe)
+    except InputError as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def check_options(options):
+    """Refuse what can be refused before any rank is started."""
+    models.build(options.model)
+    if options.steps < 1:
+        raise InputError(f"--steps {options.steps}: at least one step is needed")
+    if options.bucket_mb <= 0:
+        raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
+    if options.json and not Path(options.json).resolve().parent.is_dir():
+        raise InputError(f"--json {options.json}: there is no such folder; make it first")
+    make_batches(options)
+
+
+def make_batches(options):
+    """The global batches that the options name."""
+    window = models.build(options.model).window
+    return Batches(load_text(options.data), window, options.batch, options.seed)
+
+
+def find_engine(name):
+    """The Engine class of a stage package.
+
+    Raises:
+        InputError: there is no package of this name, or it has no Engine.
+    """
+    if importlib.util.find_spec(name.partition(".")[0]) is None or not hasattr(
+        importlib.import_module(name), "Engine"
+    ):
+        raise InputError(f"unknown engine {name!r}; known engines: {', '.join(ENGINES)}")
+    return importlib.import_module(name).Engine
+
+
+def train(world, name, options, progress=None):
+    """Train one engine and measure it; the last step runs under the memory timeline and is not timed.
+
+    Args:
+        name: a package that exports Engine, or a class with an engine's surface.
+        progress: called with (steps done, loss) after each step.
+
+    Returns:
+        A row as `common.compare` writes it, with the timeline's samples and the final weights beside it.
+    """
+    make = find_engine(name) if isinstance(name, str) else name
+    module = models.build(options.model)
+    engine = make(
+        module,
+        partial(torch.optim.AdamW, lr=options.lr, fused=True),
+        precision=options.precision,
+        clip_norm=options.clip_norm,
+        bucket_mb=options.bucket_mb,
+        init=models.initial_values(options.seed),
+        deterministic=options.deterministic,
+    )
+    batches = make_batches(options)
+    ours = hasattr(engine, "comm")
+    losses, seconds, timeline = [], [], None
+    for step in range(options.steps):
+        inputs, targets = module.inputs_and_targets(batches.of(step, world.rank, world.size).to(world.device))
+        if ours:
+            engine.comm.traffic.reset()
+        if ours and step == options.steps - 1:
+            engine.synchronize()
+            timeline = Timeline(engine)
+        _finish(world.device)
+        began = time.perf_counter()
+        with timeline or nullcontext():
+            loss = models.loss(engine(inputs), targets)
+            engine.backward(loss)
+            engine.step()
+        if ours:
+            engine.synchronize()
+        _finish(world.device)
+        if timeline is None:
+            seconds.append(time.perf_counter() - began)
+        losses.append(loss.item())
+        if progress:
+            progress(step + 1, losses[-1])
+    row = {"engine": name if isinstance(name, str) else name.name, "losses": losses}
+    if ours:
+        sent, by_phase = engine.comm.traffic.by_collective(), engine.comm.traffic.by_phase()
+        everyone = engine.comm.gather_objects((losses, engine.model_state_bytes()))
+        row["losses"] = [statistics.fmean(parts) for parts in zip(*(part for part, _ in everyone), strict=True)]
+        row["model_state_bytes"] = engine.model_state_bytes()
+        row["predicted_model_state_bytes"] = engine.predicted_model_state_bytes()
+        row["peak_bytes"] = timeline.peak_bytes()
+        row["wire_bytes_per_step"] = sent
+        row["wire_bytes_by_phase"] = by_phase
+        row["predicted_wire_bytes_per_step"] = engine.predicted_wire_bytes_per_step()
+    tokens = options.batch * (module.window - 1)
+    timed = seconds[WARM_UP:]
+    row["tokens_per_second"] = tokens / statistics.median(timed) if timed else None
+    weights = engine.full_state_dict()
+    row["param_sha256"] = sha256(weights)
+    row["parameters"] = sum(p.numel() for p in module.parameters())
+    return row, weights, timeline.samples if timeline else []
+
+
+def sha256(weights):
+    """A digest of all weights, bit for bit."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def show_bytes(count):
+    """Bytes for people: 1 kB = 1000 B, as in the papers."""
+    if count is None:
+        return "-"
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:.0f} {unit}"
+    return f"{count} B"
+
+
+def write_json(path, results):
+    """Write results for machines: indented, keys in their order."""
+    Path(path).write_text(json.dumps(results, indent=2) + "\n")
+
+
+def progress_bar(steps):
+    """A progress bar over steps that shows the loss; a context manager."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TextColumn("{task.fields[loss]}"), console=Console(stderr=True), transient=True)
+
+
+def run_with_progress(world, name, options):
+    """`train` with a progress bar on rank 0."""
+    if world.rank:
+        return train(world, name, options)
+    with progress_bar(options.steps) as bar:
+        label = name if isinstance(name, str) else name.name
+        task = bar.add_task(label, total=options.steps, loss="")
+        return train(
+            world, name, options, lambda done, loss: bar.update(task, completed=done, loss=f"loss {loss:.4f}")
+        )
+
+
+def _train_and_report(world, package, options):
+    row, _, _ = run_with_progress(world, package, options)
+    if world.rank:
+        return
+    table = Table(title=f"{package}: {options.model} on {world.size} ranks", title_justify="left")
+    for column in ("", "measured", "predicted"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for state, measured in row["model_state_bytes"].items():
+        table.add_row(f"{state}, bytes per rank", str(measured), str(row["predicted_model_state_bytes"][state]))
+    predicted = row["predicted_wire_bytes_per_step"]
+    for collective in sorted({*row["wire_bytes_per_step"], *predicted}):
+        table.add_row(
+            f"{collective}, bytes sent per step",
+            str(row["wire_bytes_per_step"].get(collective, 0)),
+            str(predicted.get(collective, 0)),
+        )
+    table.add_row("peak of live bytes", str(row["peak_bytes"]), "-")
+    speed = row["tokens_per_second"]
+    table.add_row("tokens per second", f"{speed:.0f}" if speed else "- (too few steps)", "-")
+    table.add_row("loss, first and last step", f"{row['losses'][0]:.4f}  {row['losses'][-1]:.4f}", "-")
+    Console().print(table)
+    if options.json:
+        results = {
+            "world_size": world.size,
+            "model": options.model,
+            "precision": options.precision,
+            "hardware": hardware(world.device),
+            **row,
+        }
+        write_json(options.json, results)
+
+
+def _finish(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -63,3 +63,10 @@ def train(world, stage, model="gpt-tiny", steps=10, **options):
 def same_bits(one, other):
     """Whether two state dicts hold the same names and the same bits."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def train_baseline(world, engine, model="gpt-tiny", steps=10, optimizer=ADAMW, **options):
+    """Train a baseline class; return weights and losses."""
+    engine = engine(models.build(model), optimizer, init=models.initial_values(0), **options)
+    losses = [train_step(engine, world, step) for step in range(steps)]
+    return {"weights": engine.full_state_dict(), "losses": losses}

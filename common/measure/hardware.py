@@ -1,0 +1,33 @@
+"""The machine a figure was measured on, in one line."""
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from common.world import cpus
+
+
+def hardware(device):
+    """Name the processor or the GPU, the memory, and the versions that matter, as results are labelled with.
+
+    Args:
+        device: the torch.device that did the work.
+    """
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"
+        backend = "nccl"
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+        machine, backend = f"{cpus()} x {_cpu_name()}", "gloo"
+    python = platform.python_version()
+    return f"{machine}, {memory / 2**30:.0f} GiB, {backend}, torch {torch.__version__}, Python {python}"
+
+
+def _cpu_name():
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

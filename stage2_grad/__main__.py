@@ -1,0 +1,6 @@
+"""`python -m stage2_grad`: train with this stage's engine and print what was measured."""
+
+from common.train import main
+
+if __name__ == "__main__":
+    main("stage2_grad")
