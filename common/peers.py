@@ -44,7 +44,7 @@ class TorchDDP:
             process_group=process_group,
             bucket_cap_mb=bucket_mb,
             gradient_as_bucket_view=True,
-            find_unused_parameters=True,
+            find_unused_parameters=not getattr(model, "uses_every_parameter", True),
         )
         if comm_hook is not None:
             self.ddp.register_comm_hook(None, comm_hook)

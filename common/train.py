@@ -41,13 +41,17 @@ def main(package):
 
 def add_arguments(parser):
     """The arguments that the training commands share."""
-    parser.add_argument("--nproc", type=int, default=default_nproc(), help="local ranks (default: %(default)s)")
+    parser.add_argument(
+        "--nproc", type=int, default=default_nproc(), help="local ranks (default: %(default)s)"
+    )
     parser.add_argument(
         "--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs"
     )
     parser.add_argument("--model", default="gpt-nano", help="a name of the model zoo (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="training steps (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=24, help="samples of a step, all ranks (default: %(default)s)")
+    parser.add_argument(
+        "--batch", type=int, default=24, help="samples of a step, all ranks (default: %(default)s)"
+    )
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default: %(default)s)")
     parser.add_argument("--precision", default="fp32", help="fp32 (default)")
     parser.add_argument("--clip-norm", type=float, help="clip the gradient to this global norm")
@@ -154,7 +158,9 @@ def train(world, name, options, progress=None):
     if ours:
         sent, by_phase = engine.comm.traffic.by_collective(), engine.comm.traffic.by_phase()
         everyone = engine.comm.gather_objects((losses, engine.model_state_bytes()))
-        row["losses"] = [statistics.fmean(parts) for parts in zip(*(part for part, _ in everyone), strict=True)]
+        row["losses"] = [
+            statistics.fmean(parts) for parts in zip(*(part for part, _ in everyone), strict=True)
+        ]
         row["model_state_bytes"] = engine.model_state_bytes()
         row["predicted_model_state_bytes"] = engine.predicted_model_state_bytes()
         row["peak_bytes"] = timeline.peak_bytes()
@@ -220,7 +226,9 @@ def _train_and_report(world, package, options):
     for column in ("", "measured", "predicted"):
         table.add_column(column, justify="left" if column == "" else "right")
     for state, measured in row["model_state_bytes"].items():
-        table.add_row(f"{state}, bytes per rank", str(measured), str(row["predicted_model_state_bytes"][state]))
+        table.add_row(
+            f"{state}, bytes per rank", str(measured), str(row["predicted_model_state_bytes"][state])
+        )
     predicted = row["predicted_wire_bytes_per_step"]
     for collective in sorted({*row["wire_bytes_per_step"], *predicted}):
         table.add_row(

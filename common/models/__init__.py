@@ -52,8 +52,8 @@ def build(name, *, device="meta"):
         InputError: there is no such name.
     """
     if name not in SIZES:
-        closest = difflib.get_close_matches(name, SIZES, n=1, cutoff=0.0)[0]
-        raise InputError(f"unknown model {name!r}; did you mean {closest}? Known models: {', '.join(SIZES)}")
+        closest = "".join(f"did you mean {match}? " for match in difflib.get_close_matches(name, SIZES, n=1))
+        raise InputError(f"unknown model {name!r}; {closest}known models: {', '.join(SIZES)}")
     with torch.device(device):
         return SIZES[name]()
 

@@ -39,5 +39,7 @@ class MixtureOfExperts(nn.Module):
 class MoEGPT(GPT):
     """A GPT with `experts` experts in every block; shapes as in GPT."""
 
+    uses_every_parameter = False  # torch's DDP must be told
+
     def __init__(self, config, experts):
         super().__init__(config, feed_forward=partial(MixtureOfExperts, experts=experts))

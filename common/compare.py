@@ -1,0 +1,182 @@
+"""`python -m common.compare`: all engines on one model and the same text; a table, JSON and a picture.
+
+Every engine starts from the same weights and sees the same batches. The comparison holds each one's final weights
+against stage 0's bit for bit and against torch's own DistributedDataParallel by norm, its model states and its bytes
+on the wire against their predictions.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from common.errors import InputError
+from common.measure.hardware import hardware
+from common.peers import TorchDDP
+from common.train import (
+    ENGINES,
+    add_arguments,
+    command,
+    find_engine,
+    run_with_progress,
+    show_bytes,
+    write_json,
+)
+
+BASELINE = "stage0_ddp"
+
+
+def main(arguments=None):
+    """Parse the arguments, compare, show and write the results; exit with 1 where a promise does not hold."""
+    parser = argparse.ArgumentParser(
+        prog="python -m common.compare", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add_arguments(parser)
+    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all stages)")
+    parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
+    options = parser.parse_args(arguments)
+    if options.json and not options.figure:
+        options.figure = str(Path(options.json).with_suffix(".png"))
+    outcome = command(_check_and_compare, options, options=options)
+    if outcome is None:  # a rank other than 0 under torchrun
+        return
+    results, timelines = outcome
+    Console().print(as_table(results))
+    if options.json:
+        write_json(options.json, results)
+        Path(options.json).with_suffix(".md").write_text(as_markdown(results))
+    if options.figure:
+        from common.measure import figures  # matplotlib takes a second to load: only where it draws
+
+        figures.save(figures.comparison(results, timelines), options.figure)
+    if not all(holds(row) for row in results["rows"]):
+        sys.exit("error: a row above is not bitwise equal to stage 0, or not as predicted")
+
+
+def _check_and_compare(world, options):
+    engines = options.engines.split(",")
+    for name in engines:
+        find_engine(name)
+    if len(set(engines)) < len(engines):
+        raise InputError(f"--engines {options.engines}: an engine is named twice")
+    return compare(world, engines, options)
+
+
+def compare(world, engines, options):
+    """Train every engine and torch's DDP, one after the other.
+
+    Returns:
+        On rank 0 (results, timelines): the JSON of `common.compare` and {engine: samples}; else None.
+    """
+    ddp, ddp_weights, _ = run_with_progress(world, TorchDDP, options)
+    rows, timelines, baseline = [], {}, None
+    for name in engines:
+        row, weights, samples = run_with_progress(world, name, options)
+        timelines[name] = samples
+        if name == BASELINE:
+            baseline = row["param_sha256"]
+        row["relative_norm_diff_to_torch_ddp"] = relative_difference(weights, ddp_weights)
+        rows.append(row)
+    for row in rows:
+        row["bitwise_equal_to_stage0"] = None if baseline is None else row["param_sha256"] == baseline
+    if world.rank:
+        return None
+    parameters = rows[0]["parameters"]
+    for row in rows:
+        del row["parameters"]
+    results = {
+        "world_size": world.size,
+        "model": options.model,
+        "parameters": parameters,
+        "precision": options.precision,
+        "steps": options.steps,
+        "hardware": hardware(world.device),
+        "torch_ddp_tokens_per_second": ddp["tokens_per_second"],
+        "rows": rows,
+    }
+    return results, timelines
+
+
+def relative_difference(weights, reference):
+    """The 2-norm of the difference of two state dicts over the norm of the second, in float64."""
+    floating = [name for name, tensor in reference.items() if tensor.is_floating_point()]
+    one, other = (
+        torch.cat([run[name].flatten() for name in floating]).double() for run in (weights, reference)
+    )
+    return float((one - other).norm() / other.norm())
+
+
+def holds(row):
+    """Whether a row keeps the promises: bitwise equal, measured = predicted."""
+    return (
+        row["bitwise_equal_to_stage0"] is not False
+        and row["model_state_bytes"] == row["predicted_model_state_bytes"]
+        and row["wire_bytes_per_step"] == row["predicted_wire_bytes_per_step"]
+    )
+
+
+def cells(results):
+    """The table, a column for each engine: a header row, then a row of strings for each quantity."""
+    rows = results["rows"]
+    yield ("per rank", *(row["engine"] for row in rows))
+    verdict = {True: "bitwise", False: "NO", None: "-"}
+    yield ("equal to stage 0", *(verdict[row["bitwise_equal_to_stage0"]] for row in rows))
+    yield ("off torch DDP by norm", *(f"{row['relative_norm_diff_to_torch_ddp']:.1e}" for row in rows))
+    for state in ("parameters", "gradients", "optimizer"):
+        yield (state, *(show_bytes(row["model_state_bytes"][state]) for row in rows))
+    yield ("model states", *(show_bytes(sum(row["model_state_bytes"].values())) for row in rows))
+    yield ("  as predicted", *(_agree(row, "model_state_bytes") for row in rows))
+    yield ("sent per step", *(show_bytes(sum(row["wire_bytes_per_step"].values())) for row in rows))
+    yield ("  as predicted", *(_agree(row, "wire_bytes_per_step") for row in rows))
+    yield ("peak of live bytes", *(show_bytes(row["peak_bytes"]) for row in rows))
+    speeds = [row["tokens_per_second"] for row in rows]
+    yield ("tokens/s, all ranks", *(f"{speed:,.0f}" if speed else "-" for speed in speeds))
+    yield ("loss, last step", *(f"{row['losses'][-1]:.4f}" for row in rows))
+
+
+def _agree(row, count):
+    return "to the byte" if row[count] == row[f"predicted_{count}"] else "NO"
+
+
+def _title(results):
+    return (
+        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
+        f"{results['world_size']} ranks, {results['steps']} steps\n{results['hardware']}"
+    )
+
+
+def as_table(results):
+    """The results as a table for the terminal."""
+    header, *rows = cells(results)
+    table = Table(
+        title=_title(results), title_justify="left", caption=_footnote(results), caption_justify="left"
+    )
+    for name in header:
+        table.add_column(name, justify="left" if name == "per rank" else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def as_markdown(results):
+    """The results as a Markdown table."""
+    header, *rows = cells(results)
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    lines = ["| " + " | ".join(cell.strip() for cell in line) + " |" for line in (header, rule, *rows)]
+    return "\n".join([_title(results).replace("\n", "; "), "", *lines, "", _footnote(results), ""])
+
+
+def _footnote(results):
+    speed = results["torch_ddp_tokens_per_second"]
+    return (
+        f"torch's DistributedDataParallel ran at {speed:,.0f} tokens/s."
+        if speed
+        else "Too few steps to time."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Pictures of what was counted: memory by stage, memory through a step, bytes on the wire.
+
+Each function draws onto a matplotlib Axes that it is given, from the rows that `common.compare` writes.
+"""
+
+import matplotlib
+
+matplotlib.use("Agg", force=False)
+
+import matplotlib.pyplot as plt
+
+from common.measure.memory import CLASSES
+
+# One colour per class in every picture; a palette that colour-blind readers can tell apart.
+COLORS = dict(zip(CLASSES, ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", "#BBBBBB"), strict=True))
+PHASE_COLORS = {"forward": "#0072B2", "backward": "#D55E00", "step": "#009E73"}
+LABELS = {
+    "stage0_ddp": "stage 0\nDDP",
+    "stage1_os": "stage 1\n$P_{os}$",
+    "stage2_grad": "stage 2\n$P_{os+g}$",
+    "stage3_param": "stage 3\n$P_{os+g+p}$",
+}
+PHASES = ("forward", "backward", "step")
+
+
+def memory_by_stage(axes, rows):
+    """Stacked bars of model states per rank, measured, beside what the formula says."""
+    states = ("parameters", "gradients", "optimizer")
+    for position, row in enumerate(rows):
+        bottoms = {"measured": 0, "predicted": 0}
+        for state in states:
+            for kind, shift in (("measured", -0.2), ("predicted", 0.2)):
+                key = "model_state_bytes" if kind == "measured" else "predicted_model_state_bytes"
+                size = row[key][state] / 1e6
+                axes.bar(
+                    position + shift,
+                    size,
+                    0.36,
+                    bottom=bottoms[kind],
+                    color=COLORS[state] if kind == "measured" else "white",
+                    edgecolor=COLORS[state],
+                    hatch=None if kind == "measured" else "///",
+                    label=state if kind == "measured" and position == 0 else None,
+                )
+                bottoms[kind] += size
+        axes.text(position - 0.2, bottoms["measured"], f"{bottoms['measured']:.2f}", ha="center", va="bottom")
+    axes.bar(0, 0, color="white", edgecolor="black", hatch="///", label="predicted")
+    _stage_axis(axes, rows, headroom=1.12)
+    axes.set_ylabel("MB per rank")
+    axes.set_title("Model states, measured beside predicted")
+    axes.legend(frameon=False)
+
+
+def memory_timeline(axes, samples, title):
+    """Live bytes by class through one step; the phases are marked."""
+    totals = [[now[name] / 1e6 for _, now in samples] for name in CLASSES]
+    axes.stackplot(
+        range(len(samples)), totals, labels=CLASSES, colors=[COLORS[name] for name in CLASSES], step="post"
+    )
+    phases = [phase for phase, _ in samples]
+    for phase in PHASES:
+        if phase in phases:
+            first = phases.index(phase)
+            axes.axvline(first, color="black", linewidth=0.8, linestyle=":")
+            axes.text(first, 0.98, f" {phase}", va="top", transform=axes.get_xaxis_transform())
+    axes.set_xlim(0, len(samples) - 1)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
+    axes.set_xlabel("operations")
+    axes.set_ylabel("live MB")
+    axes.set_title(title)
+
+
+def wire_by_phase(axes, rows):
+    """Stacked bars of the bytes that one rank sends in a step, by phase; the diamond is the prediction."""
+    for position, row in enumerate(rows):
+        bottom = 0
+        for phase in PHASES:
+            size = row["wire_bytes_by_phase"].get(phase, 0) / 1e6
+            axes.bar(
+                position,
+                size,
+                0.5,
+                bottom=bottom,
+                color=PHASE_COLORS[phase],
+                label=phase if position == 0 else None,
+            )
+            bottom += size
+        predicted = sum(row["predicted_wire_bytes_per_step"].values()) / 1e6
+        label = "predicted" if position == 0 else None
+        axes.plot(position, predicted, "D", color="white", markeredgecolor="black", label=label)
+    _stage_axis(axes, rows, headroom=1.35)
+    axes.set_ylabel("MB sent by one rank, per step")
+    axes.set_title("Bytes on the wire")
+    axes.legend(frameon=False, ncols=2)
+
+
+def throughput(axes, rows):
+    """Bars of tokens per second, all ranks together."""
+    speeds = [row["tokens_per_second"] or 0 for row in rows]
+    bars = axes.bar(range(len(rows)), speeds, 0.5, color="#56B4E9")
+    axes.bar_label(bars, [f"{speed:,.0f}" if speed else "-" for speed in speeds])
+    _stage_axis(axes, rows, headroom=1.12)
+    axes.set_ylabel("tokens per second")
+    axes.set_title("Throughput")
+
+
+def comparison(results, timelines):
+    """The picture of a comparison: memory by stage, bytes on the wire, and each engine's step.
+
+    Args:
+        results: what `common.compare` writes.
+        timelines: {engine: samples of its Timeline}.
+
+    Returns:
+        A matplotlib Figure.
+    """
+    rows = results["rows"]
+    columns = max(2, len(rows))
+    figure = plt.figure(figsize=(4.2 * columns, 8.5), layout="constrained")
+    top, bottom = figure.subfigures(2, 1)
+    left, right = top.subplots(1, 2)
+    memory_by_stage(left, rows)
+    wire_by_phase(right, rows)
+    for axes, row in zip(bottom.subplots(1, len(rows), sharey=True, squeeze=False)[0], rows, strict=True):
+        memory_timeline(axes, timelines[row["engine"]], LABELS.get(row["engine"], row["engine"]))
+    handles, labels = axes.get_legend_handles_labels()
+    bottom.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.suptitle(
+        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
+        f"{results['world_size']} ranks\n{results['hardware']}",
+        fontsize=10,
+    )
+    return figure
+
+
+def save(figure, path):
+    """Write a figure as PNG and close it."""
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _stage_axis(axes, rows, headroom):
+    axes.set_xticks(range(len(rows)), [LABELS.get(row["engine"], row["engine"]) for row in rows])
+    axes.set_ylim(0, axes.dataLim.ymax * headroom)
+    axes.spines[["top", "right"]].set_visible(False)
