@@ -80,9 +80,7 @@ class Collectives:
         self.traffic.record("reduce_scatter", self._remote(tensor))
         if self.ordered:
             received = self._receive_buffer(tensor)
-            return self.lane.submit(
-                lambda: self._reduce_in_rank_order(tensor, received, shard), tensor, received
-            )
+            return self.lane.submit(lambda: self._reduce_in_rank_order(tensor, received, shard), tensor, received)
 
         def work():
             _reduce_scatter(shard, tensor, group=self.group)
@@ -101,9 +99,7 @@ class Collectives:
     def all_to_all(self, tensor, received):
         """Send part k of `tensor` to rank k; part k of `received` comes from there. Sends (N-1)/N of the tensor."""
         self.traffic.record("all_to_all", self._remote(tensor))
-        return self.lane.submit(
-            lambda: dist.all_to_all_single(received, tensor, group=self.group), tensor, received
-        )
+        return self.lane.submit(lambda: dist.all_to_all_single(received, tensor, group=self.group), tensor, received)
 
     def broadcast(self, tensor, source=0):
         """Give every rank the `tensor` of rank `source`, which sends N-1 copies (NCCL: a ring, each rank one)."""
@@ -136,9 +132,7 @@ class Collectives:
         everyone = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
         self.all_gather(own, everyone).wait()
         parts = everyone.cpu().view(self.size, longest)
-        return [
-            pickle.loads(part[:length].numpy().tobytes()) for part, length in zip(parts, lengths, strict=True)
-        ]
+        return [pickle.loads(part[:length].numpy().tobytes()) for part, length in zip(parts, lengths, strict=True)]
 
     def _remote(self, tensor):
         """The bytes of `tensor` that belong to other ranks."""

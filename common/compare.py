@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.errors import InputError
+from common.measure import figures
 from common.measure.hardware import hardware
 from common.peers import TorchDDP
 from common.train import (
@@ -49,8 +50,6 @@ def main(arguments=None):
         write_json(options.json, results)
         Path(options.json).with_suffix(".md").write_text(as_markdown(results))
     if options.figure:
-        from common.measure import figures  # matplotlib takes a second to load: only where it draws
-
         figures.save(figures.comparison(results, timelines), options.figure)
     if not all(holds(row) for row in results["rows"]):
         sys.exit("error: a row above is not bitwise equal to stage 0, or not as predicted")
@@ -103,9 +102,7 @@ def compare(world, engines, options):
 def relative_difference(weights, reference):
     """The 2-norm of the difference of two state dicts over the norm of the second, in float64."""
     floating = [name for name, tensor in reference.items() if tensor.is_floating_point()]
-    one, other = (
-        torch.cat([run[name].flatten() for name in floating]).double() for run in (weights, reference)
-    )
+    one, other = (torch.cat([run[name].flatten() for name in floating]).double() for run in (weights, reference))
     return float((one - other).norm() / other.norm())
 
 
@@ -151,9 +148,7 @@ def _title(results):
 def as_table(results):
     """The results as a table for the terminal."""
     header, *rows = cells(results)
-    table = Table(
-        title=_title(results), title_justify="left", caption=_footnote(results), caption_justify="left"
-    )
+    table = Table(title=_title(results), title_justify="left", caption=_footnote(results), caption_justify="left")
     for name in header:
         table.add_column(name, justify="left" if name == "per rank" else "right")
     for row in rows:
@@ -171,11 +166,7 @@ def as_markdown(results):
 
 def _footnote(results):
     speed = results["torch_ddp_tokens_per_second"]
-    return (
-        f"torch's DistributedDataParallel ran at {speed:,.0f} tokens/s."
-        if speed
-        else "Too few steps to time."
-    )
+    return f"torch's DistributedDataParallel ran at {speed:,.0f} tokens/s." if speed else "Too few steps to time."
 
 
 if __name__ == "__main__":

@@ -215,9 +215,7 @@ class EngineBase:
             InputError: the loss is not a scalar.
         """
         if loss.numel() != 1:
-            raise InputError(
-                f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, by mean() for instance"
-            )
+            raise InputError(f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, by mean() for instance")
         self.comm.traffic.phase = "backward"
         self._failed = True
         for bucket in self.buckets:
@@ -349,10 +347,7 @@ class EngineBase:
             for collective, times in self.sends(bucket).items():
                 shards = 2 if collective == "all_reduce" else 1  # a reduce-scatter and an all-gather
                 predicted[collective] += times * shards * shard * (self.world_size - 1)
-        if (
-            self.clip_norm is not None
-            and _length(self.owned(self.buckets[0]).optimizer) < self.buckets[0].padded_numel
-        ):
+        if self.clip_norm is not None and _length(self.owned(self.buckets[0]).optimizer) < self.buckets[0].padded_numel:
             predicted["all_gather"] += 8 * (self.world_size - 1)  # one float64 for the norm
         if self.rank == 0:
             predicted["broadcast"] += sum(b.nbytes for b in self._module.buffers()) * (self.world_size - 1)
@@ -397,8 +392,7 @@ class EngineBase:
                 values[parameter] = bucket.view(whole, name).detach().cpu().clone()
         state = self._module.state_dict(keep_vars=True)
         return {
-            key: values[tensor] if tensor in values else tensor.detach().cpu().clone()
-            for key, tensor in state.items()
+            key: values[tensor] if tensor in values else tensor.detach().cpu().clone() for key, tensor in state.items()
         }
 
     def _whole(self, bucket):
@@ -445,9 +439,7 @@ class EngineBase:
         """Let a parameter of the model read `values`, a tensor of its shape. A meta parameter becomes a real one."""
         if parameter.is_meta:
             # `.data` has a version count of its own: filling the buffer is no in-place change of the parameter.
-            torch.utils.swap_tensors(
-                parameter, nn.Parameter(values.data, requires_grad=parameter.requires_grad)
-            )
+            torch.utils.swap_tensors(parameter, nn.Parameter(values.data, requires_grad=parameter.requires_grad))
         else:
             parameter.data = values
 
@@ -489,11 +481,7 @@ class EngineBase:
         for parameter in module.parameters(recurse=False):
             self._uses[parameter] += 1
             self._uses[parameter, "reentrant"] += not torch.is_grad_enabled()
-            if (
-                parameter in self._bucket_of
-                and self._uses[parameter] > 1
-                and self._uses[parameter, "reentrant"]
-            ):
+            if parameter in self._bucket_of and self._uses[parameter] > 1 and self._uses[parameter, "reentrant"]:
                 self._bucket_of[parameter].fires_in_parts = True
 
     def _use_what_no_module_asks_for(self):
@@ -565,9 +553,7 @@ def _check_elementwise(optimizer, device):
         stepped[length] = torch.cat([part.detach() for part in parts])
         state_bytes[length] = storage_bytes(_tensors_of_state(probe)) // len(parts)
     if not host_value((stepped[64] == stepped[32]).all(), True):
-        raise InputError(
-            _not_elementwise(f"{type(probe).__name__} steps 64 elements otherwise than their two halves")
-        )
+        raise InputError(_not_elementwise(f"{type(probe).__name__} steps 64 elements otherwise than their two halves"))
     per_element = (state_bytes[64] - state_bytes[32]) // 32
     return per_element, state_bytes[64] - 64 * per_element
 
@@ -593,9 +579,7 @@ def _check_groups(model, param_groups):
             raise InputError(f"param_groups lists {trainable[parameter]!r} {times} times; list it once")
     for parameter, name in trainable.items():
         if parameter not in listed:
-            raise InputError(
-                f"param_groups leaves out {name!r}; list it, or freeze it by requires_grad_(False)"
-            )
+            raise InputError(f"param_groups leaves out {name!r}; list it, or freeze it by requires_grad_(False)")
     return groups
 
 

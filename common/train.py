@@ -31,9 +31,7 @@ WARM_UP = 2  # steps that a throughput does not count
 
 def main(package):
     """Entry of `python -m <package>`: parse the arguments, train, print what was measured."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {package}", description=importlib.import_module(package).__doc__
-    )
+    parser = argparse.ArgumentParser(prog=f"python -m {package}", description=importlib.import_module(package).__doc__)
     add_arguments(parser)
     options = parser.parse_args()
     command(_train_and_report, package, options, options=options)
@@ -41,17 +39,11 @@ def main(package):
 
 def add_arguments(parser):
     """The arguments that the training commands share."""
-    parser.add_argument(
-        "--nproc", type=int, default=default_nproc(), help="local ranks (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs"
-    )
+    parser.add_argument("--nproc", type=int, default=default_nproc(), help="local ranks (default: %(default)s)")
+    parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
     parser.add_argument("--model", default="gpt-nano", help="a name of the model zoo (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="training steps (default: %(default)s)")
-    parser.add_argument(
-        "--batch", type=int, default=24, help="samples of a step, all ranks (default: %(default)s)"
-    )
+    parser.add_argument("--batch", type=int, default=24, help="samples of a step, all ranks (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default: %(default)s)")
     parser.add_argument("--precision", default="fp32", help="fp32 (default)")
     parser.add_argument("--clip-norm", type=float, help="clip the gradient to this global norm")
@@ -73,7 +65,7 @@ def command(function, *args, options):
         check_options(options)
         return launch(function, *args, nproc=options.nproc, oversubscribe=options.oversubscribe)
     except InputError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
+        if int(os.environ.get("RANK", "0")) == 0:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -102,9 +94,7 @@ def find_engine(name):
     Raises:
         InputError: there is no package of this name, or it has no Engine.
     """
-    if importlib.util.find_spec(name.partition(".")[0]) is None or not hasattr(
-        importlib.import_module(name), "Engine"
-    ):
+    if importlib.util.find_spec(name.partition(".")[0]) is None or not hasattr(importlib.import_module(name), "Engine"):
         raise InputError(f"unknown engine {name!r}; known engines: {', '.join(ENGINES)}")
     return importlib.import_module(name).Engine
 
@@ -113,7 +103,9 @@ def train(world, name, options, progress=None):
     """Train one engine and measure it; the last step runs under the memory timeline and is not timed.
 
     Args:
+        world: the rank's World.
         name: a package that exports Engine, or a class with an engine's surface.
+        options: the parsed arguments.
         progress: called with (steps done, loss) after each step.
 
     Returns:
@@ -158,9 +150,7 @@ def train(world, name, options, progress=None):
     if ours:
         sent, by_phase = engine.comm.traffic.by_collective(), engine.comm.traffic.by_phase()
         everyone = engine.comm.gather_objects((losses, engine.model_state_bytes()))
-        row["losses"] = [
-            statistics.fmean(parts) for parts in zip(*(part for part, _ in everyone), strict=True)
-        ]
+        row["losses"] = [statistics.fmean(parts) for parts in zip(*(part for part, _ in everyone), strict=True)]
         row["model_state_bytes"] = engine.model_state_bytes()
         row["predicted_model_state_bytes"] = engine.predicted_model_state_bytes()
         row["peak_bytes"] = timeline.peak_bytes()
@@ -213,9 +203,7 @@ def run_with_progress(world, name, options):
     with progress_bar(options.steps) as bar:
         label = name if isinstance(name, str) else name.name
         task = bar.add_task(label, total=options.steps, loss="")
-        return train(
-            world, name, options, lambda done, loss: bar.update(task, completed=done, loss=f"loss {loss:.4f}")
-        )
+        return train(world, name, options, lambda done, loss: bar.update(task, completed=done, loss=f"loss {loss:.4f}"))
 
 
 def _train_and_report(world, package, options):
@@ -226,9 +214,7 @@ def _train_and_report(world, package, options):
     for column in ("", "measured", "predicted"):
         table.add_column(column, justify="left" if column == "" else "right")
     for state, measured in row["model_state_bytes"].items():
-        table.add_row(
-            f"{state}, bytes per rank", str(measured), str(row["predicted_model_state_bytes"][state])
-        )
+        table.add_row(f"{state}, bytes per rank", str(measured), str(row["predicted_model_state_bytes"][state]))
     predicted = row["predicted_wire_bytes_per_step"]
     for collective in sorted({*row["wire_bytes_per_step"], *predicted}):
         table.add_row(

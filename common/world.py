@@ -91,9 +91,7 @@ class LocalWorld:
         self._pipes, self._processes = [], []
         for rank in range(size):
             pipe, far_end = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, size, self._store.port, timeout, far_end), daemon=True
-            )
+            process = context.Process(target=_serve, args=(rank, size, self._store.port, timeout, far_end), daemon=True)
             process.start()
             far_end.close()
             self._pipes.append(pipe)

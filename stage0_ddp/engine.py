@@ -61,9 +61,7 @@ class Engine(EngineBase):
         if bucket.handle is not None:  # a second part of the gradient, after the bucket was sent
             bucket.arrive()
         bucket.pack(name, gradient)
-        while (
-            self.syncing and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete
-        ):
+        while self.syncing and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
             self.reduce(self.buckets[self.next_bucket])
             self.next_bucket += 1
 

@@ -66,9 +66,7 @@ class Engine(EngineBase):
             bucket.arrive()
         self.take_room(bucket)
         bucket.pack(name, gradient)
-        while (
-            self.syncing and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete
-        ):
+        while self.syncing and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
             self.reduce(self.buckets[self.next_bucket])
             self.next_bucket += 1
 

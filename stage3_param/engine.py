@@ -65,9 +65,7 @@ class Engine(EngineBase):
                     self.point(parameter, bucket.view(bucket.full, name))
                     if parameter.requires_grad:
                         # Called when autograd has added up all uses of the parameter in this backward.
-                        parameter.register_post_accumulate_grad_hook(
-                            partial(self.gradient_ready, bucket, name)
-                        )
+                        parameter.register_post_accumulate_grad_hook(partial(self.gradient_ready, bucket, name))
                 (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
             unit.gathered = True
             self.free(unit)

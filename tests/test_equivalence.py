@@ -19,9 +19,7 @@ OPTIMIZERS = {
 
 @functools.cache
 def baseline(worlds, size, model, engine=OrderedDDP, optimizer="fused adamw"):
-    return worlds(size).run(
-        functools.partial(train_baseline, optimizer=OPTIMIZERS[optimizer]), engine, model
-    )[0]
+    return worlds(size).run(functools.partial(train_baseline, optimizer=OPTIMIZERS[optimizer]), engine, model)[0]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -54,9 +54,7 @@ def memory_by_stage(axes, rows):
 def memory_timeline(axes, samples, title):
     """Live bytes by class through one step; the phases are marked."""
     totals = [[now[name] / 1e6 for _, now in samples] for name in CLASSES]
-    axes.stackplot(
-        range(len(samples)), totals, labels=CLASSES, colors=[COLORS[name] for name in CLASSES], step="post"
-    )
+    axes.stackplot(range(len(samples)), totals, labels=CLASSES, colors=[COLORS[name] for name in CLASSES], step="post")
     phases = [phase for phase, _ in samples]
     for phase in PHASES:
         if phase in phases:

@@ -29,12 +29,8 @@ SIZES = {
     "gpt-micro": partial(GPT, GPTConfig(layers=6, width=192, heads=6, sequence=256)),
     "gpt-mini": partial(GPT, GPTConfig(layers=6, width=384, heads=6, sequence=256)),
     "gpt-124m": partial(GPT, GPTConfig(layers=12, width=768, heads=12, sequence=1024, vocabulary=50257)),
-    "llama-tiny": partial(
-        Llama, LlamaConfig(layers=2, width=16, heads=4, kv_heads=2, hidden=40, sequence=16)
-    ),
-    "llama-nano": partial(
-        Llama, LlamaConfig(layers=4, width=96, heads=6, kv_heads=2, hidden=256, sequence=128)
-    ),
+    "llama-tiny": partial(Llama, LlamaConfig(layers=2, width=16, heads=4, kv_heads=2, hidden=40, sequence=16)),
+    "llama-nano": partial(Llama, LlamaConfig(layers=4, width=96, heads=6, kv_heads=2, hidden=256, sequence=128)),
     "resnet-tiny": partial(ResNet, side=8, channels=(8, 16), depth=1),
     "resnet-nano": partial(ResNet, side=32, channels=(16, 32, 64), depth=3),
     "moe-tiny": partial(MoEGPT, GPTConfig(layers=2, width=16, heads=2, sequence=16), experts=4),

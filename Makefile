@@ -1,0 +1,35 @@
+# make demo    compare all stages on one model and real text; writes results/demo.json, .md and .png
+# make test    lint and the whole suite
+# make test-all    the suite with its exhaustive matrices
+#
+# PIP_ARGS goes to pip: for those who want torch's CPU wheels from an index of their choice, for instance.
+# With GPUs the same commands use them: one rank per GPU, and NCCL.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: demo test test-all lint clean
+
+demo: $(INSTALLED)
+	$(BIN)/python -m common.compare --nproc 4 --oversubscribe --model gpt-micro --batch 8 --steps 12 --json results/demo.json
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-all: lint
+	$(BIN)/python -m pytest -m ""
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install $(PIP_ARGS) --editable '.[tests]'
+	touch $@
+
+clean:
+	rm -rf .venv

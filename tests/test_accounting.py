@@ -1,0 +1,124 @@
+"""Measured = predicted: bytes held and bytes sent equal the formula, on every rank, and what is transient is bounded."""
+
+import functools
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from harness import STAGES, batch, make_engine, train, train_step
+
+from common import models
+from common.measure.memory import Timeline
+
+MODELS = ("mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny")
+SHARE = {  # bytes per parameter in fp32 with Adam, at N ranks: ZeRO, sec. 5, with 4 + 4 + 8 bytes
+    "stage0_ddp": lambda n: 16,
+    "stage1_os": lambda n: 8 + 8 / n,
+    "stage2_grad": lambda n: 4 + 12 / n,
+    "stage3_param": lambda n: 16 / n,
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_bytes_held_and_sent_are_those_predicted_on_every_rank(worlds, size, model, stage):
+    for rank in worlds(size).run(functools.partial(train, steps=2, clip_norm=1.0), stage, model):
+        assert rank["model_state_bytes"] == rank["predicted_model_state_bytes"]
+        assert rank["wire_bytes"] == rank["predicted_wire_bytes"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_bytes_held_follow_the_papers_formula(worlds, size, stage):
+    result = worlds(size).run(functools.partial(train, steps=1), stage, "gpt-nano")[0]
+    formula = SHARE[stage](size) * sum(p.numel() for p in models.build("gpt-nano").parameters())
+    assert sum(result["model_state_bytes"].values()) == pytest.approx(formula, rel=5e-3)  # padding, step counts
+
+
+def phases(world, stage, **options):
+    engine = make_engine(stage, "gpt-tiny", **options)
+    train_step(engine, world)
+    engine.comm.traffic.reset()
+    train_step(engine, world)
+    padded = sum(bucket.padded_numel for bucket in engine.buckets) * 4
+    root = sum(bucket.padded_numel for bucket in engine.buckets if bucket.unit and bucket.unit.name == "") * 4
+    return engine.comm.traffic.by_phase(), padded * (world.size - 1) // world.size, root * (world.size - 1) // world.size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_phase_sends_what_the_paper_says(worlds, size):
+    run = lambda stage, **options: worlds(size).run(functools.partial(phases, **options), stage)[0]  # noqa: E731
+    sent, once, _ = run("stage0_ddp")
+    assert sent == {"backward": 2 * once}
+    for stage in ("stage1_os", "stage2_grad"):
+        sent, once, _ = run(stage)
+        assert sent == {"backward": once, "step": once}
+    sent, once, _ = run("stage3_param", keep_last=False)
+    assert sent == {"forward": once, "backward": 2 * once}
+    sent, once, kept = run("stage3_param")
+    assert sent == {"forward": once, "backward": 2 * once - kept}
+
+
+def transients(world, stage, model):
+    engine = make_engine(stage, model)
+    train_step(engine, world)
+    engine.synchronize()
+    with Timeline(engine) as timeline:
+        train_step(engine, world, 1)
+    travelling = [bucket.padded_numel * 4 * (2 * world.size - 1) // world.size for bucket in engine.buckets]
+    return timeline.peak_of("buckets in flight"), sorted(travelling)
+
+
+@pytest.mark.parametrize("stage", ["stage2_grad", "stage3_param"])
+@pytest.mark.parametrize("model", ["gpt-tiny", "gpt-nano", "llama-tiny", "resnet-tiny"])
+def test_at_most_two_buckets_with_their_receive_buffers_are_in_flight(worlds, model, stage):
+    for peak, buckets in worlds(3).run(transients, stage, model):
+        assert 0 < peak <= sum(buckets[-2:])
+
+
+def allocator(world, stage):
+    """The peak of a forward and backward over its start: by the timeline, and by torch's own allocator events."""
+    engine = make_engine(stage, "gpt-tiny")
+    for step in range(2):
+        train_step(engine, world, step)
+    engine.synchronize()
+    inputs, targets = batch(engine.module, world, 2)
+    with Timeline(engine) as timeline:
+        timeline.sample()
+        with torch.profiler.profile(profile_memory=True) as profile:
+            loss = models.loss(engine(inputs), targets)
+            engine.backward(loss)
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    changes = [event for event in events if event["name"] == "[memory]"]
+    totals, total = [0], 0
+    for event in sorted(changes, key=lambda event: event["ts"]):
+        total += event["args"]["Bytes"]
+        totals.append(total)
+    start = sum(timeline.samples[0][1].values())
+    return timeline.peak_bytes() - start, max(totals)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_timeline_agrees_with_the_allocators_events(worlds, stage):
+    counted, allocated = worlds(2).run(allocator, stage)[0]
+    assert counted == pytest.approx(allocated, rel=0.05)
+
+
+def test_a_timeline_names_every_class_where_it_lives(worlds):
+    samples = worlds(2).run(samples_of, "stage3_param")[0]
+    seen = Counter(name for _, now in samples for name, size in now.items() if size)
+    assert set(seen) == {"parameters", "gradients", "optimizer", "gathered units", "buckets in flight", "activations"}
+
+
+def samples_of(world, stage):
+    engine = make_engine(stage)
+    train_step(engine, world)
+    with Timeline(engine) as timeline:
+        train_step(engine, world, 1)
+    return timeline.samples

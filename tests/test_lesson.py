@@ -1,0 +1,76 @@
+"""The lesson: each engine is short, and the diff to the one before shows what its stage is about and no more."""
+
+import ast
+import difflib
+import io
+import itertools
+import tokenize
+from pathlib import Path
+
+import pytest
+from harness import STAGES
+
+ROOT = Path(__file__).parent.parent
+CODE_LINES = {"stage0_ddp": 80, "stage1_os": 110, "stage2_grad": 125, "stage3_param": 200}
+CHANGED_LINES = {"stage1_os": 60, "stage2_grad": 45, "stage3_param": 260}  # added and removed, prose included
+# What a stage has changed of the methods it shares with the stage before. All others are the same text.
+CHANGED_METHODS = {
+    "stage1_os": {"owned", "sends", "reduce", "update"},
+    "stage2_grad": {"owned", "partition", "begin_backward", "gradient_ready", "reduce"},
+    "stage3_param": {"owned", "sends", "partition", "begin_backward", "gradient_ready", "reduce", "finish_backward"}
+    | {"no_sync", "update", "gather"},
+}
+NEIGHBOURS = list(itertools.pairwise(STAGES))
+
+
+def source(stage):
+    return (ROOT / stage / "engine.py").read_text()
+
+
+def code_lines(text):
+    """The lines that hold code: not blank, not comment, not docstring."""
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
+def methods(stage):
+    text = source(stage)
+    (engine,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+    return {f.name: ast.get_source_segment(text, f) for f in engine.body if isinstance(f, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_engine_is_short(stage):
+    assert code_lines(source(stage)) <= CODE_LINES[stage]
+
+
+@pytest.mark.parametrize(("before", "stage"), NEIGHBOURS)
+def test_the_diff_to_the_stage_before_is_short(before, stage):
+    diff = difflib.ndiff(source(before).splitlines(), source(stage).splitlines())
+    assert sum(line[0] in "+-" for line in diff) <= CHANGED_LINES[stage]
+
+
+@pytest.mark.parametrize(("before", "stage"), NEIGHBOURS)
+def test_methods_that_a_stage_does_not_change_are_the_same_text(before, stage):
+    one, other = methods(before), methods(stage)
+    assert {name for name in one.keys() & other.keys() if one[name] != other[name]} == CHANGED_METHODS[stage]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_imports_no_other_stage(stage):
+    imports = [node for node in ast.walk(ast.parse(source(stage))) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    modules = {alias.name for node in imports for alias in node.names} | {getattr(n, "module", None) for n in imports}
+    assert not any(module and module.startswith(STAGES) for module in modules)
+
+
+def test_only_one_file_calls_collectives():
+    calls = ("all_reduce(", "all_gather_into_tensor(", "reduce_scatter_tensor(", "all_to_all_single(", "isend(")
+    for path in [*ROOT.glob("common/**/*.py"), *ROOT.glob("stage*/*.py")]:
+        if path.name != "collectives.py":
+            assert not any(f"dist.{call}" in path.read_text() for call in calls), path
