@@ -46,7 +46,11 @@ def phases(world, stage, **options):
     train_step(engine, world)
     padded = sum(bucket.padded_numel for bucket in engine.buckets) * 4
     root = sum(bucket.padded_numel for bucket in engine.buckets if bucket.unit and bucket.unit.name == "") * 4
-    return engine.comm.traffic.by_phase(), padded * (world.size - 1) // world.size, root * (world.size - 1) // world.size
+    return (
+        engine.comm.traffic.by_phase(),
+        padded * (world.size - 1) // world.size,
+        root * (world.size - 1) // world.size,
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3])

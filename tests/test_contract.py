@@ -1,0 +1,233 @@
+"""The contract of an engine, promise by promise, in every stage."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from baseline import OrderedDDP
+from harness import ADAMW, STAGES, batch, make_engine, same_bits, train, train_step
+from torch import nn
+
+from common import models
+from common.peers import TorchDDP
+
+
+def accumulate(world, stage, quiet):
+    """Three steps of three micro-batches each; `quiet` reduces with the last one only, where the stage can."""
+    engine = make_engine(stage)
+    for step in range(3):
+        for micro in range(3):
+            inputs, targets = batch(engine.module, world, 3 * step + micro)
+            if quiet and micro < 2:
+                with engine.no_sync():
+                    engine.backward(models.loss(engine(inputs), targets) / 3)
+            else:
+                engine.backward(models.loss(engine(inputs), targets) / 3)
+        engine.step()
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_where_every_backward_reduces_accumulation_is_bitwise_the_same(worlds, size):
+    first, *others = [worlds(size).run(accumulate, stage, False)[0] for stage in STAGES]
+    assert all(same_bits(first, other) for other in others)
+
+
+def test_under_no_sync_stages_0_and_1_agree_bitwise_and_2_and_3_by_norm(worlds):
+    zero, one, two, three = [worlds(3).run(accumulate, stage, True)[0] for stage in STAGES]
+    assert same_bits(zero, one)
+    assert same_bits(two, three)
+    difference = torch.stack([(zero[name] - two[name]).double().norm() for name in zero]).norm()
+    assert 0 < difference < 1e-3
+
+
+def sent_under_no_sync(world, stage):
+    engine = make_engine(stage)
+    train_step(engine, world)
+    engine.synchronize()
+    inputs, targets = batch(engine.module, world, 1)
+    engine.comm.traffic.reset()
+    with engine.no_sync():
+        engine.backward(models.loss(engine(inputs), targets))
+    return engine.comm.traffic.by_phase()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_is_silent_in_stages_0_and_1_only(worlds, stage):
+    sent = worlds(2).run(sent_under_no_sync, stage)[0]
+    assert ("backward" in sent) == (stage in ("stage2_grad", "stage3_param"))
+
+
+def clipped(world, stage, clip_norm):
+    engine = OrderedDDP if stage == "ddp" else None
+    if engine is None:
+        engine = make_engine(stage, clip_norm=clip_norm)
+    else:
+        engine = OrderedDDP(models.build("gpt-tiny"), ADAMW, init=models.initial_values(0), clip_norm=clip_norm)
+    norms = []
+    for step in range(4):
+        inputs, targets = batch(engine.module, world, step)
+        engine.backward(models.loss(engine(inputs), targets))
+        norms.append(engine.step().norm)
+    return engine.full_state_dict(), norms
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_norm_and_the_clipped_step_are_those_of_every_stage_and_of_ddp(worlds, size):
+    (weights, norms), *others = [worlds(size).run(clipped, stage, 0.5)[0] for stage in STAGES]
+    for other, other_norms in others:
+        assert same_bits(weights, other)
+        assert norms == other_norms
+    ddp, ddp_norms = worlds(size).run(clipped, "ddp", 0.5)[0]
+    assert norms == pytest.approx(ddp_norms, rel=1e-5)
+    assert all(norm > 0.5 for norm in norms)
+    assert torch.stack([(weights[name] - ddp[name]).norm() for name in ddp]).norm() < 1e-2
+
+
+def grouped(world, stage):
+    """No weight decay on norms and biases, and a scheduler over the engine's optimizer."""
+    module = models.build("llama-tiny")
+    models.materialize(module, models.initial_values(0), world.device)
+    decayed = [p for p in module.parameters() if p.ndim > 1]
+    others = [p for p in module.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
+    make = TorchDDP if stage == "ddp" else functools.partial(make_engine, stage)
+    engine = make(module, optimizer=adamw, param_groups=groups)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, T_max=5)
+    for step in range(4):
+        train_step(engine, world, step)
+        scheduler.step()
+    return engine.full_state_dict()
+
+
+def test_parameter_groups_and_schedulers_work_as_in_torch(worlds):
+    weights = [worlds(2).run(grouped, stage)[0] for stage in STAGES]
+    for other in [*weights[1:], worlds(2).run(grouped, "ddp")[0]]:  # at two ranks even stock DDP adds in this order
+        assert same_bits(weights[0], other)
+
+
+def read_at_once(world, stage):
+    """Read the weights by every road right after a step."""
+    engine = make_engine(stage, "gpt-nano", bucket_mb=0.1)
+    train_step(engine, world)
+    with engine.gathered():
+        gathered = {name: p.detach().clone() for name, p in engine._module.named_parameters()}
+    train_step(engine, world, 1)
+    with engine.gathered():
+        property_read = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    whole = engine.full_state_dict()
+    return gathered, property_read, whole, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_read_between_step_and_forward_are_the_new_ones(worlds, stage):
+    reference = worlds(2).run(train_two, "stage0_ddp")[0]
+    gathered, read, whole, again = worlds(2).run(read_at_once, stage)[0]
+    assert same_bits(whole, again)
+    assert same_bits(whole, reference[1])
+    assert all(torch.equal(read[name], whole[name]) for name in read)
+    assert all(torch.equal(gathered[name], reference[0][name]) for name in gathered)
+
+
+def train_two(world, stage):
+    engine = make_engine(stage, "gpt-nano", bucket_mb=0.1)
+    train_step(engine, world)
+    first = engine.full_state_dict()
+    train_step(engine, world, 1)
+    return first, engine.full_state_dict()
+
+
+class Borrower(nn.Module):
+    """Reads a weight whose own module never runs."""
+
+    window = 17
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 64)
+        self.never_called = nn.Linear(64, 16)
+        self.last = nn.Linear(16, 256)
+
+    def inputs_and_targets(self, windows):
+        return windows[:, :-1].float() / 128 - 1, windows[:, -1].long()
+
+    def forward(self, x):
+        return self.last(F.linear(self.first(x).relu(), self.never_called.weight))
+
+
+def borrow(world, stage):
+    with torch.device("meta"):
+        module = Borrower()
+    engine = make_engine(stage, module)
+    losses = [train_step(engine, world, step) for step in range(5)]
+    return losses, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", ["stage1_os", "stage2_grad"])
+def test_a_weight_read_outside_its_modules_forward_is_the_new_one(worlds, stage):
+    losses, weights = worlds(2).run(borrow, "stage0_ddp")[0]
+    ours, our_weights = worlds(2).run(borrow, stage)[0]
+    assert losses == ours
+    assert same_bits(weights, our_weights)
+
+
+def two_engines(world, stage):
+    """One loss through a student and a teacher, both trained: the teacher's backward is not its own engine's."""
+    student, teacher = make_engine(stage, seed=1), make_engine(stage, seed=2)
+    for step in range(3):
+        inputs, targets = batch(student.module, world, step)
+        answers, opinions = student(inputs), teacher(inputs)
+        student.backward(
+            models.loss(answers, targets) + models.loss(opinions, targets) + (answers - opinions).abs().mean()
+        )
+        student.step()
+        teacher.step()
+    return {**student.full_state_dict(), **{f"teacher.{k}": v for k, v in teacher.full_state_dict().items()}}
+
+
+def test_a_loss_through_two_engines_leaves_none_behind(worlds):
+    first, *others = [worlds(3).run(two_engines, stage)[0] for stage in STAGES]
+    assert all(same_bits(first, other) for other in others)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("bucket_mb", [1e-6, 0.003, 25.0])
+def test_the_bucket_size_does_not_change_the_result(worlds, stage, bucket_mb):
+    usual = worlds(3).run(functools.partial(train, steps=3), "stage0_ddp", "mlp")[0]
+    other = worlds(3).run(functools.partial(train, steps=3, bucket_mb=bucket_mb), stage, "mlp")[0]
+    assert same_bits(usual["weights"], other["weights"])
+
+
+def real_and_meta(world, stage):
+    """An engine over a model that was built on the device, and one over a meta-device model."""
+    module = models.build("gpt-tiny")
+    models.materialize(module, models.initial_values(0), world.device)
+    engines = [make_engine(stage, module), make_engine(stage, "gpt-tiny")]
+    return [[train_step(engine, world, step) for step in range(2)] for engine in engines]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_meta_device_model_starts_as_a_real_one_does(worlds, stage):
+    real, meta = worlds(2).run(real_and_meta, stage)[0]
+    assert real == meta
+
+
+def evaluate(world, stage):
+    engine = make_engine(stage, "resnet-tiny")
+    train_step(engine, world)
+    inputs, targets = batch(engine.module, world, 1)
+    engine.eval()
+    with torch.no_grad():
+        before = models.loss(engine(inputs), targets).item()
+    engine.train()
+    train_step(engine, world, 1)
+    return before, engine.full_state_dict()
+
+
+def test_an_evaluation_between_steps_changes_nothing(worlds):
+    first, *others = [worlds(2).run(evaluate, stage)[0] for stage in STAGES]
+    for loss, weights in others:
+        assert loss == first[0]
+        assert same_bits(weights, first[1])
