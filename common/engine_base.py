@@ -167,6 +167,7 @@ class EngineBase:
         self._optimizer_bytes = _check_elementwise(optimizer, self.comm.device)
         self.param_groups = _check_groups(model, param_groups)
         _check_model(model, self.comm, init)
+        self._uninitialized = self._leave_meta_device()
 
         self.buckets, self.frozen = [], []  # of trainable and of frozen parameters
         self.partition()
@@ -423,7 +424,7 @@ class EngineBase:
         whole = torch.zeros(bucket.padded_numel, dtype=bucket.kind.dtype, device=device)
         with torch.no_grad():
             for name, parameter in bucket.members.items():
-                if parameter.is_meta:
+                if name in self._uninitialized:
                     self._init(name, bucket.view(whole, name))
                 else:
                     bucket.view(whole, name).copy_(parameter)
@@ -435,13 +436,24 @@ class EngineBase:
         bucket.master = nn.Parameter(bucket.parameters[_within(owned.optimizer, owned.parameters)])
         bucket.reduced = bucket.gradients[_within(owned.optimizer, owned.gradients)]
 
-    def point(self, parameter, values):
-        """Let a parameter of the model read `values`, a tensor of its shape. A meta parameter becomes a real one."""
-        if parameter.is_meta:
-            # `.data` has a version count of its own: filling the buffer is no in-place change of the parameter.
-            torch.utils.swap_tensors(parameter, nn.Parameter(values.data, requires_grad=parameter.requires_grad))
-        else:
-            parameter.data = values
+    def _leave_meta_device(self):
+        """Put parameters of the group's device in the places of meta ones. They have a shape, but no storage yet.
+
+        Returns:
+            Their names.
+        """
+        names = {name for name, parameter in self._module.named_parameters() if parameter.is_meta}
+        real = {}  # meta parameter -> the one in its place: what was one object stays one object
+        for module in self._module.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    if parameter not in real:
+                        nothing = torch.empty((), dtype=parameter.dtype, device=self.comm.device)
+                        real[parameter] = nn.Parameter(nothing.expand(parameter.shape), parameter.requires_grad)
+                    module._parameters[name] = real[parameter]
+        for group in self.param_groups:
+            group["params"] = [real.get(parameter, parameter) for parameter in group["params"]]
+        return names
 
     def _place_buffers(self):
         for module_name, module in self._module.named_modules():

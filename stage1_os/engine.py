@@ -40,7 +40,7 @@ class Engine(EngineBase):
         for bucket in layout.buckets(named, self.param_groups, self.bucket_bytes, self.world_size, Bucket):
             self.allocate(bucket)
             for name, parameter in bucket.members.items():
-                self.point(parameter, bucket.view(bucket.parameters, name))
+                parameter.data = bucket.view(bucket.parameters, name)
                 if parameter.requires_grad:
                     # Called when autograd has added up all uses of the parameter in this backward.
                     parameter.register_post_accumulate_grad_hook(partial(self.gradient_ready, bucket, name))

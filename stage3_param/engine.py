@@ -62,7 +62,7 @@ class Engine(EngineBase):
                 bucket.unit = unit
                 bucket.full = bucket.parameters.new_empty(bucket.padded_numel)
                 for name, parameter in bucket.members.items():
-                    self.point(parameter, bucket.view(bucket.full, name))
+                    parameter.data = bucket.view(bucket.full, name)
                     if parameter.requires_grad:
                         # Called when autograd has added up all uses of the parameter in this backward.
                         parameter.register_post_accumulate_grad_hook(partial(self.gradient_ready, bucket, name))
