@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from common.errors import InputError
 from common.measure import figures
 from common.measure.hardware import hardware
 from common.peers import TorchDDP
@@ -21,7 +20,6 @@ from common.train import (
     ENGINES,
     add_arguments,
     command,
-    find_engine,
     run_with_progress,
     show_bytes,
     write_json,
@@ -41,7 +39,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     if options.json and not options.figure:
         options.figure = str(Path(options.json).with_suffix(".png"))
-    outcome = command(_check_and_compare, options, options=options)
+    outcome = command(compare, options.engines.split(","), options, options=options)
     if outcome is None:  # a rank other than 0 under torchrun
         return
     results, timelines = outcome
@@ -53,15 +51,6 @@ def main(arguments=None):
         figures.save(figures.comparison(results, timelines), options.figure)
     if not all(holds(row) for row in results["rows"]):
         sys.exit("error: a row above is not bitwise equal to stage 0, or not as predicted")
-
-
-def _check_and_compare(world, options):
-    engines = options.engines.split(",")
-    for name in engines:
-        find_engine(name)
-    if len(set(engines)) < len(engines):
-        raise InputError(f"--engines {options.engines}: an engine is named twice")
-    return compare(world, engines, options)
 
 
 def compare(world, engines, options):

@@ -23,17 +23,18 @@ from common.data import Batches, load_text
 from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.memory import Timeline
+from common.mixed_precision import dtype_of
 from common.world import cpus, launch
 
 ENGINES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
 WARM_UP = 2  # steps that a throughput does not count
 
 
-def main(package):
+def main(package, arguments=None):
     """Entry of `python -m <package>`: parse the arguments, train, print what was measured."""
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=importlib.import_module(package).__doc__)
     add_arguments(parser)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     command(_train_and_report, package, options, options=options)
 
 
@@ -73,13 +74,18 @@ def command(function, *args, options):
 def check_options(options):
     """Refuse what can be refused before any rank is started."""
     models.build(options.model)
+    dtype_of(options.precision)
+    for name in getattr(options, "engines", "stage0_ddp").split(","):
+        find_engine(name)
     if options.steps < 1:
         raise InputError(f"--steps {options.steps}: at least one step is needed")
     if options.bucket_mb <= 0:
         raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
     if options.json and not Path(options.json).resolve().parent.is_dir():
         raise InputError(f"--json {options.json}: there is no such folder; make it first")
-    make_batches(options)
+    batches, ranks = make_batches(options), int(os.environ.get("WORLD_SIZE", options.nproc))
+    if ranks > 0:
+        batches.of(step=0, rank=0, world_size=ranks)
 
 
 def make_batches(options):

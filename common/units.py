@@ -4,6 +4,7 @@ This file finds out *that* a unit is about to run, forward or backward; what hap
 `before_forward`, `after_forward`, `before_backward`. The engine calls nothing here but `Order`.
 """
 
+import copy
 import dataclasses
 import itertools
 
@@ -12,6 +13,9 @@ from torch import nn
 
 from common import layout
 
+# Modules that read the weights of others inside them without calling those: a unit with all that is in it.
+READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
 
 class Unit:
     """Parameters gathered and freed together: those of one module, less what belongs to units inside it.
@@ -19,17 +23,21 @@ class Unit:
     Attributes:
         name, module: the module whose forward the unit spans.
         buckets: one run for each kind of parameter in it.
-        encloses: the units whose modules lie inside this one's.
+        gathered: its parameters are whole on this rank, or on their way.
+        pins: contexts that hold it gathered.
+        depth: its forwards that run now; more than one where a module calls itself.
+        inside: the units that were running when it ran, itself among them.
+        reached: gradients reach what its last recorded forward returned.
         visits: forwards that have not met their backward yet.
         open: its backward has begun and not ended.
-        pins: contexts that hold it gathered.
     """
 
     def __init__(self, name, module, buckets):
         self.name, self.module, self.buckets = name, module, buckets
-        self.encloses = set()
-        self.visits = self.pins = self.depth = 0
-        self.open = self.gathered = False
+        self.pins = self.depth = self.visits = 0
+        self.gathered = self.open = False
+        self.reached = True
+        self.inside = set()
 
     @property
     def trainable(self):
@@ -41,8 +49,9 @@ def make_units(model, param_groups, world_size, make):
     """Cut a model into units, in the order of their first parameter.
 
     An element of an outermost ModuleList or Sequential is one unit with all that is in it; never a part of it, an
-    expert, say, whose ranks may disagree on calling it. Every other module with parameters of its own is a unit.
-    A parameter that several modules use belongs to their lowest common ancestor.
+    expert, say, whose ranks may disagree on calling it. An element that is itself a list never runs, so its elements
+    are taken instead. Every other module with parameters of its own is a unit. A parameter that several modules use
+    belongs to their lowest common ancestor.
     """
     homes = _homes(model)
     members = {}  # path of the unit's module -> [(name, parameter)]
@@ -52,28 +61,30 @@ def make_units(model, param_groups, world_size, make):
     for path, named in members.items():
         runs = [make(same, kind, world_size) for kind, same in layout.kinds(named, param_groups).items()]
         units.append(Unit(path, model.get_submodule(path), runs))
-    for outer, inner in itertools.permutations(units, 2):
-        if outer.name == "" or inner.name.startswith(outer.name + "."):
-            outer.encloses.add(inner)
     return units
 
 
 def _homes(model):
     """For each parameter the path of the module it is gathered with."""
-    homes = {}
+    homes, first_path = {}, {}  # a module that stands in several places goes by its first path
     for path, module in model.named_modules(remove_duplicate=False):
         home = _outermost_element(model, path)
+        home = first_path.setdefault(model.get_submodule(home), home)
         for parameter in module.parameters(recurse=False):
             homes[parameter] = _common_ancestor(homes.get(parameter, home), home)
-    return {parameter: _nearest_with_forward(model, path) for parameter, path in homes.items()}
+    return {parameter: _nearest_that_runs(model, path) for parameter, path in homes.items()}
 
 
 def _outermost_element(model, path):
     """The path of the outermost list element that `path` lies in, or `path` itself."""
     parts = path.split(".") if path else []
-    for depth in range(len(parts)):
-        if isinstance(model.get_submodule(".".join(parts[:depth])), (nn.ModuleList, nn.Sequential)):
-            return ".".join(parts[: depth + 1])
+    in_list = False
+    for depth in range(len(parts) + 1):
+        outer = ".".join(parts[:depth])
+        module = model.get_submodule(outer)
+        if (in_list and _runs(module)) or isinstance(module, READ_THEIR_CHILDREN):
+            return outer
+        in_list = in_list or isinstance(module, (nn.ModuleList, nn.Sequential))
     return path
 
 
@@ -84,11 +95,16 @@ def _common_ancestor(one, other):
     return ".".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _nearest_with_forward(model, path):
-    """A ModuleList or a ParameterList never runs; the module that holds it does."""
-    while path and type(model.get_submodule(path)).forward is nn.Module.forward:
+def _nearest_that_runs(model, path):
+    """Where `path` never runs, the module that holds it."""
+    while path and not _runs(model.get_submodule(path)):
         path = path.rpartition(".")[0]
     return path
+
+
+def _runs(module):
+    """Whether a module has a forward: lists and dicts of modules or parameters have none."""
+    return type(module).forward is not nn.Module.forward
 
 
 class Order:
@@ -98,7 +114,8 @@ class Order:
         self._recorded, self._position = [], 0
 
     def rewind(self):
-        """A new forward or backward begins."""
+        """A new forward or backward begins: keep what the last one did, drop what it did not come to."""
+        del self._recorded[self._position :]
         self._position = 0
 
     def visit(self, unit):
@@ -118,13 +135,12 @@ class Order:
 def watch(engine, units):
     """Call the engine's phases as the units' modules run, forward and backward."""
     for unit in units:
-        _watch(engine, unit)
+        _watch_forward(engine, unit)
 
 
-def _watch(engine, unit):
+def _watch_forward(engine, unit):
     def before(module, args):
-        # A module may call itself: the outermost call counts. In backward, checkpoints run forwards again, and
-        # stop them half way: there only the gathering matters.
+        # In backward, checkpoints run forwards again and stop them half way: there only the gathering matters.
         if inside_backward():
             engine.before_recomputation(unit)
             return
@@ -133,27 +149,63 @@ def _watch(engine, unit):
             engine.before_forward(unit)
 
     def after(module, args, output):
-        met = False
+        output = _copy_weights(unit, output)
+        tensors = _tensors_in(output)
+        if not inside_backward():
+            unit.depth -= 1
+            if unit.depth > 0:  # a module called itself: the outermost call counts
+                return output
+            engine.after_forward(unit, traced=bool(tensors))
+        if torch.is_grad_enabled():
+            unit.reached = any(tensor.requires_grad for tensor in tensors)
+            _watch_backward(engine, unit, tensors)
+        return output
 
-        def before_backward(gradient):
-            nonlocal met
-            engine.before_backward(unit, first=not met)
-            met = True
-
-        def hook(tensor):
-            if tensor.requires_grad:
-                tensor.register_hook(before_backward)
-            return tensor
-
-        map_tensors(hook, output)
-        if inside_backward():
-            return
-        unit.depth -= 1
-        if unit.depth == 0:
-            engine.after_forward(unit)
-
-    unit.module.register_forward_pre_hook(before)
+    unit.module.register_forward_pre_hook(before, prepend=True)  # other hooks may read the weights
     unit.module.register_forward_hook(after)
+
+
+def _watch_backward(engine, unit, tensors):
+    """Have `before_backward` called when a gradient reaches one of the tensors that a forward returned."""
+    met = False
+
+    def before_backward(gradient):
+        nonlocal met
+        engine.before_backward(unit, first=not met)
+        met = True
+
+    for tensor in tensors:
+        for made in (tensor, tensor._base):  # who changes a view in place takes it out of the graph, not its base
+            if made is None or made.grad_fn is None:
+                continue
+            # Another unit's tensor may pass through this one: its gradient comes when this one's backward is over.
+            maker = made.grad_fn.metadata.setdefault("unit", unit)
+            if unit in maker.inside:
+                made.register_hook(before_backward)
+
+
+def _copy_weights(unit, output):
+    """`output`, with copies for the unit's own weights: those are freed while the caller may still read them."""
+    own = {bucket.full.untyped_storage()._cdata for bucket in unit.buckets}
+
+    def copied(tensor):
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in own:  # sparse ones have no storage
+            return tensor.clone()
+        return tensor
+
+    returns_weights = any(copied(tensor) is not tensor for tensor in _tensors_in(output))
+    return map_tensors(copied, output) if returns_weights else output
+
+
+def _tensors_in(value):
+    found = []
+
+    def note(tensor):
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
 
 
 def map_tensors(function, value):
@@ -165,10 +217,16 @@ def map_tensors(function, value):
     if isinstance(value, (list, tuple)):
         return type(value)(map_tensors(function, item) for item in value)
     if isinstance(value, dict):
-        return {key: map_tensors(function, item) for key, item in value.items()}
+        mapped = copy.copy(value)
+        for key, item in value.items():
+            mapped[key] = map_tensors(function, item)
+        return mapped
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: map_tensors(function, getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return dataclasses.replace(value, **fields)
+        mapped = copy.copy(value)
+        for field in dataclasses.fields(value):
+            # Past __setattr__, which a frozen dataclass refuses.
+            object.__setattr__(mapped, field.name, map_tensors(function, getattr(value, field.name)))
+        return mapped
     return value
 
 

@@ -167,7 +167,7 @@ def _serve(rank, size, port, timeout, pipe):
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the world was closed
             break
         try:
             answer = ("ok", function(world, *args))
@@ -175,7 +175,8 @@ def _serve(rank, size, port, timeout, pipe):
             answer = ("input error", str(error))
         except BaseException:
             answer = ("failed", traceback.format_exc())
-        pipe.send(answer)
+        with contextlib.suppress(BrokenPipeError):  # the world was closed meanwhile
+            pipe.send(answer)
     dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
 """Stage 3, P_os+g+p: parameters are sharded too. Between uses a rank keeps its shard of everything, and no more.
 
 The model is cut into units, for a transformer its blocks. A unit's parameters are gathered just before its forward
-and freed after it, gathered again before its backward and freed when its last gradient is in. The next unit is
+and freed after it, gathered again before its backward and freed when the next unit's begins. That next unit is
 gathered while this one computes. The step needs no communication at all: what the optimizer steps is what is kept.
 
 Phases of a step, over N ranks and Ψ parameters:
@@ -11,7 +11,7 @@ Phases of a step, over N ranks and Ψ parameters:
     2. free              forward     after a unit ran: give its parameters back
     3. gather, prefetch  backward    the same, in the order of backward                      (N-1)/N Ψ sent
     4. gradient_ready    backward    a gradient moves into its unit's room, taken with the first
-    5. reduce, free      backward    a unit's last gradient: reduce-scatter to the mean      (N-1)/N Ψ sent
+    5. reduce, free      backward    after a unit's backward: reduce-scatter to the mean     (N-1)/N Ψ sent
     6. finish_backward   backward    send what is missing, wait for all means
     7. update            step        every rank steps its shard, Ψ/N parameters
 
@@ -50,7 +50,8 @@ class Engine(EngineBase):
 
     def sends(self, bucket):
         """The traffic table: the collectives that a step runs over a bucket."""
-        gathers = 1 if self.keep_last and bucket.unit is self.last else 2
+        unit = bucket.unit
+        gathers = 1 if not unit.reached or (self.keep_last and unit is self.last) else 2
         return {"all_gather": gathers, "reduce_scatter": 1 if bucket.kind.trainable else 0}
 
     def partition(self):
@@ -131,13 +132,18 @@ class Engine(EngineBase):
     def before_forward(self, unit):
         """Phase 1. A unit is about to run; the one that ended before it is done."""
         unit.visits += self.recording
+        unit.inside.update(other for other in self.units if other.depth > 0)
         self.free_last(unit)
         self.use(unit, self.forward_order)
 
-    def after_forward(self, unit):
-        """Phase 2. A unit ran: it is freed when the next begins or ends, so that the last of all is at hand."""
+    def after_forward(self, unit, traced):
+        """Phase 2. A unit ran: it is freed when the next begins or ends, so that the last of all is at hand.
+
+        Not `traced` is one that returned no tensor, so that the beginning of its backward will not show. It stays
+        gathered until backward ends.
+        """
         self.free_last(unit)
-        self.last = unit
+        self.last = unit if traced or not self.recording else None
 
     def free_last(self, unit):
         """Free the unit whose forward ended last, unless it is this one again."""
@@ -155,47 +161,55 @@ class Engine(EngineBase):
         """Autograd is about to run."""
         self.backward_order.rewind()
         self.travelling = []
+        for unit in self.units:
+            unit.open = False
 
     def before_recomputation(self, unit):
         """A checkpoint is about to run a unit's forward again. Nothing is freed before its backward."""
         self.use(unit, self.backward_order)
 
     def before_backward(self, unit, first):
-        """Phase 3. A gradient reaches a unit's output, the `first` of this forward: its backward begins.
+        """Phase 3. A gradient reaches what a unit returned, the `first` of this forward: its backward begins.
 
-        So others are over, except those that enclose it. Their missing gradients will not come, as for an expert
-        without tokens. They leave here, not later, so that all ranks send in the same order.
+        Autograd runs in the exact reverse of forward, so all other units are over, but for those that this one ran
+        inside of, or that ran inside of it.
         """
         if first:
             unit.visits = max(0, unit.visits - 1)
-            for bucket in unit.trainable:
-                bucket.reported.clear()
         for other in self.units:
-            if other.open and other is not unit and unit not in other.encloses:
+            if other.open and other not in unit.inside and unit not in other.inside:
                 self.end_backward(other)
         unit.open = True
         self.use(unit, self.backward_order)
 
     def gradient_ready(self, bucket, name, parameter):
-        """Phase 4. A parameter's gradient is there: move it into the unit's room; with the last one, send them all."""
+        """Phase 4. A parameter's gradient is there: move it into the unit's room.
+
+        Raises:
+            RuntimeError: the parameter was used where its unit does not run.
+        """
         gradient, parameter.grad = parameter.grad, None
+        if not bucket.unit.gathered:
+            raise RuntimeError(
+                f"{name!r} was read outside the forward of {bucket.unit.name or 'the model'!r}, where it is NaN; "
+                "call that module instead"
+            )
         self.comm.lane.follow()
         if bucket.handle is not None:  # a second part of the gradient, after the unit was sent
             bucket.arrive()
         self.take_room(bucket)
         bucket.pack(name, gradient)
-        unit = bucket.unit
-        all_in = all(bucket.complete for bucket in unit.buckets if bucket.kind.trainable)
-        # Ranks may disagree on whether a unit that encloses others is complete: those wait for a common point.
-        if all_in and unit.open and unit.visits == 0 and not unit.encloses and unit.trainable == unit.buckets:
-            self.end_backward(unit)
 
     def end_backward(self, unit):
-        """Phase 5. A unit's backward is over: send its gradients, unless it runs another time, and free it."""
+        """Phase 5. A unit's backward is over: free it, and send its gradients, unless it runs another time.
+
+        Its last gradient would be earlier, but ranks may disagree on which that is: an expert without tokens gets
+        none. That another unit begins is the same moment on all of them, so they send in the same order.
+        """
         unit.open = False
+        self.free(unit)
         if unit.visits == 0:
             self.reduce(unit)
-        self.free(unit)
 
     def take_room(self, bucket):
         """Room for a bucket's gradients, from the first of them to the reduction. One bucket may be travelling."""
@@ -207,7 +221,7 @@ class Engine(EngineBase):
     def reduce(self, unit):
         """This rank's shard of the mean over ranks is kept, the room is freed when the unit's gradients have left."""
         for bucket in unit.trainable:
-            if bucket.handle is None and not bucket.fires_in_parts:
+            if bucket.handle is None:
                 self.reduce_bucket(bucket)
 
     def finish_backward(self):
@@ -236,11 +250,26 @@ class Engine(EngineBase):
     # ---- step -------------------------------------------------------------------------------------------------
 
     def update(self):
-        """Phase 7. Each rank steps its own shards. What is gathered still shows the old parameters: free it."""
-        for unit in self.units:
-            self.free(unit)
+        """Phase 7. Each rank steps its own shards."""
+        self.before_change()
         for bucket in self.buckets:
             self.step_shard(bucket)
+
+    def load(self, path):
+        """Read a checkpoint and return its `extra`. A collective; see `common.checkpoint`."""
+        self.before_change()
+        return super().load(path)
+
+    def before_change(self):
+        """The shards are about to change. What is gathered shows the old parameters: free it.
+
+        Raises:
+            RuntimeError: a `gathered` context holds some of it.
+        """
+        for unit in self.units:
+            if unit.pins:
+                raise RuntimeError("parameters cannot change within gathered(): leave the context first")
+            self.free(unit)
 
     @contextmanager
     def gathered(self, *modules):

@@ -1,0 +1,106 @@
+"""The commands, as a user types them: what they print and write, and one line for what they cannot use."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import STAGES
+
+from common import compare, train
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments, cwd=ROOT):
+    """Run `python ...` without the package being installed, and return the finished process."""
+    environment = {**os.environ, "PYTHONPATH": ""}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_training_shows_what_was_measured_and_writes_it(tmp_path):
+    done = run("-m", "stage2_grad", "--nproc", 2, "--model", "gpt-tiny", "--steps", 4, "--json", tmp_path / "run.json")
+    assert done.returncode == 0, done.stderr
+    assert "reduce_scatter, bytes sent per step" in done.stdout
+    results = json.loads((tmp_path / "run.json").read_text())
+    assert results["model_state_bytes"] == results["predicted_model_state_bytes"]
+    assert len(results["losses"]) == 4
+    assert "torch" in results["hardware"]
+
+
+def test_a_stage_joins_the_group_that_torchrun_made(tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    options = ("--model", "gpt-tiny", "--steps", 3, "--data", text, "--json", tmp_path / "run.json")
+    done = run(*torchrun, "-m", "stage3_param", *options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run.json").read_text())["world_size"] == 2
+    assert done.stdout.count("tokens per second") == 1
+
+
+def test_compare_writes_json_markdown_and_a_picture(tmp_path):
+    path = tmp_path / "all.json"
+    done = run(
+        "-m", "common.compare", "--nproc", 3, "--oversubscribe", "--model", "gpt-tiny", "--steps", 4, "--json", path
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(path.read_text())
+    assert [row["engine"] for row in results["rows"]] == list(STAGES)
+    for row in results["rows"]:
+        assert row["bitwise_equal_to_stage0"] is True
+        assert row["relative_norm_diff_to_torch_ddp"] < 1e-2
+        assert row["model_state_bytes"] == row["predicted_model_state_bytes"]
+        assert row["wire_bytes_per_step"] == row["predicted_wire_bytes_per_step"]
+        assert row["tokens_per_second"] > 0
+    assert len({row["param_sha256"] for row in results["rows"]}) == 1
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "| stage3_param |" in path.with_suffix(".md").read_text().splitlines()[2]
+
+
+def test_what_was_not_measured_is_null(tmp_path):
+    path = tmp_path / "one.json"
+    options = ("--engines", "stage1_os", "--nproc", 1, "--model", "mlp", "--steps", 1, "--json", path)
+    assert run("-m", "common.compare", *options).returncode == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["bitwise_equal_to_stage0"] is None
+    assert row["tokens_per_second"] is None
+
+
+BAD_INPUT = {
+    "unknown model": (("stage1_os", "--model", "gpt-nanno"), "did you mean gpt-nano"),
+    "unknown engine": (("common.compare", "--engines", "stage9"), "unknown engine 'stage9'"),
+    "no rank": (("stage0_ddp", "--nproc", "0"), "at least one rank"),
+    "too many ranks": (("stage0_ddp", "--nproc", "999", "--batch", "999"), "--oversubscribe"),
+    "missing text": (("stage3_param", "--data", "/no/such/file"), "cannot read the text"),
+    "empty text": (("stage3_param", "--data", os.devnull), "is empty"),
+    "short text": (("stage3_param", "--data", str(ROOT / ".gitignore")), "one sample needs"),
+    "no steps": (("stage0_ddp", "--steps", "0"), "at least one step"),
+    "batch that ranks cannot share": (("stage0_ddp", "--batch", "5", "--nproc", "2"), "cannot be divided"),
+    "unknown precision": (("stage2_grad", "--precision", "fp8"), "unknown precision 'fp8'"),
+    "no bucket": (("stage2_grad", "--bucket-mb", "0"), "--bucket-mb"),
+    "unwritable result": (("stage2_grad", "--json", "/no/such/folder/x.json"), "no such folder"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_gets_one_line_and_exit_status_2(case, capfd):
+    (module, *options), message = BAD_INPUT[case]
+    with pytest.raises(SystemExit) as exit:
+        compare.main(options) if module == "common.compare" else train.main(module, options)
+    output = capfd.readouterr()
+    assert exit.value.code == 2
+    assert message in output.err
+    assert len(output.err.strip().splitlines()) == 1
+    assert output.out == ""
+
+
+def test_bad_input_that_only_a_rank_can_see_ends_all_of_them():
+    done = run("-c", "import sys; sys.path.append('tests'); from ranks_that_differ import main; main()")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: parameter 'wte.weight' differs between rank")
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,115 @@
+"""Notebooks run as they are, draw what they say, check their exercises, and are committed without outputs.
+
+What runs is a copy in memory: the files in notebooks/ stay as they are.
+"""
+
+import functools
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+START = ROOT / "notebooks" / "00_start_here.ipynb"
+
+# Run after the last cell of the first page: right answers, then wrong ones.
+SOLUTIONS = """
+def model_state_bytes(stage, n, parameters):
+    shares = (stage < 3, 4), (stage < 2, 4), (stage < 1, 8)
+    return parameters * sum(size if whole else size / n for whole, size in shares)
+
+def sent_bytes(stage, n, parameters):
+    return 4 * (n - 1) / n * (2 * parameters if stage < 3 else 3 * parameters - EMBEDDING)
+
+check(model_state_bytes, "model_state_bytes")
+check(sent_bytes, "wire_bytes_per_step")
+print(check_choice((2, 7)))
+"""
+MISTAKES = """
+check(lambda stage, n, parameters: 16 * parameters, "model_state_bytes")
+check(lambda stage, n, parameters: 8 * (n - 1) / n * parameters, "wire_bytes_per_step")
+for choice in ((1, 44), (2, 6), (2, 8), (3, 4)):
+    print(check_choice(choice))
+"""
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def run(notebook, folder):
+    """Execute a notebook with its kernel in `folder`; a cell's error is raised here."""
+    resources = {"metadata": {"path": str(folder)}}
+    return NotebookClient(notebook, timeout=180, kernel_name="python3", resources=resources).execute()
+
+
+@functools.cache
+def executed(path):
+    notebook = read(path)
+    if path == START:
+        notebook.cells += [nbformat.v4.new_code_cell(source) for source in (SOLUTIONS, MISTAKES)]
+    return run(notebook, path.parent)
+
+
+def printed(cell):
+    return "".join(out.text for out in cell.outputs if out.output_type == "stream" and out.name == "stdout")
+
+
+def test_there_is_a_first_page():
+    assert START in NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_draws_its_pictures(path):
+    pictures = 0
+    for cell in executed(path).cells:
+        if cell.cell_type == "code":
+            assert not [out for out in cell.outputs if out.output_type == "error"]
+            assert not [out for out in cell.outputs if "\x1b[" in out.get("text", "")]  # a terminal's codes
+            drawn = [out for out in cell.outputs if "image/png" in out.get("data", {})]
+            assert bool(drawn) == ("plt.show()" in cell.source), f"cell {cell.id}"
+            pictures += len(drawn)
+    assert pictures
+
+
+def test_the_exercises_are_open_and_know_right_from_wrong():
+    *cells, solutions, mistakes = executed(START).cells
+    verdicts = [printed(cell) for cell in cells if cell.cell_type == "code" and "return None" in cell.source]
+    assert [set(re.findall(r"solved|not.*", text)) for text in verdicts] == [{"not solved yet"}] * 3
+    assert re.findall(r"solved|not", printed(solutions)) == ["solved"] * 9
+    states, wire = ["solved", "not", "not", "not"], ["solved", "solved", "solved", "not"]
+    assert re.findall(r"solved|not", printed(mistakes)) == states + wire + ["not"] * 4
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_starts_in_the_repositorys_root_too(path):
+    notebook = read(path)
+    notebook.cells = [cell for cell in notebook.cells if cell.id in ("setup", "imports")]
+    assert len(notebook.cells) == 2
+    run(notebook, ROOT)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_committed_clean(path):
+    notebook = read(path)
+    nbformat.validate(notebook)
+    assert notebook.metadata == {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    for cell in notebook.cells:
+        assert not cell.metadata
+        assert max(map(len, cell.source.splitlines())) <= 110
+        if cell.cell_type == "code":
+            assert not cell.outputs
+            assert cell.execution_count is None
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_links_to_files_lead_somewhere(path):
+    text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    assert [link for link in links if not (path.parent / link).exists()] == []
