@@ -1,22 +1,28 @@
-# make demo    compare all stages on one model and real text; writes results/demo.json, .md and .png
+# make demo    compare all stages on one model and real text; writes results/local/demo.json, .md and .png
 # make test    lint and the whole suite
 # make test-all    the suite with its exhaustive matrices
+# make readme    writes the recorded results into the READMEs
 #
 # PIP_ARGS goes to pip: for those who want torch's CPU wheels from an index of their choice, for instance.
 # With GPUs the same commands use them: one rank per GPU, and NCCL.
 
 PYTHON ?= python3
 PIP_ARGS ?=
+RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all lint readme clean
 
 demo: $(INSTALLED)
-	$(BIN)/python -m common.compare --nproc 4 --oversubscribe --model gpt-micro --batch 8 --steps 12 --json results/demo.json
+	mkdir -p $(RESULTS)
+	$(BIN)/python -m common.compare --nproc 4 --oversubscribe --model gpt-micro --batch 8 --steps 12 --json $(RESULTS)/demo.json
 
 test: lint
 	$(BIN)/python -m pytest
+
+readme: $(INSTALLED)
+	$(BIN)/python -m common.measure.readme
 
 test-all: lint
 	$(BIN)/python -m pytest -m ""
