@@ -248,7 +248,11 @@ class EngineBase:
             for bucket in self.buckets:
                 bucket.reduced.mul_((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
             norm = host_value(norm, 0.0)
-        self._state_bytes = self._count("parameters"), self._count("gradients")
+        # Nothing may be in flight now: what still is gathered or still holds gradients is a model state, kept.
+        self._state_bytes = {
+            "parameters": self._count("parameters", "gathered units"),
+            "gradients": self._count("gradients", "buckets in flight"),
+        }
         self.update()
         self.zero_grad()
         return StepResult(norm, skipped=False)
@@ -325,8 +329,7 @@ class EngineBase:
         """
         if self._state_bytes is None:
             return None
-        parameters, gradients = self._state_bytes
-        return {"parameters": parameters, "gradients": gradients, "optimizer": self._count("optimizer")}
+        return {**self._state_bytes, "optimizer": self._count("optimizer")}
 
     def predicted_model_state_bytes(self):
         """The same bytes as `owned` has them: per bucket the elements kept of each state, padding included."""
@@ -358,6 +361,7 @@ class EngineBase:
         """The tensors that this rank holds now, by class: the model states, gathered units, buckets in flight."""
         everything = self.buckets + self.frozen
         handles = [h for b in everything for h in (b.handle, b.gathering) if h is not None]
+        # A freed weight is an expanded NaN: one element of storage, not counted.
         parameters = [p for p in self._module.parameters() if p.untyped_storage().nbytes() > p.element_size()]
         return {
             "gathered units": [b.full for b in everything if b.full is not None],
@@ -370,17 +374,9 @@ class EngineBase:
             + [tensor for handle in handles for tensor in handle.buffers],
         }
 
-    def _count(self, state):
-        # Between backward and update nothing may be in flight: what still holds a gradient is a gradient, kept.
+    def _count(self, *classes):
         live = self.live()
-        counted_before = {
-            "parameters": [],
-            "gradients": live["parameters"],
-            "optimizer": live["parameters"] + live["gradients"],
-        }[state]
-        extra = {"parameters": "gathered units", "gradients": "buckets in flight"}.get(state)
-        tensors = live[state] + (live[extra] if extra else [])
-        return storage_bytes(tensors, besides=counted_before)
+        return storage_bytes(tensor for name in classes for tensor in live[name])
 
     def full_state_dict(self):
         """The whole model on every rank, a collective: keys of model.state_dict(), full tensors on the CPU."""

@@ -55,7 +55,7 @@ class Engine(EngineBase):
         return {"all_gather": gathers, "reduce_scatter": 1 if bucket.kind.trainable else 0}
 
     def partition(self):
-        """Before training: cut the parameters into units, and every unit's into shards, of which this rank keeps one."""
+        """Before training: cut the parameters into units and each unit into shards, of which this rank keeps one."""
         self.units = units.make_units(self._module, self.param_groups, self.world_size, Bucket)
         for unit in self.units:
             for bucket in unit.buckets:
@@ -149,6 +149,7 @@ class Engine(EngineBase):
         """Free the unit whose forward ended last, unless it is this one again."""
         if self.last is not None and self.last is not unit and self.last.depth == 0:
             self.free(self.last)
+            self.last = None  # from here on it may be prefetched for another call
 
     def end_forward(self):
         """The last unit stays for its backward, if there will be one."""
@@ -191,8 +192,8 @@ class Engine(EngineBase):
         gradient, parameter.grad = parameter.grad, None
         if not bucket.unit.gathered:
             raise RuntimeError(
-                f"{name!r} was read outside the forward of {bucket.unit.name or 'the model'!r}, where it is NaN; "
-                "call that module instead"
+                f"{name!r} was read outside the forward of {bucket.unit.name or 'the model'!r}, where it is NaN: call "
+                "that module, or hold it by gathered() until backward ends"
             )
         self.comm.lane.follow()
         if bucket.handle is not None:  # a second part of the gradient, after the unit was sent
@@ -212,9 +213,10 @@ class Engine(EngineBase):
             self.reduce(unit)
 
     def take_room(self, bucket):
-        """Room for a bucket's gradients, from the first of them to the reduction. One bucket may be travelling."""
+        """Room for a bucket's gradients, from the first of them to the reduction. One other may have room by then."""
         if bucket.local is None:
-            while len(self.travelling) > 1:
+            filling = sum(other.local is not None for other in self.buckets)
+            while self.travelling and len(self.travelling) + filling > 1:
                 self.travelling.pop(0).wait()
             bucket.local = torch.empty(bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device)
 
@@ -227,11 +229,8 @@ class Engine(EngineBase):
     def finish_backward(self):
         """Phase 6. Send the units that are missing, so that all ranks send the same; wait for every mean."""
         for unit in self.units:
-            unit.visits, unit.open = 0, False
-            self.free(unit)
-        for bucket in self.buckets:
-            if bucket.handle is None:
-                self.reduce_bucket(bucket)
+            unit.visits = 0
+            self.end_backward(unit)
         for bucket in self.buckets:
             bucket.arrive()
 
@@ -251,17 +250,12 @@ class Engine(EngineBase):
 
     def update(self):
         """Phase 7. Each rank steps its own shards."""
-        self.before_change()
+        self.free_all()
         for bucket in self.buckets:
             self.step_shard(bucket)
 
-    def load(self, path):
-        """Read a checkpoint and return its `extra`. A collective; see `common.checkpoint`."""
-        self.before_change()
-        return super().load(path)
-
-    def before_change(self):
-        """The shards are about to change. What is gathered shows the old parameters: free it.
+    def free_all(self):
+        """The shards are about to change, and what is gathered shows the old parameters: free it.
 
         Raises:
             RuntimeError: a `gathered` context holds some of it.
@@ -270,6 +264,11 @@ class Engine(EngineBase):
             if unit.pins:
                 raise RuntimeError("parameters cannot change within gathered(): leave the context first")
             self.free(unit)
+
+    def load(self, path):
+        """Read a checkpoint and return its `extra`. A collective; see `common.checkpoint`."""
+        self.free_all()
+        return super().load(path)
 
     @contextmanager
     def gathered(self, *modules):

@@ -13,15 +13,10 @@ from torch.utils._pytree import tree_leaves
 CLASSES = ("parameters", "gradients", "optimizer", "gathered units", "buckets in flight", "activations")
 
 
-def storage_bytes(tensors, besides=()):
-    """Bytes of the distinct storages under `tensors`, without those that also lie under `besides`."""
-    counted = {_identity(tensor) for tensor in besides if tensor is not None}
-    total = 0
-    for tensor in tensors:
-        if tensor is not None and _identity(tensor) not in counted:
-            counted.add(_identity(tensor))
-            total += tensor.untyped_storage().nbytes()
-    return total
+def storage_bytes(tensors):
+    """Bytes of the distinct storages under `tensors`; None among them counts nothing."""
+    storages = {_identity(tensor): tensor.untyped_storage() for tensor in tensors if tensor is not None}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _identity(tensor):
