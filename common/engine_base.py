@@ -236,6 +236,8 @@ class EngineBase:
         Raises:
             RuntimeError: there was no backward since the last step.
         """
+        if self._failed:
+            self.zero_grad()
         if any(bucket.pending for bucket in self.buckets):  # of another engine's backward, or under no_sync
             with self._always_syncing():
                 self.finish_backward()

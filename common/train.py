@@ -83,9 +83,8 @@ def check_options(options):
         raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
     if options.json and not Path(options.json).resolve().parent.is_dir():
         raise InputError(f"--json {options.json}: there is no such folder; make it first")
-    batches, ranks = make_batches(options), int(os.environ.get("WORLD_SIZE", options.nproc))
-    if ranks > 0:
-        batches.of(step=0, rank=0, world_size=ranks)
+    ranks = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else options.nproc
+    make_batches(options).of(step=0, rank=0, world_size=max(1, ranks))
 
 
 def make_batches(options):
