@@ -34,7 +34,7 @@ lint: $(INSTALLED)
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install $(PIP_ARGS) --editable '.[tests]'
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[tests]'
 	touch $@
 
 clean:

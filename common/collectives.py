@@ -17,10 +17,13 @@ additions. `deterministic=True` takes the exact path on NCCL too.
 import pickle
 import queue
 import threading
+import weakref
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from common.errors import InputError
 from common.measure.traffic import Traffic
 
 # torch renamed these two; 2.11 knows the names on the right only.
@@ -39,12 +42,15 @@ class Collectives:
         rank, size: of this process within the group.
         device: where the tensors live: the current CUDA device with NCCL, else the CPU.
         traffic: the meter, a `Traffic`.
+
+    Raises:
+        InputError: the group's backend is neither NCCL nor gloo (nor torch's fake one, which simulates).
     """
 
     def __init__(self, group=None, *, deterministic=False):
         self.group = group if group is not None else dist.group.WORLD
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        backend = dist.get_backend(self.group)
+        backend = _backend_of(self.group)
         cuda = backend == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.point_to_point = backend == "gloo"
@@ -56,9 +62,8 @@ class Collectives:
     def all_reduce(self, tensor):
         """Replace `tensor` [N x shard] by its mean over ranks, in place. Sends 2(N-1)/N of it."""
         self.traffic.record("all_reduce", 2 * self._remote(tensor))
-        shard = tensor.view(self.size, -1)[self.rank]
         if self.ordered:
-            received = self._receive_buffer(tensor)
+            received, shard = self._receive_buffer(tensor), tensor.view(self.size, -1)[self.rank]
 
             def work():
                 self._reduce_in_rank_order(tensor, received, shard)
@@ -80,13 +85,14 @@ class Collectives:
         self.traffic.record("reduce_scatter", self._remote(tensor))
         if self.ordered:
             received = self._receive_buffer(tensor)
-            return self.lane.submit(lambda: self._reduce_in_rank_order(tensor, received, shard), tensor, received)
+            work = partial(self._reduce_in_rank_order, tensor, received, shard)
+            return self.lane.submit(work, tensor, received, shard)
 
         def work():
             _reduce_scatter(shard, tensor, group=self.group)
             shard.div_(self.size)
 
-        return self.lane.submit(work, tensor)
+        return self.lane.submit(work, tensor, shard)
 
     def all_gather(self, shard, tensor):
         """Fill `tensor` [N x shard] with every rank's `shard`, which may be its own part of it.
@@ -94,21 +100,17 @@ class Collectives:
         Sends (N-1)/N of the tensor.
         """
         self.traffic.record("all_gather", self._remote(tensor))
-        return self.lane.submit(lambda: self._exchange(shard, tensor), tensor)
+        return self.lane.submit(partial(self._exchange, shard, tensor), shard, tensor)
 
     def all_to_all(self, tensor, received):
         """Send part k of `tensor` to rank k; part k of `received` comes from there. Sends (N-1)/N of the tensor."""
         self.traffic.record("all_to_all", self._remote(tensor))
-        return self.lane.submit(lambda: dist.all_to_all_single(received, tensor, group=self.group), tensor, received)
+        work = partial(dist.all_to_all_single, received, tensor, group=self.group)
+        return self.lane.submit(work, tensor, received)
 
     def broadcast(self, tensor, source=0):
-        """Give every rank the `tensor` of rank `source`, which sends N-1 copies (NCCL: a ring, each rank one)."""
-        copies = self.size - 1
-        if not self.point_to_point:
-            copies = int((self.rank - source) % self.size != self.size - 1)  # the ring ends at the last rank
-        elif self.rank != source:
-            copies = 0
-        self.traffic.record("broadcast", copies * tensor.nbytes)
+        """Give every rank the `tensor` of rank `source`. Sends `broadcast_copies(source)` of it."""
+        self.traffic.record("broadcast", self.broadcast_copies(source) * tensor.nbytes)
 
         def work():
             if not self.point_to_point:
@@ -120,19 +122,27 @@ class Collectives:
 
         return self.lane.submit(work, tensor)
 
+    def broadcast_copies(self, source=0):
+        """How many copies this rank sends of what `source` broadcasts.
+
+        With gloo the source sends N-1. With NCCL each rank but the last passes one on, in a ring.
+        """
+        if self.point_to_point:
+            return self.size - 1 if self.rank == source else 0
+        return int((self.rank - source) % self.size < self.size - 1)
+
     def gather_objects(self, value):
         """Return every rank's `value`, any picklable object, in rank order. For checks and files, not for steps."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
-        own_length = torch.tensor([len(data)], device=self.device)
-        self.all_gather(own_length, lengths).wait()
+        self.all_gather(torch.tensor([len(data)], device=self.device), lengths).wait()
         longest = int(lengths.max())
-        own, everyone = torch.zeros(longest, dtype=torch.uint8, device=self.device), None
-        own[: len(data)] = data
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded[: len(data)] = data
         everyone = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
-        self.all_gather(own, everyone).wait()
-        parts = everyone.cpu().view(self.size, longest)
-        return [pickle.loads(part[:length].numpy().tobytes()) for part, length in zip(parts, lengths, strict=True)]
+        self.all_gather(padded, everyone).wait()
+        # Unpickling stops where a value ends, so the padding behind it does no harm.
+        return [pickle.loads(part.numpy().tobytes()) for part in everyone.cpu().view(self.size, longest)]
 
     def _remote(self, tensor):
         """The bytes of `tensor` that belong to other ranks."""
@@ -203,7 +213,11 @@ class Handle:
 
 
 class ThreadLane:
-    """The lane on CPU: one thread, so that gloo and the additions run beside forward and backward."""
+    """The lane on CPU: one thread, so that gloo and the additions run beside forward and backward.
+
+    After an error the ranks may be out of step, and the next collective would meet the messages of the failed one:
+    so nothing runs on the lane any more, and every later `wait` raises that error.
+    """
 
     def __init__(self):
         self._queue = queue.SimpleQueue()
@@ -225,12 +239,15 @@ class ThreadLane:
         """Nothing to wait for: what a CPU thread has computed is there."""
 
     def _run(self):
+        failure = []
         while True:
             work, done, errors, handle = self._queue.get()
             try:
-                work()
+                if not failure:
+                    work()
             except Exception as error:
-                errors.append(error)
+                failure.append(error)
+            errors += failure
             # The buffers go before the waiter wakes: whoever counts memory then counts without them.
             del work
             handle.buffers = ()
@@ -271,12 +288,31 @@ class InlineLane:
         """Nothing to wait for."""
 
 
-_lanes = {}
+LANES = {"gloo": ThreadLane, "nccl": StreamLane, "fake": InlineLane}
+_lanes = weakref.WeakKeyDictionary()  # group -> lane, as long as the group lives
+
+
+def _backend_of(group):
+    # A group may have a backend for each kind of device, such as "cpu:gloo,cuda:nccl". The GPU's is meant then.
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    backend = backends.get("cuda", backends.get("cpu"))
+    if backend not in LANES:
+        raise InputError(f"the process group's backend is {backend!r}; make the group with 'nccl' or 'gloo'")
+    return backend
 
 
 def _lane_of(group, backend):
     """One lane for a group, shared by all who use it: two would issue their collectives in an order of chance."""
     if group not in _lanes:
-        lane = {"gloo": ThreadLane, "nccl": StreamLane, "fake": InlineLane}[backend]
-        _lanes[group] = lane()
+        _lanes[group] = LANES[backend]()
     return _lanes[group]
+
+
+def finish():
+    """Wait until every lane has done what it was given, so that no rank leaves while another still receives.
+
+    Raises:
+        Exception: what a collective raised that nobody waited for.
+    """
+    for lane in list(_lanes.values()):
+        lane.submit(lambda: None).wait()

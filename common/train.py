@@ -198,7 +198,9 @@ def write_json(path, results):
 def progress_bar(steps):
     """A progress bar over steps that shows the loss; a context manager."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TextColumn("{task.fields[loss]}"), console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    loss = TextColumn("{task.fields[loss]}")
+    return Progress(*columns, loss, console=console, transient=True, disable=not console.is_terminal)
 
 
 def run_with_progress(world, name, options):

@@ -10,6 +10,7 @@ import datetime
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
 import threading
@@ -21,6 +22,7 @@ from multiprocessing.connection import wait
 import torch
 import torch.distributed as dist
 
+from common import collectives
 from common.errors import InputError
 
 
@@ -51,7 +53,8 @@ def launch(function, *args, nproc, oversubscribe=False, timeout=600.0):
 
     Raises:
         InputError: `nproc` does not fit the machine, or a rank raised one.
-        RankFailed: a local rank failed; the others were stopped.
+        RankFailed: a local rank failed; the others were stopped. Under torchrun a rank that fails shows its
+            traceback and exits with status 1 instead, and torchrun stops the others.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _join(function, args, oversubscribe, timeout)
@@ -62,12 +65,20 @@ def launch(function, *args, nproc, oversubscribe=False, timeout=600.0):
 def _join(function, args, oversubscribe, timeout):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    _check_size(local_size, oversubscribe)
+    _check_size(local_size, oversubscribe, option="--nproc-per-node")
     _prepare_environment(local_rank, local_size)
     world = World(rank, size, _device(local_rank))
     _init_group(world, timeout=timeout)
-    result = function(world, *args)
-    dist.destroy_process_group()
+    try:
+        result = function(world, *args)
+        _leave_group()
+    except InputError:
+        raise
+    except Exception:
+        # Python's own way out would abort or hang on a collective that still waits for another rank.
+        sys.excepthook(*sys.exc_info())
+        sys.stdout.flush()
+        os._exit(1)
     return result if rank == 0 else None
 
 
@@ -86,12 +97,17 @@ class LocalWorld:
         context = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             context.set_forkserver_preload(["common.world", "common.train"])
-        # The store lives in this process and picks a free port itself, so no two worlds can race for one.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # The store lives in this process, on a free port, so no two worlds can race for one. It is given a socket
+        # because one that it opens itself would listen to the whole network.
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         self._pipes, self._processes = [], []
         for rank in range(size):
             pipe, far_end = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, self._store.port, timeout, far_end), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, port, timeout, far_end), daemon=True)
             process.start()
             far_end.close()
             self._pipes.append(pipe)
@@ -102,11 +118,22 @@ class LocalWorld:
 
         Raises:
             InputError: a rank raised one.
-            RankFailed: a rank raised anything else, died, or `timeout` seconds went by. The world is closed.
+            RankFailed: a rank raised anything else, died, or `timeout` seconds went by.
+
+        After any exception the world is closed.
         """
+        if not self.alive:
+            raise RankFailed("this world is closed; open another one")
         call = pickle.dumps((function, args))
+        try:
+            return self._answers(call, timeout)
+        except BaseException:  # Ctrl-C too: a rank in the middle of one call cannot take another
+            self.close(kill=True)
+            raise
+
+    def _answers(self, call, timeout):
         for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError):  # a dead rank is reported below
+            with contextlib.suppress(ConnectionError):  # a dead rank is reported below
                 pipe.send_bytes(call)
         deadline = None if timeout is None else time.monotonic() + timeout
         results, waiting = [None] * self.size, dict(zip(self._pipes, range(self.size), strict=True))
@@ -114,19 +141,18 @@ class LocalWorld:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = wait(list(waiting), left)
             if not ready:
-                self._fail(f"ranks {sorted(waiting.values())} gave no answer in {timeout} s")
-            for pipe in ready:
-                rank = waiting.pop(pipe)
-                try:
-                    outcome, results[rank] = pipe.recv()
-                except (EOFError, ConnectionResetError):
+                raise RankFailed(f"ranks {sorted(waiting.values())} gave no answer in {timeout} s")
+            answers = [(waiting.pop(pipe), *_read(pipe)) for pipe in ready]
+            # The dead first: when one dies, others fail in its wake, their connections to it being closed.
+            for rank, outcome, value in sorted(answers, key=lambda answer: answer[1] != "died"):
+                if outcome == "died":
                     self._processes[rank].join(5)
-                    self._fail(f"rank {rank} died with exit code {self._processes[rank].exitcode}")
+                    raise RankFailed(f"rank {rank} died with exit code {self._processes[rank].exitcode}")
                 if outcome == "input error":
-                    self.close(kill=True)
-                    raise InputError(results[rank])
+                    raise InputError(value)
                 if outcome == "failed":
-                    self._fail(f"rank {rank} failed:\n\n{results[rank]}")
+                    raise RankFailed(f"rank {rank} failed:\n\n{value}")
+                results[rank] = value
         return results
 
     @property
@@ -134,22 +160,19 @@ class LocalWorld:
         """Whether the ranks can be asked."""
         return bool(self._pipes)
 
-    def _fail(self, message):
-        self.close(kill=True)
-        raise RankFailed(message)
-
     def close(self, *, kill=False):
         """End the ranks: at once with `kill`, else when they have left their group."""
+        if kill:
+            for process in self._processes:
+                process.kill()
         for pipe in self._pipes:
             pipe.close()  # an idle rank reads the end of its pipe, and leaves
         for process in self._processes:
-            if kill:
-                process.kill()
             process.join(10)
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._pipes, self._processes = [], []
+        self._pipes, self._processes, self._store = [], [], None
 
     def __enter__(self):
         return self
@@ -158,25 +181,41 @@ class LocalWorld:
         self.close(kill=kind is not None)
 
 
+def _read(pipe):
+    """What a rank answered: (outcome, value)."""
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionError):
+        return "died", None
+
+
 def _serve(rank, size, port, timeout, pipe):
     """The life of a local rank: join, then answer calls until the pipe closes."""
     threading.Thread(target=_leave_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent then ends its ranks
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _loopback()
     _prepare_environment(rank, size)
     world = World(rank, size, _device(rank))
     _init_group(world, dist.TCPStore("127.0.0.1", port, is_master=False), timeout)
     while True:
         try:
-            function, args = pickle.loads(pipe.recv_bytes())
-        except (EOFError, ConnectionResetError):  # the world was closed
+            call = pipe.recv_bytes()
+        except EOFError:
             break
         try:
-            answer = ("ok", function(world, *args))
+            function, args = pickle.loads(call)
+            answer = pickle.dumps(("ok", function(world, *args)))
         except InputError as error:
-            answer = ("input error", str(error))
+            answer = pickle.dumps(("input error", str(error)))
         except BaseException:
-            answer = ("failed", traceback.format_exc())
-        with contextlib.suppress(BrokenPipeError):  # the world was closed meanwhile
-            pipe.send(answer)
+            answer = pickle.dumps(("failed", traceback.format_exc()))
+        # Bytes, as `send` would hand over tensors as open files, of which a process may have a thousand or so.
+        pipe.send_bytes(answer)
+    _leave_group()
+
+
+def _leave_group():
+    collectives.finish()
     dist.destroy_process_group()
 
 
@@ -190,29 +229,27 @@ def cpus():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def _check_size(size, oversubscribe):
+def _check_size(size, oversubscribe, option="--nproc"):
     gpus = torch.cuda.device_count()
     available, kind = (gpus, "GPU") if gpus else (cpus(), "CPU")
     if size < 1:
-        raise InputError(f"--nproc {size}: at least one rank is needed")
+        raise InputError(f"{option} {size}: at least one rank is needed")
     if size > available and not oversubscribe:
         plural = "" if available == 1 else "s"
         raise InputError(
-            f"--nproc {size}: this machine has {available} {kind}{plural}; "
+            f"{option} {size}: this machine has {available} {kind}{plural}; "
             f"choose at most {available}, or add --oversubscribe to let ranks share them"
         )
 
 
 def _prepare_environment(local_rank, local_size):
-    """Set what must stand before the group is made: threads per rank, loopback, one NCCL host per rank."""
+    """Set what must stand before the group is made: the GPU, one NCCL host per rank, threads per rank."""
     if torch.cuda.is_available():
         torch.cuda.set_device(_device(local_rank))
         if local_size > torch.cuda.device_count():
             # NCCL refuses two ranks on one GPU of one host. With a host id each, it talks over sockets.
             os.environ.update(NCCL_HOSTID=f"rank{local_rank}", NCCL_NET="Socket", NCCL_IB_DISABLE="1")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", _loopback())
-    elif "TORCHELASTIC_RUN_ID" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
     torch.set_num_threads(max(1, cpus() // local_size))
 
 

@@ -3,10 +3,6 @@
 Each function draws onto a matplotlib Axes that it is given, from the rows that `common.compare` writes.
 """
 
-import matplotlib
-
-matplotlib.use("Agg", force=False)
-
 import matplotlib.pyplot as plt
 
 from common.measure.memory import CLASSES
@@ -59,8 +55,9 @@ def memory_timeline(axes, samples, title):
     for phase in PHASES:
         if phase in phases:
             first = phases.index(phase)
+            side = "left" if first < 0.8 * len(samples) else "right"
             axes.axvline(first, color="black", linewidth=0.8, linestyle=":")
-            axes.text(first, 0.98, f" {phase}", va="top", transform=axes.get_xaxis_transform())
+            axes.text(first, 0.98, f" {phase} ", va="top", ha=side, transform=axes.get_xaxis_transform())
     axes.set_xlim(0, len(samples) - 1)
     axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
     axes.set_xlabel("operations")

@@ -56,11 +56,9 @@ class Timeline(TorchDispatchMode):
     def sample(self):
         """Count what is live now."""
         self._others = {key: kept for key, kept in self._others.items() if not kept[0].expired()}
-        seen, now = set(), {}
-        live = self.engine.live()
-        for name in CLASSES[:-1]:
-            now[name] = 0
-            for tensor in live[name]:
+        seen, now = set(), dict.fromkeys(CLASSES, 0)
+        for name, tensors in self.engine.live().items():  # a storage counts in the first class that names it
+            for tensor in tensors:
                 key = _identity(tensor)
                 if key not in seen:
                     seen.add(key)

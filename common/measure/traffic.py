@@ -4,6 +4,7 @@ The convention is bytes sent by one rank per step, everything included. A tensor
 (N-1)/N M as a reduce-scatter or an all-gather and twice that as an all-reduce (ZeRO, arXiv 1910.02054, sec. 7).
 """
 
+import contextlib
 import os
 import socket
 import struct
@@ -41,15 +42,24 @@ class Traffic:
 def bytes_sent_by_own_sockets():
     """Payload bytes that the open TCP sockets of this process have sent, as the Linux kernel counts them.
 
-    Independent of the meter: it reads `tcpi_bytes_acked` of struct tcp_info, so needs no root, and the traffic
-    of other processes does not show.
+    Independent of the meter: it reads struct tcp_info, so needs no root, and the traffic of other processes does
+    not show. What the kernel sent a second time counts once.
+
+    Raises:
+        OSError: this is not Linux.
     """
     total = 0
     for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            with socket.socket(fileno=os.dup(int(descriptor))) as peer:
-                info = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        except OSError:  # not a TCP socket, or closed meanwhile
-            continue
-        total += struct.unpack_from("<Q", info, 120)[0]
+        with contextlib.suppress(OSError):  # no TCP socket, or closed meanwhile
+            total += _bytes_sent(int(descriptor))
     return total
+
+
+def _bytes_sent(descriptor):
+    peer = socket.socket(fileno=descriptor)
+    try:
+        info = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    finally:
+        peer.detach()  # the descriptor is not ours to close
+    sent, sent_again = struct.unpack_from("<QQ", info, 200)  # tcpi_bytes_sent, tcpi_bytes_retrans
+    return sent - sent_again

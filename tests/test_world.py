@@ -1,0 +1,389 @@
+"""The group of ranks: spawned or joined, and what happens when one of them fails."""
+
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import collectives
+from common import world as world_module
+from common.collectives import Collectives
+from common.errors import InputError
+from common.measure import traffic
+from common.world import LocalWorld, RankFailed, cpus, launch
+
+ROOT = Path(__file__).parent.parent
+SOON = 30  # seconds: far less than the 600 that a collective waits for its partner
+
+
+def describe(world, *args):
+    gathered = Collectives().gather_objects(world.rank)
+    return {"rank": world.rank, "size": world.size, "device": world.device.type, "gathered": gathered, "args": args}
+
+
+def pid(world):
+    return os.getpid()
+
+
+def gone(process):
+    """Whether a process ended (or waits as a zombie to be collected)."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def all_gone(processes, seconds=SOON):
+    """Wait until all processes have ended."""
+    deadline = time.monotonic() + seconds
+    while not all(gone(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return all(gone(process) for process in processes)
+
+
+def meet(world):
+    """A collective that a failed rank does not come to."""
+    Collectives().all_reduce(torch.ones(world.size, device=world.device)).wait()
+
+
+# ---- ranks of our own ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_launch_runs_on_every_rank_and_returns_rank_0s_result(nproc):
+    result = launch(describe, "argument", 7, nproc=nproc, oversubscribe=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    everyone = list(range(nproc))
+    assert result == {"rank": 0, "size": nproc, "device": device, "gathered": everyone, "args": ("argument", 7)}
+
+
+def test_a_local_world_keeps_its_ranks_between_calls_and_ends_them_with_the_context():
+    with LocalWorld(2, oversubscribe=True) as world:
+        first = world.run(pid)
+        assert world.run(pid) == first
+        assert len({os.getpid(), *first}) == 3
+    assert all_gone(first)
+
+
+def test_two_local_worlds_live_side_by_side(worlds):
+    with LocalWorld(2, oversubscribe=True) as other:
+        assert [answer["size"] for answer in (other.run(describe)[0], worlds(3).run(describe)[0])] == [2, 3]
+
+
+def many_tensors(world):
+    return [torch.full((3,), float(index)) for index in range(2000)]
+
+
+def test_results_may_hold_more_tensors_than_a_process_may_open_files(worlds):
+    results = worlds(1).run(many_tensors)[0]
+    assert [tensor[0].item() for tensor in results] == list(range(2000))
+
+
+# ---- failures -----------------------------------------------------------------------------------------------------
+
+
+def raise_on_rank_1(world):
+    if world.rank == 1:
+        raise LookupError("the third drawer is empty")
+    meet(world)
+
+
+def refuse_on_rank_1(world):
+    if world.rank == 1:
+        raise InputError("the file is empty; give another")
+    meet(world)
+
+
+def die_on_rank_1(world):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    meet(world)
+
+
+def exit_on_rank_1(world):
+    if world.rank == 1:
+        sys.exit("enough")
+    meet(world)
+
+
+def stay_away_on_rank_1(world):
+    if world.rank == 1:
+        time.sleep(600)
+    meet(world)
+
+
+FAILURES = {
+    "an exception": (raise_on_rank_1, RankFailed, "rank 1 failed:\n\nTraceback"),
+    "bad input": (refuse_on_rank_1, InputError, "the file is empty; give another"),
+    "SIGKILL": (die_on_rank_1, RankFailed, "rank 1 died with exit code -9"),
+    "SystemExit": (exit_on_rank_1, RankFailed, "rank 1 failed:\n\nTraceback"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failed_rank_is_reported_and_all_ranks_are_stopped(failure):
+    function, kind, message = FAILURES[failure]
+    with LocalWorld(3, oversubscribe=True) as world:
+        processes = world.run(pid)
+        with pytest.raises(kind) as caught:
+            world.run(function)
+        assert not world.alive
+        assert all_gone(processes)
+    assert str(caught.value).startswith(message)
+
+
+def test_of_a_failure_only_the_rank_that_failed_shows_its_traceback():
+    parent = start("LocalWorld(3, oversubscribe=True).run(test_world.raise_on_rank_1)")
+    _, errors = parent.communicate(timeout=SOON)
+    assert errors.count("Traceback") == 2  # the rank's, within the message of the parent's
+    assert errors.splitlines()[-1] == "LookupError: the third drawer is empty"
+
+
+def test_a_rank_without_an_answer_is_reported_after_the_timeout():
+    world = LocalWorld(2, oversubscribe=True)
+    processes = world.run(pid)
+    with pytest.raises(RankFailed, match=r"ranks \[0, 1\] gave no answer in 0.5 s"):
+        world.run(stay_away_on_rank_1, timeout=0.5)
+    assert all_gone(processes)
+
+
+def test_a_collective_without_an_answer_fails_after_the_worlds_timeout():
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 0 failed"):
+        launch(stay_away_on_rank_1, nproc=2, oversubscribe=True, timeout=2)
+    assert time.monotonic() - began < SOON
+
+
+def unpicklable(world):
+    return lambda: None
+
+
+def test_a_result_that_cannot_travel_is_reported_with_the_reason():
+    with pytest.raises(RankFailed, match=r"rank 0 failed(.|\n)*pickle"):
+        launch(unpicklable, nproc=1)
+
+
+def test_a_function_that_ranks_cannot_import_is_reported_with_the_reason(monkeypatch):
+    monkeypatch.setattr(describe, "__module__", "here_only")
+    monkeypatch.setitem(sys.modules, "here_only", sys.modules[__name__])
+    with pytest.raises(RankFailed, match="No module named 'here_only'"):
+        launch(describe, nproc=1)
+
+
+def test_a_closed_world_says_so():
+    world = LocalWorld(1)
+    world.close()
+    with pytest.raises(RankFailed, match="this world is closed"):
+        world.run(pid)
+
+
+# ---- the parent ---------------------------------------------------------------------------------------------------
+
+
+def tell_pid_and_stay(world):
+    os.write(1, f"{os.getpid()}\n".encode())
+    time.sleep(600)
+
+
+def start(expression):
+    """A new process, the first of a group of its own, that evaluates an expression over LocalWorld."""
+    code = f"import test_world; from common.world import LocalWorld; {expression}"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True, **pipes)
+
+
+def test_a_parent_killed_takes_its_ranks_with_it():
+    parent = start("LocalWorld(2, oversubscribe=True).run(test_world.tell_pid_and_stay)")
+    ranks = [int(parent.stdout.readline()) for _ in range(2)]
+    parent.kill()
+    assert all_gone(ranks)
+    parent.communicate()
+
+
+def test_after_ctrl_c_the_ranks_are_stopped_and_only_the_parent_speaks():
+    """A rank in the middle of a call could take no other."""
+    parent = start("LocalWorld(2, oversubscribe=True).run(test_world.tell_pid_and_stay)")
+    ranks = [int(parent.stdout.readline()) for _ in range(2)]
+    os.killpg(parent.pid, signal.SIGINT)
+    assert all_gone(ranks)
+    _, errors = parent.communicate(timeout=SOON)
+    assert errors.count("Traceback") == 1
+    assert errors.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_a_world_left_open_ends_quietly_with_its_process():
+    """As a notebook leaves it."""
+    parent = start("world = LocalWorld(2, oversubscribe=True); print(*world.run(test_world.pid))")
+    output, errors = parent.communicate(timeout=SOON)
+    assert (parent.returncode, errors) == (0, "")
+    assert all_gone(map(int, output.split()))
+
+
+# ---- how many, and where they listen ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "gpus, available, nproc, message",
+    [
+        (0, 2, 0, "--nproc 0: at least one rank is needed"),
+        (0, 2, -1, "--nproc -1: at least one rank is needed"),
+        (
+            0,
+            2,
+            3,
+            "--nproc 3: this machine has 2 CPUs; choose at most 2, or add --oversubscribe to let ranks share them",
+        ),
+        (
+            0,
+            1,
+            2,
+            "--nproc 2: this machine has 1 CPU; choose at most 1, or add --oversubscribe to let ranks share them",
+        ),
+        (
+            4,
+            2,
+            5,
+            "--nproc 5: this machine has 4 GPUs; choose at most 4, or add --oversubscribe to let ranks share them",
+        ),
+    ],
+)
+def test_a_number_of_ranks_that_does_not_fit_is_answered_with_the_remedy(monkeypatch, gpus, available, nproc, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(world_module, "cpus", lambda: available)
+    with pytest.raises(InputError) as caught:
+        launch(describe, nproc=nproc)
+    assert str(caught.value) == message
+
+
+def test_oversubscribed_ranks_share_the_cpus(worlds):
+    assert worlds(8).run(threads) == [max(1, cpus() // 8)] * 8
+
+
+def threads(world):
+    return torch.get_num_threads()
+
+
+def tcp_addresses(world=None):
+    """The local addresses of the TCP sockets that this process listens at or is connected by, in hex."""
+    inodes = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(str(descriptor.readlink()).removeprefix("socket:[").removesuffix("]"))
+    lines = Path("/proc/self/net/tcp").read_text().splitlines() + Path("/proc/self/net/tcp6").read_text().splitlines()
+    fields = [line.split() for line in lines]
+    return {field[1].partition(":")[0] for field in fields if field[9] in inodes}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for sockets in /proc")
+def test_ranks_and_their_parent_speak_over_the_loopback_alone(worlds):
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1, also as an IPv6 socket shows it
+    before = tcp_addresses()
+    for addresses in worlds(3).run(tcp_addresses):
+        assert addresses <= loopback
+        assert addresses
+    assert tcp_addresses() | before <= loopback
+
+
+def import_elsewhere(world, platform):
+    """Import what commands need as on another system, without what only Linux has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "platform", platform)
+        patch.delattr(os, "sched_getaffinity")
+        patch.delattr(socket, "TCP_INFO")
+        for module in (traffic, collectives, world_module):
+            importlib.reload(module)
+        return world_module.cpus()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="plays other systems on Linux")
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_nothing_is_imported_that_only_linux_has(platform):
+    assert launch(import_elsewhere, platform, nproc=1) == os.cpu_count()
+
+
+# ---- under torchrun -----------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import test_world
+from common.errors import InputError
+from common.world import launch
+
+try:
+    print("result", launch(getattr(test_world, sys.argv[1]), nproc=99, oversubscribe=True), flush=True)
+except InputError as error:
+    print("input error:", error, flush=True)
+    sys.exit(2)
+"""
+
+
+def torchrun(folder, function, nproc=2):
+    """Run a function of this file on ranks of torchrun's."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, script, function], env=environment, capture_output=True, text=True, timeout=2 * SOON, check=False
+    )
+
+
+def leave_one_in_flight(world):
+    """Return while a large gather travels, as a training loop does whose last call is `step`."""
+    comm = Collectives()
+    shard = torch.ones(4_000_000, device=world.device)
+    comm.all_gather(shard, torch.empty(world.size * len(shard), device=world.device))
+    return world.rank, world.size
+
+
+def raise_with_one_in_flight(world):
+    if world.rank == 1:
+        tensor = torch.ones(world.size, device=world.device)
+        Collectives().all_to_all(tensor, torch.empty_like(tensor))
+        raise LookupError("the third drawer is empty")
+    time.sleep(600)
+
+
+def refuse(world):
+    meet(world)
+    raise InputError(f"rank {world.rank} cannot use this; give another")
+
+
+def test_under_torchrun_launch_joins_and_rank_0_has_the_result(tmp_path):
+    done = torchrun(tmp_path, "leave_one_in_flight")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["result (0, 2)", "result None"]
+    assert done.stderr == ""
+
+
+def test_under_torchrun_a_rank_that_raises_shows_why_and_leaves_at_once(tmp_path):
+    done = torchrun(tmp_path, "raise_with_one_in_flight")
+    assert done.returncode == 1
+    assert "LookupError: the third drawer is empty" in done.stderr
+    assert "exitcode  : 1 " in done.stderr  # of rank 1, no signal
+    assert "terminate called" not in done.stderr
+
+
+def test_under_torchrun_bad_input_reaches_every_rank(tmp_path):
+    done = torchrun(tmp_path, "refuse")
+    assert done.returncode != 0
+    expected = [f"input error: rank {rank} cannot use this; give another" for rank in range(2)]
+    assert set(done.stdout.splitlines()) <= set(expected)
+    assert done.stdout
+    assert "exitcode  : 2 " in done.stderr
+
+
+def test_under_torchrun_the_remedy_names_torchruns_option(monkeypatch):
+    environment = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    for name, value in {**environment, "WORLD_SIZE": "9999", "LOCAL_WORLD_SIZE": "9999"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="^--nproc-per-node 9999: .* or add --oversubscribe"):
+        launch(describe, nproc=1)
