@@ -412,6 +412,7 @@ class EngineBase:
         """Read a checkpoint and return its `extra`. A collective; see `common.checkpoint`."""
         self.zero_grad()
         self.synchronize()
+        self.begin_forward()  # nothing stays gathered of the old parameters
         return checkpoint.load(self, path)
 
     # ---- building ---------------------------------------------------------------------------------------------

@@ -59,7 +59,8 @@ def memory_timeline(axes, samples, title):
             axes.axvline(first, color="black", linewidth=0.8, linestyle=":")
             axes.text(first, 0.98, f" {phase} ", va="top", ha=side, transform=axes.get_xaxis_transform())
     axes.set_xlim(0, len(samples) - 1)
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
+    highest = max(sum(now.values()) for _, now in samples) / 1e6
+    axes.set_ylim(0, max(axes.get_ylim()[1], 1.1 * highest))  # beside others the highest of all counts
     axes.set_xlabel("operations")
     axes.set_ylabel("live MB")
     axes.set_title(title)
