@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common import models
 from common.layout import Run
-from common.units import inside_backward, make_units
+from common.units import Order, inside_backward, make_units
 from stage3_param import Engine
 
 WIDTH = 6
@@ -281,6 +281,15 @@ class DetachedWeight(Block):
         return super().forward(torch.tanh(F.linear(x, constant)) @ self.up.weight)
 
 
+class LeavingASecondResult(Block):
+    """Leaves a second result, made before what it returns, in an attribute."""
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x))
+        self.second = hidden.square().mean()
+        return x + self.down(hidden)
+
+
 class Routed(Block):
     """Experts inside of a block: which of them run depends on the data, so differs from rank to rank."""
 
@@ -520,6 +529,10 @@ CASES = {  # name -> (factory of a model, one step of a loop)
     "changed in place": (ChangedInPlace, step),
     "appending": (net(run_appending, block=Appending), step),
     "returning weights": (net(run_returned_weights, block=ReturningWeights), step),
+    "second result": (
+        net(lambda b, x: chain(b, x) + sum(block.second for block in b), block=LeavingASecondResult),
+        step,
+    ),
     "detached weight": (net(block=DetachedWeight), step),
     "sometimes unused": (SometimesUnused, step),
     "not in the loss": (net(lambda b, x: b[2](b[0](x)) + b[1](x).detach()), step),
@@ -642,14 +655,40 @@ def test_without_keep_last_a_step_sends_3_times_the_parameters(worlds, size):
 
 
 class Watched(Engine):
-    """Counts the units that are whole and neither in forward nor in backward."""
+    """Counts gathers, and the units that are whole and neither in forward nor in backward."""
 
-    idle = 0
+    def __init__(self, *args, **options):
+        self.gathers, self.idle = Counter(), 0
+        super().__init__(*args, **options)
 
     def gather(self, unit):
+        self.gathers[unit.name] += not unit.gathered
         super().gather(unit)
         whole = [unit for unit in self.units if any(b.full.untyped_storage().nbytes() for b in unit.buckets)]
         self.idle = max(self.idle, sum(not unit.depth and not unit.open for unit in whole))
+
+
+def gathers_in_later_steps(world, case):
+    engine = Watched(CASES[case][0](), ADAMW)
+    for _ in range(3):
+        engine.gathers.clear()
+        step(engine, torch.randn(2, 3, WIDTH))
+    return engine.gathers
+
+
+def test_no_gather_is_in_vain(worlds):
+    calls = {"stem": 2, "blocks.0": 6, "blocks.1": 4, "blocks.2": 2, "head": 1}  # each forward, each backward
+    assert worlds(2).run(gathers_in_later_steps, "alternating")[0] == calls
+
+
+def test_the_order_of_the_last_time_is_the_one_replayed():
+    order, ahead = Order(), []
+    for needed in ("abc", "abc", "ab", "ab", "acb", "acb"):
+        order.rewind()
+        for unit in needed:
+            order.visit(unit)
+            ahead.append(order.ahead() or "-")
+    assert "".join(ahead) == "---" + "bc-" + "bc" + "b-" + "b--" + "cb-"
 
 
 def most_idle_units(world, how):
@@ -701,7 +740,7 @@ def change_within_gathered(world, change):
 
 @pytest.mark.parametrize("change", [Engine.step, functools.partial(Engine.load, path="unread")])
 def test_parameters_do_not_change_within_gathered(worlds, change):
-    worlds(1).run(change_within_gathered, change)
+    worlds(2).run(change_within_gathered, change)
 
 
 def read_after_change(world):

@@ -1,0 +1,188 @@
+"""Where each element lives: every one in exactly one place, whatever the shapes, kinds, bucket and world size."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from common.layout import ALIGNMENT, Run, buckets, kinds
+
+DIMENSION = st.integers(0, 40)
+SHAPES = st.one_of(st.just(()), st.tuples(DIMENSION), st.tuples(DIMENSION, DIMENSION), st.just((7, 15)))
+MEMBERS = st.lists(
+    st.tuples(
+        SHAPES,
+        st.sampled_from([torch.float32, torch.bfloat16]),
+        st.integers(0, 1),  # parameter group
+        st.booleans(),  # trainable
+    ),
+    min_size=1,
+    max_size=25,
+)
+WORLD_SIZES = st.sampled_from([1, 2, 3, 4, 8, 1000])
+BUCKET_BYTES = st.integers(1, 10_000)
+
+
+def make(members):
+    """Named parameters without storage, and the groups of the trainable ones."""
+    named, groups = [], [{"params": []}, {"params": []}]
+    for index, (shape, dtype, group, trainable) in enumerate(members):
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=trainable)
+        named.append((f"p{index}", parameter))
+        if trainable:
+            groups[group]["params"].append(parameter)
+    return named, groups
+
+
+def of_sizes(*sizes):
+    return make([((size,), torch.float32, 0, True) for size in sizes])
+
+
+def names(runs):
+    return [list(run.slots) for run in runs]
+
+
+@settings(deadline=None)  # a busy machine is no failure
+@given(MEMBERS, BUCKET_BYTES, WORLD_SIZES)
+def test_every_element_lies_in_exactly_one_shard(members, bucket_bytes, world_size):
+    named, groups = make(members)
+    found = {name: torch.zeros(parameter.numel(), dtype=torch.int) for name, parameter in named}
+    for run in buckets(named, groups, bucket_bytes, world_size):
+        for rank in range(world_size):
+            for segment in run.segments(rank):
+                found[segment.name][segment.start : segment.stop] += 1
+                # The three ways to name a place agree: in the parameter, in the shard, in the run.
+                place = run.slots[segment.name].offset + segment.start
+                assert run.shard(rank).start + segment.at == place
+                assert place + segment.stop - segment.start <= run.shard(rank).stop
+    assert all((count == 1).all() for count in found.values())
+
+
+@settings(deadline=None)
+@given(MEMBERS, BUCKET_BYTES, WORLD_SIZES)
+def test_shards_are_equal_aligned_cover_the_run_and_waste_less_than_one_step(members, bucket_bytes, world_size):
+    for run in buckets(*make(members), bucket_bytes, world_size):
+        shards = [run.shard(rank) for rank in range(world_size)]
+        assert all(shard.stop - shard.start == run.shard_numel for shard in shards)
+        assert run.shard_numel % ALIGNMENT == 0
+        assert [shard.start for shard in shards[1:]] == [shard.stop for shard in shards[:-1]]
+        assert run.whole() == slice(shards[0].start, shards[-1].stop)
+        assert 0 <= run.padded_numel - run.numel <= world_size * ALIGNMENT
+
+
+@settings(deadline=None)
+@given(MEMBERS, BUCKET_BYTES, WORLD_SIZES)
+def test_every_parameter_has_one_place_and_kinds_are_never_mixed(members, bucket_bytes, world_size):
+    named, groups = make(members)
+    of_name = dict(named)
+    runs = buckets(named, groups, bucket_bytes, world_size)
+    assert sorted(name for run in runs for name in run.slots) == sorted(of_name)
+    for run in runs:
+        for name, slot in run.slots.items():
+            parameter = of_name[name]
+            assert (slot.shape, slot.numel) == (parameter.shape, parameter.numel())
+            assert run.kind.dtype == parameter.dtype
+            assert run.kind.trainable == parameter.requires_grad
+            if parameter.requires_grad:
+                assert any(parameter is member for member in groups[run.kind.group]["params"])
+
+
+@settings(deadline=None)
+@given(MEMBERS, BUCKET_BYTES, WORLD_SIZES)
+def test_a_bucket_is_as_full_as_its_size_allows_and_no_fuller(members, bucket_bytes, world_size):
+    named, groups = make(members)
+    size = {name: parameter.nbytes for name, parameter in named}
+    runs = buckets(named, groups, bucket_bytes, world_size)
+    following = {}  # kind -> the bucket after this one that holds the same
+    for run in reversed(runs):
+        filled = sum(size[name] for name in run.slots)
+        assert filled <= bucket_bytes or max(size[name] for name in run.slots) == filled
+        if run.kind in following:
+            assert filled + size[next(iter(following[run.kind].slots))] > bucket_bytes
+        following[run.kind] = run
+
+
+@settings(deadline=None)
+@given(MEMBERS, BUCKET_BYTES, WORLD_SIZES)
+def test_buckets_come_in_the_order_in_which_backward_fills_them(members, bucket_bytes, world_size):
+    named, groups = make(members)
+    runs = buckets(named, groups, bucket_bytes, world_size)
+    missing, filled = [set(run.slots) for run in runs], []
+    for name, _ in reversed(named):
+        for index, members_left in enumerate(missing):
+            if name in members_left:
+                members_left.remove(name)
+                if not members_left:
+                    filled.append(index)
+    assert filled == list(range(len(runs)))
+
+
+@settings(deadline=None)
+@given(MEMBERS, WORLD_SIZES)
+def test_views_are_the_parameters_end_to_end(members, world_size):
+    named, groups = make(members)
+    for kind, same in kinds(named, groups).items():
+        run = Run(same, kind, world_size)
+        flat = torch.arange(run.padded_numel)
+        laid = [run.view(flat, name) for name, _ in same]
+        assert [view.shape for view in laid] == [parameter.shape for _, parameter in same]
+        assert torch.equal(torch.cat([view.flatten() for view in laid]), flat[: run.numel])
+        assert all(view.untyped_storage()._cdata == flat.untyped_storage()._cdata for view in laid)
+
+
+def test_a_shard_holds_parts_of_several_parameters():
+    (kind, named), *_ = kinds(*of_sizes(56, 24, 48)).items()
+    run = Run(named, kind, 4)
+    assert (run.shard_numel, run.padded_numel, run.numel) == (32, 128, 128)
+    laid = [[(s.name, s.start, s.stop, s.at) for s in run.segments(rank)] for rank in range(4)]
+    assert laid == [
+        [("p0", 0, 32, 0)],
+        [("p0", 32, 56, 0), ("p1", 0, 8, 24)],
+        [("p1", 8, 24, 0), ("p2", 0, 16, 16)],
+        [("p2", 16, 48, 0)],
+    ]
+
+
+@pytest.mark.parametrize("world_size", [3, 8])
+def test_fewer_elements_than_ranks_leave_the_last_ranks_padding_alone(world_size):
+    (run,) = buckets(*of_sizes(1, 0, 1), 1000, world_size)
+    assert run.shard_numel == ALIGNMENT
+    assert [len(list(run.segments(rank))) for rank in range(world_size)] == [2] + [0] * (world_size - 1)
+
+
+@pytest.mark.parametrize("sizes", [(0,), (0, 0)])
+def test_nothing_but_empty_parameters_still_makes_a_run(sizes):
+    (run,) = buckets(*of_sizes(*sizes), 1000, 2)
+    assert (run.numel, run.padded_numel) == (0, 2 * ALIGNMENT)
+    assert list(run.segments(0)) == []
+
+
+@pytest.mark.parametrize(
+    "bucket_bytes, packed",
+    [
+        (79, [["p1"], ["p0"]]),  # one byte too few for both
+        (80, [["p1", "p0"]]),
+        (81, [["p1", "p0"]]),
+        (39, [["p1"], ["p0"]]),  # each larger than a bucket
+        (1, [["p1"], ["p0"]]),
+    ],
+)
+def test_a_byte_more_or_less_in_the_bucket_size(bucket_bytes, packed):
+    assert names(buckets(*of_sizes(10, 10), bucket_bytes, 2)) == packed
+
+
+def test_a_parameter_larger_than_a_bucket_is_alone_between_its_neighbours():
+    assert names(buckets(*of_sizes(5, 5, 100, 5, 5), 40, 2)) == [["p4", "p3"], ["p2"], ["p1", "p0"]]
+
+
+def test_a_hundred_tiny_parameters_share_a_bucket():
+    (run,) = buckets(*of_sizes(*[1] * 100), 2**20, 3)
+    assert list(run.slots) == [f"p{index}" for index in reversed(range(100))]
+    assert run.padded_numel == 192
+
+
+def test_a_kind_that_begins_early_and_fills_late_comes_late():
+    """Two groups taking turns: the bucket that begins first has a member that is registered first."""
+    turns = [((5,), torch.float32, group, True) for group in (0, 1, 1, 0)]
+    assert names(buckets(*make(turns), 1000, 2)) == [["p2", "p1"], ["p3", "p0"]]
