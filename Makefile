@@ -22,7 +22,7 @@ test: lint
 	$(BIN)/python -m pytest
 
 readme: $(INSTALLED)
-	$(BIN)/python -m common.measure.readme
+	$(BIN)/python -m common.readme
 
 test-all: lint
 	$(BIN)/python -m pytest -m ""

@@ -355,8 +355,7 @@ class EngineBase:
                 predicted[collective] += times * shards * shard * (self.world_size - 1)
         if self.clip_norm is not None and _length(self.owned(self.buckets[0]).optimizer) < self.buckets[0].padded_numel:
             predicted["all_gather"] += 8 * (self.world_size - 1)  # one float64 for the norm
-        if self.rank == 0:
-            predicted["broadcast"] += sum(b.nbytes for b in self._module.buffers()) * (self.world_size - 1)
+        predicted["broadcast"] += sum(b.nbytes for b in self._module.buffers()) * self.comm.broadcast_copies()
         return {collective: sent for collective, sent in sorted(predicted.items()) if sent}
 
     def live(self):

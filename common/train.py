@@ -21,10 +21,10 @@ from rich.table import Table
 from common import models
 from common.data import Batches, load_text
 from common.errors import InputError
-from common.measure.hardware import hardware
+from common.measure.hardware import cpus, hardware
 from common.measure.memory import Timeline
 from common.mixed_precision import dtype_of
-from common.world import cpus, launch
+from common.world import launch
 
 ENGINES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
 WARM_UP = 2  # steps that a throughput does not count

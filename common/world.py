@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from common import collectives
 from common.errors import InputError
+from common.measure.hardware import cpus
 
 
 @dataclass(frozen=True)
@@ -222,11 +223,6 @@ def _leave_group():
 def _leave_with_parent():
     wait([multiprocessing.parent_process().sentinel])
     os._exit(1)
-
-
-def cpus():
-    """How many CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _check_size(size, oversubscribe, option="--nproc"):

@@ -162,8 +162,6 @@ class Engine(EngineBase):
         """Autograd is about to run."""
         self.backward_order.rewind()
         self.travelling = []
-        for unit in self.units:
-            unit.open = False
 
     def before_recomputation(self, unit):
         """A checkpoint is about to run a unit's forward again. Nothing is freed before its backward."""

@@ -22,7 +22,8 @@ def make_engine(stage, model="gpt-tiny", optimizer=ADAMW, seed=0, **options):
     """An engine over a zoo model, or over a module, built on this rank."""
     module = models.build(model) if isinstance(model, str) else model
     init = models.initial_values(seed)
-    return importlib.import_module(stage).Engine(module, optimizer, init=init, **{"bucket_mb": BUCKET_MB, **options})
+    options = {"bucket_mb": BUCKET_MB, "deterministic": True, **options}  # so that the bits agree with NCCL too
+    return importlib.import_module(stage).Engine(module, optimizer, init=init, **options)
 
 
 def batch(module, world, step=0, global_batch=24):

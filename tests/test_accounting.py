@@ -1,4 +1,4 @@
-"""Measured = predicted: bytes held and bytes sent equal the formula, on every rank, and what is transient is bounded."""
+"""Measured = predicted: bytes held and sent equal the formula, on every rank, and what is transient is bounded."""
 
 import functools
 import json

@@ -12,7 +12,7 @@ from harness import STAGES
 
 ROOT = Path(__file__).parent.parent
 CODE_LINES = {"stage0_ddp": 80, "stage1_os": 110, "stage2_grad": 125, "stage3_param": 200}
-CHANGED_LINES = {"stage1_os": 60, "stage2_grad": 45, "stage3_param": 260}  # added and removed, prose included
+CHANGED_LINES = {"stage1_os": 60, "stage2_grad": 45, "stage3_param": 300}  # added and removed, prose included
 # What a stage has changed of the methods it shares with the stage before. All others are the same text.
 CHANGED_METHODS = {
     "stage1_os": {"owned", "sends", "reduce", "update"},

@@ -136,6 +136,12 @@ def evaluates(engine, x):
         engine(x)
 
 
+def evaluates_before(engine, x):
+    evaluates(engine, x)
+    engine.notes.clear()
+    step(engine, x)
+
+
 def forward_then_step(engine, x):
     engine.backward(loss(engine(x)))
     engine.notes.clear()
@@ -199,6 +205,8 @@ SITUATIONS = {  # row -> (model, watched unit, loop, other options of `observe`)
     ),
     "evaluation": (Net, "blocks.1", evaluates),
     "evaluation, ends the forward": (Net, "head", evaluates),
+    "evaluation, returns no tensor": (net(run_appending, block=Appending), "blocks.1", evaluates),
+    "after an evaluation": (Net, "blocks.1", evaluates_before),
     "no backward, ends the forward": (Net, "head", ends_with_forward),
     "no backward but a step, ends the forward": (Net, "head", forward_then_step),
     "within gathered()": (Net, "blocks.1", held),

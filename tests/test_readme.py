@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from common.measure.readme import pages
+from common.readme import pages
 
 ROOT = Path(__file__).parent.parent
-READMES = sorted([ROOT / "README.md", *ROOT.glob("*/README.md")])
+READMES = sorted([ROOT / "README.md", *ROOT.glob("[a-z]*/README.md")])
 
 
 def test_every_figure_in_a_readme_is_the_recorded_one():

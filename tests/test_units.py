@@ -804,8 +804,8 @@ CUTS = {  # name -> (factory of a model, {unit: its parameters})
         {"a.b.h.0": ["a.b.h.0.x.weight", "a.b.h.0.y.weight"]},
     ),
     "lists of lists": (
-        lambda: Holding(rows=nn.ModuleList([nn.ModuleList([LINEAR()]), nn.ModuleDict({"a": LINEAR()})])),
-        {"rows.0.0": ["rows.0.0.weight"], "rows.1.a": ["rows.1.a.weight"]},
+        lambda: Holding(rows=nn.ModuleList([nn.ModuleList([LINEAR()]), nn.ModuleDict({"a": Holding(x=LINEAR())})])),
+        {"rows.0.0": ["rows.0.0.weight"], "rows.1.a": ["rows.1.a.x.weight"]},
     ),
     "modules outside of lists": (
         lambda: Holding(a=Holding(b=LINEAR(), c=LINEAR()), d=LINEAR()),

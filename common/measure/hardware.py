@@ -6,7 +6,10 @@ from pathlib import Path
 
 import torch
 
-from common.world import cpus
+
+def cpus():
+    """How many CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def hardware(device):

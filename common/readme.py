@@ -1,4 +1,4 @@
-"""`python -m common.measure.readme`: write the recorded results into the READMEs, between their markers.
+"""`python -m common.readme`: write the recorded results into the READMEs, between their markers.
 
 So every figure there comes from a file under results/, which names its hardware. A test holds the pages to the files.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from common.compare import as_markdown
 from common.train import ENGINES, show_bytes
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 
 
 def pages():
