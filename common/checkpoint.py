@@ -1,23 +1,32 @@
-"""Checkpoints: every rank writes its shard; any stage at any world size reads what it needs of them.
+"""Checkpoints: every rank writes its shard of everything; any stage at any world size reads what it needs of them.
 
-A checkpoint is a directory:
+A checkpoint is a folder:
 
-    index.json                        names the files of the last whole save, with their checksums
-    000001-rank-00000.safetensors     rank 0's shard of save 1, and so on
+    index.json                      what was saved, and which files hold it, with their checksums
+    000001-rank-00000.safetensors    rank 0's shards, of the first save into this folder
+    000001-rank-00001.safetensors    rank 1's
 
-Each file holds parts of parameters and of their optimizer states, one-dimensional, under names that say where a part
-begins: `parameters/blocks.0.mlp.up.weight@4096`, `optimizer/exp_avg/...@4096`. Nothing in it depends on buckets, units
-or the stage. A stage that replicates writes each element once all the same.
+A file holds flat pieces, each named after its parameter and the element of it that the piece begins with:
 
-The index is replaced in one step after all files are on the disk, and only then are the old files removed. So a writer
-killed at any moment leaves the last whole save readable. Tensors are read without pickle.
+    parameters/wte.weight@4096           values: fp32 of what is trained, frozen ones in their own dtype
+    optimizer/exp_avg/wte.weight@4096    a state of the optimizer that has a number for each element
+    buffers/bn.running_mean              whole, in rank 0's file: the persistent buffers, those in model.state_dict()
+    extra/17                             whole: a tensor of this rank's `extra`; of rank 0's scalars and options too
+
+Buckets, units and padding do not appear, so the reader may have others. A stage that replicates writes each element
+once all the same: stages that share a layout write the same files. Gradients are not saved: a save in the middle of an
+accumulation does not disturb it, a load begins it anew.
+
+Saving never touches the files of the last save. The new ones get a higher number; when all of them are on the disk,
+the index is replaced in one step; only then the old ones are removed. A writer killed at any moment leaves the last
+save whole, and its remains are cleared away by the next.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-from collections import defaultdict
-from dataclasses import dataclass
+import re
 from pathlib import Path
 
 import torch
@@ -27,141 +36,293 @@ from safetensors.torch import save_file
 from common.errors import InputError
 
 FORMAT = 1
+FILE_NAME = re.compile(r"(\d{6,})-rank-\d{5,}\.safetensors")
 
 
 def save(engine, path, extra=None):
-    """Write a checkpoint into the directory `path`, in place of the one there. A collective.
+    """Write a checkpoint into the folder `path`, in place of the one there. A collective.
 
     Args:
         engine: any engine.
-        path: a directory, made if it is missing, on a file system that all ranks share.
-        extra: this rank's own state beside the model's: nested dicts, lists and tuples of numbers, strings, None and
-            tensors, such as a scheduler's state_dict, the position in the data, torch.get_rng_state().
+        path: a folder that all ranks share, made if it is missing.
+        extra: this rank's own state beside the model's, such as a scheduler's state_dict, the position in the data,
+            torch.get_rng_state(): dict, list, tuple, str, int, float, bool, None and tensors, nested at will.
+            Subclasses of these come back as these.
 
     Raises:
-        InputError: on every rank, when one could not write. The checkpoint that was there is untouched.
+        InputError: on every rank, if one could not write; it names that rank. The checkpoint that was there stands.
     """
-    directory, rank, comm = Path(path), engine.rank, engine.comm
-    number = comm.gather_objects(_last_save(directory) + 1 if rank == 0 else None)[0]
-    file = directory / f"{number:06d}-rank-{rank:05d}.safetensors"
-    entry, problem = None, None
+    folder, rank, comm = Path(path), engine.rank, engine.comm
+    failure = f"cannot save to {str(path)!r}"
+    with _together(comm, failure):
+        folder.mkdir(parents=True, exist_ok=True)
+        number = 1 + max(_files_in(folder).values(), default=0)
+    number = max(comm.gather_objects(number))
+    file = folder / f"{number:06}-rank-{rank:05}.safetensors"
     try:
-        tensors = _shard_tensors(engine)
-        structure = _encode(extra, tensors)
-        directory.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, file)
-        _flush(file)
-        entry = {"file": file.name, "sha256": _checksum(file), "extra": structure}
-    except (OSError, SafetensorError, TypeError) as error:
-        problem = str(error)
-    entries = comm.gather_objects((entry, problem))
-    problem = next((f"rank {r} cannot write: {p}" for r, (_, p) in enumerate(entries) if p), None)
-    if problem is None and rank == 0:
-        try:
-            _replace_index(directory, _describe(engine, number, [entry for entry, _ in entries]))
-        except OSError as error:
-            problem = f"rank 0 cannot write the index: {error}"
-    problem = comm.gather_objects(problem)[0] or problem  # no rank goes on before the index stands
-    if problem:
-        file.unlink(missing_ok=True)
-        raise InputError(f"no checkpoint was written to {str(path)!r}: {' '.join(problem.split())}")
+        with _together(comm, failure):
+            tensors = _shards(engine)
+            index = _index(engine, tensors) if rank == 0 else None
+            structure = json.dumps(_encode(extra, tensors))
+            save_file(tensors, file, {"extra": structure})
+            _flush(file)
+            entry = {"name": file.name, "sha256": _checksum(file)}
+        files = comm.gather_objects(entry)
+        with _together(comm, failure):
+            if rank == 0:
+                _replace_index(folder, {**index, "files": files})
+    except InputError:
+        with contextlib.suppress(OSError):
+            file.unlink()
+        raise
+    with _together(comm, f"saved to {str(path)!r}, but cannot clear older files away"):
+        if rank == 0:
+            _flush(folder)
+            for older in _files_in(folder).keys() - {entry["name"] for entry in files}:
+                (folder / older).unlink()
 
 
 def load(engine, path):
     """Read a checkpoint into an engine, whatever stage and world size wrote it. A collective.
 
+    Parameters, buffers, the optimizer's states and its options (learning rate and the like) become those of the save.
+
     Returns:
         The `extra` that this rank saved, or rank 0's where there was no such rank.
 
     Raises:
-        InputError: on every rank: there is no checkpoint, a file is damaged, or it is of another model. The engine is
-            unchanged.
+        InputError: on every rank: there is no checkpoint, it is damaged, or of another model, optimizer or format.
+            The engine is as it was.
     """
-    files, problem = None, None
+    folder, rank = Path(path), engine.rank
+    with contextlib.ExitStack() as opened:
+        with _together(engine.comm, f"cannot load {str(path)!r}"):
+            index = _read_index(folder)
+            _check_fits(engine, index)
+            own = rank if rank < len(index["files"]) else 0
+            needed = sorted(_files_needed(engine, index) | {0, own})
+            files = {k: opened.enter_context(_open(folder, index["files"][k])) for k in needed}
+        _fill_model(engine, index, files)
+        _fill_optimizer(engine, index, files)
+        return _decode(json.loads(files[own].metadata()["extra"]), files[own])
+
+
+@contextlib.contextmanager
+def _together(comm, failure):
+    """Run a block on every rank; if it fails on one, every rank raises an InputError that names it."""
+    problem = None
     try:
-        index = _read_index(Path(path))
-        _check_model(engine, index)
-        files = _Files(Path(path), index)
-    except InputError as error:
-        problem = str(error)
-    problem = next(filter(None, engine.comm.gather_objects(problem)), None)
-    if problem:
-        raise InputError(problem)
-    with torch.no_grad():
-        for bucket in engine.buckets + engine.frozen:
-            files.fill("parameters", bucket, engine.owned(bucket).parameters, bucket.parameters)
-        for name, buffer in engine.module.named_buffers():
-            buffer.copy_(files.whole(f"buffers/{name}"))
-    engine.optimizer.load_state_dict(_optimizer_state(engine, index, files))
-    entry = index["files"][engine.rank if engine.rank < len(index["files"]) else 0]
-    return _decode(entry["extra"], lambda key: files.tensor(entry["file"], key))
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        problem = " ".join(str(error).split())
+    for rank, theirs in enumerate(comm.gather_objects(problem)):
+        if theirs is not None:
+            raise InputError(f"{failure}: rank {rank}: {theirs}")
 
 
-# ---- writing --------------------------------------------------------------------------------------------------
+# ---- writing ----------------------------------------------------------------------------------------------------
 
 
-def _shard_tensors(engine):
-    """What this rank writes: {name in the file: tensor}, cut to the shard it owns in every stage."""
-    tensors = {}
+def _shards(engine):
+    """The pieces that this rank writes: {name in the file: tensor on the CPU}."""
+    tensors, rank = {}, engine.rank
     for bucket in engine.buckets + engine.frozen:
-        shard, owned = bucket.shard(engine.rank), engine.owned(bucket)
-        flats = {"parameters": bucket.parameters[_within(shard, owned.parameters)]}
-        scalars = {}
-        for key, value in engine.optimizer.state.get(bucket.master, {}).items():
-            if torch.is_tensor(value) and value.shape == bucket.master.shape:
-                flats[f"optimizer/{key}"] = value[_within(shard, owned.optimizer)]
-            elif torch.is_tensor(value):
-                scalars[f"scalar/{key}"] = value
-        for part in bucket.segments(engine.rank):
-            for kind, flat in flats.items():
-                values = flat[part.at : part.at + part.stop - part.start]
-                tensors[f"{kind}/{part.name}@{part.start}"] = values.detach().cpu().clone()
-            for kind, value in scalars.items():
-                tensors[f"{kind}/{part.name}@{part.start}"] = value.detach().cpu().clone()
-    if engine.rank == 0:
-        for name, buffer in engine.module.named_buffers():
-            tensors[f"buffers/{name}"] = buffer.detach().cpu().clone()
+        owned, shard = engine.owned(bucket), bucket.shard(rank)
+        if bucket.kind.trainable:
+            kept = owned.optimizer
+            flats = {"parameters": bucket.master.detach()}
+            flats |= {f"optimizer/{name}": values for name, values in _states(engine, bucket)[0].items()}
+        else:
+            kept = owned.parameters
+            flats = {"parameters": bucket.parameters}
+        for kind, flat in flats.items():
+            values = flat[_within(shard, kept)].cpu()
+            for part in bucket.segments(rank):
+                tensors[f"{kind}/{part.name}@{part.start}"] = values[part.at : part.at + part.stop - part.start]
+    if rank == 0:
+        tensors |= {f"buffers/{name}": _detached(buffer) for name, buffer in _buffers(engine)}
     return tensors
 
 
-def _within(part, kept):
-    return slice(part.start - kept.start, part.stop - kept.start)
-
-
-def _describe(engine, number, entries):
+def _index(engine, tensors):
+    """What the files hold. Rank 0 writes it, and adds the tensors among scalars and options to its own `tensors`."""
+    parameters = {}
+    for bucket in engine.buckets + engine.frozen:
+        elementwise, scalars = _states(engine, bucket)
+        values = bucket.master if bucket.kind.trainable else bucket.parameters
+        for slot in bucket.slots.values():
+            parameters[slot.name] = {
+                "shape": list(slot.shape),
+                "dtype": str(values.dtype).removeprefix("torch."),
+                "group": bucket.kind.group if bucket.kind.trainable else None,
+                "states": list(elementwise),
+                "scalars": _encode(scalars, tensors),  # once per parameter: the reader's buckets are others
+                "pieces": [],  # [rank that wrote it, first element, one behind the last]
+            }
+        for rank in range(engine.world_size):
+            for part in bucket.segments(rank):
+                parameters[part.name]["pieces"].append([rank, part.start, part.stop])
     groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
-    shapes = {name: list(parameter.shape) for name, parameter in engine.module.named_parameters()}
     return {
-        "format": FORMAT,
-        "save": number,
         "world_size": engine.world_size,
-        "parameters": shapes,
-        "optimizer": _encode(groups, {}),
-        "files": entries,
+        "optimizer": type(engine.optimizer).__name__,
+        "groups": _encode(groups, tensors),
+        "buffers": {name: list(buffer.shape) for name, buffer in _buffers(engine)},
+        "parameters": parameters,
     }
 
 
-def _replace_index(directory, index):
-    fresh = directory / "index.json.new"
-    fresh.write_text(json.dumps(index, indent=1))
-    _flush(fresh)
-    os.replace(fresh, directory / "index.json")
-    kept = {entry["file"] for entry in index["files"]}
-    for file in directory.glob("*-rank-*.safetensors"):
-        if file.name not in kept:
-            file.unlink()
+def _states(engine, bucket):
+    """The optimizer's states of a bucket: those with a number for each element, and the others, such as `step`."""
+    states = engine.optimizer.state.get(bucket.master, {})
+    elementwise = {k: v for k, v in states.items() if torch.is_tensor(v) and v.shape == bucket.master.shape}
+    return elementwise, {k: v for k, v in states.items() if k not in elementwise}
 
 
-def _last_save(directory):
+def _buffers(engine):
+    persistent = engine.module.state_dict()
+    return [(name, buffer) for name, buffer in engine.module.named_buffers() if name in persistent]
+
+
+def _replace_index(folder, index):
+    partial = folder / "index.json.partial"
     try:
-        return json.loads((directory / "index.json").read_text())["save"]
-    except (OSError, ValueError, KeyError):
-        return 0
+        contents = {"format": FORMAT, "sha256": _digest(index), "index": index}
+        partial.write_text(json.dumps(contents, indent=1))
+        _flush(partial)
+        _flush(folder)  # the names of the new files, before the index that names them
+        os.replace(partial, folder / "index.json")
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
-def _flush(file):
-    with open(file, "rb") as opened:
-        os.fsync(opened.fileno())
+def _flush(path):
+    """Return when a file's contents, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------
+
+
+def _read_index(folder):
+    try:
+        contents = json.loads((folder / "index.json").read_text())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputError("there is no checkpoint; give the folder that save() was given") from error
+    except ValueError as error:
+        raise InputError("index.json is damaged; restore it, or take an older checkpoint") from error
+    if contents.get("format") != FORMAT:
+        raise InputError(
+            f"it has format {contents.get('format')}, this reads format {FORMAT}; load it where it was saved"
+        )
+    if contents.get("sha256") != _digest(contents.get("index")):
+        raise InputError("index.json is damaged; restore it, or take an older checkpoint")
+    return contents["index"]
+
+
+def _check_fits(engine, index):
+    """Raise InputError for the first thing that is not the same in the checkpoint and in the engine."""
+    groups = {
+        name: b.kind.group if b.kind.trainable else None for b in engine.buckets + engine.frozen for name in b.slots
+    }
+    here = {
+        "the optimizer": f"{type(engine.optimizer).__name__} over {len(engine.optimizer.param_groups)} groups",
+        **{f"parameter {n!r}": _place(p.shape, groups[n]) for n, p in engine.module.named_parameters()},
+        **{f"buffer {n!r}": f"of shape {list(buffer.shape)}" for n, buffer in _buffers(engine)},
+    }
+    saved = {
+        "the optimizer": f"{index['optimizer']} over {len(index['groups'])} groups",
+        **{f"parameter {n!r}": _place(p["shape"], p["group"]) for n, p in index["parameters"].items()},
+        **{f"buffer {n!r}": f"of shape {shape}" for n, shape in index["buffers"].items()},
+    }
+    for what in [*here, *saved]:
+        one, other = saved.get(what, "missing"), here.get(what, "missing")
+        if one != other:
+            raise InputError(
+                f"{what} is {one} in the checkpoint and {other} here; build the engine as it was built then"
+            )
+
+
+def _place(shape, group):
+    return f"of shape {list(shape)}, {'frozen' if group is None else f'in group {group}'}"
+
+
+def _files_needed(engine, index):
+    """The ranks whose files hold something of what this rank owns."""
+    buckets = engine.buckets + engine.frozen
+    return {rank for b in buckets for rank, *_ in _overlaps(b, engine.owned(b).parameters, index)}
+
+
+def _open(folder, entry):
+    """Open a file of the checkpoint, once it proved to be what was written."""
+    if _checksum(folder / entry["name"]) != entry["sha256"]:
+        raise InputError(f"{entry['name']} is damaged; restore it, or take an older checkpoint")
+    return safe_open(folder / entry["name"], framework="pt")
+
+
+def _overlaps(bucket, part, index):
+    """The saved pieces that hold elements of `part`, a slice of the run.
+
+    Yields:
+        Rank that wrote the piece, its name, and the common elements as slices of the piece and of `part`.
+    """
+    for slot in bucket.slots.values():
+        for rank, start, stop in index["parameters"][slot.name]["pieces"]:
+            at = slot.offset + start  # where the piece begins in the run
+            common = slice(max(at, part.start), min(slot.offset + stop, part.stop))
+            if common.start < common.stop:
+                yield rank, f"{slot.name}@{start}", slice(common.start - at, common.stop - at), _within(common, part)
+
+
+def _read(kind, bucket, part, index, files):
+    """Elements `part` of a bucket's parameters or states, fp32 on the CPU; padding is zero."""
+    values = torch.zeros(part.stop - part.start)
+    for rank, name, there, here in _overlaps(bucket, part, index):
+        values[here] = files[rank].get_slice(f"{kind}/{name}")[there]
+    return values
+
+
+@torch.no_grad()
+def _fill_model(engine, index, files):
+    for bucket in engine.buckets + engine.frozen:
+        owned = engine.owned(bucket)
+        values = _read("parameters", bucket, owned.parameters, index, files)
+        bucket.parameters.copy_(values)
+        if bucket.kind.trainable:  # a view of the parameters, or an fp32 master of its own
+            bucket.master.copy_(values[_within(owned.optimizer, owned.parameters)])
+    for name, buffer in _buffers(engine):
+        buffer.copy_(files[0].get_tensor(f"buffers/{name}"))
+
+
+def _fill_optimizer(engine, index, files):
+    optimizer = engine.optimizer
+    optimizer.state.clear()  # so that old and new states are not held at once
+    fresh = optimizer.state_dict()
+    groups = _decode(index["groups"], files[0])
+    fresh["param_groups"] = [{**now, **then} for now, then in zip(fresh["param_groups"], groups, strict=True)]
+    bucket_of = {bucket.master: bucket for bucket in engine.buckets}
+    masters = [master for group in optimizer.param_groups for master in group["params"]]
+    for number, bucket in enumerate(bucket_of[master] for master in masters):
+        saved = index["parameters"][next(iter(bucket.slots))]  # all parameters have been stepped equally often
+        states = _decode(saved["scalars"], files[0])
+        for name in saved["states"]:
+            states[name] = _read(f"optimizer/{name}", bucket, engine.owned(bucket).optimizer, index, files)
+        fresh["state"][number] = states
+    optimizer.load_state_dict(fresh)  # moves them to the device
+
+
+# ---- files and slices -------------------------------------------------------------------------------------------
+
+
+def _files_in(folder):
+    """The files of all saves in a folder, finished or not: {name: number of the save}."""
+    matches = map(FILE_NAME.fullmatch, os.listdir(folder))
+    return {match[0]: int(match[1]) for match in matches if match}
 
 
 def _checksum(file):
@@ -169,137 +330,54 @@ def _checksum(file):
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-# ---- reading --------------------------------------------------------------------------------------------------
+def _digest(index):
+    return hashlib.sha256(json.dumps(index).encode()).hexdigest()
 
 
-def _read_index(directory):
-    try:
-        index = json.loads((directory / "index.json").read_text())
-    except OSError as error:
-        raise InputError(f"there is no checkpoint in {str(directory)!r}: {error.strerror} (index.json)") from error
-    except ValueError as error:
-        raise InputError(f"{str(directory / 'index.json')!r} is damaged; restore it or an older checkpoint") from error
-    if index.get("format") != FORMAT:
-        raise InputError(f"the checkpoint in {str(directory)!r} has format {index.get('format')}, this reads {FORMAT}")
-    return index
+def _within(part, kept):
+    """The slice `part` of a run, counted from where `kept` begins."""
+    return slice(part.start - kept.start, part.stop - kept.start)
 
 
-def _check_model(engine, index):
-    ours = {name: list(parameter.shape) for name, parameter in engine.module.named_parameters()}
-    for name in [*ours, *index["parameters"]]:
-        one, other = ours.get(name), index["parameters"].get(name)
-        if one != other:
-            raise InputError(
-                f"the checkpoint is of another model: {name!r} is {other or 'missing'} in it, {one or 'missing'} here"
-            )
-    if len(engine.optimizer.param_groups) != len(_decode(index["optimizer"], None)):
-        raise InputError("the checkpoint was made with another number of param_groups; use those it was made with")
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Elements from `start` on of one parameter's tensor, and where to read them."""
-
-    start: int
-    stop: int
-    file: str
-    key: str
-
-
-class _Files:
-    """The files of a checkpoint, checked, with what is where."""
-
-    def __init__(self, directory, index):
-        self._opened, self._parts = {}, defaultdict(list)  # "optimizer/exp_avg/name" -> its parts
-        for entry in index["files"]:
-            file = directory / entry["file"]
-            try:
-                if _checksum(file) != entry["sha256"]:
-                    raise InputError(f"{str(file)!r} is damaged: its checksum differs; use an older checkpoint")
-                opened = self._opened[entry["file"]] = safe_open(file, framework="pt")
-            except OSError as error:
-                raise InputError(f"cannot read {str(file)!r}: {error.strerror}; use an older checkpoint") from error
-            for key in opened.keys():  # noqa: SIM118, not a dict
-                name, _, start = key.rpartition("@")
-                if name:
-                    shape = opened.get_slice(key).get_shape()
-                    length = shape[0] if shape else 0
-                    self._parts[name].append(_Part(int(start), int(start) + length, entry["file"], key))
-
-    def tensor(self, file, key):
-        return self._opened[file].get_tensor(key)
-
-    def whole(self, key):
-        return next(opened.get_tensor(key) for opened in self._opened.values() if key in opened.keys())  # noqa: SIM118
-
-    def kinds(self, of, name):
-        """The optimizer states of a parameter: of "optimizer" elementwise, of "scalar" those with one value."""
-        return [key.split("/")[1] for key in self._parts if key.startswith(f"{of}/") and key.split("/", 2)[2] == name]
-
-    def scalar(self, key):
-        part = self._parts[key][0]
-        return self.tensor(part.file, part.key)
-
-    def fill(self, kind, bucket, owned, flat):
-        """Read elements `owned` (a slice of the run) of a bucket's parameters or states into `flat`."""
-        for slot in bucket.slots.values():
-            for part in self._parts[f"{kind}/{slot.name}"]:
-                start = max(slot.offset + part.start, owned.start)  # offsets in the run
-                stop = min(slot.offset + part.stop, owned.stop)
-                if start < stop:
-                    stored = self._opened[part.file].get_slice(part.key)
-                    first = slot.offset + part.start
-                    flat[start - owned.start : stop - owned.start] = stored[start - first : stop - first].to(
-                        flat.device
-                    )
-
-
-def _optimizer_state(engine, index, files):
-    """The state_dict of this rank's optimizer over its own shards."""
-    state = engine.optimizer.state_dict()
-    groups = _decode(index["optimizer"], None)
-    state["param_groups"] = [{**ours, **saved} for ours, saved in zip(state["param_groups"], groups, strict=True)]
-    masters = [master for group in engine.optimizer.param_groups for master in group["params"]]
-    state["state"] = {}
-    for bucket in engine.buckets:
-        name = next(iter(bucket.slots))
-        values = {key: files.scalar(f"scalar/{key}/{name}") for key in files.kinds("scalar", name)}
-        for key in files.kinds("optimizer", name):
-            values[key] = torch.zeros_like(bucket.master)
-            files.fill(f"optimizer/{key}", bucket, engine.owned(bucket).optimizer, values[key])
-        if values:
-            number = next(i for i, master in enumerate(masters) if master is bucket.master)
-            state["state"][number] = values
-    return state
-
-
-# ---- extra: any nesting of plain values and tensors, as JSON beside tensors -------------------------------------
+# ---- extra, options, scalars: nested values as JSON, their tensors beside it -------------------------------------
 
 
 def _encode(value, tensors):
-    """Plain JSON for `value`; its tensors go into `tensors`, under the name that the JSON gives them."""
+    """JSON for `value`; its tensors go into `tensors`, under the names that the JSON has for them.
+
+    Raises:
+        InputError: there is something else in it than `save` takes.
+    """
     if torch.is_tensor(value):
-        key = f"extra/{len(tensors)}"
-        tensors[key] = value.detach().cpu().clone()
-        return {"tensor": key}
-    if isinstance(value, dict):
-        return {"dict": [[_encode(k, tensors), _encode(v, tensors)] for k, v in value.items()]}
-    if isinstance(value, (list, tuple)):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_encode(item, tensors) for item in value]}
+        name = f"extra/{len(tensors)}"
+        tensors[name] = _detached(value)
+        return {"tensor": name}
+    if isinstance(value, dict):  # as pairs: the keys of JSON's own objects are strings
+        return {"dict": [[_encode(key, tensors), _encode(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [_encode(item, tensors) for item in value]}
+    if isinstance(value, list):
+        return [_encode(item, tensors) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
-        return {"value": value}
-    raise TypeError(f"extra holds a {type(value).__name__}; only plain values, dicts, lists, tuples and tensors fit")
+        return value
+    raise InputError(
+        f"a checkpoint cannot hold a {type(value).__name__}; give dict, list, tuple, str, numbers and tensors"
+    )
 
 
-def _decode(encoded, tensor):
-    """What `_encode` was given; `tensor(key)` reads a tensor."""
+def _decode(encoded, file):
+    """What `_encode` was given, its tensors read from `file`."""
+    if isinstance(encoded, list):
+        return [_decode(item, file) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
     ((kind, content),) = encoded.items()
     if kind == "tensor":
-        return tensor(content)
-    if kind == "dict":
-        return {_decode(k, tensor): _decode(v, tensor) for k, v in content}
-    if kind in ("list", "tuple"):
-        items = [_decode(item, tensor) for item in content]
-        return tuple(items) if kind == "tuple" else items
-    return content
+        return file.get_tensor(content).clone()  # on its own: what was read may lie in a map of the whole file
+    if kind == "tuple":
+        return tuple(_decode(item, file) for item in content)
+    return {_decode(key, file): _decode(item, file) for key, item in content}
+
+
+def _detached(tensor):
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -198,9 +198,11 @@ class EngineBase:
         self.begin_forward()
         self._use_what_no_module_asks_for()
         self._broadcast_buffers()
-        out = self._module(*map_tensors(self._cast, args), **map_tensors(self._cast, kwargs))
-        self.end_forward()
-        self.recording = False
+        try:
+            out = self._module(*map_tensors(self._cast, args), **map_tensors(self._cast, kwargs))
+            self.end_forward()
+        finally:
+            self.recording = False
         return out
 
     def _cast(self, tensor):
@@ -606,6 +608,9 @@ def _check_model(model, comm, init):
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             raise InputError(f"{name!r} is {parameter.dtype}; build the model in float32")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False):
+            raise InputError(f"{name!r} makes sparse gradients, which have no place in a bucket; set sparse=False")
     if comm.simulated:
         return
     mine = {name: _fingerprint(parameter) for name, parameter in model.named_parameters()}

@@ -49,6 +49,8 @@ def launch(function, *args, nproc, oversubscribe=False, timeout=600.0):
         oversubscribe: allow more ranks than the machine has GPUs, or CPUs when it has none.
         timeout: seconds without an answer in a collective, after which a rank gives up.
 
+    Under torchrun it can be called once in a process: torchrun's store keeps the addresses of the first group.
+
     Returns:
         What rank 0 returned; under torchrun None on the other ranks.
 
@@ -88,6 +90,7 @@ class LocalWorld:
 
     Raises:
         InputError: more ranks than the machine has GPUs (or CPUs, when it has no GPU), unless `oversubscribe`.
+        RankFailed: the ranks found no way to form a group.
     """
 
     def __init__(self, size, *, oversubscribe=False, timeout=600.0):
@@ -108,11 +111,12 @@ class LocalWorld:
         self._pipes, self._processes = [], []
         for rank in range(size):
             pipe, far_end = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, timeout, far_end), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, far_end), daemon=True)
             process.start()
             far_end.close()
             self._pipes.append(pipe)
             self._processes.append(process)
+        self.run(_enter_group, port, timeout)
 
     def run(self, function, *args, timeout=None):
         """Call `function(world, *args)` on every rank; return the results in rank order.
@@ -143,18 +147,24 @@ class LocalWorld:
             ready = wait(list(waiting), left)
             if not ready:
                 raise RankFailed(f"ranks {sorted(waiting.values())} gave no answer in {timeout} s")
-            answers = [(waiting.pop(pipe), *_read(pipe)) for pipe in ready]
-            # The dead first: when one dies, others fail in its wake, their connections to it being closed.
-            for rank, outcome, value in sorted(answers, key=lambda answer: answer[1] != "died"):
-                if outcome == "died":
-                    self._processes[rank].join(5)
-                    raise RankFailed(f"rank {rank} died with exit code {self._processes[rank].exitcode}")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                outcome, value = _read(pipe)
                 if outcome == "input error":
                     raise InputError(value)
-                if outcome == "failed":
+                if outcome != "ok":
+                    # When a rank dies, others fail in its wake, and may say so before its own end shows.
+                    self._report_the_dead(within=10 if outcome == "died" else 0.5)
                     raise RankFailed(f"rank {rank} failed:\n\n{value}")
                 results[rank] = value
         return results
+
+    def _report_the_dead(self, within):
+        ended = wait([process.sentinel for process in self._processes], within)
+        for rank, process in enumerate(self._processes):
+            if process.sentinel in ended:
+                process.join()
+                raise RankFailed(f"rank {rank} died with exit code {process.exitcode}")
 
     @property
     def alive(self):
@@ -190,14 +200,11 @@ def _read(pipe):
         return "died", None
 
 
-def _serve(rank, size, port, timeout, pipe):
-    """The life of a local rank: join, then answer calls until the pipe closes."""
+def _serve(rank, size, pipe):
+    """The life of a local rank: answer calls, of which the first forms the group, until the pipe closes."""
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent then ends its ranks
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _loopback()
-    _prepare_environment(rank, size)
     world = World(rank, size, _device(rank))
-    _init_group(world, dist.TCPStore("127.0.0.1", port, is_master=False), timeout)
     while True:
         try:
             call = pipe.recv_bytes()
@@ -213,6 +220,12 @@ def _serve(rank, size, port, timeout, pipe):
         # Bytes, as `send` would hand over tensors as open files, of which a process may have a thousand or so.
         pipe.send_bytes(answer)
     _leave_group()
+
+
+def _enter_group(world, port, timeout):
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _loopback()
+    _prepare_environment(world.rank, world.size)
+    _init_group(world, dist.TCPStore("127.0.0.1", port, is_master=False), timeout)
 
 
 def _leave_group():

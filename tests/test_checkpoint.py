@@ -3,175 +3,427 @@
 import functools
 import json
 import os
+import random
+import resource
+import signal
 
 import pytest
 import torch
-from harness import STAGES, make_engine, same_bits, train_step
+from harness import ADAMW, STAGES, batch, make_engine, same_bits, train_step
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
+from common import checkpoint, models
 from common.errors import InputError
 from common.world import LocalWorld, RankFailed
 
 SGD = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
-EXTRA = {"step": 3, 7: (1, 2.5, None, True), "nested": [{"rng": torch.arange(5, dtype=torch.uint8)}]}
+COSINE = functools.partial(CosineAnnealingLR, T_max=5)
 
 
-def run(world, stage, path, first, last, *, model="gpt-tiny", save=False, **options):
-    """Train from step `first` to `last`, from a checkpoint unless `first` is 0; return the weights, or save them."""
-    engine = make_engine(stage, model, seed=0 if first == 0 else 99, **options)
-    if first:
-        extra = engine.load(path)
-        assert extra["step"] == first
-    start = engine.full_state_dict()
+def tensor_lr(parameters):
+    return torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), fused=True)
+
+
+def falling(step):
+    return 1 / (1 + step)
+
+
+class Odd(nn.Module):
+    """What is rare: a frozen layer, a parameter without elements, two groups, buffers of which one is not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.window = 16
+        self.first, self.last = nn.Linear(15, 7).requires_grad_(False), nn.Linear(7, 5)
+        self.last.empty = nn.Parameter(torch.zeros(0))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    def inputs_and_targets(self, windows):
+        return windows[:, :-1].float() / 127.5 - 1, windows[:, -1].long() % 5
+
+    def forward(self, x):
+        self.seen.add_(len(x))
+        return self.last(self.first(x))
+
+
+def build(stage, model, seed=0, **options):
+    if model == "odd":
+        torch.manual_seed(seed)
+        model = Odd()
+        decayed = {"params": [model.last.weight, model.last.empty], "weight_decay": 0.1}
+        options["param_groups"] = [decayed, {"params": [model.last.bias], "lr": 1e-3}]
+    return make_engine(stage, model, seed=seed, **options)
+
+
+# ---- resuming ---------------------------------------------------------------------------------------------------
+
+
+def train(engine, world, scheduler, first, last):
     for step in range(first, last):
         train_step(engine, world, step)
-    if save:
-        engine.save(path, extra={"step": last})
-    return start, engine.full_state_dict()
+        scheduler.step()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+def interrupt(world, stage, path, model="gpt-tiny", schedule=COSINE, **options):
+    """Train two steps and save. Return the weights saved, and those that two more steps would have given."""
+    engine = build(stage, model, **options)
+    scheduler = schedule(engine.optimizer)
+    train(engine, world, scheduler, 0, 2)
+    engine.save(path, {"scheduler": scheduler.state_dict()})
+    saved = engine.full_state_dict()
+    engine = build(stage, model, **options)
+    train(engine, world, schedule(engine.optimizer), 0, 4)
+    return saved, engine.full_state_dict()
+
+
+def resume(world, stages, path, model="gpt-tiny", schedule=COSINE, **options):
+    """Load into every stage, over other weights, and train two more steps. Return the weights loaded and trained."""
+    weights = []
+    for stage in stages:
+        engine = build(stage, model, seed=99, **options)
+        scheduler = schedule(engine.optimizer)
+        scheduler.load_state_dict(engine.load(path)["scheduler"])
+        loaded = engine.full_state_dict()
+        train(engine, world, scheduler, 2, 4)
+        assert all(state.get("step", 4) == 4 for state in engine.optimizer.state.values())
+        weights.append((loaded, engine.full_state_dict()))
+    return weights
+
+
 @pytest.mark.parametrize("source", STAGES)
-def test_every_stage_resumes_every_other_bit_for_bit(worlds, tmp_path, source, stage):
-    _, whole = worlds(3).run(run, source, None, 0, 4)[0]
-    _, saved = worlds(3).run(functools.partial(run, save=True), source, tmp_path, 0, 2)[0]
-    loaded, resumed = worlds(3).run(run, stage, tmp_path, 2, 4)[0]
-    assert same_bits(saved, loaded)
-    assert same_bits(whole, resumed)
+def test_at_the_same_world_size_every_stage_goes_on_as_if_nothing_had_happened(worlds, tmp_path, source):
+    saved, uninterrupted = worlds(3).run(interrupt, source, tmp_path)[0]
+    for loaded, trained in worlds(3).run(resume, STAGES, tmp_path)[0]:
+        assert same_bits(loaded, saved)
+        assert same_bits(trained, uninterrupted)
 
 
-@pytest.mark.parametrize("model", ["mlp", "resnet-tiny"])
 @pytest.mark.parametrize(
-    ("source", "sizes"), [("stage3_param", (4, 1)), ("stage1_os", (1, 3)), ("stage2_grad", (2, 4))]
+    ("source", "before", "after", "model"),
+    [
+        ("stage0_ddp", 3, 2, "resnet-tiny"),
+        ("stage1_os", 1, 4, "moe-tiny"),
+        ("stage2_grad", 2, 3, "odd"),
+        ("stage3_param", 4, 1, "mlp"),
+        ("stage3_param", 2, 4, "llama-tiny"),
+    ],
 )
-def test_another_world_size_reads_the_same_bits(worlds, tmp_path, model, source, sizes):
-    before, after = sizes
-    write = functools.partial(run, save=True, model=model)
-    _, saved = worlds(before).run(write, source, tmp_path, 0, 2)[0]
-    resumed = [worlds(after).run(functools.partial(run, model=model), stage, tmp_path, 2, 3)[0] for stage in STAGES]
-    for loaded, weights in resumed:
-        assert same_bits(saved, loaded)
-        assert same_bits(weights, resumed[0][1])
+def test_another_world_size_reads_the_same_bits_in_every_stage(worlds, tmp_path, source, before, after, model):
+    saved, _ = worlds(before).run(interrupt, source, tmp_path, model)[0]
+    resumed = worlds(after).run(resume, STAGES, tmp_path, model)[0]
+    for loaded, trained in resumed:
+        assert same_bits(loaded, saved)
+        assert same_bits(trained, resumed[0][1])
 
 
-def test_momentum_resumes(worlds, tmp_path):
-    _, whole = worlds(2).run(functools.partial(run, optimizer=SGD), "stage2_grad", None, 0, 4)[0]
-    worlds(2).run(functools.partial(run, optimizer=SGD, save=True), "stage2_grad", tmp_path, 0, 2)
-    _, resumed = worlds(2).run(functools.partial(run, optimizer=SGD), "stage3_param", tmp_path, 2, 4)[0]
-    assert same_bits(whole, resumed)
+@pytest.mark.parametrize("optimizer", [SGD, tensor_lr], ids=["momentum", "tensor-lr"])
+@pytest.mark.parametrize("schedule", [COSINE, functools.partial(LambdaLR, lr_lambda=falling)], ids=["cosine", "lambda"])
+def test_optimizer_states_and_learning_rate_resume(worlds, tmp_path, optimizer, schedule):
+    options = {"model": "mlp" if optimizer is tensor_lr else "odd", "optimizer": optimizer, "schedule": schedule}
+    _, uninterrupted = worlds(2).run(functools.partial(interrupt, **options), "stage2_grad", tmp_path)[0]
+    [(_, trained)] = worlds(2).run(functools.partial(resume, **options), ["stage3_param"], tmp_path)[0]
+    assert same_bits(trained, uninterrupted)
 
 
-def save_again(world, stage, path, other):
-    engine = make_engine(stage, "resnet-tiny")
+def load_behind_a_forward(world, path):
+    engine = make_engine("stage3_param")
     train_step(engine, world)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, T_max=5)
-    scheduler.step()
-    engine.save(path, extra={**EXTRA, "rank": world.rank, "scheduler": scheduler.state_dict()})
-    extra = engine.load(path)
-    scheduler.load_state_dict(extra["scheduler"])
-    engine.save(other, extra=extra)
-    return extra, engine.optimizer.param_groups[0]["lr"], scheduler.get_last_lr()[0]
+    engine.save(path)
+    saved = engine.full_state_dict()
+    train_step(engine, world, 1)
+    inputs, _ = batch(engine.module, world)
+    engine(inputs)  # its last unit stays gathered for a backward
+    engine.load(path)
+    with engine.gathered():
+        return all(torch.equal(saved[name], p.detach().cpu()) for name, p in engine.module.named_parameters())
+
+
+def test_nothing_gathered_shows_the_weights_of_before(worlds, tmp_path):
+    assert all(worlds(2).run(load_behind_a_forward, tmp_path))
+
+
+def accumulate(world, stage, path):
+    """One step of two backwards, with a save between them where there is a path."""
+    engine = make_engine(stage)
+    for micro in range(2):
+        inputs, targets = batch(engine.module, world, micro)
+        engine.backward(models.loss(engine(inputs), targets))
+        if path and micro == 0:
+            engine.save(path)
+    engine.step()
+    return engine.full_state_dict()
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_loaded_and_saved_at_once_is_the_same_file(worlds, tmp_path, stage):
-    for rank, (extra, lr, scheduled) in enumerate(worlds(2).run(save_again, stage, tmp_path / "a", tmp_path / "b")):
-        assert extra["rank"] == rank
-        assert extra[7] == EXTRA[7]
-        assert torch.equal(extra["nested"][0]["rng"], EXTRA["nested"][0]["rng"])
-        assert lr == scheduled < 1e-2
-    files = sorted(file.name for file in (tmp_path / "a").iterdir())
-    assert files == sorted(file.name for file in (tmp_path / "b").iterdir())
-    assert all((tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes() for file in files)
+def test_a_save_within_an_accumulation_does_not_disturb_it(worlds, tmp_path, stage):
+    undisturbed, saved = (worlds(2).run(accumulate, stage, path)[0] for path in (None, tmp_path))
+    assert same_bits(undisturbed, saved)
 
 
-def attempt(world, call, path, model="gpt-tiny"):
-    """Save or load, and return what it complained of."""
-    engine = make_engine("stage2_grad", model)
+# ---- the files --------------------------------------------------------------------------------------------------
+
+
+def test_buffers_that_the_state_dict_leaves_out_are_not_saved(worlds, tmp_path):
+    worlds(2).run(write, tmp_path, "odd")
+    index = json.loads((tmp_path / "index.json").read_text())["index"]
+    assert index["buffers"] == {"seen": []}
+    assert index["parameters"]["first.weight"]["group"] is None
+
+
+def save_load_save(world, stage, path, other):
+    engine = build(stage, "resnet-tiny")
     train_step(engine, world)
-    before = engine.full_state_dict()
-    try:
-        getattr(engine, call)(path)
-    except InputError as error:
-        assert same_bits(before, engine.full_state_dict())
-        return str(error)
+    engine.save(path, {"rank": world.rank})
+    extra = engine.load(path)
+    engine.save(other, extra)
+    return extra, engine.model_state_bytes(), engine.predicted_model_state_bytes()
 
 
-def damaged(path, how):
-    index = json.loads((path / "index.json").read_text())
-    file = path / index["files"][1]["file"]
+def contents(path):
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_loaded_and_saved_at_once_is_the_same_files(worlds, tmp_path, stage):
+    for rank, (extra, held, predicted) in enumerate(
+        worlds(2).run(save_load_save, stage, tmp_path / "a", tmp_path / "b")
+    ):
+        assert extra == {"rank": rank}
+        assert held == predicted
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_stages_that_share_a_layout_write_the_same_files(worlds, tmp_path):
+    for stage in STAGES[:3]:
+        worlds(2).run(interrupt, stage, tmp_path / stage, "mlp")
+    assert contents(tmp_path / STAGES[0]) == contents(tmp_path / STAGES[1]) == contents(tmp_path / STAGES[2])
+
+
+EXTRA = {
+    "step": 3,
+    7: (1, 2.5, None, True, float("inf")),
+    (1, "a"): [[], {}, (), "Ψ"],
+    "7": {"tensor": "a name", "dict": [[1, 2]], "big": 2**70},
+}
+TENSORS = {
+    "strided": torch.arange(6.0).view(2, 3).t(),
+    "half": torch.tensor(1.5, dtype=torch.bfloat16),
+    "none": torch.zeros(0, 3),
+    "seed": torch.arange(5, dtype=torch.uint8),
+}
+
+
+def keep(world, path):
+    random.seed(world.rank)
+    torch.manual_seed(world.rank)
+    generators = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    make_engine("stage2_grad", "mlp").save(path, {**EXTRA, "tensors": TENSORS, "generators": generators})
+    return random.random(), torch.rand(3)
+
+
+def get_back(world, path):
+    extra = make_engine("stage2_grad", "mlp").load(path)
+    tensors, generators = extra.pop("tensors"), extra.pop("generators")
+    random.setstate(generators["python"])
+    torch.set_rng_state(generators["torch"])
+    assert extra == EXTRA and [type(item) for item in extra[1, "a"]] == [list, dict, tuple, str]
+    assert same_bits(tensors, TENSORS) and tensors["half"].dtype == torch.bfloat16
+    return random.random(), torch.rand(3)
+
+
+def test_extra_comes_back_to_its_rank_and_new_ranks_get_rank_0s(worlds, tmp_path):
+    kept = worlds(2).run(keep, tmp_path)
+    got = worlds(3).run(get_back, tmp_path)
+    for (number, drawn), (same_number, same_drawn) in zip([*kept, kept[0]], got, strict=True):
+        assert number == same_number
+        assert torch.equal(drawn, same_drawn)
+
+
+# ---- what cannot be loaded --------------------------------------------------------------------------------------
+
+
+def write(world, path, model="mlp", **options):
+    engine = build("stage2_grad", model, **options)
+    train_step(engine, world)
+    engine.save(path)
+
+
+def refused(world, path, model="mlp", **options):
+    """Load, and return the complaint; the engine must be as it was."""
+    engine = build("stage1_os", model, **{"optimizer": ADAMW, **options})
+    train_step(engine, world)
+    weights, before = engine.full_state_dict(), str(engine.optimizer.state_dict())
+    with pytest.raises(InputError) as complaint:
+        engine.load(path)
+    assert same_bits(weights, engine.full_state_dict())
+    assert before == str(engine.optimizer.state_dict())
+    assert "\n" not in str(complaint.value)
+    return str(complaint.value)
+
+
+def flip(file, position):
     data = bytearray(file.read_bytes())
-    if how == "truncated":
-        data = data[:-100]
-    if how == "bit-flipped":
-        data[-5] ^= 1
-    if how == "missing":
-        file.unlink()
-    else:
-        file.write_bytes(data)
+    data[position] ^= 1
+    file.write_bytes(data)
 
 
-@pytest.mark.parametrize("how", ["truncated", "bit-flipped", "missing"])
-def test_a_damaged_file_is_refused_by_every_rank_and_changes_nothing(worlds, tmp_path, how):
-    worlds(2).run(attempt, "save", tmp_path)
-    damaged(tmp_path, how)
-    for complaint in worlds(2).run(attempt, "load", tmp_path):
-        assert "rank-00001" in complaint
+DAMAGE = {
+    "truncated": lambda path: os.truncate(path / "000001-rank-00001.safetensors", 1000),
+    "bit flipped": lambda path: flip(path / "000001-rank-00001.safetensors", -5),
+    "missing": lambda path: os.remove(path / "000001-rank-00001.safetensors"),
+    "index cut": lambda path: os.truncate(path / "index.json", 1000),
+    "index flipped": lambda path: flip(path / "index.json", (path / "index.json").read_bytes().index(b"0.01") + 3),
+}
 
 
-def test_a_checkpoint_of_another_model_names_the_first_difference(worlds, tmp_path):
-    worlds(2).run(attempt, "save", tmp_path)
-    for complaint in worlds(2).run(attempt, "load", tmp_path, "mlp"):
-        assert "'layers.0.weight' is missing in it" in complaint
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damage_is_refused_on_every_rank_and_changes_nothing(worlds, tmp_path, how):
+    worlds(2).run(write, tmp_path)
+    DAMAGE[how](tmp_path)
+    for complaint in worlds(2).run(refused, tmp_path):
+        assert ("index.json is damaged" if "index" in how else "000001-rank-00001.safetensors") in complaint
 
 
-def test_no_checkpoint_is_one_line(worlds, tmp_path):
-    for complaint in worlds(2).run(attempt, "load", tmp_path / "nothing"):
-        assert complaint.startswith("there is no checkpoint in")
+@pytest.mark.parametrize(
+    ("there", "here", "complaint"),
+    [
+        ({"model": "gpt-tiny"}, {"model": "mlp"}, "parameter 'layers.0.weight' is missing in the checkpoint"),
+        ({"model": "llama-tiny"}, {"model": "llama-nano"}, "is of shape [256, 16], in group 0 in the checkpoint"),
+        ({"optimizer": SGD}, {}, "the optimizer is SGD over 1 groups in the checkpoint and AdamW"),
+        ({"model": "odd"}, {"model": "mlp"}, "the optimizer is AdamW over 2 groups"),
+    ],
+)
+def test_a_checkpoint_of_something_else_names_the_first_difference(worlds, tmp_path, there, here, complaint):
+    worlds(2).run(functools.partial(write, **there), tmp_path)
+    assert all(complaint in theirs for theirs in worlds(2).run(functools.partial(refused, **here), tmp_path))
 
 
-def fail_to_write(world, path, failing_rank):
-    """A second save in which one rank's disk is full."""
+def test_an_unknown_format_is_named(worlds, tmp_path):
+    index = {"format": 2}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    assert all("format 2" in complaint for complaint in worlds(2).run(refused, tmp_path))
+
+
+@pytest.mark.parametrize("path", ["missing", "empty", "file", "file/within"])
+def test_a_path_without_a_checkpoint_is_told(worlds, tmp_path, path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("no folder")
+    assert all("there is no checkpoint" in complaint for complaint in worlds(2).run(refused, tmp_path / path))
+
+
+# ---- what cannot be written -------------------------------------------------------------------------------------
+
+
+def save_twice(world, path, hindrance, hindered_rank):
+    """Save, train on, and save again while one rank is hindered; return its complaint and what is loaded then."""
     engine = make_engine("stage1_os")
     train_step(engine, world)
-    engine.save(path, extra={"step": 1})
+    engine.save(path, {"step": 1})
     train_step(engine, world, 1)
-    real = os.fsync
-    if world.rank == failing_rank:
-        os.fsync = full_disk
-    try:
-        engine.save(path, extra={"step": 2})
-    except InputError as error:
-        return str(error)
-    finally:
-        os.fsync = real
+    complaint = None
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == hindered_rank:
+            hindrance(patch)
+        try:
+            engine.save(path, {"step": 2})
+        except InputError as error:
+            complaint = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return complaint, engine.load(path)["step"]
 
 
-def full_disk(descriptor):
-    raise OSError(28, "No space left on device")
+def full_disk(patch):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_full_disk_is_told_on_every_rank_and_leaves_the_last_checkpoint(worlds, tmp_path, failing_rank):
-    for complaint in worlds(2).run(fail_to_write, tmp_path, failing_rank):
-        assert f"rank {failing_rank} cannot write" in complaint
-        assert "No space left" in complaint
-    assert len(list(tmp_path.iterdir())) == 3  # two files and the index of the first save
-    worlds(2).run(run, "stage3_param", tmp_path, 1, 2)
+def no_index(patch):
+    patch.setattr(os, "replace", fail)
 
 
-def die_while_saving(world, path):
+def fail(*args):
+    raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize(("hindrance", "hindered_rank"), [(full_disk, 0), (full_disk, 1), (no_index, 0)])
+def test_a_failed_save_is_told_on_every_rank_and_leaves_the_last(worlds, tmp_path, hindrance, hindered_rank):
+    for complaint, step in worlds(2).run(save_twice, tmp_path, hindrance, hindered_rank):
+        assert f"cannot save to '{tmp_path}': rank {hindered_rank}: " in complaint
+        assert step == 1
+    names = {"index.json", "000001-rank-00000.safetensors", "000001-rank-00001.safetensors"}
+    assert names == contents(tmp_path).keys()
+
+
+def no_removal(patch):
+    patch.setattr(checkpoint.Path, "unlink", fail)
+
+
+def test_when_old_files_cannot_be_removed_the_new_save_stands(worlds, tmp_path):
+    for complaint, step in worlds(2).run(save_twice, tmp_path, no_removal, 0):
+        assert "cannot clear older files away" in complaint
+        assert step == 2
+
+
+def complain(world, path, extra):
+    with pytest.raises(InputError) as complaint:
+        make_engine("stage2_grad", "mlp").save(path, extra if world.rank == 1 else None)
+    return str(complaint.value)
+
+
+def test_an_unwritable_path_and_an_unknown_type_are_told_on_every_rank(worlds, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    assert all("Not a directory" in said for said in worlds(2).run(complain, tmp_path / "file" / "within", None))
+    assert all("File exists" in said for said in worlds(2).run(complain, tmp_path / "file", None))
+    assert all("rank 1: a checkpoint cannot hold a set" in said for said in worlds(2).run(complain, tmp_path, {1}))
+
+
+# ---- a writer killed --------------------------------------------------------------------------------------------
+
+
+def kill(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_half_and_die(tensors, file, metadata):
+    file.write_bytes(b"half of a file")
+    kill()
+
+
+def replace_and_die(source, target, replace=os.replace):
+    replace(source, target)
+    kill()
+
+
+MOMENTS = {
+    "while writing": (1, checkpoint, "save_file", write_half_and_die),
+    "before the index": (0, os, "replace", kill),
+    "behind the index": (0, os, "replace", replace_and_die),
+}
+
+
+def die_in_the_second_save(world, path, when):
     engine = make_engine("stage2_grad")
     train_step(engine, world)
-    engine.save(path, extra={"step": 1})
-    train_step(engine, world, 1)
-    if world.rank == 1:
-        os.fsync = lambda descriptor: os._exit(9)  # killed with its file half on the disk
-    engine.save(path, extra={"step": 2})
+    engine.save(path, {"step": 1})
+    rank, place, name, end = MOMENTS[when]
+    if world.rank == rank:
+        setattr(place, name, end)
+    engine.save(path, {"step": 2})
 
 
-def test_a_killed_writer_leaves_the_last_checkpoint_usable(worlds, tmp_path):
-    with pytest.raises(RankFailed, match="rank 1 died"), LocalWorld(2, oversubscribe=True) as world:
-        world.run(die_while_saving, tmp_path)
-    worlds(2).run(run, "stage3_param", tmp_path, 1, 2)
-    worlds(2).run(functools.partial(run, save=True), "stage3_param", tmp_path, 1, 2)
-    assert len(list(tmp_path.iterdir())) == 3  # what the dead writer left is gone
+def load_and_save(world, path):
+    engine = make_engine("stage3_param")
+    extra = engine.load(path)
+    engine.save(path, extra)
+    return extra["step"]
+
+
+@pytest.mark.parametrize("when", MOMENTS)
+def test_a_killed_writer_leaves_a_whole_checkpoint_and_the_next_save_clears_up(worlds, tmp_path, when):
+    with pytest.raises(RankFailed, match="died"), LocalWorld(2, oversubscribe=True) as world:
+        world.run(die_in_the_second_save, tmp_path, when)
+    step = 2 if when == "behind the index" else 1
+    assert worlds(2).run(load_and_save, tmp_path) == [step, step]
+    names = {"index.json", "000003-rank-00000.safetensors", "000003-rank-00001.safetensors"}
+    assert names == contents(tmp_path).keys()

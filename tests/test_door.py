@@ -85,6 +85,11 @@ def another_dtype(world):
     return {"module": a_model(world).to(torch.float16)}
 
 
+def sparse_gradients(world):
+    embedding = nn.Embedding(4, 6, sparse=True, device=world.device)
+    return {"module": nn.Sequential(OrderedDict(embedding=embedding, rest=a_model(world)))}
+
+
 NOT_A_FACTORY = "optimizer is an optimizer, not a factory; give what builds one over the shards"
 NOT_ELEMENTWISE = r"does not work element by element \({}.*\), so its step on a shard would depend on .*; use AdamW"
 
@@ -118,6 +123,7 @@ CASES = {
     "nothing trainable": (nothing_trainable, "the model has no trainable parameter"),
     "a meta parameter without init": (on_meta, "'0.weight' is on the meta device; give init=, which fills it, or"),
     "a meta buffer without init": (a_meta_buffer, "'scale' is on the meta device; give init=, which fills it, or"),
+    "sparse gradients": (sparse_gradients, "'embedding' makes sparse gradients, .*; set sparse=False"),
     "another dtype": (another_dtype, "'0.weight' is torch.float16; build the model in float32"),
 }
 
