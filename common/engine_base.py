@@ -10,6 +10,7 @@ phases this file calls by name:
 """
 
 import contextlib
+import itertools
 import zlib
 from collections import Counter
 from dataclasses import dataclass
@@ -164,9 +165,13 @@ class EngineBase:
         self.rank, self.world_size = self.comm.rank, self.comm.size
         self.syncing = True
         self._module, self._init = model, init
-        self._optimizer_bytes = _check_elementwise(optimizer, self.comm.device)
-        self.param_groups = _check_groups(model, param_groups)
-        _check_model(model, self.comm, init)
+        try:
+            self._optimizer_bytes = _check_elementwise(optimizer, self.comm.device)
+            self.param_groups = _check_groups(model, param_groups)
+            found = _check_model(model, self.comm, init, self.param_groups)
+        except InputError as error:
+            found = error
+        _check_agreement(found, self.comm)
         self._uninitialized = self._leave_meta_device()
 
         self.buckets, self.frozen = [], []  # of trainable and of frozen parameters
@@ -410,10 +415,9 @@ class EngineBase:
         checkpoint.save(self, path, extra)
 
     def load(self, path):
-        """Read a checkpoint and return its `extra`. A collective; see `common.checkpoint`."""
+        """Read a checkpoint and return its `extra`; drop gradients. A collective; see `common.checkpoint`."""
         self.zero_grad()
         self.synchronize()
-        self.begin_forward()  # nothing stays gathered of the old parameters
         return checkpoint.load(self, path)
 
     # ---- building ---------------------------------------------------------------------------------------------
@@ -582,6 +586,8 @@ def _check_groups(model, param_groups):
     if not trainable:
         raise InputError("the model has no trainable parameter")
     groups = [{"params": list(trainable)}] if param_groups is None else param_groups
+    if not all(isinstance(group, dict) and "params" in group for group in groups):
+        raise InputError("param_groups is not a list of dicts that have 'params'; give what torch's optimizers take")
     groups = [{**group, "params": list(group["params"])} for group in groups]
     listed = Counter(parameter for group in groups for parameter in group["params"])
     for parameter, times in listed.items():
@@ -595,7 +601,8 @@ def _check_groups(model, param_groups):
     return groups
 
 
-def _check_model(model, comm, init):
+def _check_model(model, comm, init, param_groups):
+    """Check this rank's model alone; return what all ranks must agree on, a line for each parameter."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta and init is None:
             raise InputError(
@@ -611,14 +618,25 @@ def _check_model(model, comm, init):
     for name, module in model.named_modules():
         if getattr(module, "sparse", False):
             raise InputError(f"{name!r} makes sparse gradients, which have no place in a bucket; set sparse=False")
-    if comm.simulated:
-        return
-    mine = {name: _fingerprint(parameter) for name, parameter in model.named_parameters()}
-    for rank, theirs in enumerate(comm.gather_objects(mine)):
-        first = next((name for name in [*mine, *theirs] if mine.get(name) != theirs.get(name)), None)
+    group_of = {parameter: index for index, group in enumerate(param_groups) for parameter in group["params"]}
+    return [
+        (name, group_of.get(parameter), *([] if comm.simulated else _fingerprint(parameter)))
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def _check_agreement(found, comm):
+    """Raise what any rank found wrong on every rank, so that none waits for one that has left."""
+    everyone = [found] if comm.simulated else comm.gather_objects(found)
+    for theirs in everyone:
+        if isinstance(theirs, InputError):
+            raise theirs
+    for rank, theirs in enumerate(everyone):
+        pairs = itertools.zip_longest(found, theirs, fillvalue=None)
+        first = next((mine or other for mine, other in pairs if mine != other), None)
         if first is not None:
             raise InputError(
-                f"parameter {first!r} differs between rank {rank} and rank {comm.rank}; build the same model with "
+                f"parameter {first[0]!r} differs between rank {rank} and rank {comm.rank}; build the same model with "
                 "the same seed on every rank"
             )
 

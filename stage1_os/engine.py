@@ -58,10 +58,10 @@ class Engine(EngineBase):
         leave in the order of the list, a full one waiting for those before it.
         """
         gradient, parameter.grad = parameter.grad, None
-        self.comm.lane.follow()
         if bucket.handle is not None:  # a second part of the gradient, after the bucket was sent
             bucket.arrive()
         bucket.pack(name, gradient)
+        self.comm.lane.follow()  # on CUDA: the collective waits for this stream's gradients
         while self.syncing and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
             self.reduce(self.buckets[self.next_bucket])
             self.next_bucket += 1

@@ -193,11 +193,11 @@ class Engine(EngineBase):
                 f"{name!r} was read outside the forward of {bucket.unit.name or 'the model'!r}, where it is NaN: call "
                 "that module, or hold it by gathered() until backward ends"
             )
-        self.comm.lane.follow()
         if bucket.handle is not None:  # a second part of the gradient, after the unit was sent
             bucket.arrive()
         self.take_room(bucket)
         bucket.pack(name, gradient)
+        self.comm.lane.follow()  # on CUDA: the collective waits for this stream's gradients
 
     def end_backward(self, unit):
         """Phase 5. A unit's backward is over: free it, and send its gradients, unless it runs another time.

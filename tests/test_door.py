@@ -144,7 +144,7 @@ def assert_one_line(message, expected):
 def test_a_parameter_on_another_device_is_refused():
     group = SimpleNamespace(device=torch.device("cuda", 1), simulated=True)
     with pytest.raises(InputError, match="'weight' is on cpu, the group works on cuda:1; move the model there first"):
-        _check_model(nn.Linear(2, 2), group, None)
+        _check_model(nn.Linear(2, 2), group, None, [])
 
 
 # ---- ranks that disagree --------------------------------------------------------------------------------------------
@@ -163,11 +163,18 @@ def a_frozen_one(world):
     return module
 
 
+def another_order(world):
+    module = a_model(world)
+    module._modules = dict(reversed(module._modules.items()))
+    return module
+
+
 OTHER_MODELS = {
     "value": (another_value, {"2.weight"}),
     "shape": (partial(a_model, narrow=4), {"0.weight"}),
     "name": (lambda world: a_model(world, "0", "1", "last"), {"2.weight", "last.weight"}),
     "requires_grad": (a_frozen_one, {"2.weight"}),
+    "order": (another_order, {"0.weight", "2.weight"}),
 }
 
 
@@ -267,3 +274,17 @@ def steps_without_backward(world, stage):
 def test_a_step_without_a_backward_is_refused(worlds, size, stage):
     for messages in worlds(size).run(steps_without_backward, stage):
         assert messages == ["step() without a backward() since the last step"] * 3
+
+
+def refusal_of_one(world, stage):
+    """What every rank hears where the last one alone has bad input."""
+    try:
+        engine_of(stage, a_model(world).requires_grad_(world.rank < world.size - 1))
+    except InputError as error:
+        assert Collectives().gather_objects(world.rank) == list(range(world.size))
+        return str(error)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_one_rank_finds_wrong_is_raised_on_every_rank(worlds, stage):
+    assert worlds(3).run(refusal_of_one, stage) == ["the model has no trainable parameter"] * 3
