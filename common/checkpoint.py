@@ -8,7 +8,7 @@ A checkpoint is a folder:
 
 A file holds flat pieces, each named after its parameter and the element of it that the piece begins with:
 
-    parameters/wte.weight@4096           values: fp32 of what is trained, frozen ones in their own dtype
+    parameters/wte.weight@4096           values: fp32 master weights of what is trained, frozen ones in their own dtype
     optimizer/exp_avg/wte.weight@4096    a state of the optimizer that has a number for each element
     buffers/bn.running_mean              whole, in rank 0's file: the persistent buffers, those in model.state_dict()
     extra/17                             whole: a tensor of this rank's `extra`; of rank 0's scalars and options too
@@ -85,7 +85,8 @@ def save(engine, path, extra=None):
 def load(engine, path):
     """Read a checkpoint into an engine, whatever stage and world size wrote it. A collective.
 
-    Parameters, buffers, the optimizer's states and its options (learning rate and the like) become those of the save.
+    Parameters, buffers, the optimizer's states and its options (learning rate and the like) become those of the save,
+    and where both are fp16 the loss scale. The precision may be another one than that of the save.
 
     Returns:
         The `extra` that this rank saved, or rank 0's where there was no such rank.
@@ -167,6 +168,7 @@ def _index(engine, tensors):
         "world_size": engine.world_size,
         "optimizer": type(engine.optimizer).__name__,
         "groups": _encode(groups, tensors),
+        "loss_scaler": engine.loss_scaler and engine.loss_scaler.state_dict(),
         "buffers": {name: list(buffer.shape) for name, buffer in _buffers(engine)},
         "parameters": parameters,
     }
@@ -280,8 +282,8 @@ def _overlaps(bucket, part, index):
 
 
 def _read(kind, bucket, part, index, files):
-    """Elements `part` of a bucket's parameters or states, fp32 on the CPU; padding is zero."""
-    values = torch.zeros(part.stop - part.start)
+    """Elements `part` of a bucket's parameters or states, on the CPU; padding is zero."""
+    values = torch.zeros(part.stop - part.start, dtype=torch.float32 if bucket.kind.trainable else bucket.kind.dtype)
     for rank, name, there, here in _overlaps(bucket, part, index):
         values[here] = files[rank].get_slice(f"{kind}/{name}")[there]
     return values
@@ -295,6 +297,8 @@ def _fill_model(engine, index, files):
         bucket.parameters.copy_(values)
         if bucket.kind.trainable:  # a view of the parameters, or an fp32 master of its own
             bucket.master.copy_(values[_within(owned.optimizer, owned.parameters)])
+    if engine.loss_scaler and index["loss_scaler"]:
+        engine.loss_scaler.load_state_dict(index["loss_scaler"])
     for name, buffer in _buffers(engine):
         buffer.copy_(files[0].get_tensor(f"buffers/{name}"))
 

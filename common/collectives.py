@@ -122,6 +122,12 @@ class Collectives:
 
         return self.lane.submit(work, tensor)
 
+    def maximum(self, tensor):
+        """The element-wise maximum of every rank's small `tensor`, such as a flag: the same on every rank."""
+        everyone = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=self.device)
+        self.all_gather(tensor, everyone).wait()
+        return everyone.view(self.size, -1).amax(dim=0)
+
     def broadcast_copies(self, source=0):
         """How many copies this rank sends of what `source` broadcasts.
 

@@ -24,7 +24,7 @@ from common.collectives import Collectives
 from common.errors import InputError
 from common.layout import Run
 from common.measure.memory import storage_bytes
-from common.mixed_precision import dtype_of, gradient_norm
+from common.mixed_precision import DTYPES, LossScaler, dtype_of, gradient_norm, overflow_flag
 from common.units import inside_backward, map_tensors
 
 
@@ -42,8 +42,8 @@ class StepResult:
     """What a step did.
 
     Attributes:
-        norm: global 2-norm of the gradient before clipping; None without `clip_norm`.
-        skipped: the step changed nothing, because a gradient overflowed.
+        norm: global 2-norm of the mean gradient before clipping, unscaled; None without `clip_norm`.
+        skipped: the step changed nothing, because a gradient overflowed in fp16.
     """
 
     norm: float | None
@@ -55,8 +55,10 @@ class Bucket(Run):
 
     Attributes:
         parameters, gradients: flat tensors, as long as `owned` says. None for the gradients of frozen parameters.
-        master: what the optimizer steps, an nn.Parameter over the optimizer's part of `parameters`.
+        stepped: the optimizer's part of `parameters`.
+        master: what the optimizer steps, an nn.Parameter: `stepped` itself or, if that is 16-bit, a copy in fp32.
         reduced: the optimizer's part of `gradients`, where the mean gradient arrives.
+        carried: the sum of the step's earlier means, in fp32, where `reduced` does not hold it.
         local: the whole run of this rank's own gradients on their way to the mean; None when there is none.
         handle: the reduction under way in this backward.
         gathering: the all-gather of parameters under way.
@@ -66,7 +68,7 @@ class Bucket(Run):
     def __init__(self, named_parameters, kind, world_size):
         super().__init__(named_parameters, kind, world_size)
         self.members = dict(named_parameters)  # name -> the model's own parameter
-        self.parameters = self.gradients = self.master = self.reduced = self.local = None
+        self.parameters = self.gradients = self.stepped = self.master = self.reduced = self.local = None
         self.full = self.handle = self.gathering = self.unit = None
         self.fires_in_parts = False  # reentrant checkpoints give a weight they share its gradient in parts
         self.forget()
@@ -75,7 +77,8 @@ class Bucket(Run):
         """Drop every gradient since the last step."""
         self.reported = set()  # names whose gradient came in this backward
         self._filled = set()  # names whose place in `local` holds a gradient
-        self._carried = None  # the mean of earlier backwards, while this one's is on its way
+        self.sums = {}  # name -> fp32 sum of gradients that came one by one, and have not travelled
+        self.carried = None
         self.has_gradient = False
         self.handle = None
         if self.local is not self.gradients:
@@ -91,39 +94,74 @@ class Bucket(Run):
         """Gradients are here that no rank but this one has seen."""
         return bool(self._filled) or self.handle is not None
 
+    @property
+    def sixteen_bit(self):
+        """The parameters are rounded, so that the optimizer needs fp32 master weights beside them."""
+        return self.kind.dtype != torch.float32
+
+    @property
+    def packs_in_place(self):
+        """Gradients are packed where they are kept."""
+        return self.local is self.gradients
+
+    @property
+    def mean(self):
+        """The mean gradient since the last step: of one backward as it arrived, of several the sum, in fp32."""
+        return self.reduced if self.carried is None else self.carried
+
     def pack(self, name, gradient):
-        """Move a gradient to its place in `local`, on top of what `no_sync` left there."""
+        """Move a gradient to its place in `local`. One that finds another there, left by `no_sync`, adds in fp32."""
         self._make_room()
         place = self.view(self.local, name)
-        if name in self._filled:
-            place.add_(gradient)
-        else:
+        if name not in self._filled:
             place.copy_(gradient)
+        else:
+            if name not in self.sums:
+                self.sums[name] = place.float()  # fp32 adds up in place
+            self.sums[name].add_(gradient)
         self._filled.add(name)
         self.reported.add(name)
 
-    def zero_unused(self):
-        """Zero the places without a gradient, padding included: unused parameters have a zero gradient."""
+    def seal(self):
+        """Make `local` what travels: sums rounded once to its dtype, zeros where no gradient came, and as padding."""
         self._make_room()
+        for name, total in self.sums.items():
+            self.view(self.local, name).copy_(total)
+        self.sums.clear()
         for name in self.slots:
             if name not in self._filled:
                 self.view(self.local, name).zero_()
         self.local[self.numel :].zero_()
+        self._resize_gradients(self.gradients.nbytes)
 
     def _make_room(self):
         # An earlier backward's mean stands aside before this one's gradients or their mean arrive in its place.
-        if self.has_gradient:
-            self._carried, self.has_gradient = self.reduced.clone(), False
+        if self.has_gradient and self.carried is None:
+            self.carried = self.reduced.to(torch.float32, copy=True)
+        self.has_gradient = False
 
     def arrive(self):
-        """Wait for the reduction; add the mean to those of the step's earlier backwards."""
+        """Wait for the reduction; add the mean to those of the step's earlier backwards.
+
+        16-bit gradients would lose small ones in a growing sum. So they add up in fp32, and where their own room has
+        no other use it gives way to that sum.
+        """
         self.handle.wait()
         self.handle = None
-        if self._carried is not None:
-            self.reduced.add_(self._carried)
-        self._carried = None
+        if self.carried is not None and self.sixteen_bit:
+            self.carried.add_(self.reduced)
+            if not self.packs_in_place:
+                self._resize_gradients(0)
+        elif self.carried is not None:
+            self.reduced.add_(self.carried)
+            self.carried = None
         self._filled.clear()
         self.has_gradient = True
+
+    def _resize_gradients(self, nbytes):
+        storage = self.gradients.untyped_storage()
+        if storage.nbytes() != nbytes:
+            storage.resize_(nbytes)
 
 
 class EngineBase:
@@ -134,12 +172,17 @@ class EngineBase:
         optimizer: a factory, from parameters or param_groups to a torch.optim.Optimizer that works element by
             element, such as `functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)`.
         param_groups: torch's list of dicts over the model's trainable parameters; None is one group.
-        precision: "fp32".
+        precision: "fp32", "bf16" or "fp16": what parameters built in fp32 are kept and used in, and floating inputs
+            are cast to. Parameters built in another dtype keep it; buffers keep theirs. Whatever is 16-bit is stepped
+            by fp32 master weights.
         clip_norm: scale the gradient down to this global 2-norm; None does not, and does not compute the norm.
         bucket_mb: MiB of a gradient bucket.
         process_group: the data-parallel group; None is the default group.
         init: `init(qualified name, tensor)` fills each parameter and buffer of a meta-device model in place.
         deterministic: sum gradients in rank order with NCCL too. gloo always does.
+
+    Attributes:
+        loss_scaler: in fp16 a `LossScaler`, which may be replaced by one with other settings; else None.
 
     Raises:
         InputError: the input cannot be used; the message says why and how to mend it.
@@ -159,6 +202,7 @@ class EngineBase:
         deterministic=False,
     ):
         self.dtype = dtype_of(precision)
+        self.loss_scaler = LossScaler() if precision == "fp16" else None
         self.clip_norm = clip_norm
         self.bucket_bytes = bucket_mb * 2**20
         self.comm = Collectives(process_group, deterministic=deterministic)
@@ -168,7 +212,7 @@ class EngineBase:
         try:
             self._optimizer_bytes = _check_elementwise(optimizer, self.comm.device)
             self.param_groups = _check_groups(model, param_groups)
-            found = _check_model(model, self.comm, init, self.param_groups)
+            found = _check_model(model, self.comm, init, self.param_groups, self.dtype)
         except InputError as error:
             found = error
         _check_agreement(found, self.comm)
@@ -178,7 +222,10 @@ class EngineBase:
         self.partition()
         self.begin_backward()
         self._place_buffers()
-        self._state_bytes = None
+        self._state_bytes = self._factor = None
+        self._backwards = self._reductions = 0  # since the last step
+        self._last_step = (1, 1)  # the same of the last step
+        self._summed = set()  # the buckets in which it added up 16-bit gradients
         self._uses, self._ran = Counter(), set()
         self._watch_modules()
         self._buffers_differ = True
@@ -216,7 +263,8 @@ class EngineBase:
     def backward(self, loss):
         """Backpropagate a scalar loss; when it returns, the mean gradient is there.
 
-        It does not divide by the number of accumulation steps (DeepSpeed's does): scale the loss yourself.
+        Several backwards before a step add up, in fp32. It does not divide by their number (DeepSpeed's does): scale
+        the loss yourself.
         After an exception the gradients since the last step are dropped.
 
         Raises:
@@ -229,48 +277,75 @@ class EngineBase:
         for bucket in self.buckets:
             bucket.reported.clear()
         self.begin_backward()
-        loss.backward()
+        (loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale).backward()
         self.finish_backward()
+        self._backwards += 1
+        self._reductions += self.syncing
         self._failed = False
         self._uses.clear()
 
     def step(self):
-        """Clip, update the parameters, release the gradients.
+        """Clip, update the parameters, release the gradients. In fp16 all ranks skip it where any has an overflow.
 
         Returns:
             StepResult.
 
         Raises:
-            RuntimeError: there was no backward since the last step.
+            RuntimeError: there was no backward since the last step, or in fp16 only another engine's.
         """
         if self._failed:
             self.zero_grad()
         if any(bucket.pending for bucket in self.buckets):  # of another engine's backward, or under no_sync
-            with self._always_syncing():
-                self.finish_backward()
+            self._flush()
         if not all(bucket.has_gradient for bucket in self.buckets):
             raise RuntimeError("step() without a backward() since the last step")
         self.comm.traffic.phase = "step"
-        norm = None
+        norm, scale, self._factor = None, 1.0, None
+        if self.loss_scaler is not None:
+            scale = self.loss_scaler.scale
+            overflow = host_value(overflow_flag(self.buckets, self.comm), 0) > 0
+            self.loss_scaler.update(overflow)
+            if overflow:
+                self.zero_grad()
+                return StepResult(None, skipped=True)
+            self._factor = 1 / scale
         if self.clip_norm is not None:
-            norm = gradient_norm(self.buckets, self.comm)
-            for bucket in self.buckets:
-                bucket.reduced.mul_((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+            norm = gradient_norm(self.buckets, self.comm) / scale
+            self._factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0) / scale
             norm = host_value(norm, 0.0)
         # Nothing may be in flight now: what still is gathered or still holds gradients is a model state, kept.
         self._state_bytes = {
             "parameters": self._count("parameters", "gathered units"),
             "gradients": self._count("gradients", "buckets in flight"),
         }
+        self._summed = {bucket for bucket in self.buckets if bucket.carried is not None}
+        self._last_step = max(1, self._backwards), self._reductions
         self.update()
         self.zero_grad()
         return StepResult(norm, skipped=False)
 
+    def _flush(self):
+        """Reduce what no backward of this engine has."""
+        if self.loss_scaler is not None and self._backwards == 0:
+            raise RuntimeError(
+                "the gradients come from another engine's backward, under its loss scale; in fp16 give each engine a "
+                "loss of its own, or use bf16"
+            )
+        before, self.syncing = self.syncing, True
+        self.finish_backward()
+        self.syncing = before
+        self._reductions += 1
+
     def step_shard(self, bucket):
-        """Step the optimizer over one bucket's shard."""
-        bucket.master.grad = bucket.reduced
+        """Step the optimizer over one bucket's shard. 16-bit gradients are cast to fp32 for it, a bucket at a time."""
+        gradient = bucket.mean.float()
+        if self._factor is not None:
+            gradient.mul_(self._factor)
+        bucket.master.grad = gradient
         self.optimizer.step()  # passes over the shards that have no gradient
         bucket.master.grad = None
+        if bucket.sixteen_bit:
+            bucket.stepped.copy_(bucket.master.detach())
 
     def zero_grad(self):
         """Drop the gradients since the last step."""
@@ -278,6 +353,7 @@ class EngineBase:
             if bucket.handle is not None:
                 bucket.handle.wait()
             bucket.forget()
+        self._backwards = self._reductions = 0
         self._uses.clear()
         self._failed = False
 
@@ -289,12 +365,6 @@ class EngineBase:
             yield
         finally:
             self.syncing = True
-
-    @contextlib.contextmanager
-    def _always_syncing(self):
-        before, self.syncing = self.syncing, True
-        yield
-        self.syncing = before
 
     def train(self, mode=True):
         """Set the module's training mode."""
@@ -341,28 +411,42 @@ class EngineBase:
         return {**self._state_bytes, "optimizer": self._count("optimizer")}
 
     def predicted_model_state_bytes(self):
-        """The same bytes as `owned` has them: per bucket the elements kept of each state, padding included."""
+        """The same bytes as `owned` has them: per bucket the elements kept of each state, padding included.
+
+        A step of several backwards holds their sum too, in 16-bit: 4 bytes for each element of the optimizer's part,
+        in place of the gradients or, where these are packed in place, beside them. It follows the last step in that.
+        """
         predicted = {"parameters": 0, "gradients": 0, "optimizer": 0}
         for bucket in self.buckets + self.frozen:
             owned, itemsize = self.owned(bucket), bucket.kind.dtype.itemsize
             predicted["parameters"] += _length(owned.parameters) * itemsize
             if bucket.kind.trainable:
                 per_element, per_tensor = self._optimizer_bytes
-                predicted["gradients"] += _length(owned.gradients) * itemsize
-                predicted["optimizer"] += _length(owned.optimizer) * per_element + per_tensor
+                masters = 4 if bucket.sixteen_bit else 0
+                summed = bucket in self._summed
+                predicted["gradients"] += _length(owned.optimizer) * 4 if summed else 0
+                if bucket.packs_in_place or not summed:
+                    predicted["gradients"] += _length(owned.gradients) * itemsize
+                predicted["optimizer"] += _length(owned.optimizer) * (masters + per_element) + per_tensor
         return predicted
 
     def predicted_wire_bytes_per_step(self):
-        """Bytes this rank sends in a step of one backward, by collective: summed from `sends`, padding included."""
-        predicted = Counter()
+        """Bytes this rank sends in a step, by collective: summed from `sends`, padding included.
+
+        In a step of as many backwards as the last one had, and as many of them under `no_sync`.
+        """
+        predicted, (backwards, reductions) = Counter(), self._last_step
         for bucket in self.buckets + self.frozen:
             shard = bucket.shard_numel * bucket.kind.dtype.itemsize
-            for collective, times in self.sends(bucket).items():
+            for collective, times in self.sends(bucket, reductions).items():
                 shards = 2 if collective == "all_reduce" else 1  # a reduce-scatter and an all-gather
                 predicted[collective] += times * shards * shard * (self.world_size - 1)
+        if self.loss_scaler is not None:
+            predicted["all_gather"] += 4 * (self.world_size - 1)  # one fp32 flag for the overflow
         if self.clip_norm is not None and _length(self.owned(self.buckets[0]).optimizer) < self.buckets[0].padded_numel:
             predicted["all_gather"] += 8 * (self.world_size - 1)  # one float64 for the norm
-        predicted["broadcast"] += sum(b.nbytes for b in self._module.buffers()) * self.comm.broadcast_copies()
+        buffers = sum(buffer.nbytes for buffer in self._module.buffers())
+        predicted["broadcast"] += backwards * buffers * self.comm.broadcast_copies()
         return {collective: sent for collective, sent in sorted(predicted.items()) if sent}
 
     def live(self):
@@ -371,23 +455,28 @@ class EngineBase:
         handles = [h for b in everything for h in (b.handle, b.gathering) if h is not None]
         # A freed weight is an expanded NaN: one element of storage, not counted.
         parameters = [p for p in self._module.parameters() if p.untyped_storage().nbytes() > p.element_size()]
-        return {
-            "gathered units": [b.full for b in everything if b.full is not None],
+        live = {
+            "gathered units": [b.full for b in everything],
             "parameters": [b.parameters for b in everything] + parameters,
-            "gradients": [b.gradients for b in self.buckets],
-            "optimizer": list(_tensors_of_state(self.optimizer)),
-            "buckets in flight": [b.local for b in self.buckets if b.local is not None]
-            + [b._carried for b in self.buckets if b._carried is not None]
-            + [p.grad for p in self._module.parameters() if p.grad is not None]
+            "gradients": [b.gradients for b in self.buckets] + [b.carried for b in self.buckets],
+            "optimizer": [b.master for b in self.buckets if b.sixteen_bit] + list(_tensors_of_state(self.optimizer)),
+            "buckets in flight": [b.local for b in self.buckets]
+            + [total for b in self.buckets for total in b.sums.values()]
+            + [b.master.grad for b in self.buckets]
+            + [p.grad for p in self._module.parameters()]
             + [tensor for handle in handles for tensor in handle.buffers],
         }
+        return {name: [tensor for tensor in tensors if tensor is not None] for name, tensors in live.items()}
 
     def _count(self, *classes):
         live = self.live()
         return storage_bytes(tensor for name in classes for tensor in live[name])
 
     def full_state_dict(self):
-        """The whole model on every rank, a collective: keys of model.state_dict(), full tensors on the CPU."""
+        """The whole model on every rank, a collective: keys of model.state_dict(), full tensors on the CPU.
+
+        Parameters that have fp32 master weights come as those, others in their own dtype.
+        """
         self.synchronize()
         self._broadcast_buffers()
         values = {}
@@ -401,7 +490,7 @@ class EngineBase:
         }
 
     def _whole(self, bucket):
-        kept = bucket.parameters.detach()
+        kept = bucket.master.detach() if bucket.kind.trainable and bucket.sixteen_bit else bucket.parameters
         if len(kept) == bucket.padded_numel:
             return kept
         whole = torch.empty(bucket.padded_numel, dtype=kept.dtype, device=kept.device)
@@ -424,8 +513,9 @@ class EngineBase:
 
     def allocate(self, bucket):
         """Give a bucket the storage that `owned` says this rank keeps, and its initial values."""
-        owned, device = self.owned(bucket), self.comm.device
-        whole = torch.zeros(bucket.padded_numel, dtype=bucket.kind.dtype, device=device)
+        owned, device, dtype = self.owned(bucket), self.comm.device, bucket.kind.dtype
+        exact = torch.float32 if dtype.is_floating_point else dtype  # masters start unrounded
+        whole = torch.zeros(bucket.padded_numel, dtype=exact, device=device)
         with torch.no_grad():
             for name, parameter in bucket.members.items():
                 if name in self._uninitialized:
@@ -433,11 +523,12 @@ class EngineBase:
                 else:
                     bucket.view(whole, name).copy_(parameter)
         keeps_all = owned.parameters == bucket.whole()
-        bucket.parameters = whole if keeps_all else whole[owned.parameters].clone()
+        bucket.parameters = whole.to(dtype) if keeps_all else whole[owned.parameters].to(dtype, copy=True)
         if not bucket.kind.trainable:
             return
-        bucket.gradients = torch.zeros(_length(owned.gradients), dtype=whole.dtype, device=device)
-        bucket.master = nn.Parameter(bucket.parameters[_within(owned.optimizer, owned.parameters)])
+        bucket.gradients = torch.zeros(_length(owned.gradients), dtype=dtype, device=device)
+        bucket.stepped = bucket.parameters[_within(owned.optimizer, owned.parameters)]
+        bucket.master = nn.Parameter(whole[owned.optimizer].clone() if bucket.sixteen_bit else bucket.stepped)
         bucket.reduced = bucket.gradients[_within(owned.optimizer, owned.gradients)]
 
     def _leave_meta_device(self):
@@ -601,7 +692,7 @@ def _check_groups(model, param_groups):
     return groups
 
 
-def _check_model(model, comm, init, param_groups):
+def _check_model(model, comm, init, param_groups, dtype):
     """Check this rank's model alone; return what all ranks must agree on, a line for each parameter."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta and init is None:
@@ -613,8 +704,12 @@ def _check_model(model, comm, init, param_groups):
                 f"{name!r} is on {tensor.device}, the group works on {comm.device}; move the model there first"
             )
     for name, parameter in model.named_parameters():
-        if parameter.dtype != torch.float32:
+        if parameter.requires_grad and parameter.dtype not in DTYPES.values():
             raise InputError(f"{name!r} is {parameter.dtype}; build the model in float32")
+    built = {parameter.dtype for parameter in model.parameters()}
+    if built.isdisjoint({torch.float32, dtype}):
+        names = ", ".join(map(str, built))
+        raise InputError(f"the model is built in {names}, but its inputs are cast to {dtype}; give its own precision=")
     for name, module in model.named_modules():
         if getattr(module, "sparse", False):
             raise InputError(f"{name!r} makes sparse gradients, which have no place in a bucket; set sparse=False")
@@ -643,4 +738,7 @@ def _check_agreement(found, comm):
 
 def _fingerprint(parameter):
     what = (tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
-    return what if parameter.is_meta else (*what, zlib.crc32(parameter.detach().cpu().numpy().tobytes()))
+    if parameter.is_meta:
+        return what
+    values = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return (*what, zlib.crc32(values.numpy().tobytes()))

@@ -84,17 +84,21 @@ class Run:
                 yield Segment(slot.name, start - slot.offset, stop - slot.offset, start - shard.start)
 
 
-def kinds(named_parameters, param_groups):
-    """Sort (name, parameter) pairs by what may lie in one run: {Kind: [(name, parameter), ...]}, order kept."""
+def kinds(named_parameters, param_groups, dtype):
+    """Sort (name, parameter) pairs by what may lie in one run: {Kind: [(name, parameter), ...]}, order kept.
+
+    Parameters built in fp32 are kept in `dtype`, others in their own.
+    """
     group_of = {parameter: index for index, group in enumerate(param_groups) for parameter in group["params"]}
     sorted_by_kind = {}
     for name, parameter in named_parameters:
-        kind = Kind(parameter.dtype, group_of.get(parameter, 0), parameter.requires_grad)
+        kept = dtype if parameter.dtype == torch.float32 else parameter.dtype
+        kind = Kind(kept, group_of.get(parameter, 0), parameter.requires_grad)
         sorted_by_kind.setdefault(kind, []).append((name, parameter))
     return sorted_by_kind
 
 
-def buckets(named_parameters, param_groups, bucket_bytes, world_size, make=Run):
+def buckets(named_parameters, param_groups, dtype, bucket_bytes, world_size, make=Run):
     """Cut parameters, last registered first, into runs of about `bucket_bytes`.
 
     Backward produces gradients in roughly that order, so the first bucket is full early. A parameter is never
@@ -103,13 +107,14 @@ def buckets(named_parameters, param_groups, bucket_bytes, world_size, make=Run):
     last_registered_first = list(reversed(list(named_parameters)))
     position = {name: index for index, (name, _) in enumerate(last_registered_first)}
     packed = []
-    for kind, members in kinds(last_registered_first, param_groups).items():
+    for kind, members in kinds(last_registered_first, param_groups, dtype).items():
         size = None
         for name, parameter in members:
-            if size is None or size + parameter.nbytes > bucket_bytes:
+            nbytes = parameter.numel() * kind.dtype.itemsize
+            if size is None or size + nbytes > bucket_bytes:
                 packed.append((kind, []))
                 size = 0
             packed[-1][1].append((name, parameter))
-            size += parameter.nbytes
+            size += nbytes
     packed.sort(key=lambda bucket: position[bucket[1][-1][0]])
     return [make(members, kind, world_size) for kind, members in packed]

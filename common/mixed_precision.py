@@ -1,10 +1,17 @@
-"""Precisions, and the global gradient norm. In fp32 the parameters are their own master weights."""
+"""Precisions, dynamic loss scaling, and the global gradient norm.
+
+In 16-bit a rank computes with rounded parameters and steps fp32 *master weights*, of which it keeps the optimizer's
+part alone: 2 bytes for a parameter, 2 for its gradient, 4 for its master and 8 for Adam's moments (ZeRO, arXiv
+1910.02054, sec. 3.1). In fp32 the parameters are their own master weights.
+"""
+
+from dataclasses import asdict, dataclass
 
 import torch
 
 from common.errors import InputError
 
-DTYPES = {"fp32": torch.float32}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype_of(precision):
@@ -18,6 +25,70 @@ def dtype_of(precision):
     return DTYPES[precision]
 
 
+@dataclass
+class LossScaler:
+    """Dynamic loss scaling: keeps small gradients above the smallest number of fp16.
+
+    The loss is multiplied by `scale` before backward, the gradient divided by it before the step. A step whose
+    gradient overflows is skipped. After `hysteresis` of those the scale is halved, and again with every further one,
+    until `window` steps in a row went well: then it doubles, and `hysteresis` overflows are pardoned anew.
+
+    Attributes:
+        scale: a power of two, so that scaling rounds nothing.
+        window: steps without an overflow after which the scale doubles.
+        hysteresis: overflows after which the scale is halved.
+        smallest: the scale is not halved below this.
+        good_steps: steps since the last overflow, or since the scale doubled.
+        pardons: overflows that are still pardoned, and one.
+
+    Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, sec. 3.2.
+    """
+
+    scale: float = 2.0**16
+    window: int = 1000
+    hysteresis: int = 2
+    smallest: float = 1.0
+    good_steps: int = 0
+    pardons: int | None = None
+
+    def __post_init__(self):
+        if self.pardons is None:
+            self.pardons = self.hysteresis
+
+    def update(self, overflow):
+        """Adapt the scale to what a step met."""
+        if overflow:
+            self.good_steps = 0
+            self.pardons = max(0, self.pardons - 1)
+            if self.pardons == 0:
+                self.scale = max(self.scale / 2, self.smallest)
+            return
+        self.good_steps += 1
+        if self.good_steps == self.window:
+            self.good_steps, self.pardons = 0, self.hysteresis
+            self.scale *= 2
+
+    def state_dict(self):
+        """All attributes, for a checkpoint."""
+        return asdict(self)
+
+    def load_state_dict(self, state):
+        """Become what a checkpoint holds."""
+        vars(self).update(state)
+
+
+def overflow_flag(buckets, comm):
+    """1 where any rank has an inf or a NaN in its part of the mean gradient, else 0: the same on every rank.
+
+    Returns:
+        fp32 tensor [1].
+    """
+    finite = torch.ones(1, device=comm.device)
+    for bucket in buckets:
+        finite *= bucket.mean.isfinite().all()
+    return comm.maximum(1 - finite)
+
+
 def gradient_norm(buckets, comm):
     """The 2-norm of the mean gradient over all parameters and ranks, each element once.
 
@@ -25,7 +96,7 @@ def gradient_norm(buckets, comm):
     whole gradient adds the same numbers in the same order, so all stages get the same norm.
 
     Args:
-        buckets: their `reduced` gradients are one shard each, or all N of them end to end.
+        buckets: their `mean` gradients are one shard each, or all N of them end to end.
         comm: the `Collectives`; asked only when a rank holds one shard.
 
     Returns:
@@ -34,7 +105,7 @@ def gradient_norm(buckets, comm):
     held = len(buckets[0].reduced) // buckets[0].shard_numel  # 1 or N
     squares = torch.zeros(held, dtype=torch.float64, device=comm.device)
     for bucket in buckets:
-        for index, shard in enumerate(bucket.reduced.split(bucket.shard_numel)):
+        for index, shard in enumerate(bucket.mean.split(bucket.shard_numel)):
             for chunk in shard.split(2**20):  # a float64 copy of 8 MB at a time
                 squares[index] += chunk.double().square().sum()
     if held < comm.size:

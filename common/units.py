@@ -45,7 +45,7 @@ class Unit:
         return [bucket for bucket in self.buckets if bucket.kind.trainable]
 
 
-def make_units(model, param_groups, world_size, make):
+def make_units(model, param_groups, dtype, world_size, make):
     """Cut a model into units, in the order of their first parameter.
 
     An element of an outermost ModuleList or Sequential is one unit with all that is in it; never a part of it, an
@@ -59,7 +59,7 @@ def make_units(model, param_groups, world_size, make):
         members.setdefault(homes[parameter], []).append((name, parameter))
     units = []
     for path, named in members.items():
-        runs = [make(same, kind, world_size) for kind, same in layout.kinds(named, param_groups).items()]
+        runs = [make(same, kind, world_size) for kind, same in layout.kinds(named, param_groups, dtype).items()]
         units.append(Unit(path, model.get_submodule(path), runs))
     return units
 

@@ -29,14 +29,14 @@ class Engine(EngineBase):
         everything = bucket.whole()
         return Owned(parameters=everything, gradients=everything, optimizer=everything)
 
-    def sends(self, bucket):
-        """The traffic table: the collectives that a step runs over a bucket."""
-        return {"all_reduce": 1} if bucket.kind.trainable else {}
+    def sends(self, bucket, backwards):
+        """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""
+        return {"all_reduce": backwards} if bucket.kind.trainable else {}
 
     def partition(self):
         """Before training: cut the parameters into buckets, and make each a view of its place in a bucket."""
         named = list(self._module.named_parameters())
-        for bucket in layout.buckets(named, self.param_groups, self.bucket_bytes, self.world_size, Bucket):
+        for bucket in layout.buckets(named, self.param_groups, self.dtype, self.bucket_bytes, self.world_size, Bucket):
             self.allocate(bucket)
             for name, parameter in bucket.members.items():
                 parameter.data = bucket.view(bucket.parameters, name)
@@ -67,7 +67,7 @@ class Engine(EngineBase):
 
     def reduce(self, bucket):
         """Phase 2. Replace the bucket's gradients by their mean over ranks, beside the rest of backward."""
-        bucket.zero_unused()
+        bucket.seal()
         bucket.handle = self.comm.all_reduce(bucket.local)
 
     def finish_backward(self):

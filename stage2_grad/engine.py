@@ -33,14 +33,14 @@ class Engine(EngineBase):
         everything, shard = bucket.whole(), bucket.shard(self.rank)
         return Owned(parameters=everything, gradients=shard, optimizer=shard)
 
-    def sends(self, bucket):
-        """The traffic table: the collectives that a step runs over a bucket."""
-        return {"reduce_scatter": 1, "all_gather": 1} if bucket.kind.trainable else {}
+    def sends(self, bucket, backwards):
+        """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""
+        return {"reduce_scatter": backwards, "all_gather": 1} if bucket.kind.trainable else {}
 
     def partition(self):
         """Before training: cut the parameters into buckets, and make each a view of its place in a bucket."""
         named = list(self._module.named_parameters())
-        for bucket in layout.buckets(named, self.param_groups, self.bucket_bytes, self.world_size, Bucket):
+        for bucket in layout.buckets(named, self.param_groups, self.dtype, self.bucket_bytes, self.world_size, Bucket):
             self.allocate(bucket)
             for name, parameter in bucket.members.items():
                 parameter.data = bucket.view(bucket.parameters, name)
@@ -81,7 +81,7 @@ class Engine(EngineBase):
     def reduce(self, bucket):
         """Phase 2. This rank's shard of the mean over ranks is kept, the room is freed when the bucket has left."""
         self.take_room(bucket)
-        bucket.zero_unused()
+        bucket.seal()
         bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced)
         bucket.local = None
         self.travelling.append(bucket.handle)

@@ -48,15 +48,15 @@ class Engine(EngineBase):
         shard = bucket.shard(self.rank)
         return Owned(parameters=shard, gradients=shard, optimizer=shard)
 
-    def sends(self, bucket):
-        """The traffic table: the collectives that a step runs over a bucket."""
+    def sends(self, bucket, backwards):
+        """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""
         unit = bucket.unit
         gathers = 1 if not unit.reached or (self.keep_last and unit is self.last) else 2
-        return {"all_gather": gathers, "reduce_scatter": 1 if bucket.kind.trainable else 0}
+        return {"all_gather": backwards * gathers, "reduce_scatter": backwards * bucket.kind.trainable}
 
     def partition(self):
         """Before training: cut the parameters into units and each unit into shards, of which this rank keeps one."""
-        self.units = units.make_units(self._module, self.param_groups, self.world_size, Bucket)
+        self.units = units.make_units(self._module, self.param_groups, self.dtype, self.world_size, Bucket)
         for unit in self.units:
             for bucket in unit.buckets:
                 self.allocate(bucket)
@@ -234,7 +234,7 @@ class Engine(EngineBase):
 
     def reduce_bucket(self, bucket):
         self.take_room(bucket)
-        bucket.zero_unused()
+        bucket.seal()
         bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced)
         bucket.local = None
         self.travelling.append(bucket.handle)

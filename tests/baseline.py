@@ -10,15 +10,15 @@ from common.peers import TorchDDP
 
 
 def sum_in_rank_order(state, bucket):
-    """A DDP communication hook: the mean over ranks by a loop in rank order, divided once."""
+    """A DDP communication hook: the mean over ranks by a loop in rank order, in fp32, divided once, rounded once."""
     buffer = bucket.buffer()
     pieces = [torch.empty_like(buffer) for _ in range(dist.get_world_size())]
     dist.all_gather(pieces, buffer)
-    total = torch.zeros_like(buffer) + pieces[0]
-    for piece in pieces[1:]:
+    total = torch.zeros_like(buffer, dtype=torch.float32)
+    for piece in pieces:
         total += piece
     result = torch.futures.Future()
-    result.set_result(total / len(pieces))
+    result.set_result((total / len(pieces)).to(buffer.dtype))
     return result
 
 

@@ -36,7 +36,7 @@ def padding_not_zeroed(engine):
 
         return leave_padding
 
-    return replaced(Bucket, "zero_unused", make)
+    return replaced(Bucket, "seal", make)
 
 
 def bucket_not_flushed(engine):
@@ -70,7 +70,7 @@ def gradient_not_freed(engine):
 def parameter_averaged(engine):
     def leave_gradient(original):
         def reduce(self, bucket):
-            bucket.zero_unused()
+            bucket.seal()
             bucket.handle = Handle((), lambda: None)
 
         return reduce

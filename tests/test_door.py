@@ -81,8 +81,8 @@ def a_meta_buffer(world):
     return {"module": module}
 
 
-def another_dtype(world):
-    return {"module": a_model(world).to(torch.float16)}
+def cast_to(dtype):
+    return lambda world: {"module": a_model(world).to(dtype)}
 
 
 def sparse_gradients(world):
@@ -102,7 +102,7 @@ CASES = {
     "a learning rate below 0": (optimizer(partial(optim.SGD, lr=-1.0)), "Invalid learning rate: -1.0"),
     "unknown precision": (
         lambda world: {"module": a_model(world), "precision": "fp8"},
-        "unknown precision 'fp8'; choose one of: fp32",
+        "unknown precision 'fp8'; choose one of: fp32, bf16, fp16",
     ),
     "groups that leave one out": (
         groups(lambda parameters: [{"params": parameters[:3]}]),
@@ -124,7 +124,11 @@ CASES = {
     "a meta parameter without init": (on_meta, "'0.weight' is on the meta device; give init=, which fills it, or"),
     "a meta buffer without init": (a_meta_buffer, "'scale' is on the meta device; give init=, which fills it, or"),
     "sparse gradients": (sparse_gradients, "'embedding' makes sparse gradients, .*; set sparse=False"),
-    "another dtype": (another_dtype, "'0.weight' is torch.float16; build the model in float32"),
+    "another dtype": (cast_to(torch.float64), "'0.weight' is torch.float64; build the model in float32"),
+    "another precision": (
+        cast_to(torch.float16),
+        "the model is built in torch.float16, but its inputs are cast to torch.float32; give its own precision=",
+    ),
 }
 
 
@@ -144,7 +148,7 @@ def assert_one_line(message, expected):
 def test_a_parameter_on_another_device_is_refused():
     group = SimpleNamespace(device=torch.device("cuda", 1), simulated=True)
     with pytest.raises(InputError, match="'weight' is on cpu, the group works on cuda:1; move the model there first"):
-        _check_model(nn.Linear(2, 2), group, None, [])
+        _check_model(nn.Linear(2, 2), group, None, [], torch.float32)
 
 
 # ---- ranks that disagree --------------------------------------------------------------------------------------------
