@@ -115,6 +115,8 @@ class Bucket(Run):
         place = self.view(self.local, name)
         if name not in self._filled:
             place.copy_(gradient)
+        elif name in self.reported and name not in self.sums:  # a part of the same gradient: added as autograd does
+            place.add_(gradient)
         else:
             if name not in self.sums:
                 self.sums[name] = place.float()  # fp32 adds up in place
@@ -246,6 +248,7 @@ class EngineBase:
         self.comm.traffic.phase = "forward"
         if self._failed:
             self.zero_grad()
+        self._begin_gradients()
         self.recording = torch.is_grad_enabled()
         self.begin_forward()
         self._use_what_no_module_asks_for()
@@ -256,6 +259,10 @@ class EngineBase:
         finally:
             self.recording = False
         return out
+
+    def _begin_gradients(self):
+        for bucket in self.buckets:
+            bucket.reported.clear()
 
     def _cast(self, tensor):
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
@@ -274,8 +281,7 @@ class EngineBase:
             raise InputError(f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, by mean() for instance")
         self.comm.traffic.phase = "backward"
         self._failed = True
-        for bucket in self.buckets:
-            bucket.reported.clear()
+        self._begin_gradients()
         self.begin_backward()
         (loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale).backward()
         self.finish_backward()

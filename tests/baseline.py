@@ -1,31 +1,129 @@
-"""The baseline: torch's DistributedDataParallel, stock, or with a hook that sums in rank order.
+"""The baselines: torch's DistributedDataParallel with a hook that sums in rank order; and no overlap at all.
 
-The hook is written with torch's own collectives, so that it shares no code with what it checks.
+Both are written with torch's own collectives, so that they share no code with what they check.
 """
+
+import contextlib
 
 import torch
 import torch.distributed as dist
 
-from common.peers import TorchDDP
+from common.peers import Replicated, TorchDDP
+
+
+def mean_in_rank_order(tensor):
+    """The mean over ranks by a loop in rank order, in fp32, divided once, rounded once."""
+    pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(pieces, tensor)
+    total = torch.zeros_like(tensor, dtype=torch.float32)
+    for piece in pieces:
+        total += piece
+    return (total / len(pieces)).to(tensor.dtype)
 
 
 def sum_in_rank_order(state, bucket):
-    """A DDP communication hook: the mean over ranks by a loop in rank order, in fp32, divided once, rounded once."""
-    buffer = bucket.buffer()
-    pieces = [torch.empty_like(buffer) for _ in range(dist.get_world_size())]
-    dist.all_gather(pieces, buffer)
-    total = torch.zeros_like(buffer, dtype=torch.float32)
-    for piece in pieces:
-        total += piece
+    """A DDP communication hook."""
     result = torch.futures.Future()
-    result.set_result((total / len(pieces)).to(buffer.dtype))
+    result.set_result(mean_in_rank_order(bucket.buffer()))
     return result
 
 
-class OrderedDDP(TorchDDP):
+class ExactNorm:
+    """Clips by a norm that is summed in float64, as torch's own is not."""
+
+    def clip(self):
+        gradients = [master.grad for master in self.masters.values()]
+        norm = sum(gradient.double().square().sum() for gradient in gradients).sqrt().float()
+        for gradient in gradients:
+            gradient.mul_((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+
+class OrderedDDP(ExactNorm, TorchDDP):
     """DDP with the hook."""
 
     name = "ordered_ddp"
 
     def __init__(self, model, optimizer, **options):
         super().__init__(model, optimizer, comm_hook=sum_in_rank_order, **options)
+
+
+class AverageAfterBackward(ExactNorm, Replicated):
+    """Plain autograd; when it is done, gradients are averaged one by one.
+
+    It knows no hooks, so runs what DDP refuses: parameters unused at will, reentrant checkpoints, several forwards.
+    """
+
+    name = "average_after_backward"
+
+    def __init__(
+        self,
+        model,
+        optimizer,
+        *,
+        param_groups=None,
+        precision="fp32",
+        clip_norm=None,
+        bucket_mb=None,
+        process_group=None,
+        init=None,
+        deterministic=False,
+    ):
+        super().__init__(
+            model,
+            optimizer,
+            param_groups=param_groups,
+            precision=precision,
+            clip_norm=clip_norm,
+            process_group=process_group,
+            init=init,
+        )
+        self.total = {parameter: torch.zeros_like(master) for parameter, master in self.masters.items()}
+        self.own = {parameter: torch.zeros_like(master) for parameter, master in self.masters.items()}
+        self.syncing = True
+
+    def __call__(self, *args, **kwargs):
+        for buffer in self.module.buffers():
+            dist.broadcast(buffer, 0)
+        return self.module(*self.cast(*args), **kwargs)
+
+    def backward(self, loss):
+        try:
+            self.scaled(loss).backward()
+        except BaseException:
+            self.zero_grad()
+            raise
+        self.collect()
+        if self.syncing:
+            self.average()
+
+    def collect(self):
+        """Add gradients up on this rank, in fp32."""
+        for parameter in self.masters:
+            self.own[parameter] += parameter.grad
+            parameter.grad.zero_()
+
+    def average(self):
+        """Add the mean over ranks of what was collected to that of the step's earlier backwards."""
+        for parameter, own in self.own.items():
+            self.total[parameter] += mean_in_rank_order(own.to(parameter.dtype))
+            own.zero_()
+
+    def step(self):
+        self.collect()  # what another engine's backward left
+        self.average()  # and what no_sync did
+        for parameter, master in self.masters.items():
+            master.grad.copy_(self.total[parameter])
+        return super().step()
+
+    def zero_grad(self):
+        super().zero_grad()
+        for sums in (self.total, self.own):
+            for value in sums.values():
+                value.zero_()
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.syncing = False
+        yield
+        self.syncing = True

@@ -1,11 +1,13 @@
 """Worlds of ranks, started once per session and used by all tests; the memory reduction, shown when it ends."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from harness import STAGES
+from matrix import CELLS
 from rich.console import Console
 from rich.table import Table
 
@@ -75,7 +77,75 @@ class MemoryReduction:
         return table
 
 
+class Equivalence:
+    """The verdicts of the equivalence matrix."""
+
+    def __init__(self):
+        self.cells, self.skipped = {}, {}
+
+    def record(self, engine, cell, verdict, reason):
+        self.cells[engine, cell] = {"verdict": verdict, "reason": reason}
+
+    def skip(self, engine, cell, reason):
+        self.skipped[engine, cell] = reason
+
+    def rows(self):
+        for (engine, cell), found in self.cells.items():
+            yield {"engine": engine, **vars(cell), "steps": cell.steps, **found}
+
+    def close(self):
+        if not {(stage, cell) for stage in STAGES for cell in CELLS} <= self.cells.keys():
+            return None  # only a part of the suite ran
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        results = {"hardware": hardware(device), "cells": list(self.rows())}
+        (RESULTS / "equivalence.json").write_text(json.dumps(results, indent=1) + "\n")
+        return verdict_table(self.cells, STAGES)
+
+
+def verdict_table(cells, engines):
+    """A line for each model and option, over precisions and world sizes: how many cells have which verdict."""
+    table = Table(title=f"Equivalence to the baseline: {len(cells)} cells", show_header=True)
+    for column in ("model", "option", *engines):
+        table.add_column(column)
+    for model, option in dict.fromkeys((cell.model, cell.option) for _, cell in cells):
+        line = []
+        for engine in engines:
+            found = Counter(
+                value["verdict"]
+                for (name, cell), value in cells.items()
+                if (name, cell.model, cell.option) == (engine, model, option)
+            )
+            line.append(", ".join(f"{number} {verdict}" for verdict, number in found.items()) or "-")
+        table.add_row(model, option, *line)
+    return table
+
+
+_equivalence = Equivalence()
 _reduction = MemoryReduction()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--engine", metavar="PACKAGE.MODULE:NAME", help="hold this engine to the suite, not the stages")
+
+
+def pytest_generate_tests(metafunc):
+    """`engine` runs over the stages, or is the one that --engine names."""
+    if "engine" in metafunc.fixturenames:
+        named = metafunc.config.getoption("--engine")
+        metafunc.parametrize("engine", [named] if named else STAGES)
+
+
+def pytest_collection_modifyitems(config, items):
+    """With --engine only what is about any engine."""
+    if config.getoption("--engine"):
+        about_others = [item for item in items if "engine" not in item.fixturenames]
+        config.hook.pytest_deselected(items=about_others)
+        items[:] = [item for item in items if "engine" in item.fixturenames]
+
+
+@pytest.fixture(scope="session")
+def equivalence():
+    return _equivalence
 
 
 @pytest.fixture(scope="session")
@@ -84,10 +154,10 @@ def memory_reduction():
 
 
 def pytest_terminal_summary(terminalreporter):
-    table = _reduction.close()
-    if table is not None:
-        terminalreporter.section("memory reduction")
-        console = Console(width=100)
-        with console.capture() as capture:
-            console.print(table)
-        terminalreporter.write(capture.get())
+    for name, table in {"equivalence": _equivalence.close(), "memory reduction": _reduction.close()}.items():
+        if table is not None:
+            terminalreporter.section(name)
+            console = Console(width=120)
+            with console.capture() as capture:
+                console.print(table)
+            terminalreporter.write(capture.get())

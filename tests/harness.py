@@ -18,12 +18,18 @@ def text():
     return load_text()[:100_000]
 
 
-def make_engine(stage, model="gpt-tiny", optimizer=ADAMW, seed=0, **options):
+def engine_class(name):
+    """The class that `package` exports as Engine, or `package.module:Name`."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute or "Engine")
+
+
+def make_engine(engine, model="gpt-tiny", optimizer=ADAMW, seed=0, **options):
     """An engine over a zoo model, or over a module, built on this rank."""
     module = models.build(model) if isinstance(model, str) else model
     init = models.initial_values(seed)
     options = {"bucket_mb": BUCKET_MB, "deterministic": True, **options}  # so that the bits agree with NCCL too
-    return importlib.import_module(stage).Engine(module, optimizer, init=init, **options)
+    return engine_class(engine)(module, optimizer, init=init, **options)
 
 
 def batch(module, world, step=0, global_batch=24):
@@ -42,9 +48,9 @@ def train_step(engine, world, step=0):
     return loss.item()
 
 
-def train(world, stage, model="gpt-tiny", steps=10, **options):
+def train(world, engine, model="gpt-tiny", steps=10, **options):
     """Train and return the final weights, the losses, and every count with its prediction."""
-    engine = make_engine(stage, model, **options)
+    engine = make_engine(engine, model, **options)
     losses = []
     for step in range(steps):
         engine.comm.traffic.reset()
@@ -65,7 +71,7 @@ def same_bits(one, other):
 
 
 def train_baseline(world, engine, model="gpt-tiny", steps=10, optimizer=ADAMW, **options):
-    """Train a baseline class; return weights and losses."""
-    engine = engine(models.build(model), optimizer, init=models.initial_values(0), **options)
+    """Train a baseline; return weights and losses."""
+    engine = make_engine(engine, model, optimizer, **options)
     losses = [train_step(engine, world, step) for step in range(steps)]
     return {"weights": engine.full_state_dict(), "losses": losses}

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ADAMW
-from test_units import (
+from trap_models import (
     RECOMPUTE,
     WIDTH,
     Answer,

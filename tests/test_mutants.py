@@ -4,7 +4,6 @@ import functools
 import importlib
 
 import pytest
-from baseline import OrderedDDP
 from harness import same_bits, train, train_baseline
 from mutants import MUTANTS, healthy
 
@@ -31,7 +30,7 @@ def broken_promises(ours, baseline):
 @functools.cache
 def baseline(worlds, model):
     run = functools.partial(train_baseline, steps=3, clip_norm=1e3)
-    return worlds(3).run(run, OrderedDDP, model)[0]
+    return worlds(3).run(run, "baseline:OrderedDDP", model)[0]
 
 
 @pytest.mark.parametrize(("name", "stage"), CASES)
