@@ -115,6 +115,45 @@ class Tiny(nn.Module):
         return self.narrow(x) + self.nothing(x).sum() + self.empty.sum()
 
 
+class Hundred(nn.Module):
+    """A hundred parameters of one element, more than a rank's padding holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList(torch.rand(()) + 0.5 for _ in range(100))
+
+    def forward(self, x):
+        return x * torch.stack(list(self.scales)).mean()
+
+
+class MixedDtypes(Net):
+    """Built with blocks in bf16 between layers in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks.to(torch.bfloat16)
+
+    def forward(self, x):
+        x = self.run(self.blocks, self.stem(x).to(self.blocks[0].up.weight.dtype))
+        return self.head(x.to(self.head.weight.dtype))
+
+
+class Counting(Block):
+    """Has buffers: a running mean that trains on, a counter, one that no state dict holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(WIDTH), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.detach().float().mean(dim=(0, 1)), 0.1)
+            self.count.add_(1)
+        return super().forward(x * self.mask.to(x.dtype)) - self.mean.to(x.dtype)
+
+
 class Recursive(Block):
     """Calls itself."""
 
@@ -311,6 +350,16 @@ class SometimesUnused(Net):
         self.turn += 1
         self.run = chain if self.turn % 2 else lambda blocks, x: blocks[2](blocks[0](x))
         return super().forward(x)
+
+
+class UnusedEveryOther(Net):
+    """In every other forward no parameter at all is used."""
+
+    turn = 0
+
+    def forward(self, x):
+        self.turn += 1
+        return super().forward(x) if self.turn % 2 else x.requires_grad_() ** 2
 
 
 class Frozen(Block):
@@ -516,6 +565,9 @@ CASES = {  # name -> (factory of a model, one step of a loop)
     "root ending in a unit": (RootedEndingInAUnit, step),
     "branches": (Branches, step),
     "tiny": (Tiny, step),
+    "a hundred scalars": (Hundred, step),
+    "mixed dtypes": (MixedDtypes, step),
+    "buffers": (net(block=Counting), step),
     "repeated": (net(lambda b, x: chain([b[0], b[0], b[1], b[1], b[2]], x)), step),
     "alternating": (net(lambda b, x: chain([b[0], b[1], b[0], b[1], b[2], b[0]], x)), step),
     "one module several times in a list": (lambda: Net(block=functools.cache(Block)), step),
@@ -532,6 +584,7 @@ CASES = {  # name -> (factory of a model, one step of a loop)
     ),
     "detached weight": (net(block=DetachedWeight), step),
     "sometimes unused": (SometimesUnused, step),
+    "every other step nothing used": (UnusedEveryOther, step),
     "not in the loss": (net(lambda b, x: b[2](b[0](x)) + b[1](x).detach()), step),
     "routed": (net(block=Routed), step),
     "frozen": (net(block=Frozen), step),
