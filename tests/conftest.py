@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import STAGES
+from harness import STAGES, engine_class
 from matrix import CELLS
 from rich.console import Console
 from rich.table import Table
@@ -50,9 +50,8 @@ class MemoryReduction:
     def __init__(self):
         self.rows = []
 
-    def record(self, engine, world_size, measured, predicted):
-        row = {"engine": engine, "world_size": world_size, "model_state_bytes": measured}
-        self.rows.append({**row, "predicted_model_state_bytes": predicted})
+    def record(self, engine, world_size, measured):
+        self.rows.append({"engine": engine, "world_size": world_size, "model_state_bytes": measured})
 
     def close(self):
         totals = {(r["engine"], r["world_size"]): sum(r["model_state_bytes"].values()) for r in self.rows}
@@ -120,12 +119,47 @@ def verdict_table(cells, engines):
     return table
 
 
+class Score:
+    """How the engine that --engine names does in the suite."""
+
+    def __init__(self):
+        self.bytes_held, self.bytes_sent = [], []
+
+    def held(self, world_size, precision, measured, formula):
+        where = {"world_size": world_size, "precision": precision}
+        self.bytes_held.append({**where, **measured, "formula": round(formula)})
+
+    def sent(self, world_size, precision, measured, formula):
+        where = {"world_size": world_size, "precision": precision}
+        self.bytes_sent.append({**where, "sent": measured, "formula": round(formula)})
+
+    def write(self, engine, folder):
+        made, device = engine_class(engine), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        results = {
+            "engine": engine,
+            "name": getattr(made, "name", engine),
+            "settings": getattr(made, "settings", ""),
+            "versions": made.versions() if hasattr(made, "versions") else {"torch": torch.__version__},
+            "hardware": hardware(device),
+            "model": MemoryReduction.model,
+            "verdicts": Counter(found["verdict"] for found in _equivalence.cells.values()),
+            "not_claimed": Counter(_equivalence.skipped.values()),
+            "bytes_held": self.bytes_held,
+            "bytes_sent": self.bytes_sent,
+            "cells": list(_equivalence.rows()),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{results['name']}.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
 _equivalence = Equivalence()
+_score = Score()
 _reduction = MemoryReduction()
 
 
 def pytest_addoption(parser):
     parser.addoption("--engine", metavar="PACKAGE.MODULE:NAME", help="hold this engine to the suite, not the stages")
+    parser.addoption("--scores", type=Path, default=RESULTS / "local" / "scores", help="where its score is written")
 
 
 def pytest_generate_tests(metafunc):
@@ -149,12 +183,23 @@ def equivalence():
 
 
 @pytest.fixture(scope="session")
+def score():
+    return _score
+
+
+@pytest.fixture(scope="session")
 def memory_reduction():
     return _reduction
 
 
-def pytest_terminal_summary(terminalreporter):
-    for name, table in {"equivalence": _equivalence.close(), "memory reduction": _reduction.close()}.items():
+def pytest_terminal_summary(terminalreporter, config):
+    engine = config.getoption("--engine")
+    if engine and _equivalence.cells:
+        _score.write(engine, config.getoption("--scores"))
+        tables = {f"score of {engine}": verdict_table(_equivalence.cells, [engine])}
+    else:
+        tables = {"equivalence": _equivalence.close(), "memory reduction": _reduction.close()}
+    for name, table in tables.items():
         if table is not None:
             terminalreporter.section(name)
             console = Console(width=120)

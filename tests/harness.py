@@ -3,6 +3,7 @@
 import functools
 import importlib
 
+import pytest
 import torch
 
 from common import models
@@ -22,6 +23,21 @@ def engine_class(name):
     """The class that `package` exports as Engine, or `package.module:Name`."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute or "Engine")
+
+
+def follows(engine):
+    """The stage whose formulas an engine claims: its own, or what its attribute `follows` names."""
+    stage = engine if engine in STAGES else getattr(engine_class(engine), "follows", None)
+    if stage is None:
+        pytest.skip("it does not say which stage's formulas it follows: set `follows`, to 'stage2_grad' for instance")
+    return stage
+
+
+def claimed(answers):
+    """What ranks answered; skip where the answer is a reason why the engine does not claim it."""
+    if isinstance(answers[0], str):
+        pytest.skip(answers[0])
+    return answers
 
 
 def make_engine(engine, model="gpt-tiny", optimizer=ADAMW, seed=0, **options):

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from harness import STAGES, batch, make_engine, same_bits, train_step
+from papers import bytes_held
 
 from common import models
 from common.measure.memory import Timeline
@@ -223,13 +224,6 @@ def test_the_norm_is_that_of_the_unscaled_gradient_in_every_stage(worlds, precis
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
-SHARE = {  # bytes per parameter with Adam at N ranks, of one backward and of several: ZeRO, sec. 5; DESIGN, sec. 4
-    "stage0_ddp": (lambda n: 16, lambda n: 20),
-    "stage1_os": (lambda n: 4 + 12 / n, lambda n: 4 + 16 / n),
-    "stage2_grad": (lambda n: 2 + 14 / n, lambda n: 2 + 16 / n),
-    "stage3_param": (lambda n: 16 / n, lambda n: 18 / n),
-}
-
 
 def accumulate(world, stage, precision, model, backwards, quiet):
     engine = make_engine(stage, model, precision=precision, bucket_mb=0.5 if model == "gpt-nano" else 0.01)
@@ -269,7 +263,7 @@ def test_under_no_sync_a_step_sends_and_keeps_what_one_backward_does(worlds, sta
 def test_bytes_held_follow_the_papers_formula(worlds, size, stage, backwards):
     held = worlds(size).run(accumulate, stage, "bf16", "gpt-nano", backwards, False)[0][0]
     parameters = sum(p.numel() for p in models.build("gpt-nano").parameters())
-    formula = SHARE[stage][backwards > 1](size) * parameters
+    formula = bytes_held(stage, size, "bf16", accumulated=backwards > 1) * parameters
     assert sum(held.values()) == pytest.approx(formula, rel=5e-3)  # padding, step counts
 
 

@@ -7,16 +7,11 @@ from pathlib import Path
 
 import pytest
 from harness import STAGES
+from papers import bytes_held
 
 from common import models
 
 TESTS = Path(__file__).parent
-SHARE = {  # bytes per parameter at N ranks in fp32 with Adam
-    "stage0_ddp": lambda n: 16,
-    "stage1_os": lambda n: 8 + 8 / n,
-    "stage2_grad": lambda n: 4 + 12 / n,
-    "stage3_param": lambda n: 16 / n,
-}
 
 
 def simulate(stage, model, world_size):
@@ -32,7 +27,7 @@ def test_a_simulated_rank_of_64_counts_what_the_formula_says(stage):
     counts = simulate(stage, "gpt-mini", 64)
     assert counts["model_state_bytes"] == counts["predicted_model_state_bytes"]
     assert counts["wire_bytes"] == counts["predicted_wire_bytes"]
-    formula = SHARE[stage](64) * sum(p.numel() for p in models.build("gpt-mini").parameters())
+    formula = bytes_held(stage, 64) * sum(p.numel() for p in models.build("gpt-mini").parameters())
     assert sum(counts["model_state_bytes"].values()) == pytest.approx(formula, rel=5e-3)
     assert counts["peaks"]["activations"] > 0
     assert (counts["peaks"]["gathered units"] > 0) == (stage == "stage3_param")

@@ -1,0 +1,26 @@
+"""The papers' formulas, per parameter: what a rank holds with Adam, and what it sends in a step."""
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def bytes_held(stage, ranks, precision="fp32", accumulated=False):
+    """Model states in bytes per parameter: ZeRO, arXiv 1910.02054, sec. 5.
+
+    In fp32 4 + 4 + 8, in 16-bit 2 + 2 + 12. Where 16-bit gradients of several backwards add up, in fp32, their sum
+    takes the place of a gradient shard, or lies beside gradients that are kept whole.
+    """
+    parameters, gradients = BYTES[precision], BYTES[precision]
+    optimizer = 8 if precision == "fp32" else 12
+    total = 4 if accumulated and precision != "fp32" else 0
+    return {
+        "stage0_ddp": parameters + gradients + total + optimizer,
+        "stage1_os": parameters + gradients + (total + optimizer) / ranks,
+        "stage2_grad": parameters + ((total or gradients) + optimizer) / ranks,
+        "stage3_param": (parameters + (total or gradients) + optimizer) / ranks,
+    }[stage]
+
+
+def bytes_sent(stage, ranks, precision="fp32"):
+    """Bytes sent by one rank per parameter and step: ZeRO, arXiv 1910.02054, sec. 7."""
+    passes = 3 if stage == "stage3_param" else 2
+    return passes * (ranks - 1) / ranks * BYTES[precision]
