@@ -1,0 +1,13 @@
+"""What people would otherwise pick, behind the surface of an engine: one file for each library.
+
+A peer runs with the settings that its own documentation recommends; they stand in its `settings`. What a library does
+not do, its peer does not do for it: it raises NotImplementedError with the reason, and the suite skips that case with
+the reason. The surface is that of `common.engine_base.EngineBase`.
+"""
+
+from common.peers.deepspeed import DeepSpeed1, DeepSpeed2, DeepSpeed3
+from common.peers.fsdp2 import FSDP2, FSDP2KeepParameters
+from common.peers.torch_ddp import TorchDDP
+from common.peers.zero_redundancy import ZeroRedundancy
+
+__all__ = ["FSDP2", "DeepSpeed1", "DeepSpeed2", "DeepSpeed3", "FSDP2KeepParameters", "TorchDDP", "ZeroRedundancy"]

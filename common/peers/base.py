@@ -1,0 +1,97 @@
+"""What peers share: the part of an engine's surface that is the same whatever the library."""
+
+import contextlib
+
+import torch
+
+from common.measure.memory import storage_bytes
+
+
+class Peer:
+    """A library behind the surface of an engine.
+
+    Attributes:
+        name: what tables call it.
+        settings: how it is run, in one line.
+        precisions: those it is run in.
+        module, optimizer, clip_norm: as an engine has them.
+    """
+
+    name = settings = ""
+    precisions = ("fp32",)
+    _state_bytes = None
+
+    @classmethod
+    def versions(cls):
+        """The libraries behind it: {name: version}."""
+        return {"torch": torch.__version__}
+
+    @classmethod
+    def check_precision(cls, precision, why):
+        """Refuse a precision that it is not run in.
+
+        Raises:
+            NotImplementedError: it is not among `precisions`; `why` says what the library lacks.
+        """
+        if precision not in cls.precisions:
+            raise NotImplementedError(f"{cls.name} is run in {' and '.join(cls.precisions)} only: {why}")
+
+    def train(self, mode=True):
+        """Set the module's training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self):
+        """Set the module's evaluation mode."""
+        return self.train(False)
+
+    def synchronize(self):
+        """Return when the module's parameters may be read: a peer's step has waited for them."""
+
+    @contextlib.contextmanager
+    def gathered(self, *modules):
+        """In this context the weights of `modules` (all, if none is named) are whole: here they always are."""
+        yield
+
+    def note_states(self, parameters, gradients):
+        """Count what is held just before an update.
+
+        Args:
+            parameters, gradients: this rank's tensors, of which each storage counts once; None counts nothing.
+        """
+        self._state_bytes = {"parameters": storage_bytes(parameters), "gradients": storage_bytes(gradients)}
+
+    def optimizer_tensors(self):
+        """The tensors that the optimizer keeps between steps, a master included."""
+        return tensors_of_state(self.optimizer)
+
+    def model_state_bytes(self):
+        """Bytes of model states on this rank, counted from live storages: parameters, gradients, optimizer.
+
+        Parameters and gradients as they stood just before the last update, the optimizer's states as it left them.
+        None before the first step.
+        """
+        if self._state_bytes is None:
+            return None
+        return {**self._state_bytes, "optimizer": storage_bytes(self.optimizer_tensors())}
+
+    def save(self, path, extra=None):
+        """Not offered.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(f"{self.name} has a checkpoint format of its own, which the engines do not read")
+
+    def load(self, path):
+        """Not offered.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(f"{self.name} has a checkpoint format of its own and does not read the engines'")
+
+
+def tensors_of_state(optimizer):
+    """The tensors among an optimizer's states."""
+    return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]

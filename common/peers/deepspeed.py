@@ -1,0 +1,201 @@
+"""DeepSpeed's ZeRO stages 1, 2 and 3 behind the surface of an engine. Installed with the extra `peers`."""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+from itertools import chain
+
+import torch.distributed as dist
+
+from common import models
+from common.collectives import Collectives
+from common.engine_base import StepResult
+from common.peers.base import Peer, tensors_of_state
+
+
+class DeepSpeed1(Peer):
+    """DeepSpeed with ZeRO stage 1.
+
+    Its optimizer steps a flat shard, a master copy of the parameters in fp32, in fp32 training too. In bf16 gradients
+    travel in bf16, DeepSpeed's default. A meta-device model is filled whole before DeepSpeed shards it. Buffers are
+    each rank's own after the first broadcast.
+
+    Args:
+        As `EngineBase`; `deterministic` has no meaning here.
+
+    Raises:
+        NotImplementedError: DeepSpeed is not installed, `process_group` is not the default one, or `precision` is
+            "fp16".
+
+    Source: Rajbhandari et al., arXiv 1910.02054, and https://www.deepspeed.ai/docs/config-json/
+    """
+
+    name = "deepspeed1"
+    settings = "zero_optimization: stage 1, buckets of bucket_mb, otherwise DeepSpeed's defaults"
+    precisions = ("fp32", "bf16")
+    stage = 1
+
+    def __init__(
+        self,
+        model,
+        optimizer,
+        *,
+        param_groups=None,
+        precision="fp32",
+        clip_norm=None,
+        bucket_mb=25.0,
+        process_group=None,
+        init=None,
+        deterministic=False,
+    ):
+        self.check_precision(precision, "its loss scaling in fp16 is untried here")
+        if process_group not in (None, dist.group.WORLD):
+            raise NotImplementedError("DeepSpeed makes its data-parallel group itself, of all ranks")
+        device = Collectives(process_group).device
+        deepspeed = _import_deepspeed(device)
+        if any(tensor.is_meta for tensor in model.parameters()):
+            models.materialize(model, init, device)
+        self.module, self.clip_norm = model, clip_norm
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        elements = max(1, int(bucket_mb * 2**20) // 8) * 2  # DeepSpeed asks for an even number
+        self._engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer(trainable if param_groups is None else param_groups),
+            config=self._config(precision, elements),
+        )
+        self._zero = self._engine.optimizer
+        self._last = True
+
+    def _config(self, precision, bucket_elements):
+        return {
+            "train_micro_batch_size_per_gpu": 1,  # a label: it scales nothing
+            "gradient_accumulation_steps": 1,  # so that backward() divides by nothing
+            "gradient_clipping": self.clip_norm or 0.0,
+            "bf16": {"enabled": precision == "bf16"},
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {
+                "stage": self.stage,
+                "reduce_bucket_size": bucket_elements,
+                "allgather_bucket_size": bucket_elements,
+            },
+        }
+
+    @classmethod
+    def versions(cls):
+        """The libraries behind it: {name: version}."""
+        return {**super().versions(), "deepspeed": importlib.metadata.version("deepspeed")}
+
+    def __call__(self, *args, **kwargs):
+        """The module's own forward; floating inputs are cast to the precision."""
+        return self._engine(*args, **kwargs)
+
+    def backward(self, loss):
+        """Backpropagate; DeepSpeed averages gradients beside it. It would divide by its accumulation steps: by 1."""
+        self._engine.set_gradient_accumulation_boundary(self._last)
+        self._engine.backward(loss)
+        if not self._last:
+            self._engine.step()  # DeepSpeed counts micro-batches there; it updates nothing before the last
+
+    def step(self):
+        """Clip, step, drop the gradients."""
+        self.note_states(self._parameters(), self._gradients())
+        self._engine.step()
+        norm = None if self.clip_norm is None else float(self._engine.get_global_grad_norm())
+        return StepResult(norm, skipped=False)
+
+    def zero_grad(self):
+        """Drop the gradients."""
+        self._zero.zero_grad()
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Accumulate gradients: DeepSpeed still reduces every backward, and adds what it reduced."""
+        self._last = False
+        try:
+            yield
+        finally:
+            self._last = True
+
+    def train(self, mode=True):
+        """Set the module's training mode."""
+        self._engine.train(mode)
+        return self
+
+    def full_state_dict(self):
+        """The whole model on every rank, a collective: full fp32 tensors on the CPU; buffers are this rank's."""
+        from deepspeed.utils import safe_get_full_fp32_param  # noqa: PLC0415
+
+        state = self.module.state_dict(keep_vars=True)
+        masters = {tensor: safe_get_full_fp32_param(tensor) for tensor in state.values() if tensor.requires_grad}
+        return {name: masters.get(tensor, tensor).detach().cpu().clone() for name, tensor in state.items()}
+
+    def optimizer_tensors(self):
+        """The states of this rank's flat shards, and the fp32 masters."""
+        return [*self._masters(), *tensors_of_state(self._zero.optimizer)]
+
+    # DeepSpeed has no public way to its flat buffers.
+
+    def _parameters(self):
+        return [*self._zero.bit16_groups_flat, *self.module.parameters()]
+
+    def _masters(self):
+        return self._zero.single_partition_of_fp32_groups
+
+    def _gradients(self):
+        parts = chain.from_iterable(part for part in self._zero.averaged_gradients.values() if part is not None)
+        parameters = list(self.module.parameters())
+        return [*parts, *(p.grad for p in parameters), *(getattr(p, "grad_accum", None) for p in parameters)]
+
+
+class DeepSpeed2(DeepSpeed1):
+    """DeepSpeed with ZeRO stage 2: gradients are sharded as well."""
+
+    name = "deepspeed2"
+    settings = "zero_optimization: stage 2, buckets of bucket_mb, otherwise DeepSpeed's defaults"
+    stage = 2
+
+
+class DeepSpeed3(DeepSpeed1):
+    """DeepSpeed with ZeRO stage 3: parameters are sharded as well, small ones too."""
+
+    name = "deepspeed3"
+    settings = (
+        "zero_optimization: stage 3, stage3_param_persistence_threshold 0 (by default parameters below 100,000 "
+        "elements stay whole), buckets of bucket_mb, otherwise DeepSpeed's defaults"
+    )
+    stage = 3
+
+    def _config(self, precision, bucket_elements):
+        config = super()._config(precision, bucket_elements)
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return config
+
+    @contextlib.contextmanager
+    def gathered(self, *modules):
+        """In this context the weights of `modules` (all, if none is named) are whole, in the precision."""
+        from deepspeed.zero import GatheredParameters  # noqa: PLC0415
+
+        with GatheredParameters(list({p for module in modules or [self.module] for p in module.parameters()})):
+            yield
+
+    def _parameters(self):
+        return [*(p.ds_tensor for p in self.module.parameters()), *self.module.parameters()]
+
+    def _masters(self):
+        return self._zero.fp32_partitioned_groups_flat
+
+    def _gradients(self):
+        return [*super()._gradients(), self._zero.grad_partitions_flat_buffer]
+
+
+def _import_deepspeed(device):
+    if importlib.util.find_spec("deepspeed") is None:
+        raise NotImplementedError("DeepSpeed is not installed; install the extra: pip install 'zero-stages[peers]'")
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    local = dist.get_rank() if device.index is None else device.index
+    os.environ.setdefault("LOCAL_RANK", str(local))  # DeepSpeed's own launcher would set it
+    import deepspeed  # noqa: PLC0415
+
+    return deepspeed
