@@ -95,3 +95,17 @@ class Peer:
 def tensors_of_state(optimizer):
     """The tensors among an optimizer's states."""
     return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+
+
+def regroup(param_groups, names, model):
+    """`param_groups` over the parameters that now stand where others stood when the groups were made.
+
+    Args:
+        param_groups: torch's list of dicts, or None, which stays None.
+        names: {parameter as it was: its name}.
+        model: the module as it is.
+    """
+    if param_groups is None:
+        return None
+    now = dict(model.named_parameters())
+    return [{**group, "params": [now[names[parameter]] for parameter in group["params"]]} for group in param_groups]

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 from itertools import chain
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from common import models
 from common.collectives import Collectives
 from common.engine_base import StepResult
-from common.peers.base import Peer, tensors_of_state
+from common.peers.base import Peer, regroup, tensors_of_state
 
 
 class DeepSpeed1(Peer):
@@ -53,19 +54,20 @@ class DeepSpeed1(Peer):
         if process_group not in (None, dist.group.WORLD):
             raise NotImplementedError("DeepSpeed makes its data-parallel group itself, of all ranks")
         device = Collectives(process_group).device
-        deepspeed = _import_deepspeed(device)
+        self._deepspeed = _import_deepspeed(device)
+        names = {parameter: name for name, parameter in model.named_parameters()}
         if any(tensor.is_meta for tensor in model.parameters()):
             models.materialize(model, init, device)
         self.module, self.clip_norm = model, clip_norm
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         elements = max(1, int(bucket_mb * 2**20) // 8) * 2  # DeepSpeed asks for an even number
-        self._engine, self.optimizer, _, _ = deepspeed.initialize(
+        self._engine, self._zero, _, _ = self._deepspeed.initialize(
             model=model,
-            optimizer=optimizer(trainable if param_groups is None else param_groups),
+            optimizer=optimizer(regroup(param_groups, names, model) or trainable),
             config=self._config(precision, elements),
         )
-        self._zero = self._engine.optimizer
-        self._last = True
+        self.optimizer = self._engine.basic_optimizer  # torch's own, over flat shards
+        self._last, self._reduced = True, False
 
     def _config(self, precision, bucket_elements):
         return {
@@ -91,9 +93,19 @@ class DeepSpeed1(Peer):
         return self._engine(*args, **kwargs)
 
     def backward(self, loss):
-        """Backpropagate; DeepSpeed averages gradients beside it. It would divide by its accumulation steps: by 1."""
+        """Backpropagate; DeepSpeed averages gradients beside it. It would divide by its accumulation steps: by 1.
+
+        Raises:
+            NotImplementedError: stages 1 and 2: a second backward before a step, outside `no_sync`.
+        """
+        if self._reduced and self.stage < 3:
+            raise NotImplementedError(
+                "in DeepSpeed's stages 1 and 2 a second backward replaces the gradient of the first, unless it was "
+                "told that more follow: put all but the last under no_sync()"
+            )
         self._engine.set_gradient_accumulation_boundary(self._last)
         self._engine.backward(loss)
+        self._reduced = self._last
         if not self._last:
             self._engine.step()  # DeepSpeed counts micro-batches there; it updates nothing before the last
 
@@ -101,12 +113,14 @@ class DeepSpeed1(Peer):
         """Clip, step, drop the gradients."""
         self.note_states(self._parameters(), self._gradients())
         self._engine.step()
+        self._reduced = False
         norm = None if self.clip_norm is None else float(self._engine.get_global_grad_norm())
         return StepResult(norm, skipped=False)
 
     def zero_grad(self):
         """Drop the gradients."""
         self._zero.zero_grad()
+        self._reduced = False
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -124,15 +138,15 @@ class DeepSpeed1(Peer):
 
     def full_state_dict(self):
         """The whole model on every rank, a collective: full fp32 tensors on the CPU; buffers are this rank's."""
-        from deepspeed.utils import safe_get_full_fp32_param  # noqa: PLC0415
-
         state = self.module.state_dict(keep_vars=True)
-        masters = {tensor: safe_get_full_fp32_param(tensor) for tensor in state.values() if tensor.requires_grad}
-        return {name: masters.get(tensor, tensor).detach().cpu().clone() for name, tensor in state.items()}
+        master = self._deepspeed.utils.safe_get_full_fp32_param
+        masters = {tensor: master(tensor) for tensor in state.values() if tensor.requires_grad}
+        with self.gathered():  # what is frozen has no master
+            return {name: masters.get(tensor, tensor).detach().cpu().clone() for name, tensor in state.items()}
 
     def optimizer_tensors(self):
         """The states of this rank's flat shards, and the fp32 masters."""
-        return [*self._masters(), *tensors_of_state(self._zero.optimizer)]
+        return [*self._masters(), *tensors_of_state(self.optimizer)]
 
     # DeepSpeed has no public way to its flat buffers.
 
@@ -174,9 +188,8 @@ class DeepSpeed3(DeepSpeed1):
     @contextlib.contextmanager
     def gathered(self, *modules):
         """In this context the weights of `modules` (all, if none is named) are whole, in the precision."""
-        from deepspeed.zero import GatheredParameters  # noqa: PLC0415
-
-        with GatheredParameters(list({p for module in modules or [self.module] for p in module.parameters()})):
+        wanted = dict.fromkeys(p for module in modules or [self.module] for p in module.parameters())
+        with self._deepspeed.zero.GatheredParameters(list(wanted)):
             yield
 
     def _parameters(self):
@@ -196,6 +209,7 @@ def _import_deepspeed(device):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     local = dist.get_rank() if device.index is None else device.index
     os.environ.setdefault("LOCAL_RANK", str(local))  # DeepSpeed's own launcher would set it
-    import deepspeed  # noqa: PLC0415
+    import deepspeed  # noqa: PLC0415  seconds, and only where it is used
 
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # it reports every setting
     return deepspeed

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from common import models
 from common.collectives import Collectives
 from common.engine_base import StepResult, host_value
-from common.peers.base import Peer, tensors_of_state
+from common.peers.base import Peer, regroup, tensors_of_state
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
@@ -30,7 +30,7 @@ class FSDP2(Peer):
         As `EngineBase`; `bucket_mb` and `deterministic` have no meaning here.
 
     Raises:
-        NotImplementedError: `precision` is "fp16".
+        NotImplementedError: `precision` is "fp16", or the model leaves parameters unused and torch is too old for it.
 
     Source: Zhao et al., arXiv 2304.11277, and https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
@@ -64,14 +64,14 @@ class FSDP2(Peer):
             "reshard_after_forward": self.reshard_after_forward,
         }
         self.units = [fully_shard(module, **how) for module in [*_blocks(model), model]]
+        self._syncing, self._unreduced = True, False
         if not getattr(model, "uses_every_parameter", True):
+            if not hasattr(model, "set_reduce_scatter_unused_params"):
+                raise NotImplementedError("FSDP2 of this torch waits for ever where ranks use different parameters")
             model.set_reduce_scatter_unused_params(True)
         if any(tensor.is_meta for tensor in model.parameters()):
             models.materialize(model, self._fill_shard(init), group.device)
-        sharded = dict(model.named_parameters())
-        if param_groups is not None:
-            param_groups = [{**g, "params": [sharded[names[p]] for p in g["params"]]} for g in param_groups]
-        self.optimizer = optimizer(list(sharded.values()) if param_groups is None else param_groups)
+        self.optimizer = optimizer(regroup(param_groups, names, model) or list(model.parameters()))
 
     def _fill_shard(self, init):
         def fill(name, tensor):
@@ -93,6 +93,7 @@ class FSDP2(Peer):
     def backward(self, loss):
         """Backpropagate; FSDP2 averages gradients beside it."""
         loss.backward()
+        self._unreduced = not self._syncing
 
     def step(self):
         """Clip, step, drop the gradients."""
@@ -103,21 +104,31 @@ class FSDP2(Peer):
         parameters = list(self.module.parameters())
         self.note_states(map(_local, parameters), [_local(p.grad) for p in parameters if p.grad is not None])
         self.optimizer.step()
-        self.zero_grad()
+        self.optimizer.zero_grad()
         return StepResult(norm, skipped=False)
 
     def zero_grad(self):
-        """Drop the gradients."""
+        """Drop the gradients.
+
+        Raises:
+            NotImplementedError: some are still whole, left by `no_sync`.
+        """
+        if self._unreduced:
+            raise NotImplementedError("FSDP2 cannot drop the whole gradients that no_sync() left: they are not public")
         self.optimizer.zero_grad()
 
     @contextlib.contextmanager
     def no_sync(self):
         """Accumulate whole gradients on this rank: backwards in this context do not reduce."""
-        self.module.set_requires_gradient_sync(False)
+        self._sync(False)
         try:
             yield
         finally:
-            self.module.set_requires_gradient_sync(True)
+            self._sync(True)
+
+    def _sync(self, syncing):
+        self._syncing = syncing
+        self.module.set_requires_gradient_sync(syncing)
 
     @contextlib.contextmanager
     def gathered(self, *modules):
