@@ -3,6 +3,7 @@
 import contextlib
 
 import torch
+from torch import nn
 
 from common.measure.memory import storage_bytes
 
@@ -109,3 +110,13 @@ def regroup(param_groups, names, model):
         return None
     now = dict(model.named_parameters())
     return [{**group, "params": [now[names[parameter]] for parameter in group["params"]]} for group in param_groups]
+
+
+def blocks(module):
+    """The elements, with parameters, of the outermost ModuleLists and Sequentials."""
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+    for child in module.children():
+        if not is_list or isinstance(child, nn.ModuleList):
+            yield from blocks(child)
+        elif any(True for _ in child.parameters()):
+            yield child

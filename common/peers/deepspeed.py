@@ -12,7 +12,7 @@ import torch.distributed as dist
 from common import models
 from common.collectives import Collectives
 from common.engine_base import StepResult
-from common.peers.base import Peer, regroup, tensors_of_state
+from common.peers.base import Peer, blocks, regroup, tensors_of_state
 
 
 class DeepSpeed1(Peer):
@@ -26,8 +26,8 @@ class DeepSpeed1(Peer):
         As `EngineBase`; `deterministic` has no meaning here.
 
     Raises:
-        NotImplementedError: DeepSpeed is not installed, `process_group` is not the default one, or `precision` is
-            "fp16".
+        NotImplementedError: DeepSpeed is not installed, `process_group` is not the default one, `precision` is "fp16",
+            or (stages 1 and 2) the model leaves parameters unused.
 
     Source: Rajbhandari et al., arXiv 1910.02054, and https://www.deepspeed.ai/docs/config-json/
     """
@@ -58,6 +58,8 @@ class DeepSpeed1(Peer):
         names = {parameter: name for name, parameter in model.named_parameters()}
         if any(tensor.is_meta for tensor in model.parameters()):
             models.materialize(model, init, device)
+        if not getattr(model, "uses_every_parameter", True):
+            self._expect_unused_parameters(model)
         self.module, self.clip_norm = model, clip_norm
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         elements = max(1, int(bucket_mb * 2**20) // 8) * 2  # DeepSpeed asks for an even number
@@ -67,7 +69,14 @@ class DeepSpeed1(Peer):
             config=self._config(precision, elements),
         )
         self.optimizer = self._engine.basic_optimizer  # torch's own, over flat shards
-        self._last, self._reduced = True, False
+        self._last = True  # the next backward is the last before a step
+        self._reduced = self._added = False  # since the last step: the last backward, one before it
+
+    def _expect_unused_parameters(self, model):
+        raise NotImplementedError(
+            "DeepSpeed's stages 1 and 2 put only gradients that are there into a bucket: ranks that use different "
+            "parameters send buckets of different sizes, and gloo aborts them"
+        )
 
     def _config(self, precision, bucket_elements):
         return {
@@ -105,7 +114,7 @@ class DeepSpeed1(Peer):
             )
         self._engine.set_gradient_accumulation_boundary(self._last)
         self._engine.backward(loss)
-        self._reduced = self._last
+        self._reduced, self._added = self._last, self._added or not self._last
         if not self._last:
             self._engine.step()  # DeepSpeed counts micro-batches there; it updates nothing before the last
 
@@ -113,14 +122,20 @@ class DeepSpeed1(Peer):
         """Clip, step, drop the gradients."""
         self.note_states(self._parameters(), self._gradients())
         self._engine.step()
-        self._reduced = False
+        self._reduced = self._added = False
         norm = None if self.clip_norm is None else float(self._engine.get_global_grad_norm())
         return StepResult(norm, skipped=False)
 
     def zero_grad(self):
-        """Drop the gradients."""
+        """Drop the gradients.
+
+        Raises:
+            NotImplementedError: stage 2: some were accumulated under `no_sync`.
+        """
+        if self._added and self.stage == 2:
+            raise NotImplementedError("DeepSpeed's stage 2 does not drop gradients that no_sync() accumulated")
         self._zero.zero_grad()
-        self._reduced = False
+        self._reduced = self._added = False
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -184,6 +199,11 @@ class DeepSpeed3(DeepSpeed1):
         config = super()._config(precision, bucket_elements)
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         return config
+
+    def _expect_unused_parameters(self, model):
+        # A leaf is gathered and reduced as a whole: DeepSpeed's own remedy for mixtures of experts.
+        for block in blocks(model):
+            self._deepspeed.utils.set_z3_leaf_module(block, True)
 
     @contextlib.contextmanager
     def gathered(self, *modules):

@@ -3,7 +3,6 @@
 import contextlib
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -11,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from common import models
 from common.collectives import Collectives
 from common.engine_base import StepResult, host_value
-from common.peers.base import Peer, regroup, tensors_of_state
+from common.peers.base import Peer, blocks, regroup, tensors_of_state
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
@@ -63,11 +62,11 @@ class FSDP2(Peer):
             "mp_policy": POLICIES[precision],
             "reshard_after_forward": self.reshard_after_forward,
         }
-        self.units = [fully_shard(module, **how) for module in [*_blocks(model), model]]
+        self.units = [fully_shard(module, **how) for module in [*blocks(model), model]]
         self._syncing, self._unreduced = True, False
         if not getattr(model, "uses_every_parameter", True):
             if not hasattr(model, "set_reduce_scatter_unused_params"):
-                raise NotImplementedError("FSDP2 of this torch waits for ever where ranks use different parameters")
+                raise NotImplementedError("this torch's FSDP2 cannot train parameters that a rank leaves unused")
             model.set_reduce_scatter_unused_params(True)
         if any(tensor.is_meta for tensor in model.parameters()):
             models.materialize(model, self._fill_shard(init), group.device)
@@ -159,16 +158,6 @@ class FSDP2KeepParameters(FSDP2):
     name = "fsdp2_keep_parameters"
     settings = "fully_shard on each block and the root, reshard_after_forward=False"
     reshard_after_forward = False
-
-
-def _blocks(module):
-    """The elements, with parameters, of the outermost ModuleLists and Sequentials."""
-    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
-    for child in module.children():
-        if not is_list or isinstance(child, nn.ModuleList):
-            yield from _blocks(child)
-        elif any(True for _ in child.parameters()):
-            yield child
 
 
 def _local(tensor):
