@@ -151,11 +151,12 @@ def test_gathered_weights_are_whole(worlds, peer):
 
 
 @pytest.mark.parametrize("peer", parameters([peer for peer in HOLDS if "bf16" in peer.precisions]))
-def test_bf16_trains_fp32_weights_close_to_those_of_fp32(worlds, peer):
-    rank = worlds(2).run(functools.partial(train, precision="bf16"), peer)[0]
+@pytest.mark.parametrize("model", ["gpt-tiny", "mlp"])  # of integers, of floating inputs
+def test_bf16_trains_fp32_weights_close_to_those_of_fp32(worlds, model, peer):
+    rank = worlds(2).run(functools.partial(train, precision="bf16"), peer, model)[0]
     assert {tensor.dtype for tensor in rank["weights"].values()} == {torch.float32}
-    assert rank["losses"] == pytest.approx(ddp(worlds)["losses"], rel=1e-2)
-    assert rank["losses"] != ddp(worlds)["losses"]
+    assert rank["losses"] == pytest.approx(ddp(worlds, model)["losses"], rel=1e-2)
+    assert rank["losses"] != ddp(worlds, model)["losses"]
 
 
 # ---- what a peer does not do it says ------------------------------------------------------------------------------

@@ -7,12 +7,14 @@ import logging
 import os
 from itertools import chain
 
+import torch
 import torch.distributed as dist
 
 from common import models
 from common.collectives import Collectives
 from common.engine_base import StepResult
 from common.peers.base import Peer, blocks, regroup, tensors_of_state
+from common.units import map_tensors
 
 
 class DeepSpeed1(Peer):
@@ -55,6 +57,7 @@ class DeepSpeed1(Peer):
             raise NotImplementedError("DeepSpeed makes its data-parallel group itself, of all ranks")
         device = Collectives(process_group).device
         self._deepspeed = _import_deepspeed(device)
+        self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         names = {parameter: name for name, parameter in model.named_parameters()}
         if any(tensor.is_meta for tensor in model.parameters()):
             models.materialize(model, init, device)
@@ -98,8 +101,11 @@ class DeepSpeed1(Peer):
         return {**super().versions(), "deepspeed": importlib.metadata.version("deepspeed")}
 
     def __call__(self, *args, **kwargs):
-        """The module's own forward; floating inputs are cast to the precision."""
-        return self._engine(*args, **kwargs)
+        """The module's own forward; floating inputs are cast to the precision, which DeepSpeed leaves to its user."""
+        return self._engine(*map_tensors(self._cast, args), **map_tensors(self._cast, kwargs))
+
+    def _cast(self, tensor):
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def backward(self, loss):
         """Backpropagate; DeepSpeed averages gradients beside it. It would divide by its accumulation steps: by 1.
