@@ -7,7 +7,16 @@ the reason. The surface is that of `common.engine_base.EngineBase`.
 
 from common.peers.deepspeed import DeepSpeed1, DeepSpeed2, DeepSpeed3
 from common.peers.fsdp2 import FSDP2, FSDP2KeepParameters
-from common.peers.torch_ddp import TorchDDP
+from common.peers.torch_ddp import Replicated, TorchDDP
 from common.peers.zero_redundancy import ZeroRedundancy
 
-__all__ = ["FSDP2", "DeepSpeed1", "DeepSpeed2", "DeepSpeed3", "FSDP2KeepParameters", "TorchDDP", "ZeroRedundancy"]
+__all__ = [
+    "FSDP2",
+    "DeepSpeed1",
+    "DeepSpeed2",
+    "DeepSpeed3",
+    "FSDP2KeepParameters",
+    "Replicated",
+    "TorchDDP",
+    "ZeroRedundancy",
+]

@@ -14,11 +14,12 @@ class Peer:
     Attributes:
         name: what tables call it.
         settings: how it is run, in one line.
+        follows: the stage whose formulas of bytes it is held to.
         precisions: those it is run in.
         module, optimizer, clip_norm: as an engine has them.
     """
 
-    name = settings = ""
+    name = follows = settings = ""
     precisions = ("fp32",)
     _state_bytes = None
 

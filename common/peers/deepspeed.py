@@ -34,7 +34,7 @@ class DeepSpeed1(Peer):
     Source: Rajbhandari et al., arXiv 1910.02054, and https://www.deepspeed.ai/docs/config-json/
     """
 
-    name = "deepspeed1"
+    name, follows = "deepspeed1", "stage1_os"
     settings = "zero_optimization: stage 1, buckets of bucket_mb, otherwise DeepSpeed's defaults"
     precisions = ("fp32", "bf16")
     stage = 1
@@ -186,7 +186,7 @@ class DeepSpeed1(Peer):
 class DeepSpeed2(DeepSpeed1):
     """DeepSpeed with ZeRO stage 2: gradients are sharded as well."""
 
-    name = "deepspeed2"
+    name, follows = "deepspeed2", "stage2_grad"
     settings = "zero_optimization: stage 2, buckets of bucket_mb, otherwise DeepSpeed's defaults"
     stage = 2
 
@@ -194,7 +194,7 @@ class DeepSpeed2(DeepSpeed1):
 class DeepSpeed3(DeepSpeed1):
     """DeepSpeed with ZeRO stage 3: parameters are sharded as well, small ones too."""
 
-    name = "deepspeed3"
+    name, follows = "deepspeed3", "stage3_param"
     settings = (
         "zero_optimization: stage 3, stage3_param_persistence_threshold 0 (by default parameters below 100,000 "
         "elements stay whole), buckets of bucket_mb, otherwise DeepSpeed's defaults"

@@ -34,7 +34,7 @@ class FSDP2(Peer):
     Source: Zhao et al., arXiv 2304.11277, and https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
 
-    name = "fsdp2"
+    name, follows = "fsdp2", "stage3_param"
     settings = "fully_shard on each block and the root, reshard_after_forward=True"
     precisions = ("fp32", "bf16")
     reshard_after_forward = True

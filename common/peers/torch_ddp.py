@@ -1,6 +1,4 @@
-"""What people would otherwise pick, behind the surface of an engine: here torch's DistributedDataParallel."""
-
-import contextlib
+"""torch's DistributedDataParallel behind the surface of an engine."""
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -9,10 +7,11 @@ from common import models
 from common.collectives import Collectives
 from common.engine_base import StepResult, host_value
 from common.mixed_precision import LossScaler, dtype_of
+from common.peers.base import Peer, regroup, tensors_of_state
 from common.units import map_tensors
 
 
-class Replicated:
+class Replicated(Peer):
     """A model and an optimizer over all of it on every rank; in 16-bit a plain loop over fp32 master weights.
 
     Unused parameters get a zero gradient, as in the engines: gradients stay allocated and are zeroed.
@@ -25,9 +24,10 @@ class Replicated:
     """
 
     def __init__(self, model, optimizer, *, param_groups, precision, clip_norm, process_group, init):
-        self.comm_device = Collectives(process_group).device
+        self.device = Collectives(process_group).device
+        names = {parameter: name for name, parameter in model.named_parameters()}
         if any(tensor.is_meta for tensor in model.parameters()):
-            models.materialize(model, init, self.comm_device)
+            models.materialize(model, init, self.device)
         self.module, self.clip_norm, self.dtype = model, clip_norm, dtype_of(precision)
         self.loss_scaler = LossScaler() if precision == "fp16" else None
         self.masters = {}
@@ -38,7 +38,7 @@ class Replicated:
             if parameter.requires_grad:
                 own = parameter.dtype == torch.float32
                 self.masters[parameter] = parameter if own else torch.nn.Parameter(exact.clone())
-        groups = [{"params": list(self.masters)}] if param_groups is None else param_groups
+        groups = regroup(param_groups, names, model) or [{"params": list(self.masters)}]
         self.optimizer = optimizer([{**g, "params": [self.masters[p] for p in g["params"]]} for g in groups])
         for parameter, master in self.masters.items():
             parameter.grad, master.grad = torch.zeros_like(parameter), torch.zeros_like(master)
@@ -74,6 +74,7 @@ class Replicated:
                 gradient.div_(scale)
         if self.clip_norm is not None:
             norm = host_value(self.clip(), 0.0)
+        self.note_states(self.module.parameters(), self.gradients())
         self.optimizer.step()
         for parameter, master in self.masters.items():
             if master is not parameter:
@@ -91,21 +92,14 @@ class Replicated:
             parameter.grad.zero_()
             master.grad.zero_()
 
-    def synchronize(self):
-        """Nothing is under way after a step."""
+    def gradients(self):
+        """All gradients that are held."""
+        return [tensor.grad for pair in self.masters.items() for tensor in pair]
 
-    def gathered(self, *modules):
-        """The weights are whole at any time."""
-        return contextlib.nullcontext()
-
-    def train(self, mode=True):
-        """Set the module's training mode."""
-        self.module.train(mode)
-        return self
-
-    def eval(self):
-        """Set the module's evaluation mode."""
-        return self.train(False)
+    def optimizer_tensors(self):
+        """The optimizer's states, and masters that are no parameters."""
+        copies = [master for parameter, master in self.masters.items() if master is not parameter]
+        return [*copies, *tensors_of_state(self.optimizer)]
 
     def full_state_dict(self):
         """The weights, on the CPU: the masters where there are any."""
@@ -121,7 +115,9 @@ class TorchDDP(Replicated):
         comm_hook: a DDP communication hook that replaces its all-reduce, with signature (state, bucket).
     """
 
-    name = "torch_ddp"
+    name, follows = "torch_ddp", "stage0_ddp"
+    settings = "DistributedDataParallel(gradient_as_bucket_view=True), buckets of bucket_mb"
+    precisions = ("fp32", "bf16", "fp16")
 
     def __init__(
         self,
@@ -148,7 +144,7 @@ class TorchDDP(Replicated):
         )
         self.ddp = DistributedDataParallel(
             model,
-            device_ids=[self.comm_device.index] if self.comm_device.type == "cuda" else None,
+            device_ids=[self.device.index] if self.device.type == "cuda" else None,
             process_group=process_group,
             bucket_cap_mb=bucket_mb,
             gradient_as_bucket_view=True,

@@ -4,11 +4,11 @@ import functools
 
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from common.peers.base import Peer, tensors_of_state
+from common.peers.base import tensors_of_state
 from common.peers.torch_ddp import TorchDDP
 
 
-class ZeroRedundancy(TorchDDP, Peer):
+class ZeroRedundancy(TorchDDP):
     """DDP whose optimizer steps on each rank some of the tensors, and broadcasts them.
 
     A tensor is never divided: ranks hold unequal shares, and the largest tensor bounds the largest share from below.
@@ -22,7 +22,8 @@ class ZeroRedundancy(TorchDDP, Peer):
     Source: https://docs.pytorch.org/docs/stable/distributed.optim.html
     """
 
-    name = "zero_redundancy"
+    name, follows = "zero_redundancy", "stage1_os"
+    precisions = ("fp32",)
     settings = "ZeroRedundancyOptimizer(parameters_as_bucket_view=True) on DDP(gradient_as_bucket_view=True)"
 
     def __init__(self, model, optimizer, *, precision="fp32", process_group=None, **options):
@@ -34,12 +35,6 @@ class ZeroRedundancy(TorchDDP, Peer):
             parameters_as_bucket_view=True,
         )
         super().__init__(model, sharded, process_group=process_group, **options)
-
-    def step(self):
-        """Clip, step, zero the gradients."""
-        parameters = list(self.module.parameters())
-        self.note_states(parameters, [parameter.grad for parameter in parameters])
-        return super().step()
 
     def optimizer_tensors(self):
         """The states of this rank's tensors."""
