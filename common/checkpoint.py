@@ -57,7 +57,7 @@ def save(engine, path, extra=None):
     with _together(comm, failure):
         folder.mkdir(parents=True, exist_ok=True)
         number = 1 + max(_files_in(folder).values(), default=0)
-    number = max(comm.gather_objects(number))
+    number = max(comm.gather_objects(number, "the checkpoint"))
     file = folder / f"{number:06}-rank-{rank:05}.safetensors"
     try:
         with _together(comm, failure):
@@ -67,7 +67,7 @@ def save(engine, path, extra=None):
             save_file(tensors, file, {"extra": structure})
             _flush(file)
             entry = {"name": file.name, "sha256": _checksum(file)}
-        files = comm.gather_objects(entry)
+        files = comm.gather_objects(entry, "the checkpoint")
         with _together(comm, failure):
             if rank == 0:
                 _replace_index(folder, {**index, "files": files})
@@ -116,7 +116,7 @@ def _together(comm, failure):
         yield
     except (OSError, ValueError, SafetensorError) as error:
         problem = " ".join(str(error).split())
-    for rank, theirs in enumerate(comm.gather_objects(problem)):
+    for rank, theirs in enumerate(comm.gather_objects(problem, "the checkpoint")):
         if theirs is not None:
             raise InputError(f"{failure}: rank {rank}: {theirs}")
 

@@ -12,6 +12,8 @@ tensor as a ring would, and gives the same bits as the two steps of the sharded 
 **Paths.** gloo has no reduce-scatter of its own (it runs a whole all-reduce), so the all-to-all is also the fast
 path there, and shards travel point to point. NCCL reduces in ring or tree order: fast, but another order of
 additions. `deterministic=True` takes the exact path on NCCL too.
+
+**Labels.** Each call may say who asks, a unit's name for instance. `common.trace` shows it where ranks part.
 """
 
 import pickle
@@ -23,6 +25,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from common import trace
 from common.errors import InputError
 from common.measure.traffic import Traffic
 
@@ -42,6 +45,7 @@ class Collectives:
         rank, size: of this process within the group.
         device: where the tensors live: the current CUDA device with NCCL, else the CPU.
         traffic: the meter, a `Traffic`.
+        tracer: what has the ranks agree on each collective, a `trace.Tracer`; None unless ZERO_TRACE is 1.
 
     Raises:
         InputError: the group's backend is neither NCCL nor gloo (nor torch's fake one, which simulates).
@@ -58,8 +62,9 @@ class Collectives:
         self.simulated = backend == "fake"
         self.lane = _lane_of(self.group, backend)
         self.traffic = Traffic()
+        self.tracer = None if self.simulated else trace.tracer_of(self.group)
 
-    def all_reduce(self, tensor):
+    def all_reduce(self, tensor, label=""):
         """Replace `tensor` [N x shard] by its mean over ranks, in place. Sends 2(N-1)/N of it."""
         self.traffic.record("all_reduce", 2 * self._remote(tensor))
         if self.ordered:
@@ -69,15 +74,12 @@ class Collectives:
                 self._reduce_in_rank_order(tensor, received, shard)
                 self._exchange(shard, tensor)
 
-            return self.lane.submit(work, tensor, received)
+            return self._submit("all_reduce", tensor, label, work, tensor, received)
 
-        def work():
-            dist.all_reduce(tensor, group=self.group)
-            tensor.div_(self.size)
+        work = partial(self._reduce_in_nccls_order, dist.all_reduce, tensor, tensor)
+        return self._submit("all_reduce", tensor, label, work, tensor)
 
-        return self.lane.submit(work, tensor)
-
-    def reduce_scatter(self, tensor, shard):
+    def reduce_scatter(self, tensor, shard, label=""):
         """Write this rank's part of the mean of `tensor` [N x shard] into `shard`, which may be its own part of it.
 
         Uses `tensor` up. Sends (N-1)/N of it.
@@ -86,29 +88,27 @@ class Collectives:
         if self.ordered:
             received = self._receive_buffer(tensor)
             work = partial(self._reduce_in_rank_order, tensor, received, shard)
-            return self.lane.submit(work, tensor, received, shard)
+            return self._submit("reduce_scatter", tensor, label, work, tensor, received, shard)
 
-        def work():
-            _reduce_scatter(shard, tensor, group=self.group)
-            shard.div_(self.size)
+        work = partial(self._reduce_in_nccls_order, partial(_reduce_scatter, shard), tensor, shard)
+        return self._submit("reduce_scatter", tensor, label, work, tensor, shard)
 
-        return self.lane.submit(work, tensor, shard)
-
-    def all_gather(self, shard, tensor):
+    def all_gather(self, shard, tensor, label=""):
         """Fill `tensor` [N x shard] with every rank's `shard`, which may be its own part of it.
 
         Sends (N-1)/N of the tensor.
         """
         self.traffic.record("all_gather", self._remote(tensor))
-        return self.lane.submit(partial(self._exchange, shard, tensor), shard, tensor)
+        work = partial(self._exchange, shard, tensor)
+        return self._submit("all_gather", tensor, label, work, shard, tensor)
 
-    def all_to_all(self, tensor, received):
+    def all_to_all(self, tensor, received, label=""):
         """Send part k of `tensor` to rank k; part k of `received` comes from there. Sends (N-1)/N of the tensor."""
         self.traffic.record("all_to_all", self._remote(tensor))
         work = partial(dist.all_to_all_single, received, tensor, group=self.group)
-        return self.lane.submit(work, tensor, received)
+        return self._submit("all_to_all", tensor, label, work, tensor, received)
 
-    def broadcast(self, tensor, source=0):
+    def broadcast(self, tensor, source=0, label=""):
         """Give every rank the `tensor` of rank `source`. Sends `broadcast_copies(source)` of it."""
         self.traffic.record("broadcast", self.broadcast_copies(source) * tensor.nbytes)
 
@@ -120,12 +120,15 @@ class Collectives:
             else:
                 self._transfer([(dist.irecv, tensor, source)])
 
-        return self.lane.submit(work, tensor)
+        return self._submit(f"broadcast from rank {source}", tensor, label, work, tensor)
 
-    def maximum(self, tensor):
-        """The element-wise maximum of every rank's small `tensor`, such as a flag: the same on every rank."""
+    def maximum(self, tensor, label=""):
+        """The element-wise maximum of every rank's small `tensor` [n], such as a flag: the same on every rank.
+
+        A NaN on any rank is a NaN on all of them. Sends N-1 copies of the tensor, metered as an all-gather.
+        """
         everyone = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=self.device)
-        self.all_gather(tensor, everyone).wait()
+        self.all_gather(tensor, everyone, label).wait()
         return everyone.view(self.size, -1).amax(dim=0)
 
     def broadcast_copies(self, source=0):
@@ -137,18 +140,23 @@ class Collectives:
             return self.size - 1 if self.rank == source else 0
         return int((self.rank - source) % self.size < self.size - 1)
 
-    def gather_objects(self, value):
+    def gather_objects(self, value, label="objects"):
         """Return every rank's `value`, any picklable object, in rank order. For checks and files, not for steps."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
-        self.all_gather(torch.tensor([len(data)], device=self.device), lengths).wait()
+        self.all_gather(torch.tensor([len(data)], device=self.device), lengths, label).wait()
         longest = int(lengths.max())
         padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
         padded[: len(data)] = data
         everyone = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
-        self.all_gather(padded, everyone).wait()
+        self.all_gather(padded, everyone, label).wait()
         # Unpickling stops where a value ends, so the padding behind it does no harm.
         return [pickle.loads(part.numpy().tobytes()) for part in everyone.cpu().view(self.size, longest)]
+
+    def _submit(self, collective, tensor, label, work, *buffers):
+        if self.tracer is not None:
+            work = self.tracer.checked(collective, tensor.nbytes, label, self.traffic.phase, work)
+        return self.lane.submit(work, *buffers)
 
     def _remote(self, tensor):
         """The bytes of `tensor` that belong to other ranks."""
@@ -167,6 +175,15 @@ class Collectives:
         total /= self.size
         if total.data_ptr() != shard.data_ptr():
             shard.copy_(total)
+
+    def _reduce_in_nccls_order(self, reduce, tensor, result):
+        """Sum by NCCL and divide once: fp16 before the sum, which could overflow, others after it, as gloo's path."""
+        if tensor.dtype == torch.float16:
+            tensor.div_(self.size)
+            reduce(tensor, group=self.group)
+        else:
+            reduce(tensor, group=self.group)
+            result.div_(self.size)
 
     def _collect(self, tensor, received):
         """Send every rank its part of `tensor`; return the N pieces of this rank's part, in rank order."""
@@ -317,8 +334,11 @@ def _lane_of(group, backend):
 def finish():
     """Wait until every lane has done what it was given, so that no rank leaves while another still receives.
 
+    The last thing a rank does with its groups: a traced one then tells the others that it leaves.
+
     Raises:
         Exception: what a collective raised that nobody waited for.
     """
     for lane in list(_lanes.values()):
         lane.submit(lambda: None).wait()
+    trace.leave()

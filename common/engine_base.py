@@ -500,7 +500,7 @@ class EngineBase:
         if len(kept) == bucket.padded_numel:
             return kept
         whole = torch.empty(bucket.padded_numel, dtype=kept.dtype, device=kept.device)
-        self.comm.all_gather(kept, whole).wait()
+        self.comm.all_gather(kept, whole, bucket.name).wait()
         return whole
 
     def save(self, path, extra=None):
@@ -611,7 +611,7 @@ class EngineBase:
         if not buffers or not self._buffers_differ:
             return
         packed = torch.cat([buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers])
-        self.comm.broadcast(packed).wait()
+        self.comm.broadcast(packed, label="the buffers").wait()
         parts = packed.split([buffer.nbytes for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             buffer.detach().copy_(part.clone().view(buffer.dtype).view(buffer.shape))
@@ -728,7 +728,7 @@ def _check_model(model, comm, init, param_groups, dtype):
 
 def _check_agreement(found, comm):
     """Raise what any rank found wrong on every rank, so that none waits for one that has left."""
-    everyone = [found] if comm.simulated else comm.gather_objects(found)
+    everyone = [found] if comm.simulated else comm.gather_objects(found, "the check of the model")
     for theirs in everyone:
         if isinstance(theirs, InputError):
             raise theirs

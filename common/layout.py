@@ -50,10 +50,14 @@ class Kind:
 
 
 class Run:
-    """Parameters laid end to end and padded, so that the run is `world_size` shards of equal, aligned length."""
+    """Parameters laid end to end and padded, so that the run is `world_size` shards of equal, aligned length.
+
+    Attributes:
+        name: what a message calls it, set by whoever cut the model into runs.
+    """
 
     def __init__(self, named_parameters, kind, world_size):
-        self.kind = kind
+        self.kind, self.name = kind, ""
         self.slots, offset = {}, 0  # name -> slot, in order
         for name, parameter in named_parameters:
             self.slots[name] = Slot(name, parameter.shape, parameter.numel(), offset)
@@ -117,4 +121,7 @@ def buckets(named_parameters, param_groups, dtype, bucket_bytes, world_size, mak
             packed[-1][1].append((name, parameter))
             size += nbytes
     packed.sort(key=lambda bucket: position[bucket[1][-1][0]])
-    return [make(members, kind, world_size) for kind, members in packed]
+    runs = [make(members, kind, world_size) for kind, members in packed]
+    for number, run in enumerate(runs):
+        run.name = f"bucket {number}"
+    return runs

@@ -86,7 +86,7 @@ def overflow_flag(buckets, comm):
     finite = torch.ones(1, device=comm.device)
     for bucket in buckets:
         finite *= bucket.mean.isfinite().all()
-    return comm.maximum(1 - finite)
+    return comm.maximum(1 - finite, "the overflow flag")
 
 
 def gradient_norm(buckets, comm):
@@ -110,7 +110,7 @@ def gradient_norm(buckets, comm):
                 squares[index] += chunk.double().square().sum()
     if held < comm.size:
         own, squares = squares, torch.empty(comm.size, dtype=torch.float64, device=comm.device)
-        comm.all_gather(own, squares).wait()
+        comm.all_gather(own, squares, "the gradient norm").wait()
     total = squares[0].clone()
     for square in squares[1:]:
         total += square

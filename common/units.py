@@ -38,6 +38,8 @@ class Unit:
         self.gathered = self.open = False
         self.reached = True
         self.inside = set()
+        for number, bucket in enumerate(buckets):
+            bucket.name = (name or "the root") + (f"/{number}" if number else "")
 
     @property
     def trainable(self):

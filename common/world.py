@@ -22,7 +22,7 @@ from multiprocessing.connection import wait
 import torch
 import torch.distributed as dist
 
-from common import collectives
+from common import collectives, trace
 from common.errors import InputError
 from common.measure.hardware import cpus
 
@@ -75,11 +75,13 @@ def _join(function, args, oversubscribe, timeout):
     try:
         result = function(world, *args)
         _leave_group()
-    except InputError:
+    except InputError as error:
+        trace.leave(error)
         raise
-    except Exception:
+    except Exception as error:
         # Python's own way out would abort or hang on a collective that still waits for another rank.
         sys.excepthook(*sys.exc_info())
+        trace.leave(error)
         sys.stdout.flush()
         os._exit(1)
     return result if rank == 0 else None
@@ -111,7 +113,7 @@ class LocalWorld:
         self._pipes, self._processes = [], []
         for rank in range(size):
             pipe, far_end = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, far_end), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, far_end, dict(os.environ)), daemon=True)
             process.start()
             far_end.close()
             self._pipes.append(pipe)
@@ -200,8 +202,11 @@ def _read(pipe):
         return "died", None
 
 
-def _serve(rank, size, pipe):
+def _serve(rank, size, pipe, environment):
     """The life of a local rank: answer calls, of which the first forms the group, until the pipe closes."""
+    # A fork server has the environment that stood when the first of all worlds was opened.
+    os.environ.clear()
+    os.environ.update(environment)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent then ends its ranks
     world = World(rank, size, _device(rank))
@@ -215,8 +220,10 @@ def _serve(rank, size, pipe):
             answer = pickle.dumps(("ok", function(world, *args)))
         except InputError as error:
             answer = pickle.dumps(("input error", str(error)))
-        except BaseException:
+            trace.leave(error)
+        except BaseException as error:
             answer = pickle.dumps(("failed", traceback.format_exc()))
+            trace.leave(error)
         # Bytes, as `send` would hand over tensors as open files, of which a process may have a thousand or so.
         pipe.send_bytes(answer)
     _leave_group()

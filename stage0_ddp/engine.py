@@ -68,7 +68,7 @@ class Engine(EngineBase):
     def reduce(self, bucket):
         """Phase 2. Replace the bucket's gradients by their mean over ranks, beside the rest of backward."""
         bucket.seal()
-        bucket.handle = self.comm.all_reduce(bucket.local)
+        bucket.handle = self.comm.all_reduce(bucket.local, bucket.name)
 
     def finish_backward(self):
         """Phase 3. Send the buckets that did not fill, so that all ranks send the same; wait for every mean."""

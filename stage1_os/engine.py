@@ -69,7 +69,7 @@ class Engine(EngineBase):
     def reduce(self, bucket):
         """Phase 2. This rank's shard of the bucket becomes the mean over ranks, beside the rest of backward."""
         bucket.seal()
-        bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced)
+        bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)
 
     def finish_backward(self):
         """Phase 3. Send the buckets that did not fill, so that all ranks send the same; wait for every mean."""
@@ -89,7 +89,7 @@ class Engine(EngineBase):
     def gather(self, bucket):
         """Phase 5. Collect all shards of a bucket's parameters in place, beside what follows."""
         shard = bucket.parameters[bucket.shard(self.rank)]
-        bucket.gathering = self.comm.all_gather(shard, bucket.parameters)
+        bucket.gathering = self.comm.all_gather(shard, bucket.parameters, bucket.name)
 
     def before_use(self, bucket):
         """Phase 6. A module is about to read its parameters: wait for the all-gather of their bucket."""

@@ -82,7 +82,7 @@ class Engine(EngineBase):
         """Phase 2. This rank's shard of the mean over ranks is kept, the room is freed when the bucket has left."""
         self.take_room(bucket)
         bucket.seal()
-        bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced)
+        bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)
         bucket.local = None
         self.travelling.append(bucket.handle)
 
@@ -109,7 +109,7 @@ class Engine(EngineBase):
     def gather(self, bucket):
         """Phase 5. Collect all shards of a bucket's parameters in place, beside what follows."""
         shard = bucket.parameters[bucket.shard(self.rank)]
-        bucket.gathering = self.comm.all_gather(shard, bucket.parameters)
+        bucket.gathering = self.comm.all_gather(shard, bucket.parameters, bucket.name)
 
     def before_use(self, bucket):
         """Phase 6. A module is about to read its parameters: wait for the all-gather of their bucket."""

@@ -82,7 +82,7 @@ class Engine(EngineBase):
             unit.gathered = True
             for bucket in unit.buckets:
                 bucket.full.untyped_storage().resize_(bucket.full.nbytes)
-                bucket.gathering = self.comm.all_gather(bucket.parameters, bucket.full)
+                bucket.gathering = self.comm.all_gather(bucket.parameters, bucket.full, bucket.name)
 
     def use(self, unit, order):
         """A unit is needed now: gather it, let its weights be views of the result, and prefetch the unit after it."""
@@ -235,7 +235,7 @@ class Engine(EngineBase):
     def reduce_bucket(self, bucket):
         self.take_room(bucket)
         bucket.seal()
-        bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced)
+        bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)
         bucket.local = None
         self.travelling.append(bucket.handle)
 

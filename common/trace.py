@@ -1,0 +1,235 @@
+"""Where ranks part: with ZERO_TRACE=1 a collective begins only when all ranks have come to it.
+
+A rank that calls another collective than its peers leaves all of them waiting, and a hang says nothing. Here a rank
+writes what it is about to run to the group's store, and waits outside of any collective until all have written the
+same. Where that does not come, every rank prints its last collectives and where the ranks part, and raises.
+
+    ZERO_TRACE=1              on every rank
+    ZERO_TRACE_TIMEOUT=300    seconds that a rank waits for the others
+
+What the store of a group holds:
+
+    12/3      the record of rank 3, which has come to collective 12; deleted when all have come to 13
+    left/3    rank 3 has left, and why
+    parted    where the ranks part: one sentence, the same for all
+    alarm     one of those two is there
+    told/3    rank 3 has printed what it knows
+"""
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+import weakref
+from dataclasses import astuple, dataclass
+
+import torch.distributed as dist
+
+from common.errors import InputError
+
+SHOWN = 5  # collectives that a rank prints
+GRACE = 5.0  # seconds that a rank gives the others to print, as its own end may be theirs
+
+
+class RanksParted(RuntimeError):
+    """The ranks did not come to the same collective. The message says where each of them is."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A collective that a rank is about to run.
+
+    Attributes:
+        number: counted from 1 in each group.
+        collective: its name.
+        nbytes: of the whole tensor.
+        label: who asks, "blocks.3" for instance.
+        phase: setup, forward, backward or step.
+    """
+
+    number: int
+    collective: str
+    nbytes: int
+    label: str
+    phase: str
+
+    def agrees(self, other):
+        """Whether two ranks call the same. Not by phase: one may evaluate alone before all of them save."""
+        return (self.collective, self.nbytes, self.label) == (other.collective, other.nbytes, other.label)
+
+    def __str__(self):
+        of = f" of {self.label}" if self.label else ""
+        return f"{self.collective}{of} ({self.phase}, #{self.number}, {self.nbytes:,} bytes)"
+
+
+class Tracer:
+    """One rank's part in the agreement of a group on its collectives.
+
+    Args:
+        group: a process group.
+        timeout: seconds to wait for the other ranks.
+    """
+
+    def __init__(self, group, timeout):
+        self.rank, self.size, self.timeout = group.rank(), group.size(), timeout
+        # A client of its own: another thread may wait in the group's, and nobody else could ask it then.
+        self.store = dist.PrefixStore("trace", group.get_group_store().clone())
+        self._recent, self._state = [], "done"  # the last records, and what the last of them does
+        self._ended = False
+
+    def checked(self, collective, nbytes, label, phase, work):
+        """`work` for the lane, with the agreement before it."""
+
+        def run():
+            number = self._recent[-1].number + 1 if self._recent else 1
+            self._agree(Record(number, collective, nbytes, label, phase))
+            self._state = "running"
+            work()
+            self._state = "done"
+
+        return run
+
+    def _agree(self, record):
+        self._recent, self._state = [*self._recent[1 - SHOWN :], record], "waiting"
+        self.store.set(f"{record.number}/{self.rank}", json.dumps(astuple(record)))
+        began = time.monotonic()
+        self._wait_for_others(record.number)
+        came = self._records(record.number)
+        agreed = len(came) == self.size and all(record.agrees(other) for other in came.values())
+        if not agreed or self.store.check(["parted"]):
+            self._part(self._positions(came, time.monotonic() - began))
+        if record.number > 1:  # all have come here, so all have read what was before
+            self.store.delete_key(f"{record.number - 1}/{self.rank}")
+
+    def _wait_for_others(self, number):
+        keys = [f"{number}/{rank}" for rank in range(self.size)]
+
+        def nobody_else_will_come():
+            if self.store.check(keys) or self._has("parted"):
+                return True
+            return all(self._has(key) or self._has(f"left/{rank}") for rank, key in enumerate(keys))
+
+        if _comes_true(lambda: self.store.check(keys) or self._has("alarm"), within=self.timeout):
+            _comes_true(nobody_else_will_come, within=GRACE)
+
+    def _has(self, key):
+        return self.store.check([key])
+
+    def _records(self, number):
+        """{rank: record} of those that have come to a collective."""
+        came = [rank for rank in range(self.size) if self._has(f"{number}/{rank}")]
+        values = self.store.multi_get([f"{number}/{rank}" for rank in came])
+        return {rank: Record(*json.loads(value)) for rank, value in zip(came, values, strict=True)}
+
+    def _positions(self, came, waited):
+        """One sentence: where each rank is, those at the same place together."""
+        last = self._recent[-2] if len(self._recent) > 1 else "its start"
+        places = {}  # (verb, place) -> ranks
+        for rank in range(self.size):
+            if rank in came:
+                place = "wait", f"in {came[rank]}"
+            elif self._has(f"left/{rank}"):
+                why = self.store.get(f"left/{rank}").decode()
+                place = "leave", f"after {last}" + (f": {why}" if why else "")
+            else:
+                place = "stay", f"silent after {last}; {waited:.0f} s are over (ZERO_TRACE_TIMEOUT)"
+            places.setdefault(place, []).append(rank)
+        return "; ".join(
+            f"{_named(ranks)} {verb}{'s' if len(ranks) == 1 else ''} {place}" for (verb, place), ranks in places.items()
+        )
+
+    def _part(self, sentence):
+        self._ended = True
+        sentence = self.store.compare_set("parted", "", sentence).decode()  # the first that is found, for all
+        self.store.set("alarm", "")
+        self._print(f"the ranks part: {sentence}")
+        self.store.set(f"told/{self.rank}", "")
+        self._let_others_print("told")
+        raise RanksParted(sentence)
+
+    def leave(self, error=None):
+        """Tell the others that this rank comes to no further collective; after an error, give them time to print.
+
+        Whoever waits for a rank that left waits for its end as well, so that the rank with the error ends first.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        why = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+        with contextlib.suppress(dist.DistError):  # the store may have ended before
+            self.store.set(f"left/{self.rank}", why)
+            self.store.set("alarm", "")
+            if error is not None:
+                self._print(f"leaves: {why}")
+                self._let_others_print("told", "left")
+
+    def _print(self, what):
+        lines = [what]
+        for record in self._recent:
+            state = self._state if record is self._recent[-1] else "done"
+            lines.append(f"  {state:<8} {record}")
+        # In one piece: all ranks write.
+        sys.stderr.write("".join(f"[rank {self.rank}] {line}\n" for line in lines))
+        sys.stderr.flush()
+
+    def _let_others_print(self, *signs):
+        def all_others_did():
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            return all(any(self._has(f"{sign}/{rank}") for sign in signs) for rank in others)
+
+        _comes_true(all_others_did, within=GRACE)
+
+
+_tracers = weakref.WeakKeyDictionary()  # group -> tracer, as long as the group lives
+
+
+def tracer_of(group):
+    """The tracer of a group, shared by all who use it; None unless ZERO_TRACE is 1.
+
+    Raises:
+        InputError: ZERO_TRACE_TIMEOUT is no number of seconds.
+    """
+    if os.environ.get("ZERO_TRACE") != "1":
+        return None
+    if group not in _tracers:
+        _tracers[group] = Tracer(group, _timeout())
+    return _tracers[group]
+
+
+def leave(error=None):
+    """Have this rank leave every group that is traced."""
+    for tracer in list(_tracers.values()):
+        tracer.leave(error)
+
+
+# A program of its own need not know of this: an exception that ends it has been printed by then.
+atexit.register(lambda: leave(getattr(sys, "last_value", None)))
+
+
+def _timeout():
+    given = os.environ.get("ZERO_TRACE_TIMEOUT", "300")
+    with contextlib.suppress(ValueError):
+        if 0 < float(given) < float("inf"):
+            return float(given)
+    raise InputError(f"ZERO_TRACE_TIMEOUT={given}: give a number of seconds above 0")
+
+
+def _comes_true(condition, within):
+    """Whether a condition comes true within so many seconds. It is asked ever more rarely."""
+    deadline, pause = time.monotonic() + within, 0.0005
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return True
+
+
+def _named(ranks):
+    """Ranks in words: rank 0; ranks 0, 2-5."""
+    runs = [[rank for _, rank in run] for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    spans = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(spans)}"
