@@ -77,6 +77,7 @@ class Tracer:
         self.rank, self.size, self.timeout = group.rank(), group.size(), timeout
         # A client of its own: another thread may wait in the group's, and nobody else could ask it then.
         self.store = dist.PrefixStore("trace", group.get_group_store().clone())
+        self.number = 0  # of the last collective
         self._recent, self._state = [], "done"  # the last records, and what the last of them does
         self._ended = False
 
@@ -84,8 +85,8 @@ class Tracer:
         """`work` for the lane, with the agreement before it."""
 
         def run():
-            number = self._recent[-1].number + 1 if self._recent else 1
-            self._agree(Record(number, collective, nbytes, label, phase))
+            self.number += 1
+            self._agree(Record(self.number, collective, nbytes, label, phase))
             self._state = "running"
             work()
             self._state = "done"

@@ -142,6 +142,45 @@ def test_in_a_subgroup_ranks_count_from_its_first_member(worlds, members):
         assert objects == members
 
 
+def largest(world):
+    """The maximum of what the ranks bring, whatever came before, and the bytes by the meter."""
+    comm = Collectives()
+    own = [float(world.rank == 1), -float(world.rank), 0.0 if world.rank else float("nan")]
+    everyones = comm.maximum(torch.tensor(own, device=world.device))
+    return everyones.cpu(), comm.traffic.by_collective()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_maximum_is_the_same_on_every_rank_and_nan_where_any_is(worlds, size):
+    for everyones, sent in worlds(size).run(largest):
+        assert torch.equal(everyones[:2], torch.tensor([1.0, 0.0]))
+        assert everyones[2].isnan()
+        assert sent == {"all_gather": (size - 1) * 3 * 4}
+
+
+def reduce_in_nccls_order(world, dtype, value):
+    """The mean of a value that all ranks bring, by the backend's own reductions."""
+    comm = Collectives()
+    comm.ordered = False
+    reduced = torch.full((world.size,), value, dtype=dtype, device=world.device)
+    shard = torch.empty(1, dtype=dtype, device=world.device)
+    comm.reduce_scatter(reduced.clone(), shard).wait()
+    comm.all_reduce(reduced).wait()
+    return [*reduced.tolist(), *shard.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        pytest.param(torch.float16, 60000.0, id="fp16 before the sum, which would overflow"),
+        pytest.param(torch.bfloat16, 2.0**-133, id="bf16 after it, as half the smallest number is nothing"),
+        pytest.param(torch.float32, 2.0**-149, id="fp32 after it"),
+    ],
+)
+def test_a_sum_in_nccls_order_is_divided_once(worlds, dtype, value):
+    assert worlds(2).run(reduce_in_nccls_order, dtype, value) == [[value] * 3] * 2
+
+
 # ---- in flight --------------------------------------------------------------------------------------------------
 
 
@@ -417,7 +456,7 @@ dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
 for mode in (contextlib.nullcontext, FakeTensorMode):
     for deterministic in (False, True):
         comm, counted = Collectives(deterministic=deterministic), {}
-        assert comm.simulated and isinstance(comm.lane, InlineLane)
+        assert comm.simulated and isinstance(comm.lane, InlineLane) and comm.tracer is None
         with mode():
             for name in COLLECTIVES:
                 comm.traffic.reset()
@@ -425,12 +464,14 @@ for mode in (contextlib.nullcontext, FakeTensorMode):
                 assert handle.buffers == ()
                 handle.wait()
                 counted[name] = comm.traffic.by_collective()[name]
+            assert comm.maximum(torch.zeros(3)).shape == (3,)
         print(json.dumps(counted))
 """
 
 
 def test_under_a_fake_group_every_path_runs_and_the_meter_counts_the_law():
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    # Not traced even where that is asked for: there is nobody to agree with.
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "ZERO_TRACE": "1"}
     command = [sys.executable, "-c", SIMULATED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -77,6 +77,21 @@ def test_two_local_worlds_live_side_by_side(worlds):
         assert [answer["size"] for answer in (other.run(describe)[0], worlds(3).run(describe)[0])] == [2, 3]
 
 
+def environment(world, *names):
+    return [os.environ.get(name) for name in names]
+
+
+def test_ranks_have_the_environment_that_stands_when_their_world_is_opened(monkeypatch):
+    """A fork server, once it runs, would give all later worlds the environment of the first."""
+    monkeypatch.setenv("SET_BEFORE", "yes")
+    with LocalWorld(1) as first:
+        monkeypatch.setenv("SET_SINCE", "yes")
+        monkeypatch.delenv("SET_BEFORE")
+        with LocalWorld(1) as second:
+            assert second.run(environment, "SET_BEFORE", "SET_SINCE") == [[None, "yes"]]
+        assert first.run(environment, "SET_BEFORE", "SET_SINCE") == [["yes", None]]
+
+
 def many_tensors(world):
     return [torch.full((3,), float(index)) for index in range(2000)]
 
