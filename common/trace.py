@@ -7,7 +7,7 @@ same. Where that does not come, every rank prints its last collectives and where
     ZERO_TRACE=1              on every rank
     ZERO_TRACE_TIMEOUT=300    seconds that a rank waits for the others
 
-What the store of a group holds:
+Ranks are counted within their group. What its store holds:
 
     12/3      the record of rank 3, which has come to collective 12; deleted when all have come to 13
     left/3    rank 3 has left, and why

@@ -127,11 +127,13 @@ def test_a_rank_may_call_the_same_in_another_phase(ranks):
 
 
 @pytest.mark.parametrize("parting", PARTINGS)
-def test_all_ranks_learn_where_they_part_and_run_nothing_there(ranks, parting):
+def test_all_ranks_learn_at_once_where_they_part_and_run_nothing_there(ranks, parting):
     lives, sentence = PARTINGS[parting]
+    began = time.monotonic()
     stay = ["rank 1 leaves" not in sentence or rank != 1 for rank in range(len(lives))]
     assert ranks.run(*lives) == [sentence if stays else None for stays in stay]
     assert {ranks.ran.count(label) for label in ranks.ran} <= {len(lives)}
+    assert time.monotonic() - began < 30  # half of what ranks wait for a silent one
 
 
 def test_a_silent_rank_is_named_after_the_timeout_and_told_when_it_comes(ranks):
@@ -154,8 +156,10 @@ def test_every_rank_prints_its_own_last_five(ranks, capsys):
 
 
 def test_ranks_that_all_fail_do_not_wait_for_each_other(ranks, monkeypatch):
-    monkeypatch.setattr(trace, "GRACE", 600.0)
+    monkeypatch.setattr(trace, "GRACE", 30.0)
+    began = time.monotonic()
     assert ranks.run(calls("a", then=fail), calls("a", then=fail)) == [None, None]
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("given", ["soon", "0", "-1", "inf", "nan", ""])
