@@ -100,7 +100,7 @@ class Tracer:
         self._wait_for_others(record.number)
         came = self._records(record.number)
         agreed = len(came) == self.size and all(record.agrees(other) for other in came.values())
-        if not agreed or self.store.check(["parted"]):
+        if not agreed or self._has("parted"):
             self._part(self._positions(came, time.monotonic() - began))
         if record.number > 1:  # all have come here, so all have read what was before
             self.store.delete_key(f"{record.number - 1}/{self.rank}")
@@ -109,15 +109,15 @@ class Tracer:
         keys = [f"{number}/{rank}" for rank in range(self.size)]
 
         def nobody_else_will_come():
-            if self.store.check(keys) or self._has("parted"):
+            if self._has(*keys) or self._has("parted"):
                 return True
             return all(self._has(key) or self._has(f"left/{rank}") for rank, key in enumerate(keys))
 
-        if _comes_true(lambda: self.store.check(keys) or self._has("alarm"), within=self.timeout):
+        if _comes_true(lambda: self._has(*keys) or self._has("alarm"), within=self.timeout):
             _comes_true(nobody_else_will_come, within=GRACE)
 
-    def _has(self, key):
-        return self.store.check([key])
+    def _has(self, *keys):
+        return self.store.check(list(keys))
 
     def _records(self, number):
         """{rank: record} of those that have come to a collective."""
@@ -136,7 +136,7 @@ class Tracer:
                 why = self.store.get(f"left/{rank}").decode()
                 place = "leave", f"after {last}" + (f": {why}" if why else "")
             else:
-                place = "stay", f"silent after {last}; {waited:.0f} s are over (ZERO_TRACE_TIMEOUT)"
+                place = "stay", f"silent for {waited:.0f} s after {last}"
             places.setdefault(place, []).append(rank)
         return "; ".join(
             f"{_named(ranks)} {verb}{'s' if len(ranks) == 1 else ''} {place}" for (verb, place), ranks in places.items()
@@ -160,12 +160,13 @@ class Tracer:
             return
         self._ended = True
         why = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())
-        with contextlib.suppress(dist.DistError):  # the store may have ended before
+        if error is not None:
+            self._print(f"leaves: {why}")
+        with contextlib.suppress(dist.DistError):  # the store ends with the process that holds it
             self.store.set(f"left/{self.rank}", why)
             self.store.set("alarm", "")
-            if error is not None:
-                self._print(f"leaves: {why}")
-                self._let_others_print("told", "left")
+        if error is not None:
+            self._let_others_print("told", "left")
 
     def _print(self, what):
         lines = [what]
@@ -181,7 +182,8 @@ class Tracer:
             others = [rank for rank in range(self.size) if rank != self.rank]
             return all(any(self._has(f"{sign}/{rank}") for sign in signs) for rank in others)
 
-        _comes_true(all_others_did, within=GRACE)
+        with contextlib.suppress(dist.DistError):
+            _comes_true(all_others_did, within=GRACE)
 
 
 _tracers = weakref.WeakKeyDictionary()  # group -> tracer, as long as the group lives

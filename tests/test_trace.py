@@ -1,6 +1,7 @@
 """ZERO_TRACE=1: ranks that agree are not disturbed; of ranks that part, each says where, and fails."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -137,9 +138,9 @@ def test_all_ranks_learn_at_once_where_they_part_and_run_nothing_there(ranks, pa
 
 
 def test_a_silent_rank_is_named_after_the_timeout_and_told_when_it_comes(ranks):
-    outcomes = ranks.run(calls("a", "b"), calls("a", then=calls("b", first=0.8)), timeout=0.3)
-    sentence = f"rank 0 waits in {B}; rank 1 stays silent after {A}; 0 s are over (ZERO_TRACE_TIMEOUT)"
-    assert outcomes == [sentence] * 2
+    one, other = ranks.run(calls("a", "b"), calls("a", then=calls("b", first=4.0)), timeout=1.0)
+    assert re.sub(r"for \d s", "for _ s", one) == f"rank 0 waits in {B}; rank 1 stays silent for _ s after {A}"
+    assert other == one
 
 
 def test_every_rank_prints_its_own_last_five(ranks, capsys):
@@ -296,9 +297,9 @@ def stay_away_on_rank_1(world):
 
 def test_a_silent_rank_is_reported_after_the_timeout(part):
     failure, printed = part(stay_away_on_rank_1, ZERO_TRACE_TIMEOUT="0.5")
-    sentence = "rank 0 waits in all_gather of objects (setup, #1, 16 bytes); rank 1 stays silent after its start"
-    assert sentence in failure
-    assert sentence in printed[0]
+    sentence = r"rank 0 waits in all_gather of objects \(setup, #1, 16 bytes\); rank 1 stays silent for \d s"
+    assert re.search(sentence, failure)
+    assert re.search(sentence, printed[0])
 
 
 def submit_only(world):
