@@ -4,6 +4,8 @@ Every model is an nn.Module with
     window                         the bytes one sample needs
     inputs_and_targets(windows)    uint8 [batch, window] -> what forward takes, what `loss` compares with
     forward(inputs)                logits [..., classes]
+    checkpoint_activations         None, or the kind of checkpoint around each block; models without blocks lack it
+    predicts_text                  True where inputs are bytes and the logits those of every next byte; else missing
 """
 
 import difflib
@@ -18,8 +20,10 @@ from torch import nn
 from common.errors import InputError
 from common.models.gpt import GPT, GPTConfig
 from common.models.llama import Llama, LlamaConfig
+from common.models.lora import LoRAGPT
 from common.models.mlp import MLP
 from common.models.moe import MoEGPT
+from common.models.recompute import KINDS
 from common.models.resnet import ResNet
 
 SIZES = {
@@ -35,23 +39,40 @@ SIZES = {
     "resnet-nano": partial(ResNet, side=32, channels=(16, 32, 64), depth=3),
     "moe-tiny": partial(MoEGPT, GPTConfig(layers=2, width=16, heads=2, sequence=16), experts=4),
     "moe-nano": partial(MoEGPT, GPTConfig(layers=4, width=64, heads=4, sequence=128), experts=4),
+    "lora-tiny": partial(LoRAGPT, GPTConfig(layers=2, width=16, heads=2, sequence=16), rank=2, alpha=4),
+    "lora-nano": partial(LoRAGPT, GPTConfig(layers=4, width=96, heads=4, sequence=128), rank=4, alpha=8),
 }
 
 
-def build(name, *, device="meta"):
+def build(name, *, device="meta", checkpoint_activations=None):
     """Build the model called `name`, one of SIZES.
 
     On the meta device, the default, it has shapes but no storage: `materialize` or an engine gives it both
     storage and values, so that a model larger than one rank's memory is never held whole.
 
+    Args:
+        name: of SIZES.
+        device: where parameters and buffers are.
+        checkpoint_activations: "non-reentrant" or "reentrant": torch's checkpoint around each of its blocks, which
+            is computed again in backward. None keeps all activations.
+
     Raises:
-        InputError: there is no such name.
+        InputError: there is no such name or kind, or the model has no blocks.
     """
     if name not in SIZES:
         closest = "".join(f"did you mean {match}? " for match in difflib.get_close_matches(name, SIZES, n=1))
         raise InputError(f"unknown model {name!r}; {closest}known models: {', '.join(SIZES)}")
     with torch.device(device):
-        return SIZES[name]()
+        model = SIZES[name]()
+    if checkpoint_activations is not None:
+        if checkpoint_activations not in KINDS:
+            raise InputError(
+                f"unknown kind of activation checkpoint {checkpoint_activations!r}; known kinds: {', '.join(KINDS)}"
+            )
+        if not hasattr(model, "checkpoint_activations"):
+            raise InputError(f"{name} has no blocks to compute again; choose another model, or no checkpoints")
+        model.checkpoint_activations = checkpoint_activations
+    return model
 
 
 def initial_values(seed):
@@ -60,7 +81,7 @@ def initial_values(seed):
     The values are a function of (seed, qualified name, shape) alone: the same on every rank and device and
     in every order, and in a lower precision the rounded fp32 values. By the last part of the name:
 
-        bias                           zeros
+        bias, lora_b                   zeros
         1-D weight (norm gains)        ones
         weight of wte, wpe             normal, standard deviation 0.02
         any other of >= 2 dimensions   normal, standard deviation 1 / sqrt(fan_in)
@@ -71,7 +92,7 @@ def initial_values(seed):
     @torch.no_grad()
     def init(name, tensor):
         parts = name.split(".")
-        if parts[-1] == "bias":
+        if parts[-1] in ("bias", "lora_b"):
             tensor.zero_()
         elif tensor.ndim >= 2:
             fan_in = tensor.numel() // tensor.shape[0]

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from common.models.recompute import run_blocks
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -71,6 +73,9 @@ class GPT(nn.Module):
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", sec. 2.3.
     """
 
+    predicts_text = True
+    checkpoint_activations = None
+
     def __init__(self, config, feed_forward=FeedForward):
         super().__init__()
         self.window = config.sequence + 1
@@ -89,6 +94,5 @@ class GPT(nn.Module):
     def forward(self, inputs):
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         x = self.wte(inputs) + self.wpe(positions)
-        for block in self.blocks:
-            x = block(x)
+        x = run_blocks(self.blocks, x, self.checkpoint_activations)
         return self.head(self.ln_f(x))

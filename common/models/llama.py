@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from common.models.recompute import run_blocks
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
@@ -111,6 +113,9 @@ class Llama(nn.Module):
     Source: Touvron et al., arXiv 2302.13971, sec. 2.2.
     """
 
+    predicts_text = True
+    checkpoint_activations = None
+
     def __init__(self, config):
         super().__init__()
         self.window = config.sequence + 1
@@ -125,7 +130,5 @@ class Llama(nn.Module):
         return tokens[:, :-1], tokens[:, 1:]
 
     def forward(self, inputs):
-        x = self.wte(inputs)
-        for block in self.blocks:
-            x = block(x)
+        x = run_blocks(self.blocks, self.wte(inputs), self.checkpoint_activations)
         return self.head(self.norm_f(x))

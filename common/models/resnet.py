@@ -3,21 +3,25 @@
 import torch.nn.functional as F
 from torch import nn
 
+from common.models.recompute import run_blocks
+from common.units import inside_backward
+
 
 class BatchNorm(nn.BatchNorm2d):
     """nn.BatchNorm2d that also runs on 16-bit inputs and weights: [batch, channels, height, width].
 
     Its running statistics stay fp32 in every precision, and torch asks that weight and bias have the dtype
-    of the statistics.
+    of the statistics. A checkpoint that runs it again in backward does not count the batch a second time.
     """
 
     def forward(self, x):
-        if self.training:
+        momentum = self.momentum
+        if inside_backward():
+            momentum = 0.0  # the running statistics stay as they are
+        elif self.training:
             self.num_batches_tracked.add_(1)
         weight, bias = self.weight.float(), self.bias.float()
-        return F.batch_norm(
-            x, self.running_mean, self.running_var, weight, bias, self.training, self.momentum, self.eps
-        )
+        return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, self.training, momentum, self.eps)
 
 
 class ResidualBlock(nn.Module):
@@ -54,6 +58,8 @@ class ResNet(nn.Module):
     Source: He et al., arXiv 1512.03385, sec. 4.2.
     """
 
+    checkpoint_activations = None
+
     def __init__(self, side, channels, depth, classes=10):
         super().__init__()
         self.window = 3 * side * side + 1
@@ -76,5 +82,5 @@ class ResNet(nn.Module):
         return images, windows[:, -1].long() % self.classes
 
     def forward(self, inputs):
-        x = self.blocks(F.relu(self.bn(self.stem(inputs))))
+        x = run_blocks(self.blocks, F.relu(self.bn(self.stem(inputs))), self.checkpoint_activations)
         return self.head(x.mean(dim=(2, 3)))
