@@ -21,6 +21,7 @@ from rich.table import Table
 from common import models
 from common.data import Batches, load_text
 from common.errors import InputError
+from common.generate import generate
 from common.measure.hardware import cpus, hardware
 from common.measure.memory import Timeline
 from common.mixed_precision import dtype_of
@@ -34,6 +35,7 @@ def main(package, arguments=None):
     """Entry of `python -m <package>`: parse the arguments, train, print what was measured."""
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=importlib.import_module(package).__doc__)
     add_arguments(parser)
+    parser.add_argument("--generate", metavar="PROMPT", help="after training, continue this text")
     options = parser.parse_args(arguments)
     command(_train_and_report, package, options, options=options)
 
@@ -45,8 +47,19 @@ def add_arguments(parser):
     parser.add_argument("--model", default="gpt-nano", help="a name of the model zoo (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="training steps (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=24, help="samples of a step, all ranks (default: %(default)s)")
+    parser.add_argument(
+        "--accumulate", type=int, default=1, metavar="K", help="cut a step's batch into K micro-batches"
+    )
+    parser.add_argument("--no-sync", action="store_true", help="reduce gradients with the last micro-batch only")
+    parser.add_argument(
+        "--checkpoint-activations",
+        nargs="?",
+        const="non-reentrant",
+        metavar="KIND",
+        help="compute each block again in backward: non-reentrant (default) or reentrant",
+    )
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default: %(default)s)")
-    parser.add_argument("--precision", default="fp32", help="fp32 (default)")
+    parser.add_argument("--precision", default="fp32", help="fp32 (default), bf16 or fp16")
     parser.add_argument("--clip-norm", type=float, help="clip the gradient to this global norm")
     parser.add_argument("--bucket-mb", type=float, default=0.5, help="MiB of a bucket (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
@@ -73,7 +86,7 @@ def command(function, *args, options):
 
 def check_options(options):
     """Refuse what can be refused before any rank is started."""
-    models.build(options.model)
+    model = build_model(options)
     dtype_of(options.precision)
     for name in getattr(options, "engines", "stage0_ddp").split(","):
         find_engine(name)
@@ -85,6 +98,23 @@ def check_options(options):
         raise InputError(f"--json {options.json}: there is no such folder; make it first")
     ranks = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else options.nproc
     make_batches(options).of(step=0, rank=0, world_size=max(1, ranks))
+    if options.accumulate < 1 or options.batch % (options.accumulate * max(1, ranks)):
+        raise InputError(
+            f"--accumulate {options.accumulate}: a global batch of {options.batch} cannot be divided into so many "
+            f"micro-batches over {ranks} ranks; choose a positive divisor of the samples per rank"
+        )
+    if options.no_sync and options.accumulate == 1:
+        raise InputError("--no-sync: a step of one micro-batch has nothing to put off; add --accumulate")
+    prompt = getattr(options, "generate", None)
+    if prompt == "":
+        raise InputError("--generate '': the model needs a first byte to continue; give a prompt")
+    if prompt is not None and not getattr(model, "predicts_text", False):
+        raise InputError(f"--generate: {options.model} does not predict text; choose a gpt, llama, moe or lora model")
+
+
+def build_model(options):
+    """The model that the options name, on the meta device."""
+    return models.build(options.model, checkpoint_activations=options.checkpoint_activations)
 
 
 def make_batches(options):
@@ -117,7 +147,7 @@ def train(world, name, options, progress=None):
         A row as `common.compare` writes it, with the timeline's samples and the final weights beside it.
     """
     make = find_engine(name) if isinstance(name, str) else name
-    module = models.build(options.model)
+    module = build_model(options)
     engine = make(
         module,
         partial(torch.optim.AdamW, lr=options.lr, fused=True),
@@ -131,7 +161,8 @@ def train(world, name, options, progress=None):
     ours = hasattr(engine, "comm")
     losses, seconds, timeline = [], [], None
     for step in range(options.steps):
-        inputs, targets = module.inputs_and_targets(batches.of(step, world.rank, world.size).to(world.device))
+        windows = batches.of(step, world.rank, world.size).to(world.device)
+        micro_batches = [module.inputs_and_targets(part) for part in windows.chunk(options.accumulate)]
         if ours:
             engine.comm.traffic.reset()
         if ours and step == options.steps - 1:
@@ -140,9 +171,7 @@ def train(world, name, options, progress=None):
         _finish(world.device)
         began = time.perf_counter()
         with timeline or nullcontext():
-            loss = models.loss(engine(inputs), targets)
-            engine.backward(loss)
-            engine.step()
+            loss = train_step(engine, micro_batches, options.no_sync)
         if ours:
             engine.synchronize()
         _finish(world.device)
@@ -168,7 +197,32 @@ def train(world, name, options, progress=None):
     weights = engine.full_state_dict()
     row["param_sha256"] = sha256(weights)
     row["parameters"] = sum(p.numel() for p in module.parameters())
+    prompt = getattr(options, "generate", None)
+    if prompt is not None:
+        row["generated"] = generate(engine, os.fsencode(prompt), options.seed).decode(errors="replace")
     return row, weights, timeline.samples if timeline else []
+
+
+def train_step(engine, micro_batches, no_sync=False):
+    """One step from the mean gradient of some micro-batches.
+
+    Args:
+        engine: an engine.
+        micro_batches: [(inputs, targets)], of equal size.
+        no_sync: ranks exchange gradients in the last backward only.
+
+    Returns:
+        The mean loss on this rank, a scalar tensor.
+    """
+    total = 0.0
+    for number, (inputs, targets) in enumerate(micro_batches, start=1):
+        quiet = no_sync and number < len(micro_batches)
+        with engine.no_sync() if quiet else nullcontext():
+            loss = models.loss(engine(inputs), targets) / len(micro_batches)
+            engine.backward(loss)
+        total = total + loss.detach()
+    engine.step()
+    return total
 
 
 def sha256(weights):
@@ -188,6 +242,11 @@ def show_bytes(count):
         if count >= size:
             return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:.0f} {unit}"
     return f"{count} B"
+
+
+def how(options):
+    """How a step was cut and what it kept, as results are labelled with."""
+    return {name: getattr(options, name) for name in ("checkpoint_activations", "accumulate", "no_sync")}
 
 
 def write_json(path, results):
@@ -234,11 +293,14 @@ def _train_and_report(world, package, options):
     table.add_row("tokens per second", f"{speed:.0f}" if speed else "- (too few steps)", "-")
     table.add_row("loss, first and last step", f"{row['losses'][0]:.4f}  {row['losses'][-1]:.4f}", "-")
     Console().print(table)
+    if "generated" in row:
+        print(row["generated"])
     if options.json:
         results = {
             "world_size": world.size,
             "model": options.model,
             "precision": options.precision,
+            **how(options),
             "hardware": hardware(world.device),
             **row,
         }

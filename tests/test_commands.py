@@ -1,5 +1,6 @@
 """The commands, as a user types them: what they print and write, and one line for what they cannot use."""
 
+import functools
 import json
 import os
 import subprocess
@@ -7,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import STAGES
+import torch
+from harness import STAGES, batch, make_engine
 
 from common import compare, train
 
@@ -70,6 +72,38 @@ def test_what_was_not_measured_is_null(tmp_path):
     assert row["tokens_per_second"] is None
 
 
+@pytest.mark.parametrize("options", [("--accumulate", 3), ("--accumulate", 3, "--no-sync")])
+def test_compare_cuts_a_step_into_micro_batches_and_recomputes(tmp_path, options):
+    path = tmp_path / "all.json"
+    done = run(
+        *("-m", "common.compare", "--nproc", 2, "--oversubscribe", "--model", "gpt-tiny", "--steps", 2),
+        *("--engines", "stage0_ddp,stage2_grad"),
+        *("--checkpoint-activations", *options, "--json", path),
+    )
+    assert "3 micro-batches" in done.stdout
+    results = json.loads(path.read_text())
+    assert (results["checkpoint_activations"], results["accumulate"]) == ("non-reentrant", 3)
+    for row in results["rows"]:
+        assert row["bitwise_equal_to_stage0"] or "--no-sync" in options
+        assert row["relative_norm_diff_to_torch_ddp"] < 1e-2
+
+
+def mean_gradient(world, micro_batches, no_sync):
+    """The loss of a step, and the weights after it by plain SGD, which shows the gradient."""
+    engine = make_engine("stage1_os", "llama-tiny", functools.partial(torch.optim.SGD, lr=1.0))
+    inputs, targets = batch(engine.module, world)
+    parts = zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True)
+    return train.train_step(engine, list(parts), no_sync).item(), engine.full_state_dict()
+
+
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_micro_batches_have_the_mean_loss_and_gradient_of_the_whole_batch(worlds, no_sync):
+    loss, weights = worlds(2).run(mean_gradient, 1, False)[0]
+    cut_loss, cut_weights = worlds(2).run(mean_gradient, 4, no_sync)[0]
+    assert cut_loss == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(cut_weights, weights, rtol=0, atol=1e-5)
+
+
 BAD_INPUT = {
     "unknown model": (("stage1_os", "--model", "gpt-nanno"), "did you mean gpt-nano"),
     "unknown engine": (("common.compare", "--engines", "stage9"), "unknown engine 'stage9'"),
@@ -80,6 +114,14 @@ BAD_INPUT = {
     "short text": (("stage3_param", "--data", str(ROOT / ".gitignore")), "one sample needs"),
     "no steps": (("stage0_ddp", "--steps", "0"), "at least one step"),
     "batch that ranks cannot share": (("stage0_ddp", "--batch", "5", "--nproc", "2"), "cannot be divided"),
+    "micro-batches that ranks cannot share": (("stage0_ddp", "--accumulate", "5", "--nproc", "2"), "--accumulate 5"),
+    "no micro-batch": (("stage0_ddp", "--accumulate", "0"), "--accumulate 0"),
+    "nothing to put off": (("stage0_ddp", "--no-sync"), "--no-sync"),
+    "unknown checkpoint": (("stage0_ddp", "--checkpoint-activations", "all"), "known kinds: non-reentrant"),
+    "nothing to recompute": (("stage0_ddp", "--model", "mlp", "--checkpoint-activations"), "mlp has no blocks"),
+    "torch cannot": (("common.compare", "--model", "moe-tiny", "--checkpoint-activations", "reentrant"), "torch's DDP"),
+    "no text to generate": (("stage0_ddp", "--model", "resnet-tiny", "--generate", "def "), "does not predict text"),
+    "no prompt": (("stage0_ddp", "--generate", ""), "a first byte"),
     "unknown precision": (("stage2_grad", "--precision", "fp8"), "unknown precision 'fp8'"),
     "no bucket": (("stage2_grad", "--bucket-mb", "0"), "--bucket-mb"),
     "unwritable result": (("stage2_grad", "--json", "/no/such/folder/x.json"), "no such folder"),
