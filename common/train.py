@@ -96,7 +96,7 @@ def check_options(options):
         raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
     if options.json and not Path(options.json).resolve().parent.is_dir():
         raise InputError(f"--json {options.json}: there is no such folder; make it first")
-    ranks = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else options.nproc
+    ranks = rank_count(options)
     make_batches(options).of(step=0, rank=0, world_size=max(1, ranks))
     if options.accumulate < 1 or options.batch % (options.accumulate * max(1, ranks)):
         raise InputError(
@@ -110,6 +110,11 @@ def check_options(options):
         raise InputError("--generate '': the model needs a first byte to continue; give a prompt")
     if prompt is not None and not getattr(model, "predicts_text", False):
         raise InputError(f"--generate: {options.model} does not predict text; choose a gpt, llama, moe or lora model")
+
+
+def rank_count(options):
+    """How many ranks there will be: torchrun's, or our own."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else options.nproc
 
 
 def build_model(options):

@@ -129,6 +129,70 @@ def comparison(results, timelines):
     return figure
 
 
+def activation_memory(results):
+    """Peaks by class for each stage and batch, without and with checkpoints; below, the largest batch under the cap.
+
+    Args:
+        results: what `common.activations` writes.
+
+    Returns:
+        A matplotlib Figure.
+    """
+    engines = list(dict.fromkeys(row["engine"] for row in results["rows"]))
+    figure = plt.figure(figsize=(13, 9), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=(1.6, 1))
+    for axes, engine in zip(top.subplots(1, len(engines), sharey=True, squeeze=False)[0], engines, strict=True):
+        peaks_by_batch(axes, [row for row in results["rows"] if row["engine"] == engine])
+        axes.axhline(results["cap_bytes"] / 1e6, color="black", linestyle="--", label="cap")
+        axes.set_title(LABELS.get(engine, engine))
+    handles, labels = axes.get_legend_handles_labels()
+    top.supylabel("live MB per rank, at the peak of a step")
+    top.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    largest_batches(bottom.subplots(), results["largest_under_cap"], results["cap_bytes"] / 1e6)
+    figure.suptitle(
+        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
+        f"{results['world_size']} ranks\n{results['hardware']}",
+        fontsize=10,
+    )
+    return figure
+
+
+def peaks_by_batch(axes, rows):
+    """Stacked bars of what was live at the peak, a pair for each batch: left without, right with checkpoints."""
+    batches = sorted({row["batch_per_rank"] for row in rows})
+    for row in rows:
+        checkpointed = row["checkpoint_activations"] is not None
+        position = batches.index(row["batch_per_rank"]) + (0.2 if checkpointed else -0.2)
+        first, bottom = row is rows[0], 0
+        for name in CLASSES:
+            size = row["peak_bytes"][name] / 1e6
+            hatch = "//" if checkpointed and name == "activations" else None
+            label = name if first else None
+            axes.bar(position, size, 0.36, bottom=bottom, color=COLORS[name], hatch=hatch, label=label)
+            bottom += size
+    axes.bar(0, 0, color=COLORS["activations"], hatch="//", label="activations with checkpoints")
+    axes.set_xticks(range(len(batches)), batches)
+    axes.set_xlabel("batch per rank")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def largest_batches(axes, rows, cap):
+    """Bars of the largest batch under the cap, a pair for each stage: left without, right with checkpoints."""
+    engines = list(dict.fromkeys(row["engine"] for row in rows))
+    for checkpointed in (False, True):
+        chosen = [row["batch_per_rank"] for row in rows if (row["checkpoint_activations"] is not None) == checkpointed]
+        positions = [position + (0.2 if checkpointed else -0.2) for position in range(len(engines))]
+        label = "with checkpoints" if checkpointed else "without"
+        bars = axes.bar(positions, chosen, 0.36, color=COLORS["activations"], hatch="//" * checkpointed, label=label)
+        axes.bar_label(bars)
+    axes.set_xticks(range(len(engines)), [LABELS.get(engine, engine) for engine in engines])
+    axes.set_ylim(0, 1.15 * max(row["batch_per_rank"] for row in rows))
+    axes.set_ylabel("samples per rank")
+    axes.set_title(f"Largest batch whose peak stays under the cap of {cap:.3g} MB")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+
+
 def save(figure, path):
     """Write a figure as PNG and close it."""
     figure.savefig(path, dpi=120)

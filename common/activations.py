@@ -1,0 +1,182 @@
+"""`python -m common.activations`: the other half of the bill. Peak memory by stage, checkpointing and batch size.
+
+Model states are what ZeRO shards; activations grow with the batch instead, and are what checkpointing saves. Each
+combination is trained two steps, and the second is followed by the timeline of live bytes. Then the same is done to
+find the largest batch that each stage's savings buy: the largest per rank whose measured peak stays under one cap.
+
+Source: Chen et al., arXiv 1604.06174, sec. 4.1; ZeRO, arXiv 1910.02054, sec. 6.1, for activations beside model states.
+"""
+
+import argparse
+from functools import cache
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from common.collectives import Collectives
+from common.compare import BASELINE
+from common.errors import InputError
+from common.measure import figures
+from common.measure.hardware import hardware
+from common.models.recompute import KINDS
+from common.train import ENGINES, add_arguments, build_model, command, rank_count, show_bytes, train, write_json
+
+CHECKPOINTS = (None, KINDS[0])
+
+
+def main(arguments=None):
+    """Parse the arguments, measure, show and write the results."""
+    parser = argparse.ArgumentParser(
+        prog="python -m common.activations", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    training = argparse.ArgumentParser()
+    add_arguments(training)
+    defaults = training.parse_args([])
+    parser.add_argument("--nproc", type=int, default=defaults.nproc, help="local ranks (default: %(default)s)")
+    parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
+    parser.add_argument("--model", default=defaults.model, help="a name of the model zoo (default: %(default)s)")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all stages)")
+    parser.add_argument("--precision", default=defaults.precision, help="fp32 (default), bf16 or fp16")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 2, 4, 8], help="samples per rank (default: 1 2 4 8)"
+    )
+    parser.add_argument("--cap-batch", type=int, default=4, metavar="B", help="the cap: stage 0's peak at B samples")
+    parser.add_argument("--cap-mb", type=float, metavar="MB", help="the cap, in 1e6 bytes, in place of --cap-batch")
+    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
+    options = parser.parse_args(arguments, namespace=defaults)
+    options.steps, options.checkpoint_activations = 2, KINDS[0]
+    options.batch = min(*options.batches, options.cap_batch) * max(1, rank_count(options))
+    results = command(survey, options, options=options)
+    if results is None:  # a rank other than 0 under torchrun
+        return
+    Console().print(as_table(results))
+    if options.json:
+        write_json(options.json, results)
+    if options.json or options.figure:
+        path = options.figure or Path(options.json).with_suffix(".png")
+        figures.save(figures.activation_memory(results), path)
+
+
+def survey(world, options):
+    """Measure the peaks at the batches asked for, then look for the largest batch under the cap.
+
+    Returns:
+        On every rank the JSON of `common.activations`. Peaks are {class: bytes}, of the rank with the highest.
+
+    Raises:
+        InputError: the cap is no size.
+    """
+    if options.cap_mb is not None and options.cap_mb <= 0:
+        raise InputError(f"--cap-mb {options.cap_mb}: a cap needs a size above 0")
+    console = Console(stderr=True, quiet=world.rank > 0)
+
+    @cache
+    def peak(engine, kind, batch):
+        with console.status(f"{engine}, {kind or 'no'} checkpoints, batch {batch}"):
+            return measure(world, engine, kind, batch, options)
+
+    cases = [(engine, kind) for engine in options.engines.split(",") for kind in CHECKPOINTS]
+    rows = [label(*case, batch, peak(*case, batch)) for case in cases for batch in sorted(set(options.batches))]
+    if options.cap_mb is None:
+        cap = sum(peak(BASELINE, None, options.cap_batch).values())
+    else:
+        cap = int(options.cap_mb * 1e6)
+    largest = []
+    for case in cases:
+        batch = largest_fitting(lambda batch, case=case: sum(peak(*case, batch).values()) <= cap)
+        largest.append(label(*case, batch, peak(*case, batch) if batch else None))
+    return {
+        "world_size": world.size,
+        "model": options.model,
+        "parameters": sum(parameter.numel() for parameter in build_model(options).parameters()),
+        "precision": options.precision,
+        "hardware": hardware(world.device),
+        "cap_bytes": cap,
+        "rows": rows,
+        "largest_under_cap": largest,
+    }
+
+
+def measure(world, engine, kind, batch, options):
+    """Live bytes by class at the peak of a step, on the rank where it is highest.
+
+    Args:
+        world: the rank's World.
+        engine: name of a package that exports Engine.
+        kind: of activation checkpoints, or None.
+        batch: samples per rank.
+        options: of training; kind and batch are put in place of its own.
+    """
+    changed = {"checkpoint_activations": kind, "batch": batch * world.size}
+    _, _, samples = train(world, engine, argparse.Namespace(**{**vars(options), **changed}))
+    ours = max((now for _, now in samples), key=total)
+    return max(Collectives(None).gather_objects(ours), key=total)
+
+
+def total(now):
+    """The sum over classes."""
+    return sum(now.values())
+
+
+def label(engine, kind, batch, peak):
+    """A row of the results."""
+    return {"engine": engine, "checkpoint_activations": kind, "batch_per_rank": batch, "peak_bytes": peak}
+
+
+def largest_fitting(fits):
+    """The largest batch that fits, 0 where not even 1 does. Peaks grow with the batch, so it can be bisected."""
+    fitting, too_large = 0, 1
+    while fits(too_large):
+        fitting, too_large = too_large, 2 * too_large
+    while too_large - fitting > 1:
+        middle = (fitting + too_large) // 2
+        if fits(middle):
+            fitting = middle
+        else:
+            too_large = middle
+    return fitting
+
+
+def cells(results):
+    """The table: a header row, then one row of strings for each stage, without and with checkpoints."""
+    batches = sorted({row["batch_per_rank"] for row in results["rows"]})
+    peaks = {_key(row): show_bytes(total(row["peak_bytes"])) for row in results["rows"]}
+    yield ("peak per rank", "checkpoints", *(f"batch {batch}" for batch in batches), "largest batch under the cap")
+    for row in results["largest_under_cap"]:
+        engine, kind, largest = _key(row)
+        yield (engine, kind or "none", *(peaks[engine, kind, batch] for batch in batches), str(largest))
+
+
+def _key(row):
+    return row["engine"], row["checkpoint_activations"], row["batch_per_rank"]
+
+
+def _title(results):
+    return (
+        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, {results['world_size']} "
+        f"ranks, cap {show_bytes(results['cap_bytes'])}\n{results['hardware']}"
+    )
+
+
+def as_table(results):
+    """The results as a table for the terminal."""
+    header, *rows = cells(results)
+    table = Table(title=_title(results), title_justify="left")
+    for name in header:
+        table.add_column(name, justify="left" if name in header[:2] else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def as_markdown(results):
+    """The results as a Markdown table."""
+    header, *rows = cells(results)
+    lines = [header, ["---", "---", *["---:"] * (len(header) - 2)], *rows]
+    return "\n".join([_title(results).replace("\n", "; "), "", *("| " + " | ".join(line) + " |" for line in lines)])
+
+
+if __name__ == "__main__":
+    main()
