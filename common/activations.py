@@ -3,6 +3,7 @@
 Model states are what ZeRO shards; activations grow with the batch instead, and are what checkpointing saves. Each
 combination is trained two steps, and the second is followed by the timeline of live bytes. Then the same is done to
 find the largest batch that each stage's savings buy: the largest per rank whose measured peak stays under one cap.
+How many gradients are in flight at a peak is a matter of timing, so peaks vary a little from run to run.
 
 Source: Chen et al., arXiv 1604.06174, sec. 4.1; ZeRO, arXiv 1910.02054, sec. 6.1, for activations beside model states.
 """

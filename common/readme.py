@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+from common import activations
 from common.compare import as_markdown
 from common.train import ENGINES, show_bytes
 
@@ -18,6 +19,8 @@ def pages():
     demo = json.loads((ROOT / "results/demo.json").read_text())
     reduction = json.loads((ROOT / "results/memory_reduction.json").read_text())
     texts = {ROOT / "README.md": {"demo": as_markdown(demo), "reduction": reduction_table(reduction)}}
+    peaks = json.loads((ROOT / "results/activations.json").read_text())
+    texts[ROOT / "README.md"]["activations"] = activations.as_markdown(peaks)
     for row in demo["rows"]:
         texts[ROOT / row["engine"] / "README.md"] = {"measured": stage_table(demo, row)}
     return {path: fill(path.read_text(), parts) for path, parts in texts.items()}
