@@ -13,7 +13,7 @@ from trap_models import CASES, WIDTH
 from common import models
 from common.mixed_precision import LossScaler
 
-ZOO = ("mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny")
+ZOO = ("mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny", "lora-tiny")
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -28,6 +28,7 @@ class Option:
     no_sync: bool = False  # all micro-batches but the last
     two_forwards: bool = False  # before each backward
     groups: bool = False  # no decay on norms and biases, and a scheduler
+    checkpoints: str | None = None  # the kind of activation checkpoints; the baseline has none
     evaluated: bool = False  # between the steps
     resumed: bool = False  # from a checkpoint, by another engine, half way
 
@@ -47,6 +48,8 @@ OPTIONS = {
     "two forwards, one backward": Option(two_forwards=True),
     "one bucket": Option(engine={"bucket_mb": 25.0}),
     "a bucket for each parameter": Option(engine={"bucket_mb": 1e-6}),
+    "activation checkpoints": Option(checkpoints="non-reentrant"),
+    "reentrant activation checkpoints": Option(checkpoints="reentrant"),
     "evaluated between steps": Option(evaluated=True),
     "resumed from a checkpoint": Option(resumed=True),
 }
@@ -72,9 +75,14 @@ class Cell:
 CELLS = [Cell(model, precision, size) for model in ZOO for precision in PRECISIONS for size in (1, 2, 3, 4)]
 CELLS += [Cell("gpt-tiny", "fp32", 8, option) for option in ("plain", "fused AdamW", "SGD with momentum")]
 CELLS += [Cell("gpt-tiny", precision, 3, option) for option in [*OPTIONS][1:] for precision in PRECISIONS]
+CELLS += [
+    Cell(model, "bf16", 2, option)
+    for model in ("llama-tiny", "resnet-tiny", "lora-tiny")
+    for option in ("activation checkpoints", "reentrant activation checkpoints", "resumed from a checkpoint")
+]
 CELLS += [Cell(case, precision, 2) for case in CASES for precision in ("fp32", "bf16")]
 MORE_CELLS = [Cell(case, precision, 3) for case in CASES for precision in PRECISIONS]
-MORE_CELLS += [Cell(model, "bf16", 2, option) for model in ZOO for option in [*OPTIONS][1:]]
+MORE_CELLS += [Cell(model, "bf16", 3, option) for model in ZOO for option in [*OPTIONS][1:] if model != "gpt-tiny"]
 
 
 def baseline_of(cell):
@@ -139,8 +147,9 @@ def _train_zoo(world, engine, cell, folder):
 
 
 def _engine_and_scheduler(world, engine, cell):
-    module, options = models.build(cell.model), {}
-    if OPTIONS[cell.option].groups:
+    option, is_baseline = OPTIONS[cell.option], engine == baseline_of(cell)
+    module, options = models.build(cell.model, checkpoint_activations=None if is_baseline else option.checkpoints), {}
+    if option.groups:
         models.materialize(module, models.initial_values(0), world.device)
         flat, others = ([p for p in module.parameters() if (p.ndim <= 1) == is_flat] for is_flat in (True, False))
         options["param_groups"] = [{"params": others, "weight_decay": 0.1}, {"params": flat, "lr": 3e-3}]
