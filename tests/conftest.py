@@ -22,12 +22,12 @@ RESULTS = Path(__file__).parent.parent / "results"
 class Worlds:
     """`worlds(n)` is a world of n ranks: started when first asked for, and again after a failure closed it."""
 
-    def __init__(self):
-        self._worlds = {}
+    def __init__(self, timeout=60):
+        self._worlds, self._timeout = {}, timeout
 
     def __call__(self, size):
         if size not in self._worlds or not self._worlds[size].alive:
-            self._worlds[size] = LocalWorld(size, oversubscribe=True, timeout=60)
+            self._worlds[size] = LocalWorld(size, oversubscribe=True, timeout=self._timeout)
         return self._worlds[size]
 
     def close(self):
@@ -36,8 +36,16 @@ class Worlds:
 
 
 @pytest.fixture(scope="session")
-def worlds():
-    pool = Worlds()
+def worlds(request):
+    pool = Worlds(timeout=20 if request.config.getoption("--engine") else 60)  # others may hang more often
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def baseline_worlds(request, worlds):
+    """Where baselines run: apart from an engine that --engine names, as it may change what torch does in its ranks."""
+    pool = Worlds() if request.config.getoption("--engine") else worlds
     yield pool
     pool.close()
 

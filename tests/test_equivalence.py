@@ -17,7 +17,7 @@ def reference(worlds, cell):
 @pytest.mark.parametrize(
     "cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.exhaustive) for cell in MORE_CELLS)], ids=str
 )
-def test_an_engine_ends_with_the_bits_of_the_baseline(worlds, equivalence, tmp_path, cell, engine):
+def test_an_engine_ends_with_the_bits_of_the_baseline(worlds, baseline_worlds, equivalence, tmp_path, cell, engine):
     try:
         ours = worlds(cell.world_size).run(train_cell, engine, cell, str(tmp_path))[0]
     except RankFailed as failure:
@@ -25,7 +25,7 @@ def test_an_engine_ends_with_the_bits_of_the_baseline(worlds, equivalence, tmp_p
     if isinstance(ours, str) and not ours.startswith("raised: "):
         equivalence.skip(engine, cell, ours)
         pytest.skip(ours)
-    found, reason = verdict(ours, reference(worlds, cell))
+    found, reason = verdict(ours, reference(baseline_worlds, cell))
     equivalence.record(engine, cell, found, reason)
     assert found in expected(engine, cell), reason
 
