@@ -1,47 +1,55 @@
 """A wrong engine fails: every planted fault breaks a promise that the suite checks."""
 
 import functools
-import importlib
 
 import pytest
-from harness import same_bits, train, train_baseline
+from harness import engine_class
+from matrix import Cell, baseline_of, expected, train_cell, verdict
 from mutants import MUTANTS, healthy
 
-CASES = [(name, stage) for name, (_, _, stages) in MUTANTS.items() for stage in stages]
-OPTIONS = {"steps": 3, "clip_norm": 1e3}  # a norm that never clips, but counts every element
 
-
-def train_mutant(world, mutant, stage, model):
-    with mutant(importlib.import_module(stage).Engine):
-        return train(world, stage, model, **OPTIONS)
-
-
-def broken_promises(ours, baseline):
-    """What a comparison with the baseline and with the predictions finds wrong."""
-    checks = {
-        "weights": same_bits(ours["weights"], baseline["weights"]),
-        "losses": ours["losses"] == baseline["losses"],
-        "model states": ours["model_state_bytes"] == ours["predicted_model_state_bytes"],
-        "bytes sent": ours["wire_bytes"] == ours["predicted_wire_bytes"],
-    }
-    return [promise for promise, kept in checks.items() if not kept]
+def planted(world, plant, stage, run, *args):
+    """Run `run(world, stage, ...)` while the fault is there; an exception comes back as text."""
+    with plant(engine_class(stage)):
+        try:
+            return run(world, stage, *args)
+        except Exception as error:
+            return f"raised {error!r}"
 
 
 @functools.cache
-def baseline(worlds, model):
-    run = functools.partial(train_baseline, steps=3, clip_norm=1e3)
-    return worlds(3).run(run, "baseline:OrderedDDP", model)[0]
+def reference(worlds, cell):
+    return worlds(cell.world_size).run(train_cell, baseline_of(cell), cell)[0]
 
 
-@pytest.mark.parametrize(("name", "stage"), CASES)
-def test_a_mutant_is_caught(worlds, name, stage):
-    mutant, model, _ = MUTANTS[name]
-    mutated = worlds(3).run(train_mutant, mutant, stage, model)[0]
-    assert broken_promises(mutated, baseline(worlds, model)) != []
+def broken_promises(worlds, folder, plant, stage, probe):
+    """What a probe finds wrong, on any rank."""
+    if isinstance(probe, Cell):
+        ours = worlds(probe.world_size).run(planted, plant, stage, train_cell, probe)[0]
+        found, reason = verdict(ours, reference(worlds, probe))
+        return [] if found in expected(stage, probe) else [reason]
+    found = worlds(3).run(planted, plant, stage, probe, str(folder))
+    return [promise for rank in found for promise in ([rank] if isinstance(rank, str) else rank)]
 
 
-@pytest.mark.parametrize("stage", MUTANTS["divide forgotten"][2])
-@pytest.mark.parametrize("model", ["gpt-tiny", "moe-tiny"])
-def test_the_healthy_engine_is_not(worlds, model, stage):
-    ours = worlds(3).run(train_mutant, healthy, stage, model)[0]
-    assert broken_promises(ours, baseline(worlds, model)) == []
+def label(value):
+    if isinstance(value, functools.partial):
+        return f"{label(value.func)}, {value.args[0]}"
+    return value if isinstance(value, str) else getattr(value, "__name__", str(value)).replace("_", " ")
+
+
+CASES = [(mutant, stage) for mutant in MUTANTS for stage in mutant.stages]
+
+
+@pytest.mark.parametrize(("mutant", "stage"), CASES, ids=label)
+def test_a_mutant_is_caught(worlds, tmp_path, mutant, stage):
+    assert broken_promises(worlds, tmp_path, mutant.plant, stage, mutant.probe) != []
+
+
+@pytest.mark.parametrize(("probe", "stage"), dict.fromkeys((m.probe, stage) for m, stage in CASES), ids=label)
+def test_no_probe_finds_fault_with_the_healthy_engine(worlds, tmp_path, probe, stage):
+    assert broken_promises(worlds, tmp_path, healthy, stage, probe) == []
+
+
+def test_there_are_at_least_thirty_mutants():
+    assert len(MUTANTS) >= 30
