@@ -12,6 +12,7 @@ from trap_models import CASES, WIDTH
 
 from common import models
 from common.mixed_precision import LossScaler
+from common.train import sha256
 
 ZOO = ("mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny", "lora-tiny")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -98,13 +99,17 @@ def train_cell(world, engine, cell, folder=None):
     """Train a cell. `folder` is for checkpoints; without one nothing is interrupted.
 
     Returns:
-        On rank 0 the weights before and after, and the losses. A string is the reason why the engine does not claim it.
+        On rank 0 the weights before and after, and the losses; on others a digest of their parameters. A string is the
+        reason why the engine does not claim the cell.
     """
     try:
-        result = _train_trap(world, engine, cell) if cell.model in CASES else _train_zoo(world, engine, cell, folder)
+        train = _train_trap if cell.model in CASES else _train_zoo
+        made, result = train(world, engine, cell, folder)
     except NotImplementedError as error:
         return str(error) or "it raises NotImplementedError"
-    return result if world.rank == 0 else None
+    parameters = {name: result["weights"][name] for name, _ in made.module.named_parameters()}
+    digest = {"digest": sha256(parameters)}  # without buffers, which are each rank's own in DDP
+    return {**digest, **result} if world.rank == 0 else digest
 
 
 def _make(engine, module, cell, **options):
@@ -116,7 +121,7 @@ def _make(engine, module, cell, **options):
     return made
 
 
-def _train_trap(world, engine, cell):
+def _train_trap(world, engine, cell, folder):
     make, run = CASES[cell.model]
     torch.manual_seed(0)
     made = _make(engine, make().to(world.device), cell)
@@ -124,7 +129,7 @@ def _train_trap(world, engine, cell):
     for step in range(cell.steps):
         generator = torch.Generator().manual_seed(10 * step + world.rank)
         run(made, torch.randn(2, 3, WIDTH, generator=generator).to(world.device))
-    return {"start": start, "weights": made.full_state_dict(), "losses": []}
+    return made, {"start": start, "weights": made.full_state_dict(), "losses": []}
 
 
 def _train_zoo(world, engine, cell, folder):
@@ -139,11 +144,11 @@ def _train_zoo(world, engine, cell, folder):
             assert extra["step"] == step
             scheduler.load_state_dict(extra["scheduler"])
         losses.append(_step(world, made, option, step))
-        if option.groups:
+        if option.groups or option.resumed:
             scheduler.step()
         if option.evaluated:
             losses.append(_evaluate(world, made, step))
-    return {"start": start, "weights": made.full_state_dict(), "losses": losses}
+    return made, {"start": start, "weights": made.full_state_dict(), "losses": losses}
 
 
 def _engine_and_scheduler(world, engine, cell):
@@ -189,15 +194,20 @@ def _evaluate(world, engine, step):
 TOLERANCE = 0.1  # of the distance trained: what Adam makes of gradients that are all rounding is noise of that size
 
 
-def verdict(ours, reference):
+def verdict(ranks, reference):
     """Compare a training with its reference.
+
+    Args:
+        ranks: what `train_cell` returned on every rank.
+        reference: what it returned on rank 0 of the baseline.
 
     Returns:
         "bitwise", "ulp" (no weight is off by more than one unit in the last place), "tolerance" or "fail"; and the
         reason why it is not "bitwise".
     """
-    if isinstance(ours, str):
-        return "fail", ours
+    ours = ranks[0]
+    if any(rank["digest"] != ours["digest"] for rank in ranks):
+        return "fail", "the ranks end with different parameters"
     one, other, start = ours["weights"], reference["weights"], reference["start"]
     if same_bits(one, other) and ours["losses"] == reference["losses"]:
         return "bitwise", ""

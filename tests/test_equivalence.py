@@ -19,13 +19,14 @@ def reference(worlds, cell):
 )
 def test_an_engine_ends_with_the_bits_of_the_baseline(worlds, baseline_worlds, equivalence, tmp_path, cell, engine):
     try:
-        ours = worlds(cell.world_size).run(train_cell, engine, cell, str(tmp_path))[0]
+        ranks = worlds(cell.world_size).run(train_cell, engine, cell, str(tmp_path))
     except RankFailed as failure:
-        ours = f"raised: {str(failure).strip().splitlines()[-1]}"
-    if isinstance(ours, str) and not ours.startswith("raised: "):
-        equivalence.skip(engine, cell, ours)
-        pytest.skip(ours)
-    found, reason = verdict(ours, reference(baseline_worlds, cell))
+        found, reason = "fail", " ".join(str(failure).strip().splitlines()[-1].split())
+    else:
+        if isinstance(ranks[0], str):
+            equivalence.skip(engine, cell, ranks[0])
+            pytest.skip(ranks[0])
+        found, reason = verdict(ranks, reference(baseline_worlds, cell))
     equivalence.record(engine, cell, found, reason)
     assert found in expected(engine, cell), reason
 
@@ -34,22 +35,22 @@ def test_an_engine_ends_with_the_bits_of_the_baseline(worlds, baseline_worlds, e
 @pytest.mark.parametrize("model", ZOO)
 def test_the_two_baselines_agree(worlds, model, size):
     cell = Cell(model, "bf16", size)
-    plain = worlds(size).run(train_cell, "baseline:AverageAfterBackward", cell)[0]
+    plain = worlds(size).run(train_cell, "baseline:AverageAfterBackward", cell)
     assert verdict(plain, reference(worlds, cell))[0] == "bitwise"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_under_no_sync_stages_that_reduce_at_once_agree_bitwise(worlds, precision):
     cell = Cell("gpt-tiny", precision, 3, "accumulated under no_sync")
-    zero, one, two, three = [worlds(3).run(train_cell, stage, cell)[0] for stage in STAGES]
-    assert verdict(one, zero)[0] == "bitwise"
-    assert verdict(three, two)[0] == "bitwise"
-    assert verdict(two, zero)[0] == "tolerance"
+    zero, one, two, three = [worlds(3).run(train_cell, stage, cell) for stage in STAGES]
+    assert verdict(one, zero[0])[0] == "bitwise"
+    assert verdict(three, two[0])[0] == "bitwise"
+    assert verdict(two, zero[0])[0] == "tolerance"
 
 
 @pytest.mark.parametrize("model", ZOO)
 @pytest.mark.parametrize("size", [2, 3])
 def test_stock_ddp_agrees_within_a_norm(worlds, size, model):
     cell = Cell(model, "fp32", size)
-    stock = worlds(size).run(train_cell, "common.peers:TorchDDP", cell)[0]
+    stock = worlds(size).run(train_cell, "common.peers:TorchDDP", cell)
     assert verdict(stock, reference(worlds, cell))[0] in ("bitwise", "tolerance")

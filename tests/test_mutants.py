@@ -25,8 +25,9 @@ def reference(worlds, cell):
 def broken_promises(worlds, folder, plant, stage, probe):
     """What a probe finds wrong, on any rank."""
     if isinstance(probe, Cell):
-        ours = worlds(probe.world_size).run(planted, plant, stage, train_cell, probe)[0]
-        found, reason = verdict(ours, reference(worlds, probe))
+        ranks = worlds(probe.world_size).run(planted, plant, stage, train_cell, probe)
+        raised = [rank for rank in ranks if isinstance(rank, str)]
+        found, reason = ("fail", raised[0]) if raised else verdict(ranks, reference(worlds, probe))
         return [] if found in expected(stage, probe) else [reason]
     found = worlds(3).run(planted, plant, stage, probe, str(folder))
     return [promise for rank in found for promise in ([rank] if isinstance(rank, str) else rank)]
