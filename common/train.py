@@ -164,7 +164,7 @@ def train(world, name, options, progress=None):
     )
     batches = make_batches(options)
     ours = hasattr(engine, "comm")
-    losses, seconds, timeline = [], [], None
+    losses, seconds, timeline, skipped = [], [], None, 0
     for step in range(options.steps):
         windows = batches.of(step, world.rank, world.size).to(world.device)
         micro_batches = [module.inputs_and_targets(part) for part in windows.chunk(options.accumulate)]
@@ -176,18 +176,24 @@ def train(world, name, options, progress=None):
         _finish(world.device)
         began = time.perf_counter()
         with timeline or nullcontext():
-            loss = train_step(engine, micro_batches, options.no_sync)
+            loss, result = train_step(engine, micro_batches, options.no_sync)
         if ours:
             engine.synchronize()
         _finish(world.device)
         if timeline is None:
             seconds.append(time.perf_counter() - began)
         losses.append(loss.item())
+        skipped += result.skipped
+        if ours and not result.skipped:  # a step that is skipped sends no parameters
+            sent, by_phase = engine.comm.traffic.by_collective(), engine.comm.traffic.by_phase()
         if progress:
             progress(step + 1, losses[-1])
-    row = {"engine": name if isinstance(name, str) else name.name, "losses": losses}
+    if skipped == options.steps:
+        raise InputError(
+            f"--steps {options.steps}: every gradient overflowed in fp16, and the loss scale sinks with each; take more"
+        )
+    row = {"engine": name if isinstance(name, str) else name.name, "losses": losses, "skipped_steps": skipped}
     if ours:
-        sent, by_phase = engine.comm.traffic.by_collective(), engine.comm.traffic.by_phase()
         everyone = engine.comm.gather_objects((losses, engine.model_state_bytes()))
         row["losses"] = [statistics.fmean(parts) for parts in zip(*(part for part, _ in everyone), strict=True)]
         row["model_state_bytes"] = engine.model_state_bytes()
@@ -217,7 +223,7 @@ def train_step(engine, micro_batches, no_sync=False):
         no_sync: ranks exchange gradients in the last backward only.
 
     Returns:
-        The mean loss on this rank, a scalar tensor.
+        The mean loss on this rank, a scalar tensor, and the StepResult.
     """
     total = 0.0
     for number, (inputs, targets) in enumerate(micro_batches, start=1):
@@ -226,8 +232,7 @@ def train_step(engine, micro_batches, no_sync=False):
             loss = models.loss(engine(inputs), targets) / len(micro_batches)
             engine.backward(loss)
         total = total + loss.detach()
-    engine.step()
-    return total
+    return total, engine.step()
 
 
 def sha256(weights):
@@ -293,9 +298,16 @@ def _train_and_report(world, package, options):
             str(row["wire_bytes_per_step"].get(collective, 0)),
             str(predicted.get(collective, 0)),
         )
+    per_parameter = (
+        f"{sum(row[states].values()) / row['parameters']:.2f}"
+        for states in ("model_state_bytes", "predicted_model_state_bytes")
+    )
+    table.add_row("model states, bytes per parameter", *per_parameter)
     table.add_row("peak of live bytes", str(row["peak_bytes"]), "-")
     speed = row["tokens_per_second"]
     table.add_row("tokens per second", f"{speed:.0f}" if speed else "- (too few steps)", "-")
+    if options.precision == "fp16":
+        table.add_row("steps skipped, as a gradient overflowed", str(row["skipped_steps"]), "-")
     table.add_row("loss, first and last step", f"{row['losses'][0]:.4f}  {row['losses'][-1]:.4f}", "-")
     Console().print(table)
     if "generated" in row:

@@ -72,7 +72,14 @@ def test_what_was_not_measured_is_null(tmp_path):
     assert row["tokens_per_second"] is None
 
 
-@pytest.mark.parametrize("options", [("--accumulate", 3), ("--accumulate", 3, "--no-sync")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--accumulate", 3, "--precision", "bf16"),
+        ("--accumulate", 3, "--precision", "fp16"),
+        ("--accumulate", 3, "--no-sync"),
+    ],
+)
 def test_compare_cuts_a_step_into_micro_batches_and_recomputes(tmp_path, options):
     path = tmp_path / "all.json"
     done = run(
@@ -80,12 +87,15 @@ def test_compare_cuts_a_step_into_micro_batches_and_recomputes(tmp_path, options
         *("--engines", "stage0_ddp,stage2_grad"),
         *("--checkpoint-activations", *options, "--json", path),
     )
+    assert done.returncode == 0, done.stderr
     assert "3 micro-batches" in done.stdout
     results = json.loads(path.read_text())
     assert (results["checkpoint_activations"], results["accumulate"]) == ("non-reentrant", 3)
     for row in results["rows"]:
         assert row["bitwise_equal_to_stage0"] or "--no-sync" in options
         assert row["relative_norm_diff_to_torch_ddp"] < 1e-2
+        assert row["model_state_bytes"] == row["predicted_model_state_bytes"]
+        assert row["wire_bytes_per_step"] == row["predicted_wire_bytes_per_step"]
 
 
 def mean_gradient(world, micro_batches, no_sync):
@@ -93,7 +103,7 @@ def mean_gradient(world, micro_batches, no_sync):
     engine = make_engine("stage1_os", "llama-tiny", functools.partial(torch.optim.SGD, lr=1.0))
     inputs, targets = batch(engine.module, world)
     parts = zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True)
-    return train.train_step(engine, list(parts), no_sync).item(), engine.full_state_dict()
+    return train.train_step(engine, list(parts), no_sync)[0].item(), engine.full_state_dict()
 
 
 @pytest.mark.parametrize("no_sync", [False, True])
