@@ -5,12 +5,15 @@ So every figure there comes from a file under results/, which names its hardware
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
-from common import activations
+from common import activations, models
 from common.compare import as_markdown
+from common.mixed_precision import DTYPES
 from common.train import ENGINES, show_bytes
 
+AT_RANKS = 4  # of the scores' bytes
 ROOT = Path(__file__).parent.parent
 
 
@@ -20,7 +23,12 @@ def pages():
     reduction = json.loads((ROOT / "results/memory_reduction.json").read_text())
     texts = {ROOT / "README.md": {"demo": as_markdown(demo), "reduction": reduction_table(reduction)}}
     peaks = json.loads((ROOT / "results/activations.json").read_text())
-    texts[ROOT / "README.md"]["activations"] = activations.as_markdown(peaks)
+    texts[ROOT / "README.md"] |= {
+        "activations": activations.as_markdown(peaks),
+        "accumulated": as_markdown(json.loads((ROOT / "results/accumulated.json").read_text())),
+        "equivalence": equivalence_table(json.loads((ROOT / "results/equivalence.json").read_text())),
+        "scores": scores_table([json.loads(path.read_text()) for path in (ROOT / "results/scores").glob("*.json")]),
+    }
     for row in demo["rows"]:
         texts[ROOT / row["engine"] / "README.md"] = {"measured": stage_table(demo, row)}
     return {path: fill(path.read_text(), parts) for path, parts in texts.items()}
@@ -55,6 +63,59 @@ def reduction_table(results):
         held = [f"{show_bytes(sum(c['model_state_bytes'].values()))} ({c['reduction']:.2f}x)" for c in row]
         lines.append(f"| {size} | " + " | ".join(held) + " |")
     return "\n".join(lines)
+
+
+def equivalence_table(results):
+    """How many cells of the matrix have which verdict, by precision and stage, as Markdown."""
+    cells = results["cells"]
+    lines = ["| precision | " + " | ".join(ENGINES) + " |", "| --- |" + " --- |" * len(ENGINES)]
+    for precision in DTYPES:
+        counts = (
+            Counter(c["verdict"] for c in cells if (c["engine"], c["precision"]) == (engine, precision))
+            for engine in ENGINES
+        )
+        lines.append(f"| {precision} | " + " | ".join(_in_words(count) for count in counts) + " |")
+    sizes = ", ".join(map(str, sorted({cell["world_size"] for cell in cells})))
+    return "\n".join([f"{len(cells)} cells at world sizes {sizes}; {results['hardware']}", "", *lines])
+
+
+def scores_table(scores):
+    """How every engine scores, as Markdown: verdicts, bytes per parameter, settings."""
+    scores = sorted(scores, key=lambda score: (score["engine"] not in ENGINES, score["engine"]))
+    parameters = sum(p.numel() for p in models.build(scores[0]["model"]).parameters())
+    header = "| engine | bitwise | within a norm | fails | not claimed | held, bytes per parameter | sent |"
+    lines = [header, "| --- |" + " ---: |" * 6]
+    for score in scores:
+        verdicts = Counter(score["verdicts"])
+        near = verdicts["ulp"] + verdicts["tolerance"]
+        counts = verdicts["bitwise"], near, verdicts["fail"], sum(score["not_claimed"].values())
+        held = _at(score["bytes_held"])
+        sent = _at(score["bytes_sent"])
+        in_states = [sum(row[state] for state in ("parameters", "gradients", "optimizer")) for row in held]
+        held = _per_parameter(zip(in_states, (row["formula"] for row in held), strict=True), parameters)
+        sent = _per_parameter(((row["sent"], row["formula"]) for row in sent), parameters)
+        lines.append("| " + " | ".join([score["name"], *map(str, counts), held, sent]) + " |")
+    model = f"{scores[0]['model']} at {AT_RANKS} ranks, fp32 with AdamW"
+    note = f"Bytes: {model}; in brackets the formula of the stage that the engine follows. {scores[0]['hardware']}."
+    settings = [
+        f"- `{score['engine']}` ({', '.join(f'{name} {version}' for name, version in score['versions'].items())}): "
+        f"{score['settings']}"
+        for score in scores
+        if score["settings"]
+    ]
+    return "\n".join([*lines, "", note, "", *settings])
+
+
+def _at(rows):
+    return [row for row in rows if (row["world_size"], row["precision"]) == (AT_RANKS, "fp32")]
+
+
+def _per_parameter(pairs, parameters):
+    return "".join(f"{measured / parameters:.2f} ({formula / parameters:.2f})" for measured, formula in pairs) or "-"
+
+
+def _in_words(counts):
+    return ", ".join(f"{number} {verdict}" for verdict, number in counts.items()) or "-"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ Phases of a step, over N ranks and Ψ parameters:
     5. gather            step           all-gather of the new parameters               (N-1)/N Ψ sent
     6. before_use        next forward   a module waits for the parameters it reads
 
-Source: ZeRO, arXiv 1910.02054, sec. 5.1 and 7.2.1. Model states in fp32 with Adam: (8 + 8/N) Ψ bytes.
+Source: ZeRO, arXiv 1910.02054, sec. 5.1 and 7.2.1. Model states with Adam: (8 + 8/N) Ψ bytes
+in fp32, (4 + 12/N) Ψ in 16-bit.
 """
 
 from functools import partial

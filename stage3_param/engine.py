@@ -18,7 +18,8 @@ Phases of a step, over N ranks and Ψ parameters:
 The unit that ends the forward begins the backward, so it stays gathered between them and saves its second gather;
 `keep_last=False` frees it too, and the step then sends 3 (N-1)/N Ψ, as in the paper.
 
-Source: ZeRO, arXiv 1910.02054, sec. 5.3 and 7.2.2. Model states in fp32 with Adam: 16/N Ψ bytes.
+Source: ZeRO, arXiv 1910.02054, sec. 5.3 and 7.2.2. Model states with Adam: 16/N Ψ bytes, in
+fp32 as in 16-bit.
 """
 
 from contextlib import contextmanager

@@ -1,45 +1,13 @@
 """The contract of an engine, promise by promise, in every stage."""
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
 from baseline import OrderedDDP
-from harness import ADAMW, STAGES, batch, make_engine, same_bits, train, train_step
+from harness import ADAMW, STAGES, batch, make_engine, same_bits, train_step
 from torch import nn
 
 from common import models
-from common.peers import TorchDDP
-
-
-def accumulate(world, stage, quiet):
-    """Three steps of three micro-batches each; `quiet` reduces with the last one only, where the stage can."""
-    engine = make_engine(stage)
-    for step in range(3):
-        for micro in range(3):
-            inputs, targets = batch(engine.module, world, 3 * step + micro)
-            if quiet and micro < 2:
-                with engine.no_sync():
-                    engine.backward(models.loss(engine(inputs), targets) / 3)
-            else:
-                engine.backward(models.loss(engine(inputs), targets) / 3)
-        engine.step()
-    return engine.full_state_dict()
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_where_every_backward_reduces_accumulation_is_bitwise_the_same(worlds, size):
-    first, *others = [worlds(size).run(accumulate, stage, False)[0] for stage in STAGES]
-    assert all(same_bits(first, other) for other in others)
-
-
-def test_under_no_sync_stages_0_and_1_agree_bitwise_and_2_and_3_by_norm(worlds):
-    zero, one, two, three = [worlds(3).run(accumulate, stage, True)[0] for stage in STAGES]
-    assert same_bits(zero, one)
-    assert same_bits(two, three)
-    difference = torch.stack([(zero[name] - two[name]).double().norm() for name in zero]).norm()
-    assert 0 < difference < 1e-3
 
 
 def sent_under_no_sync(world, stage):
@@ -83,29 +51,6 @@ def test_the_norm_and_the_clipped_step_are_those_of_every_stage_and_of_ddp(world
     assert norms == pytest.approx(ddp_norms, rel=1e-5)
     assert all(norm > 0.5 for norm in norms)
     assert torch.stack([(weights[name] - ddp[name]).norm() for name in ddp]).norm() < 1e-2
-
-
-def grouped(world, stage):
-    """No weight decay on norms and biases, and a scheduler over the engine's optimizer."""
-    module = models.build("llama-tiny")
-    models.materialize(module, models.initial_values(0), world.device)
-    decayed = [p for p in module.parameters() if p.ndim > 1]
-    others = [p for p in module.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
-    adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
-    make = TorchDDP if stage == "ddp" else functools.partial(make_engine, stage)
-    engine = make(module, optimizer=adamw, param_groups=groups)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, T_max=5)
-    for step in range(4):
-        train_step(engine, world, step)
-        scheduler.step()
-    return engine.full_state_dict()
-
-
-def test_parameter_groups_and_schedulers_work_as_in_torch(worlds):
-    weights = [worlds(2).run(grouped, stage)[0] for stage in STAGES]
-    for other in [*weights[1:], worlds(2).run(grouped, "ddp")[0]]:  # at two ranks even stock DDP adds in this order
-        assert same_bits(weights[0], other)
 
 
 def read_at_once(world, stage):
@@ -190,14 +135,6 @@ def two_engines(world, stage):
 def test_a_loss_through_two_engines_leaves_none_behind(worlds):
     first, *others = [worlds(3).run(two_engines, stage)[0] for stage in STAGES]
     assert all(same_bits(first, other) for other in others)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("bucket_mb", [1e-6, 0.003, 25.0])
-def test_the_bucket_size_does_not_change_the_result(worlds, stage, bucket_mb):
-    usual = worlds(3).run(functools.partial(train, steps=3), "stage0_ddp", "mlp")[0]
-    other = worlds(3).run(functools.partial(train, steps=3, bucket_mb=bucket_mb), stage, "mlp")[0]
-    assert same_bits(usual["weights"], other["weights"])
 
 
 def real_and_meta(world, stage):

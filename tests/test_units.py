@@ -14,6 +14,7 @@ from trap_models import (
     Block,
     Net,
     NeverCalled,
+    Rooted,
     Routed,
     TiedByReading,
     loss,
@@ -27,8 +28,7 @@ from stage3_param import Engine
 
 TWO_GROUPS = {"weight_decay": 0.3}, {"lr": 1e-3}
 AT_THREE_RANKS = ("plain", "tiny", "branches", "alternating", "tied", "routed", "frozen ends", "two forwards")
-OPTIONS = [  # case, engine options besides the default ones
-    *((case, {}) for case in CASES),
+OPTIONS = [  # case, engine options: the equivalence matrix has the cases without any
     *((case, {"clip_norm": 0.1}) for case in ("root", "routed", "frozen ends", "tiny")),
     *((case, {"groups": TWO_GROUPS}) for case in ("root", "tied", "frozen ends", "tiny")),
     *((case, {"keep_last": False}) for case in ("plain", "root", "alternating", "reentrant: routed, around two")),
@@ -181,6 +181,21 @@ def test_a_weight_whose_module_is_not_called_is_named(worlds):
 
 def test_a_weight_read_past_its_module_shows_in_the_loss(worlds):
     assert worlds(2).run(read_outside, TiedByReading)[0] is None
+
+
+def sent_within_gathered(world):
+    engine = make_engine("stage3_param", Rooted())
+    x = torch.ones(2, 3, WIDTH, device=world.device)
+    with engine.gathered(), torch.no_grad():
+        engine.comm.traffic.reset()
+        engine(engine(x))
+        with engine.gathered(engine.module.head):
+            pass
+        return dict(engine.comm.traffic.sent)
+
+
+def test_nothing_is_sent_within_gathered(worlds):
+    assert worlds(2).run(sent_within_gathered) == [{}, {}]
 
 
 def change_within_gathered(world, change):
