@@ -221,6 +221,7 @@ class EngineBase:
         self._uninitialized = self._leave_meta_device()
 
         self.buckets, self.frozen = [], []  # of trainable and of frozen parameters
+        self._parameters = list(model.parameters())
         self.partition()
         self.begin_backward()
         self._place_buffers()
@@ -460,7 +461,7 @@ class EngineBase:
         everything = self.buckets + self.frozen
         handles = [h for b in everything for h in (b.handle, b.gathering) if h is not None]
         # A freed weight is an expanded NaN: one element of storage, not counted.
-        parameters = [p for p in self._module.parameters() if p.untyped_storage().nbytes() > p.element_size()]
+        parameters = [p for p in self._parameters if p.untyped_storage().nbytes() > p.element_size()]
         live = {
             "gathered units": [b.full for b in everything],
             "parameters": [b.parameters for b in everything] + parameters,
@@ -469,7 +470,7 @@ class EngineBase:
             "buckets in flight": [b.local for b in self.buckets]
             + [total for b in self.buckets for total in b.sums.values()]
             + [b.master.grad for b in self.buckets]
-            + [p.grad for p in self._module.parameters()]
+            + [p.grad for p in self._parameters]
             + [tensor for handle in handles for tensor in handle.buffers],
         }
         return {name: [tensor for tensor in tensors if tensor is not None] for name, tensors in live.items()}
@@ -520,7 +521,7 @@ class EngineBase:
     def allocate(self, bucket):
         """Give a bucket the storage that `owned` says this rank keeps, and its initial values."""
         owned, device, dtype = self.owned(bucket), self.comm.device, bucket.kind.dtype
-        exact = torch.float32 if dtype.is_floating_point else dtype  # masters start unrounded
+        exact = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype  # masters: unrounded
         whole = torch.zeros(bucket.padded_numel, dtype=exact, device=device)
         with torch.no_grad():
             for name, parameter in bucket.members.items():

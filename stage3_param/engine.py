@@ -117,7 +117,7 @@ class Engine(EngineBase):
                 bucket.gathering.wait()
                 bucket.gathering = None
             bucket.full.untyped_storage().resize_(0)
-            nan = bucket.parameters.new_full((), float("nan"))
+            nan = bucket.parameters.new_full((), float("nan") if bucket.kind.dtype.is_floating_point else 0)
             for parameter in bucket.members.values():
                 parameter.data = nan.expand(parameter.shape)
 

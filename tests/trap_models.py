@@ -381,6 +381,18 @@ class Lora(Frozen):
         return super().forward(x) + self.b(self.a(x))
 
 
+class Quantized(Block):
+    """Frozen codes and a frozen scale, in dtypes that nothing is trained in."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.randint(-99, 99, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor(1e-3, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x):
+        return super().forward(x) + x @ (self.codes * self.scale).to(x.dtype)
+
+
 class FrozenEnds(Net):
     """No gradient reaches the stem; one passes through the head."""
 
@@ -589,6 +601,7 @@ CASES = {  # name -> (factory of a model, one step of a loop)
     "routed": (net(block=Routed), step),
     "frozen": (net(block=Frozen), step),
     "frozen ends": (FrozenEnds, step),
+    "quantized": (net(block=Quantized), step),
     "of torch": (OfTorch, evaluate_before),
     "two forwards": (Rooted, two_forwards),
     "two forwards, two backwards": (Net, two_forwards_then_two_backwards),
