@@ -8,7 +8,7 @@ import torch
 from harness import BUCKET_MB, STAGES, batch, engine_class, same_bits
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from trap_models import CASES, WIDTH
+from trap_models import CASES, LEAVE_UNUSED, WIDTH
 
 from common import models
 from common.mixed_precision import LossScaler
@@ -124,7 +124,9 @@ def _make(engine, module, cell, **options):
 def _train_trap(world, engine, cell, folder):
     make, run = CASES[cell.model]
     torch.manual_seed(0)
-    made = _make(engine, make().to(world.device), cell)
+    module = make().to(world.device)
+    module.uses_every_parameter = cell.model not in LEAVE_UNUSED
+    made = _make(engine, module, cell)
     start = made.full_state_dict()
     for step in range(cell.steps):
         generator = torch.Generator().manual_seed(10 * step + world.rank)

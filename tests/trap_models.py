@@ -636,3 +636,8 @@ for kind, how in RECOMPUTE.items():
         f"{kind}: two forwards": (net(around_two, how), two_forwards),
         f"{kind}: fails in recomputation": (net(around_two, how), functools.partial(failing, "recomputation")),
     }
+
+# Cases in which a rank leaves parameters without a gradient. Some libraries want to be told.
+LEAVE_UNUSED = {"branches", "sometimes unused", "every other step nothing used", "not in the loss", "routed"}
+LEAVE_UNUSED |= {"forward without backward", *(f"passing on {used}" for used in ([0], [1], [0, 1]))}
+LEAVE_UNUSED |= {f"{kind}: {case}" for kind in RECOMPUTE for case in ("routed", "routed, around two")}
