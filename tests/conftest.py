@@ -1,7 +1,7 @@
 """Worlds of ranks, started once per session and used by all tests; the memory reduction, shown when it ends."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -128,21 +128,22 @@ def verdict_table(cells, engines):
 
 
 class Score:
-    """How the engine that --engine names does in the suite."""
+    """How engines do in the suite: verdicts, bytes held, bytes sent."""
 
     def __init__(self):
-        self.bytes_held, self.bytes_sent = [], []
+        self.bytes_held, self.bytes_sent = defaultdict(list), defaultdict(list)
 
-    def held(self, world_size, precision, measured, formula):
+    def held(self, engine, world_size, precision, measured, formula):
         where = {"world_size": world_size, "precision": precision}
-        self.bytes_held.append({**where, **measured, "formula": round(formula)})
+        self.bytes_held[engine].append({**where, **measured, "formula": round(formula)})
 
-    def sent(self, world_size, precision, measured, formula):
+    def sent(self, engine, world_size, precision, measured, formula):
         where = {"world_size": world_size, "precision": precision}
-        self.bytes_sent.append({**where, "sent": measured, "formula": round(formula)})
+        self.bytes_sent[engine].append({**where, "sent": measured, "formula": round(formula)})
 
     def write(self, engine, folder):
         made, device = engine_class(engine), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        verdicts = [found["verdict"] for (name, _), found in _equivalence.cells.items() if name == engine]
         results = {
             "engine": engine,
             "name": getattr(made, "name", engine),
@@ -150,11 +151,11 @@ class Score:
             "versions": made.versions() if hasattr(made, "versions") else {"torch": torch.__version__},
             "hardware": hardware(device),
             "model": MemoryReduction.model,
-            "verdicts": Counter(found["verdict"] for found in _equivalence.cells.values()),
+            "verdicts": Counter(verdicts),
             "not_claimed": Counter(_equivalence.skipped.values()),
-            "bytes_held": self.bytes_held,
-            "bytes_sent": self.bytes_sent,
-            "cells": list(_equivalence.rows()),
+            "bytes_held": self.bytes_held[engine],
+            "bytes_sent": self.bytes_sent[engine],
+            "failed": [row for row in _equivalence.rows() if (row["engine"], row["verdict"]) == (engine, "fail")],
         }
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{results['name']}.json").write_text(json.dumps(results, indent=1) + "\n")
@@ -207,6 +208,8 @@ def pytest_terminal_summary(terminalreporter, config):
         tables = {f"score of {engine}": verdict_table(_equivalence.cells, [engine])}
     else:
         tables = {"equivalence": _equivalence.close(), "memory reduction": _reduction.close()}
+        for stage in STAGES if all(tables.values()) else ():
+            _score.write(stage, RESULTS / "scores")
     for name, table in tables.items():
         if table is not None:
             terminalreporter.section(name)

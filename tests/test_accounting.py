@@ -57,7 +57,7 @@ def holds(world, engine, **options):
 def test_bytes_held_follow_the_papers_formula(worlds, score, memory_reduction, size, engine, precision):
     held = claimed(worlds(size).run(functools.partial(holds, precision=precision), engine))[0]
     formula = bytes_held(follows(engine), size, precision) * PARAMETERS
-    score.held(size, precision, held, formula)
+    score.held(engine, size, precision, held, formula)
     if precision == "fp32":
         memory_reduction.record(engine, size, held)
     assert sum(held.values()) == pytest.approx(formula, rel=5e-3)  # padding, step counts
@@ -85,7 +85,7 @@ def sends(world, engine, **options):
 def test_bytes_on_the_wire_follow_the_papers_formula(worlds, score, size, engine, precision):
     sent = max(claimed(worlds(size).run(functools.partial(sends, precision=precision), engine)))
     formula = bytes_sent(follows(engine), size, precision) * PARAMETERS
-    score.sent(size, precision, sent, formula)
+    score.sent(engine, size, precision, sent, formula)
     assert sent <= 1.04 * formula  # what the kernel adds to messages of this size
 
 
