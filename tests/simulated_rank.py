@@ -1,4 +1,6 @@
-"""Rank 0 of a simulated world on fake tensors: `python simulated_rank.py STAGE MODEL WORLD_SIZE` prints its counts.
+"""Rank 0 of a simulated world on fake tensors: `python simulated_rank.py STAGE MODEL WORLD_SIZE PRECISION`.
+
+It prints what it counted of a step; in 16-bit, of one that accumulates.
 
 No value is computed and nothing travels; shapes, storages and collectives are those of a real rank.
 """
@@ -16,16 +18,17 @@ from common import models
 from common.measure.memory import Timeline
 
 
-def simulate(stage, model, world_size):
+def simulate(stage, model, world_size, precision):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     with FakeTensorMode():
-        engine = make_engine(stage, models.build(model), bucket_mb=1.0)
+        engine = make_engine(stage, models.build(model), bucket_mb=1.0, precision=precision)
         windows = torch.zeros(2, engine.module.window, dtype=torch.uint8)
         inputs, targets = engine.module.inputs_and_targets(windows)
         for _ in range(2):
             engine.comm.traffic.reset()
             with Timeline(engine) as timeline:
-                engine.backward(models.loss(engine(inputs), targets))
+                for _ in range(1 if precision == "fp32" else 2):
+                    engine.backward(models.loss(engine(inputs), targets))
                 engine.step()
     return {
         "model_state_bytes": engine.model_state_bytes(),
@@ -37,5 +40,5 @@ def simulate(stage, model, world_size):
 
 
 if __name__ == "__main__":
-    stage, model, world_size = sys.argv[1:]
-    print(json.dumps(simulate(stage, model, int(world_size))))
+    stage, model, world_size, precision = sys.argv[1:]
+    print(json.dumps(simulate(stage, model, int(world_size), precision)))

@@ -1,11 +1,15 @@
 """The contract of an engine, promise by promise, in every stage."""
 
+import functools
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from baseline import OrderedDDP
 from harness import ADAMW, STAGES, batch, make_engine, same_bits, train_step
 from torch import nn
+from torch.optim import lr_scheduler
 
 from common import models
 
@@ -51,6 +55,38 @@ def test_the_norm_and_the_clipped_step_are_those_of_every_stage_and_of_ddp(world
     assert norms == pytest.approx(ddp_norms, rel=1e-5)
     assert all(norm > 0.5 for norm in norms)
     assert torch.stack([(weights[name] - ddp[name]).norm() for name in ddp]).norm() < 1e-2
+
+
+SCHEDULERS = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=6),  # moves the betas as well
+    "warm-up, then cosine": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, 3)], [2]
+    ),
+    "by rule": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+}
+
+
+def scheduled(world, engine, name):
+    """Weights and learning rates under a scheduler of torch's over the engine's optimizer; warnings are errors."""
+    engine = make_engine(engine, optimizer=functools.partial(torch.optim.AdamW, lr=1e-2), precision="bf16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler, rates = SCHEDULERS[name](engine.optimizer), []
+        for step in range(5):
+            train_step(engine, world, step)
+            scheduler.step()
+            rates += scheduler.get_last_lr()
+    return engine.full_state_dict(), rates
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_torchs_schedulers_work_unchanged(worlds, stage, name):
+    weights, rates = worlds(2).run(scheduled, "baseline:AverageAfterBackward", name)[0]
+    ours, our_rates = worlds(2).run(scheduled, stage, name)[0]
+    assert same_bits(ours, weights)
+    assert our_rates == rates
 
 
 def read_at_once(world, stage):

@@ -14,20 +14,23 @@ from common import models
 TESTS = Path(__file__).parent
 
 
-def simulate(stage, model, world_size):
-    command = [sys.executable, TESTS / "simulated_rank.py", stage, model, str(world_size)]
+def simulate(stage, model, world_size, precision):
+    command = [sys.executable, TESTS / "simulated_rank.py", stage, model, str(world_size), precision]
     environment = {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
     run = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, check=False)
     assert run.returncode == 0, run.stderr.decode()
     return json.loads(run.stdout)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_simulated_rank_of_64_counts_what_the_formula_says(stage):
-    counts = simulate(stage, "gpt-mini", 64)
+def test_a_simulated_rank_of_64_counts_what_the_formula_says(stage, precision):
+    counts = simulate(stage, "gpt-mini", 64, precision)
     assert counts["model_state_bytes"] == counts["predicted_model_state_bytes"]
     assert counts["wire_bytes"] == counts["predicted_wire_bytes"]
-    formula = bytes_held(stage, 64) * sum(p.numel() for p in models.build("gpt-mini").parameters())
+    formula = bytes_held(stage, 64, precision, accumulated=precision != "fp32") * sum(
+        p.numel() for p in models.build("gpt-mini").parameters()
+    )
     assert sum(counts["model_state_bytes"].values()) == pytest.approx(formula, rel=5e-3)
     assert counts["peaks"]["activations"] > 0
     assert (counts["peaks"]["gathered units"] > 0) == (stage == "stage3_param")
