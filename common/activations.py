@@ -38,7 +38,7 @@ def main(arguments=None):
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
     parser.add_argument("--model", default=defaults.model, help="a name of the model zoo (default: %(default)s)")
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all stages)")
-    parser.add_argument("--precision", default=defaults.precision, help="fp32 (default), bf16 or fp16")
+    parser.add_argument("--precision", default=defaults.precision, help="fp32 (default) or bf16")
     parser.add_argument(
         "--batches", type=int, nargs="+", default=[1, 2, 4, 8], help="samples per rank (default: 1 2 4 8)"
     )
@@ -69,7 +69,9 @@ def survey(world, options):
     Raises:
         InputError: the cap is no size.
     """
-    if options.cap_mb is not None and options.cap_mb <= 0:
+    if options.precision == "fp16":
+        raise InputError("--precision fp16: it has the bytes of bf16, but skips its first steps; choose bf16")
+    if options.cap_mb is not None and not 0 < options.cap_mb < float("inf"):
         raise InputError(f"--cap-mb {options.cap_mb}: a cap needs a size above 0")
     console = Console(stderr=True, quiet=world.rank > 0)
 

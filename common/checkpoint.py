@@ -93,7 +93,7 @@ def load(engine, path):
 
     Raises:
         InputError: on every rank: there is no checkpoint, it is damaged, or of another model, optimizer or format.
-            The engine is as it was.
+            The engine's states are as they were; gradients are dropped all the same.
     """
     folder, rank = Path(path), engine.rank
     with contextlib.ExitStack() as opened:

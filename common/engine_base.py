@@ -53,6 +53,9 @@ class StepResult:
 class Bucket(Run):
     """A run, with the tensors that this rank holds of it.
 
+    `scale_of_backward`, one for all buckets of a process, is the loss scale of the backward that runs, of whichever
+    engine.
+
     Attributes:
         parameters, gradients: flat tensors, as long as `owned` says. None for the gradients of frozen parameters.
         stepped: the optimizer's part of `parameters`.
@@ -64,6 +67,8 @@ class Bucket(Run):
         gathering: the all-gather of parameters under way.
         full, unit: the whole run of parameters where it is not kept, and the unit it belongs to.
     """
+
+    scale_of_backward = 1.0
 
     def __init__(self, named_parameters, kind, world_size):
         super().__init__(named_parameters, kind, world_size)
@@ -81,8 +86,11 @@ class Bucket(Run):
         self.carried = None
         self.has_gradient = False
         self.handle = None
+        self.scales = set()  # the loss scales under which its gradients came
         if self.local is not self.gradients:
             self.local = None
+        if self.master is not None:
+            self.master.grad = None
 
     @property
     def complete(self):
@@ -123,6 +131,7 @@ class Bucket(Run):
             self.sums[name].add_(gradient)
         self._filled.add(name)
         self.reported.add(name)
+        self.scales.add(Bucket.scale_of_backward)
 
     def seal(self):
         """Make `local` what travels: sums rounded once to its dtype, zeros where no gradient came, and as padding."""
@@ -212,6 +221,7 @@ class EngineBase:
         self.syncing = True
         self._module, self._init = model, init
         try:
+            _check_numbers(clip_norm, bucket_mb)
             self._optimizer_bytes = _check_elementwise(optimizer, self.comm.device)
             self.param_groups = _check_groups(model, param_groups)
             found = _check_model(model, self.comm, init, self.param_groups, self.dtype)
@@ -284,12 +294,20 @@ class EngineBase:
         self._failed = True
         self._begin_gradients()
         self.begin_backward()
-        (loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale).backward()
+        Bucket.scale_of_backward = self._scale
+        try:
+            (loss if self.loss_scaler is None else loss.float() * self._scale).backward()
+        finally:
+            Bucket.scale_of_backward = 1.0
         self.finish_backward()
         self._backwards += 1
         self._reductions += self.syncing
         self._failed = False
         self._uses.clear()
+
+    @property
+    def _scale(self):
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
     def step(self):
         """Clip, update the parameters, release the gradients. In fp16 all ranks skip it where any has an overflow.
@@ -298,7 +316,8 @@ class EngineBase:
             StepResult.
 
         Raises:
-            RuntimeError: there was no backward since the last step, or in fp16 only another engine's.
+            RuntimeError: there was no backward since the last step; or a gradient came under another loss scale than
+                this engine's, from another engine's backward or because `loss_scaler` was replaced.
         """
         if self._failed:
             self.zero_grad()
@@ -307,12 +326,15 @@ class EngineBase:
         if not all(bucket.has_gradient for bucket in self.buckets):
             raise RuntimeError("step() without a backward() since the last step")
         self.comm.traffic.phase = "step"
-        norm, scale, self._factor = None, 1.0, None
+        norm, scale, self._factor = None, self._scale, None
+        if any(bucket.scales - {scale} for bucket in self.buckets):
+            raise RuntimeError(
+                "a gradient came under another loss scale than this engine's; in fp16 give each engine a loss of its "
+                "own, and replace loss_scaler right after a step"
+            )
         if self.loss_scaler is not None:
-            scale = self.loss_scaler.scale
-            overflow = host_value(overflow_flag(self.buckets, self.comm), 0) > 0
-            self.loss_scaler.update(overflow)
-            if overflow:
+            if host_value(overflow_flag(self.buckets, self.comm), 0) > 0:
+                self.loss_scaler.update(overflow=True)
                 self.zero_grad()
                 return StepResult(None, skipped=True)
             self._factor = 1 / scale
@@ -328,16 +350,13 @@ class EngineBase:
         self._summed = {bucket for bucket in self.buckets if bucket.carried is not None}
         self._last_step = max(1, self._backwards), self._reductions
         self.update()
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(overflow=False)
         self.zero_grad()
         return StepResult(norm, skipped=False)
 
     def _flush(self):
         """Reduce what no backward of this engine has."""
-        if self.loss_scaler is not None and self._backwards == 0:
-            raise RuntimeError(
-                "the gradients come from another engine's backward, under its loss scale; in fp16 give each engine a "
-                "loss of its own, or use bf16"
-            )
         before, self.syncing = self.syncing, True
         self.finish_backward()
         self.syncing = before
@@ -345,6 +364,7 @@ class EngineBase:
 
     def step_shard(self, bucket):
         """Step the optimizer over one bucket's shard. 16-bit gradients are cast to fp32 for it, a bucket at a time."""
+        self._failed = True  # until all shards are stepped
         gradient = bucket.mean.float()
         if self._factor is not None:
             gradient.mul_(self._factor)
@@ -367,11 +387,11 @@ class EngineBase:
     @contextlib.contextmanager
     def no_sync(self):
         """Accumulate gradients on this rank: backwards in this context do not communicate."""
-        self.syncing = False
+        before, self.syncing = self.syncing, False
         try:
             yield
         finally:
-            self.syncing = True
+            self.syncing = before
 
     def train(self, mode=True):
         """Set the module's training mode."""
@@ -525,6 +545,7 @@ class EngineBase:
         whole = torch.zeros(bucket.padded_numel, dtype=exact, device=device)
         with torch.no_grad():
             for name, parameter in bucket.members.items():
+                parameter.grad = None  # of a time before the engine
                 if name in self._uninitialized:
                     self._init(name, bucket.view(whole, name))
                 else:
@@ -609,13 +630,15 @@ class EngineBase:
     def _broadcast_buffers(self):
         """Give every rank the buffers of rank 0, as torch's DDP does before a forward."""
         buffers = list(self._module.buffers())
+        self._buffers_differ = self._buffers_differ or self._module.training
         if not buffers or not self._buffers_differ:
             return
         packed = torch.cat([buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers])
         self.comm.broadcast(packed, label="the buffers").wait()
         parts = packed.split([buffer.nbytes for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
-            buffer.detach().copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+            # Through .data, past autograd's version count: a forward that waits for its backward does not read them.
+            buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
         self._buffers_differ = self._module.training
 
 
@@ -638,6 +661,13 @@ def _tensors_of_state(optimizer):
 
 
 # ---- checks at the door ---------------------------------------------------------------------------------------
+
+
+def _check_numbers(clip_norm, bucket_mb):
+    if clip_norm is not None and not clip_norm > 0:
+        raise InputError(f"clip_norm={clip_norm}: give a norm above 0, or None not to clip")
+    if not bucket_mb > 0:
+        raise InputError(f"bucket_mb={bucket_mb}: a bucket needs a size above 0")
 
 
 def _check_elementwise(optimizer, device):

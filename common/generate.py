@@ -2,6 +2,8 @@
 
 import torch
 
+from common.errors import InputError
+
 TEMPERATURE = 0.8  # below 1: likely bytes become likelier
 LENGTH = 256  # bytes
 
@@ -21,6 +23,9 @@ def generate(engine, prompt, seed=0, length=LENGTH, temperature=TEMPERATURE):
 
     Returns:
         bytes: the prompt and what was added.
+
+    Raises:
+        InputError: the model's logits are no numbers.
     """
     module = engine.module
     training = module.training
@@ -32,6 +37,8 @@ def generate(engine, prompt, seed=0, length=LENGTH, temperature=TEMPERATURE):
         for _ in range(length):
             inputs = torch.tensor([text[1 - module.window :]], device=device)  # what the model can look back on
             logits = engine(inputs)[0, -1, :256].float().cpu()  # a larger vocabulary has tokens that are no byte
+            if not logits.isfinite().all():
+                raise InputError("the model has no text to tell: its training diverged; lower --lr")
             text.append(torch.multinomial((logits / temperature).softmax(-1), 1, generator=draws).item())
     engine.train(training)
     return bytes(text)

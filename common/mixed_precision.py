@@ -64,7 +64,7 @@ class LossScaler:
                 self.scale = max(self.scale / 2, self.smallest)
             return
         self.good_steps += 1
-        if self.good_steps == self.window:
+        if self.good_steps >= self.window:
             self.good_steps, self.pardons = 0, self.hysteresis
             self.scale *= 2
 

@@ -92,7 +92,9 @@ def check_options(options):
         find_engine(name)
     if options.steps < 1:
         raise InputError(f"--steps {options.steps}: at least one step is needed")
-    if options.bucket_mb <= 0:
+    if options.clip_norm is not None and not options.clip_norm > 0:
+        raise InputError(f"--clip-norm {options.clip_norm}: a norm above 0 is needed")
+    if not options.bucket_mb > 0:
         raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
     if options.json and not Path(options.json).resolve().parent.is_dir():
         raise InputError(f"--json {options.json}: there is no such folder; make it first")

@@ -133,6 +133,7 @@ BAD_INPUT = {
     "no text to generate": (("stage0_ddp", "--model", "resnet-tiny", "--generate", "def "), "does not predict text"),
     "no prompt": (("stage0_ddp", "--generate", ""), "a first byte"),
     "unknown precision": (("stage2_grad", "--precision", "fp8"), "unknown precision 'fp8'"),
+    "no norm": (("stage2_grad", "--clip-norm", "nan"), "--clip-norm nan"),
     "no bucket": (("stage2_grad", "--bucket-mb", "0"), "--bucket-mb"),
     "unwritable result": (("stage2_grad", "--json", "/no/such/folder/x.json"), "no such folder"),
 }

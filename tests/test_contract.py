@@ -204,3 +204,81 @@ def test_an_evaluation_between_steps_changes_nothing(worlds):
     for loss, weights in others:
         assert loss == first[0]
         assert same_bits(weights, first[1])
+
+
+class Broken(torch.optim.SGD):
+    """Raises once, after as many shards as it is told."""
+
+    shards_left = None
+
+    def step(self, closure=None):
+        if self.shards_left == 0:
+            self.shards_left = None
+            raise RuntimeError("broken")
+        self.shards_left = self.shards_left and self.shards_left - 1
+        return super().step(closure)
+
+
+def step_that_fails(world, stage):
+    """The messages of a step that fails half way and of its repetition; then a step that works."""
+    engine, messages = make_engine(stage, optimizer=functools.partial(Broken, lr=0.1)), []
+    engine.optimizer.shards_left = 1
+    inputs, targets = batch(engine.module, world)
+    engine.backward(models.loss(engine(inputs), targets))
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            engine.step()
+        messages.append(str(caught.value))
+    held = [bucket.master.grad for bucket in engine.buckets]
+    train_step(engine, world, 1)
+    return messages, held
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_that_failed_half_way_is_not_repeated_and_leaves_no_gradient(worlds, stage):
+    (failed, repeated), held = worlds(2).run(step_that_fails, stage)[0]
+    assert failed == "broken"
+    assert repeated == "step() without a backward() since the last step"
+    assert held == [None] * len(held)
+
+
+def left_gradients(world, stage):
+    """Weights after a step, where the model had gradients before the engine was made, and where not."""
+    found = []
+    for stale in (True, False):
+        module = models.build("mlp")
+        models.materialize(module, models.initial_values(0), world.device)
+        for parameter in module.parameters() if stale else ():
+            parameter.grad = torch.ones_like(parameter)
+        engine = make_engine(stage, module, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+        train_step(engine, world)
+        found.append(engine.full_state_dict())
+    return same_bits(*found)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_from_before_the_engine_do_not_count(worlds, stage):
+    assert all(worlds(2).run(left_gradients, stage))
+
+
+def buffers_after(world, stage):
+    """The weights on this rank, training on after an evaluation; and after a save between forward and backward."""
+    engine = make_engine(stage, "resnet-tiny")
+    for step in range(2):
+        train_step(engine, world, step)
+        engine.eval()
+        with torch.no_grad():
+            engine(batch(engine.module, world, step)[0])
+        engine.train()
+    inputs, targets = batch(engine.module, world, 2)
+    loss = models.loss(engine(inputs), targets)
+    engine.full_state_dict()
+    engine.backward(loss)
+    engine.step()
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_buffers_are_those_of_rank_0_whatever_was_evaluated_or_read_between(worlds, stage):
+    first, *others = worlds(3).run(buffers_after, stage)
+    assert all(same_bits(first, other) for other in others)

@@ -100,6 +100,14 @@ CASES = {
     "Adafactor": (optimizer(optim.Adafactor), NOT_ELEMENTWISE.format("Adafactor steps 64 elements otherwise")),
     "Muon": (optimizer(optim.Muon), NOT_ELEMENTWISE.format("it fails on a flat shard: .*2D")),
     "a learning rate below 0": (optimizer(partial(optim.SGD, lr=-1.0)), "Invalid learning rate: -1.0"),
+    "a norm below 0": (
+        lambda world: {"module": a_model(world), "clip_norm": -1.0},
+        "clip_norm=-1.0: give a norm above 0",
+    ),
+    "a bucket of no size": (
+        lambda world: {"module": a_model(world), "bucket_mb": 0},
+        "bucket_mb=0: a bucket needs a size",
+    ),
     "unknown precision": (
         lambda world: {"module": a_model(world), "precision": "fp8"},
         "unknown precision 'fp8'; choose one of: fp32, bf16, fp16",

@@ -36,6 +36,13 @@ def test_an_overflow_begins_the_window_anew():
     assert after([False, False, True, False, False]) == 16
 
 
+def test_a_window_may_be_narrowed_while_it_runs():
+    scaler = LossScaler(scale=16.0, window=10, good_steps=8)
+    scaler.window = 3
+    scaler.update(overflow=False)
+    assert scaler.scale == 32
+
+
 def test_hysteresis_pardons_the_first_overflows_until_a_window_went_well():
     assert after([True]) == 16
     assert after([True, True]) == 8
@@ -142,8 +149,11 @@ def test_scale_and_hysteresis_come_back_from_a_checkpoint(worlds, tmp_path, writ
         assert same
 
 
-def foreign_backward(world, stage, precision):
-    student, teacher = (make_engine(stage, seed=seed, precision=precision) for seed in (1, 2))
+def foreign_backward(world, stage, own, other):
+    """What `step` says of gradients that came with another engine's backward."""
+    student, teacher = make_engine(stage, seed=1, precision=other), make_engine(stage, seed=2, precision=own)
+    if other == own == "fp16":
+        student.loss_scaler = LossScaler(scale=2.0**4)
     inputs, targets = batch(student.module, world)
     student.backward(models.loss(student(inputs), targets) + models.loss(teacher(inputs), targets))
     student.step()
@@ -155,8 +165,9 @@ def foreign_backward(world, stage, precision):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_under_another_engines_loss_scale_are_refused(worlds, stage):
-    assert "under its loss scale" in worlds(2).run(foreign_backward, stage, "fp16")[0]
-    assert worlds(2).run(foreign_backward, stage, "bf16")[0] is None
+    for own, other in (("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16")):
+        assert "under another loss scale" in worlds(2).run(foreign_backward, stage, own, other)[0]
+    assert worlds(2).run(foreign_backward, stage, "bf16", "fp32")[0] is None
 
 
 # ---- masters --------------------------------------------------------------------------------------------------------
