@@ -84,7 +84,7 @@ class AverageAfterBackward(ExactNorm, Replicated):
 
     def __call__(self, *args, **kwargs):
         for buffer in self.module.buffers():
-            dist.broadcast(buffer, 0)
+            dist.broadcast(buffer.data, 0)  # past autograd's version count
         return self.module(*self.cast(*args), **kwargs)
 
     def backward(self, loss):
