@@ -337,7 +337,7 @@ class Routed(Block):
 
     def forward(self, x):
         x = super().forward(x)
-        chosen = int(x.detach().abs().sum() * 1e3) % 3  # the first, the second, or both
+        chosen = int(x.detach().float().abs().sum() * 1e3) % 3  # the first, the second, or both
         return x + sum(expert(x) for index, expert in enumerate(self.experts) if chosen in (index, 2))
 
 
