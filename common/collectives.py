@@ -29,6 +29,7 @@ from common import trace
 from common.errors import InputError
 from common.measure.traffic import Traffic
 
+CHUNK = 2**18  # elements that are added at a time
 # torch renamed these two; 2.11 knows the names on the right only.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,6 +46,7 @@ class Collectives:
         rank, size: of this process within the group.
         device: where the tensors live: the current CUDA device with NCCL, else the CPU.
         traffic: the meter, a `Traffic`.
+        room: the receive buffer of all reductions, as large as the largest so far needed; None before the first.
         tracer: what has the ranks agree on each collective, a `trace.Tracer`; None unless ZERO_TRACE is 1.
 
     Raises:
@@ -62,6 +64,7 @@ class Collectives:
         self.simulated = backend == "fake"
         self.lane = _lane_of(self.group, backend)
         self.traffic = Traffic()
+        self.room = None
         self.tracer = None if self.simulated else trace.tracer_of(self.group)
 
     def all_reduce(self, tensor, label=""):
@@ -74,7 +77,7 @@ class Collectives:
                 self._reduce_in_rank_order(tensor, received, shard)
                 self._exchange(shard, tensor)
 
-            return self._submit("all_reduce", tensor, label, work, tensor, received)
+            return self._submit("all_reduce", tensor, label, work, tensor)
 
         work = partial(self._reduce_in_nccls_order, dist.all_reduce, tensor, tensor)
         return self._submit("all_reduce", tensor, label, work, tensor)
@@ -88,7 +91,7 @@ class Collectives:
         if self.ordered:
             received = self._receive_buffer(tensor)
             work = partial(self._reduce_in_rank_order, tensor, received, shard)
-            return self._submit("reduce_scatter", tensor, label, work, tensor, received, shard)
+            return self._submit("reduce_scatter", tensor, label, work, tensor, shard)
 
         work = partial(self._reduce_in_nccls_order, partial(_reduce_scatter, shard), tensor, shard)
         return self._submit("reduce_scatter", tensor, label, work, tensor, shard)
@@ -163,18 +166,25 @@ class Collectives:
         return tensor.nbytes // self.size * (self.size - 1)
 
     def _receive_buffer(self, tensor):
-        # Taken by the caller, not on the lane, so that whoever counts memory sees it.
+        """Room for the pieces of other ranks. One is enough, as the lane runs one collective at a time."""
         rows = self.size - 1 if self.point_to_point else self.size
-        return torch.empty(rows * (tensor.numel() // self.size), dtype=tensor.dtype, device=tensor.device)
+        nbytes = rows * (tensor.nbytes // self.size)
+        if self.room is None or self.room.nbytes < nbytes:
+            self.lane.submit(lambda: None).wait()  # the old one may be in use
+            self.room = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
+        return self.room[:nbytes].view(tensor.dtype)
 
     def _reduce_in_rank_order(self, tensor, received, shard):
-        pieces = self._collect(tensor, received)
-        total = pieces[0].float()  # of 16-bit pieces a copy, of fp32 pieces the piece itself
-        for piece in pieces[1:]:
-            total += piece
-        total /= self.size
-        if total.data_ptr() != shard.data_ptr():
-            shard.copy_(total)
+        """The mean of all ranks' pieces of this shard: added in rank order in fp32, divided once, rounded once."""
+        # In chunks, so that what is added stays in the cache, and 16-bit pieces need little room as fp32.
+        pieces = [piece.split(CHUNK) for piece in self._collect(tensor, received)]
+        for result, *parts in zip(shard.split(CHUNK), *pieces, strict=True):
+            total = parts[0].float()  # of 16-bit pieces a copy, of fp32 pieces the piece itself
+            for part in parts[1:]:
+                total += part
+            total /= self.size
+            if total.data_ptr() != result.data_ptr():
+                result.copy_(total)
 
     def _reduce_in_nccls_order(self, reduce, tensor, result):
         """Sum by NCCL and divide once: fp16 before the sum, which could overflow, others after it, as gloo's path."""

@@ -477,7 +477,7 @@ class EngineBase:
         return {collective: sent for collective, sent in sorted(predicted.items()) if sent}
 
     def live(self):
-        """The tensors that this rank holds now, by class: the model states, gathered units, buckets in flight."""
+        """The tensors that this rank holds now, by class: the model states, and what comes and goes within a step."""
         everything = self.buckets + self.frozen
         handles = [h for b in everything for h in (b.handle, b.gathering) if h is not None]
         # A freed weight is an expanded NaN: one element of storage, not counted.
@@ -492,6 +492,7 @@ class EngineBase:
             + [b.master.grad for b in self.buckets]
             + [p.grad for p in self._parameters]
             + [tensor for handle in handles for tensor in handle.buffers],
+            "receive buffer": [self.comm.room],
         }
         return {name: [tensor for tensor in tensors if tensor is not None] for name, tensors in live.items()}
 

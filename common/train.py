@@ -9,7 +9,7 @@ import os
 import statistics
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -75,9 +75,16 @@ def default_nproc():
 
 def command(function, *args, options):
     """Run `function(world, *args)` on every rank; bad input is one line on one rank, and exit status 2."""
-    try:
+    with one_line_errors():
         check_options(options)
         return launch(function, *args, nproc=options.nproc, oversubscribe=options.oversubscribe)
+
+
+@contextmanager
+def one_line_errors():
+    """An InputError ends the program: one line on one rank, and exit status 2."""
+    try:
+        yield
     except InputError as error:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"error: {error}", file=sys.stderr)
@@ -96,8 +103,7 @@ def check_options(options):
         raise InputError(f"--clip-norm {options.clip_norm}: a norm above 0 is needed")
     if not options.bucket_mb > 0:
         raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
-    if options.json and not Path(options.json).resolve().parent.is_dir():
-        raise InputError(f"--json {options.json}: there is no such folder; make it first")
+    check_folder(options.json)
     ranks = rank_count(options)
     make_batches(options).of(step=0, rank=0, world_size=max(1, ranks))
     if options.accumulate < 1 or options.batch % (options.accumulate * max(1, ranks)):
@@ -112,6 +118,12 @@ def check_options(options):
         raise InputError("--generate '': the model needs a first byte to continue; give a prompt")
     if prompt is not None and not getattr(model, "predicts_text", False):
         raise InputError(f"--generate: {options.model} does not predict text; choose a gpt, llama, moe or lora model")
+
+
+def check_folder(path):
+    """Refuse to write where there is no folder."""
+    if path and not Path(path).resolve().parent.is_dir():
+        raise InputError(f"--json {path}: there is no such folder; make it first")
 
 
 def rank_count(options):
@@ -131,14 +143,16 @@ def make_batches(options):
 
 
 def find_engine(name):
-    """The Engine class of a stage package.
+    """The class that a package exports as Engine, or that is called `package.module:Name`.
 
     Raises:
-        InputError: there is no package of this name, or it has no Engine.
+        InputError: there is none.
     """
-    if importlib.util.find_spec(name.partition(".")[0]) is None or not hasattr(importlib.import_module(name), "Engine"):
+    path, _, attribute = name.partition(":")
+    found = importlib.util.find_spec(path.partition(".")[0]) and importlib.import_module(path)
+    if not hasattr(found, attribute or "Engine"):
         raise InputError(f"unknown engine {name!r}; known engines: {', '.join(ENGINES)}")
-    return importlib.import_module(name).Engine
+    return getattr(found, attribute or "Engine")
 
 
 def train(world, name, options, progress=None):
@@ -175,13 +189,13 @@ def train(world, name, options, progress=None):
         if ours and step == options.steps - 1:
             engine.synchronize()
             timeline = Timeline(engine)
-        _finish(world.device)
+        finish(world.device)
         began = time.perf_counter()
         with timeline or nullcontext():
             loss, result = train_step(engine, micro_batches, options.no_sync)
         if ours:
             engine.synchronize()
-        _finish(world.device)
+        finish(world.device)
         if timeline is None:
             seconds.append(time.perf_counter() - began)
         losses.append(loss.item())
@@ -266,19 +280,18 @@ def write_json(path, results):
     Path(path).write_text(json.dumps(results, indent=2) + "\n")
 
 
-def progress_bar(steps):
-    """A progress bar over steps that shows the loss; a context manager."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+def progress_bar(*columns):
+    """A progress bar, with columns of one's own behind the usual ones; a context manager."""
+    usual = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    loss = TextColumn("{task.fields[loss]}")
-    return Progress(*columns, loss, console=console, transient=True, disable=not console.is_terminal)
+    return Progress(*usual, *columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def run_with_progress(world, name, options):
     """`train` with a progress bar on rank 0."""
     if world.rank:
         return train(world, name, options)
-    with progress_bar(options.steps) as bar:
+    with progress_bar(TextColumn("{task.fields[loss]}")) as bar:
         label = name if isinstance(name, str) else name.name
         task = bar.add_task(label, total=options.steps, loss="")
         return train(world, name, options, lambda done, loss: bar.update(task, completed=done, loss=f"loss {loss:.4f}"))
@@ -326,6 +339,7 @@ def _train_and_report(world, package, options):
         write_json(options.json, results)
 
 
-def _finish(device):
+def finish(device):
+    """Return when the device has done what it was given, so that a clock may be read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

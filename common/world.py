@@ -68,7 +68,7 @@ def launch(function, *args, nproc, oversubscribe=False, timeout=600.0):
 def _join(function, args, oversubscribe, timeout):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    _check_size(local_size, oversubscribe, option="--nproc-per-node")
+    check_size(local_size, oversubscribe, option="--nproc-per-node")
     _prepare_environment(local_rank, local_size)
     world = World(rank, size, _device(local_rank))
     _init_group(world, timeout=timeout)
@@ -96,7 +96,7 @@ class LocalWorld:
     """
 
     def __init__(self, size, *, oversubscribe=False, timeout=600.0):
-        _check_size(size, oversubscribe)
+        check_size(size, oversubscribe)
         self.size = size
         # A fork server imports torch once for all ranks. CUDA cannot follow a fork, so there each rank spawns.
         forks = sys.platform == "linux" and not torch.cuda.is_available()
@@ -245,7 +245,8 @@ def _leave_with_parent():
     os._exit(1)
 
 
-def _check_size(size, oversubscribe, option="--nproc"):
+def check_size(size, oversubscribe, option="--nproc"):
+    """Refuse more ranks than the machine has GPUs, or CPUs when it has no GPU, unless `oversubscribe`."""
     gpus = torch.cuda.device_count()
     available, kind = (gpus, "GPU") if gpus else (cpus(), "CPU")
     if size < 1:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import STAGES, engine_class
+from harness import STAGES
 from matrix import CELLS
 from rich.console import Console
 from rich.table import Table
 
 from common import models
 from common.measure.hardware import hardware
-from common.train import show_bytes
+from common.train import find_engine, show_bytes
 from common.world import LocalWorld
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -142,7 +142,7 @@ class Score:
         self.bytes_sent[engine].append({**where, "sent": measured, "formula": round(formula)})
 
     def write(self, engine, folder):
-        made, device = engine_class(engine), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        made, device = find_engine(engine), torch.device("cuda" if torch.cuda.is_available() else "cpu")
         verdicts = [found["verdict"] for (name, _), found in _equivalence.cells.items() if name == engine]
         results = {
             "engine": engine,

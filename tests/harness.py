@@ -1,13 +1,13 @@
 """What ranks run in the tests: build an engine, train it a few steps on real text, hand back what happened."""
 
 import functools
-import importlib
 
 import pytest
 import torch
 
 from common import models
 from common.data import Batches, load_text
+from common.train import find_engine
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
@@ -19,15 +19,9 @@ def text():
     return load_text()[:100_000]
 
 
-def engine_class(name):
-    """The class that `package` exports as Engine, or `package.module:Name`."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute or "Engine")
-
-
 def follows(engine):
     """The stage whose formulas an engine claims: its own, or what its attribute `follows` names."""
-    stage = engine if engine in STAGES else getattr(engine_class(engine), "follows", None)
+    stage = engine if engine in STAGES else getattr(find_engine(engine), "follows", None)
     if stage is None:
         pytest.skip("it does not say which stage's formulas it follows: set `follows`, to 'stage2_grad' for instance")
     return stage
@@ -45,7 +39,7 @@ def make_engine(engine, model="gpt-tiny", optimizer=ADAMW, seed=0, **options):
     module = models.build(model) if isinstance(model, str) else model
     init = models.initial_values(seed)
     options = {"bucket_mb": BUCKET_MB, "deterministic": True, **options}  # so that the bits agree with NCCL too
-    return engine_class(engine)(module, optimizer, init=init, **options)
+    return find_engine(engine)(module, optimizer, init=init, **options)
 
 
 def batch(module, world, step=0, global_batch=24):

@@ -5,14 +5,14 @@ import functools
 from dataclasses import dataclass, field
 
 import torch
-from harness import BUCKET_MB, STAGES, batch, engine_class, same_bits
+from harness import BUCKET_MB, STAGES, batch, same_bits
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from trap_models import CASES, LEAVE_UNUSED, WIDTH
 
 from common import models
 from common.mixed_precision import LossScaler
-from common.train import sha256
+from common.train import find_engine, sha256
 
 ZOO = ("mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny", "lora-tiny")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -124,7 +124,7 @@ def train_cell(world, engine, cell, folder=None):
 def _make(engine, module, cell, **options):
     option = OPTIONS[cell.option]
     options = {"bucket_mb": BUCKET_MB, "deterministic": True, "precision": cell.precision, **option.engine, **options}
-    made = engine_class(engine)(module, option.optimizer, init=models.initial_values(0), **options)
+    made = find_engine(engine)(module, option.optimizer, init=models.initial_values(0), **options)
     if cell.precision == "fp16" and hasattr(made, "loss_scaler"):
         made.loss_scaler = LossScaler(scale=2.0**10, window=2)  # so that the scale moves, and few steps are skipped
     return made
@@ -249,6 +249,6 @@ def expected(engine, cell):
     """The verdicts that a cell may have. The stages promise the same bits wherever every backward reduces."""
     if OPTIONS[cell.option].no_sync and engine in ("stage2_grad", "stage3_param"):
         return {"tolerance"}
-    if engine in STAGES or getattr(engine_class(engine), "exact", False):
+    if engine in STAGES or getattr(find_engine(engine), "exact", False):
         return {"bitwise"}
     return {"bitwise", "ulp", "tolerance"}

@@ -3,14 +3,15 @@
 import functools
 
 import pytest
-from harness import engine_class
 from matrix import Cell, baseline_of, expected, train_cell, verdict
 from mutants import MUTANTS, healthy
+
+from common.train import find_engine
 
 
 def planted(world, plant, stage, run, *args):
     """Run `run(world, stage, ...)` while the fault is there; an exception comes back as text."""
-    with plant(engine_class(stage)):
+    with plant(find_engine(stage)):
         try:
             return run(world, stage, *args)
         except Exception as error:

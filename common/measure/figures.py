@@ -8,7 +8,8 @@ import matplotlib.pyplot as plt
 from common.measure.memory import CLASSES
 
 # One colour per class in every picture; a palette that colour-blind readers can tell apart.
-COLORS = dict(zip(CLASSES, ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", "#BBBBBB"), strict=True))
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", "#CC79A7", "#BBBBBB")
+COLORS = dict(zip(CLASSES, PALETTE, strict=True))
 PHASE_COLORS = {"forward": "#0072B2", "backward": "#D55E00", "step": "#009E73"}
 LABELS = {
     "stage0_ddp": "stage 0\nDDP",
@@ -16,6 +17,8 @@ LABELS = {
     "stage2_grad": "stage 2\n$P_{os+g}$",
     "stage3_param": "stage 3\n$P_{os+g+p}$",
 }
+STEP_COLORS = {"ours": "#0072B2", "others": "#BBBBBB"}
+MARKERS = "osD^vPX*<>h"
 PHASES = ("forward", "backward", "step")
 
 
@@ -191,6 +194,78 @@ def largest_batches(axes, rows, cap):
     axes.set_title(f"Largest batch whose peak stays under the cap of {cap:.3g} MB")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def bench(results):
+    """Step times of one model as bars, a panel for each precision and world size; of several models as curves.
+
+    Args:
+        results: what `common.bench` writes.
+
+    Returns:
+        A matplotlib Figure.
+    """
+    timed = [row for row in results["rows"] if row["median_seconds"] is not None]
+    draw = growth if len({row["model"] for row in timed}) > 1 else step_times
+    figure = draw(timed)
+    figure.suptitle(results["hardware"], fontsize=10)
+    return figure
+
+
+def step_times(rows):
+    """Bars of the step time over torch DDP's with its interval, and of peak memory beside it, for each case."""
+    cases = list(dict.fromkeys((row["precision"], row["world_size"]) for row in rows))
+    figure, grid = plt.subplots(len(cases), 2, figsize=(12, 3.4 * len(cases)), layout="constrained", squeeze=False)
+    for (precision, size), (left, right) in zip(cases, grid, strict=True):
+        chosen = [row for row in rows if (row["precision"], row["world_size"]) == (precision, size)]
+        names = [row["engine"] for row in chosen]
+        colors = [STEP_COLORS["ours" if name in LABELS else "others"] for name in names]
+        ratios = [row["ratio_to_torch_ddp"] for row in chosen]
+        below = [row["ratio_to_torch_ddp"] - row["ratio_interval"][0] for row in chosen]
+        above = [row["ratio_interval"][1] - row["ratio_to_torch_ddp"] for row in chosen]
+        bars = left.barh(names, ratios, xerr=[below, above], color=colors)
+        left.bar_label(bars, [f" {1000 * row['median_seconds']:.0f} ms" for row in chosen], padding=4)
+        left.axvline(1, color="black", linewidth=0.8, linestyle="--")
+        left.set_xlim(0, 1.2 * max(ratios))
+        left.set_title(f"{chosen[0]['model']}, {precision}, {size} ranks: step time over torch DDP's")
+        bars = right.barh(names, [(row["peak_bytes"] or 0) / 1e6 for row in chosen], color=colors)
+        right.bar_label(bars, fmt=" %.0f MB")
+        right.set_title("peak memory of a rank")
+        right.set_xlim(0, 1.2 * right.dataLim.xmax)
+        right.set_yticks([])
+        for axes in (left, right):
+            axes.invert_yaxis()
+            axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def growth(rows):
+    """Curves over the number of parameters: step time above, peak memory below, a column for each world size."""
+    cases = list(dict.fromkeys((row["precision"], row["world_size"]) for row in rows))
+    engines = list(dict.fromkeys(row["engine"] for row in rows))
+    figure, grid = plt.subplots(
+        2, len(cases), figsize=(4.5 * len(cases), 8), layout="constrained", squeeze=False, sharex=True, sharey="row"
+    )
+    for (precision, size), (above, below) in zip(cases, grid.T, strict=True):
+        for number, engine in enumerate(engines):
+            chosen = [r for r in rows if (r["engine"], r["precision"], r["world_size"]) == (engine, precision, size)]
+            chosen.sort(key=lambda row: row["parameters"])
+            parameters = [row["parameters"] for row in chosen]
+            style = {"marker": MARKERS[number], "color": f"C{number}"}
+            above.plot(parameters, [row["median_seconds"] for row in chosen], label=engine, **style)
+            below.plot(parameters, [(row["peak_bytes"] or 0) / 1e6 for row in chosen], label=engine, **style)
+        above.set_title(f"{precision}, {size} rank{'s' * (size > 1)}")
+        below.set_xlabel("parameters")
+        for axes in (above, below):
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+    grid[0, 0].set_ylabel("seconds per step")
+    grid[1, 0].set_ylabel("peak MB of a rank")
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    return figure
 
 
 def save(figure, path):

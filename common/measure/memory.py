@@ -5,18 +5,46 @@ update (ZeRO, arXiv 1910.02054, sec. 3.1). What comes and goes within a step, bu
 is transient, counted apart.
 """
 
+import sys
+
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CLASSES = ("parameters", "gradients", "optimizer", "gathered units", "buckets in flight", "activations")
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+CLASSES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered units",
+    "buckets in flight",
+    "receive buffer",
+    "activations",
+)
 
 
 def storage_bytes(tensors):
     """Bytes of the distinct storages under `tensors`; None among them counts nothing."""
     storages = {_identity(tensor): tensor.untyped_storage() for tensor in tensors if tensor is not None}
     return sum(storage.nbytes() for storage in storages.values())
+
+
+def high_water(device):
+    """Most bytes that this process has held so far: of CUDA's allocator, or resident in RAM.
+
+    None where the system does not tell.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if resource is None:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _identity(tensor):

@@ -5,6 +5,7 @@ not do, its peer does not do for it: it raises NotImplementedError with the reas
 the reason. The surface is that of `common.engine_base.EngineBase`.
 """
 
+from common.peers.bare_loop import BareLoop
 from common.peers.deepspeed import DeepSpeed1, DeepSpeed2, DeepSpeed3
 from common.peers.fsdp2 import FSDP2, FSDP2KeepParameters
 from common.peers.torch_ddp import Replicated, TorchDDP
@@ -12,6 +13,7 @@ from common.peers.zero_redundancy import ZeroRedundancy
 
 __all__ = [
     "FSDP2",
+    "BareLoop",
     "DeepSpeed1",
     "DeepSpeed2",
     "DeepSpeed3",

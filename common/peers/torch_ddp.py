@@ -14,7 +14,8 @@ from common.units import map_tensors
 class Replicated(Peer):
     """A model and an optimizer over all of it on every rank; in 16-bit a plain loop over fp32 master weights.
 
-    Unused parameters get a zero gradient, as in the engines: gradients stay allocated and are zeroed.
+    Gradients are dropped after a step, torch's default and the faster way. Where the model leaves parameters unused
+    they are zeroed instead, so that those have a zero gradient, as in the engines.
 
     Args:
         As `EngineBase`. Those about buckets are the subclass's.
@@ -40,10 +41,8 @@ class Replicated(Peer):
                 self.masters[parameter] = parameter if own else torch.nn.Parameter(exact.clone())
         groups = regroup(param_groups, names, model) or [{"params": list(self.masters)}]
         self.optimizer = optimizer([{**g, "params": [self.masters[p] for p in g["params"]]} for g in groups])
-        for parameter, master in self.masters.items():
-            parameter.grad, master.grad = torch.zeros_like(parameter), torch.zeros_like(master)
-            if master is parameter:
-                parameter.grad = master.grad
+        self.drops_gradients = getattr(model, "uses_every_parameter", True)
+        self.zero_grad()
 
     def cast(self, *inputs):
         """Floating inputs in the precision."""
@@ -57,11 +56,11 @@ class Replicated(Peer):
         """Add 16-bit gradients to those of the masters, in fp32."""
         for parameter, master in self.masters.items():
             if master is not parameter:
-                master.grad.add_(parameter.grad)
-                parameter.grad.zero_()
+                master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+                self.drop_gradient(parameter)
 
     def step(self):
-        """Clip, step, zero the gradients; in fp16 skip the step where a gradient overflowed."""
+        """Clip, step, drop the gradients; in fp16 skip the step where a gradient overflowed."""
         norm, gradients = None, [master.grad for master in self.masters.values()]
         if self.loss_scaler is not None:
             scale = self.loss_scaler.scale
@@ -87,10 +86,19 @@ class Replicated(Peer):
         return torch.nn.utils.clip_grad_norm_(self.masters.values(), self.clip_norm)
 
     def zero_grad(self):
-        """Zero the gradients, in place."""
-        for parameter, master in self.masters.items():
-            parameter.grad.zero_()
-            master.grad.zero_()
+        """Drop the gradients."""
+        for pair in self.masters.items():
+            for tensor in pair:
+                self.drop_gradient(tensor)
+
+    def drop_gradient(self, tensor):
+        """Drop a gradient, or make it zero."""
+        if self.drops_gradients:
+            tensor.grad = None
+        elif tensor.grad is None:
+            tensor.grad = torch.zeros_like(tensor)
+        else:
+            tensor.grad.zero_()
 
     def gradients(self):
         """All gradients that are held."""

@@ -1,0 +1,363 @@
+"""`python -m common.bench`: how long a step takes, stages beside the libraries, in one run.
+
+Every contestant trains in a world of its own, whose ranks live from the first round to the last. In each round all
+contestants take some steps in turn, another one first every time, so that the machine's moods fall on all alike. What
+counts is the ratio of two contestants' times within a round: its median over rounds, and the interval in which that
+median lies in 95 % of bootstrap samples. The first rounds warm up.
+
+All start from the same weights, see the same batches and get fused AdamW; a library runs with the settings that its
+own documentation recommends. Losses are held against those of torch's DistributedDataParallel: who does not compute
+the same gets no time.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from common import models, peers
+from common.collectives import Collectives
+from common.data import Batches, load_text
+from common.errors import InputError
+from common.measure import figures
+from common.measure.hardware import hardware
+from common.measure.memory import high_water
+from common.mixed_precision import dtype_of
+from common.train import (
+    ENGINES,
+    check_folder,
+    default_nproc,
+    find_engine,
+    finish,
+    one_line_errors,
+    progress_bar,
+    show_bytes,
+    train_step,
+    write_json,
+)
+from common.world import LocalWorld, check_size
+
+WARM_UP = 2  # rounds that are not timed
+FEWEST_ROUNDS = 11
+# Relative differences of losses that another order of additions and other places of rounding explain.
+SAME_LOSS = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
+REFERENCE = peers.TorchDDP.name
+HEADER = ("", "ms per step", "to torch DDP", "to its peers", "peak memory", "tokens/s")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the contestants are compared in."""
+
+    model: str
+    precision: str
+    world_size: int
+    batch: int  # samples of a step, all ranks together
+    bucket_mb: float
+
+    @property
+    def tokens(self):
+        """The tokens of a step, all ranks together."""
+        return self.batch * (models.build(self.model).window - 1)
+
+    @property
+    def parameters(self):
+        """The model's parameters."""
+        return sum(parameter.numel() for parameter in models.build(self.model).parameters())
+
+    def batches(self):
+        """The same for all contestants."""
+        return Batches(load_text(), models.build(self.model).window, self.batch)
+
+    def label(self):
+        """What its rows say."""
+        named = {"model": self.model, "parameters": self.parameters}
+        return named | {"precision": self.precision, "world_size": self.world_size}
+
+
+def main(arguments=None):
+    """Parse the arguments, compare, show and write the results."""
+    parser = argparse.ArgumentParser(
+        prog="python -m common.bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--nproc", default=str(default_nproc()), help="world sizes (default: %(default)s)")
+    parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="packages (default: all stages)")
+    parser.add_argument("--peers", default=",".join(peers.__all__), help="names in common.peers (default: all)")
+    parser.add_argument("--models", default="gpt-mini", help="names of the model zoo (default: %(default)s)")
+    parser.add_argument("--precisions", default="fp32,bf16", help="(default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=2, help="samples of a step on each rank (default: %(default)s)")
+    parser.add_argument("--bucket-mb", type=float, default=25.0, help="MiB of a bucket (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=15, help="timed rounds, 11 or more (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a round (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
+    options = parser.parse_args(arguments)
+    with one_line_errors():
+        results = bench(options)
+    for title, lines in tables(results):
+        Console().print(as_table(title, lines))
+    if options.json:
+        write_json(options.json, results)
+    if options.json or options.figure:
+        figures.save(figures.bench(results), options.figure or Path(options.json).with_suffix(".png"))
+
+
+def bench(options):
+    """Compare the contestants in every case: model by model, precision by precision, world size by world size.
+
+    Returns:
+        The JSON of `common.bench`.
+
+    Raises:
+        InputError: the options cannot be used.
+    """
+    contestants, cases = check(options)
+    rows, versions = [], {}
+    for case in cases:
+        rows += compare(contestants, case, options)
+    for contestant in contestants:
+        versions |= contestant.versions() if hasattr(contestant, "versions") else {}
+    return {
+        "hardware": hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "versions": versions,
+        "batch_per_rank": options.batch,
+        "bucket_mb": options.bucket_mb,
+        "rounds": options.rounds,
+        "steps_per_round": options.steps,
+        "rows": rows,
+    }
+
+
+def check(options):
+    """Refuse what can be refused before any rank is started.
+
+    Returns:
+        Who takes part, stages by name and peers as classes, and the cases.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise InputError("common.bench starts its own ranks, a world for each contestant; run it without torchrun")
+    known = {name: getattr(peers, name) for name in peers.__all__}
+    named = [name for name in options.peers.split(",") if name]
+    for name in named:
+        if name not in known:
+            raise InputError(f"--peers: unknown peer {name!r}; known peers: {', '.join(known)}")
+    stages = options.engines.split(",")
+    for name in stages:
+        find_engine(name)
+    for name, least in {"rounds": FEWEST_ROUNDS, "steps": 1}.items():
+        if getattr(options, name) < least:
+            raise InputError(f"--{name} {getattr(options, name)}: at least {least} needed")
+    check_folder(options.json)
+    cases = []
+    for model in options.models.split(","):
+        for precision in options.precisions.split(","):
+            dtype_of(precision)
+            for size in map(_number, options.nproc.split(",")):
+                check_size(size, options.oversubscribe)
+                cases.append(Case(model, precision, size, options.batch * size, options.bucket_mb))
+                cases[-1].batches().of(step=0, rank=0, world_size=size)
+    who = [peers.TorchDDP, *stages, *(known[name] for name in named)]
+    return list(dict.fromkeys(who)), cases
+
+
+def _number(text):
+    if not text.isdigit():
+        raise InputError(f"--nproc: {text!r} is no world size; give numbers, such as 2,4")
+    return int(text)
+
+
+def compare(who, case, options):
+    """Train all contestants in turns, round by round.
+
+    Returns:
+        A row for each.
+    """
+    with ExitStack() as worlds, progress_bar() as bar:
+        label = f"{case.model}, {case.precision}, {case.world_size} ranks"
+        task = bar.add_task(label, total=len(who))
+        contestants = []
+        for one in who:
+            contestants.append(Contestant(one, case, worlds))
+            bar.advance(task)
+        running = [contestant for contestant in contestants if contestant.refusal is None]
+        bar.update(task, completed=0, total=(WARM_UP + options.rounds) * len(running))
+        for number in range(WARM_UP + options.rounds):
+            first = number % len(running)
+            for contestant in running[first:] + running[:first]:
+                contestant.take_steps(number * options.steps, options.steps)
+                bar.advance(task)
+        for contestant in running:
+            contestant.finish()
+    return [row(contestant, contestants, case) for contestant in contestants]
+
+
+class Contestant:
+    """An engine or a library that trains in a world of its own.
+
+    Attributes:
+        name, follows: what it is called; the stage that it is or follows.
+        refusal: why it does not take part, or None.
+        seconds: of a step, for each round.
+        losses: of each step, the mean over ranks.
+        peak_bytes: most memory held, above what was held before it was built, on the rank that held most.
+    """
+
+    def __init__(self, one, case, worlds):
+        made = find_engine(one) if isinstance(one, str) else one
+        self.name, self.follows = getattr(made, "name", one), getattr(made, "follows", one)
+        self.seconds, self.losses, self.peak_bytes = [], [], None
+        self.world = worlds.enter_context(LocalWorld(case.world_size, oversubscribe=True))
+        self.refusal = self.world.run(_enter, one, case)[0]
+
+    def take_steps(self, first, count):
+        """Train some steps; the slowest rank's time counts."""
+        seconds, losses = zip(*self.world.run(_take_steps, first, count), strict=True)
+        self.seconds.append(max(seconds) / count)
+        self.losses += [statistics.fmean(parts) for parts in zip(*losses, strict=True)]
+
+    def finish(self):
+        """Ask for the peak and end the world."""
+        self.peak_bytes = max(self.world.run(_peak))
+        self.world.close()
+
+
+# ---- on each rank ---------------------------------------------------------------------------------------------
+
+_here = {}  # what this rank keeps from one round to the next
+
+
+def _enter(world, one, case):
+    """Build the contestant; return why it does not take part, or None."""
+    make = find_engine(one) if isinstance(one, str) else one
+    module = models.build(case.model)
+    adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+    options = {"precision": case.precision, "init": models.initial_values(seed=0), "bucket_mb": case.bucket_mb}
+    try:
+        make(models.build("mlp"), adamw, **options)  # so that what a library loads is not counted as its memory
+        _here["before"] = high_water(world.device)
+        _here["engine"] = make(module, adamw, **options)
+    except NotImplementedError as error:
+        return str(error)
+    _here.update(module=module, batches=case.batches(), comm=Collectives())
+    return None
+
+
+def _take_steps(world, first, count):
+    """Train some steps; return the seconds they took and their losses."""
+    module, engine = _here["module"], _here["engine"]
+    windows = [_here["batches"].of(step, world.rank, world.size) for step in range(first, first + count)]
+    batches = [module.inputs_and_targets(part.to(world.device)) for part in windows]
+    _here["comm"].gather_objects(None)  # begin together
+    finish(world.device)
+    began = time.perf_counter()
+    losses = [train_step(engine, [batch])[0] for batch in batches]
+    engine.synchronize()
+    finish(world.device)
+    return time.perf_counter() - began, [loss.item() for loss in losses]
+
+
+def _peak(world):
+    return high_water(world.device) - _here["before"]
+
+
+# ---- results --------------------------------------------------------------------------------------------------
+
+
+def row(contestant, contestants, case):
+    """What a contestant's rounds come to; null where it does not take part or does not compute the same."""
+    reference = contestants[0]
+    result = {"engine": contestant.name, **case.label(), "note": contestant.refusal, "loss_difference": None}
+    result |= dict.fromkeys(("median_seconds", "tokens_per_second", "ratio_to_torch_ddp", "ratio_interval"))
+    result |= {"ratios_to_peers": {}, "peak_bytes": contestant.peak_bytes, "seconds": []}
+    if contestant.refusal is not None:
+        return result
+    result["loss_difference"] = loss_difference(contestant.losses, reference.losses)
+    if not result["loss_difference"] <= SAME_LOSS[case.precision]:
+        result["note"] = f"its losses differ from {REFERENCE}'s by {result['loss_difference']:.1e}: no time"
+        return result
+    result["seconds"] = contestant.seconds[WARM_UP:]
+    result["median_seconds"] = statistics.median(result["seconds"])
+    result["tokens_per_second"] = case.tokens / result["median_seconds"]
+    result["ratio_to_torch_ddp"], result["ratio_interval"] = paired_ratio(contestant, reference)
+    for other in contestants:
+        if other is not contestant and other.follows == contestant.name and other.refusal is None:
+            ratio, interval = paired_ratio(contestant, other)
+            result["ratios_to_peers"][other.name] = {"ratio": ratio, "interval": interval}
+    return result
+
+
+def loss_difference(losses, reference):
+    """The largest relative difference of two runs' losses; infinite where one is no number."""
+    differences = np.abs(np.subtract(losses, reference)) / np.abs(reference)
+    return float(np.nan_to_num(differences, nan=np.inf).max())
+
+
+def paired_ratio(one, other):
+    """The median over rounds of one's time over the other's, and its 95 % bootstrap interval."""
+    ratios = np.divide(one.seconds[WARM_UP:], other.seconds[WARM_UP:])
+    samples = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
+    low, high = np.quantile(np.median(samples, axis=1), (0.025, 0.975))
+    return float(np.median(ratios)), [float(low), float(high)]
+
+
+def tables(results):
+    """A title and lines of cells, the first one the header, for each case."""
+    by_case = {}
+    for found in results["rows"]:
+        by_case.setdefault((found["model"], found["precision"], found["world_size"]), []).append(found)
+    for (model, precision, size), rows in by_case.items():
+        ranks = f"{size} rank{'s' * (size > 1)}"
+        yield f"{model}, {rows[0]['parameters']:,} parameters, {precision}, {ranks}", [HEADER, *map(_cells, rows)]
+
+
+def _cells(found):
+    if found["median_seconds"] is None:
+        return (found["engine"], found["note"], "", "", "", "")
+    to_peers = [f"{name} {_ratio(**told)}" for name, told in found["ratios_to_peers"].items()]
+    return (
+        found["engine"],
+        f"{1000 * found['median_seconds']:.0f}",
+        _ratio(found["ratio_to_torch_ddp"], found["ratio_interval"]),
+        "; ".join(to_peers),
+        show_bytes(found["peak_bytes"]),
+        f"{found['tokens_per_second']:,.0f}",
+    )
+
+
+def _ratio(ratio, interval):
+    return f"{ratio:.2f} ({interval[0]:.2f}-{interval[1]:.2f})"
+
+
+def as_table(title, lines):
+    """One case as a table for the terminal."""
+    table = Table(title=title, title_justify="left")
+    for name in lines[0]:
+        table.add_column(name, justify="left" if name in (HEADER[0], HEADER[3]) else "right")
+    for line in lines[1:]:
+        table.add_row(*line)
+    return table
+
+
+def as_markdown(results):
+    """All cases as Markdown tables."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    page = [f"{results['hardware']}; {versions}; {results['rounds']} rounds of {results['steps_per_round']} steps"]
+    for title, (header, *lines) in tables(results):
+        page += ["", f"{title}:", ""]
+        rule = ("---", "---:", "---:", "---", "---:", "---:")
+        page += ["| " + " | ".join(cells) + " |" for cells in (header, rule, *lines)]
+    return "\n".join(page)
+
+
+if __name__ == "__main__":
+    main()
