@@ -62,7 +62,7 @@ class Case:
     precision: str
     world_size: int
     batch: int  # samples of a step, all ranks together
-    bucket_mb: float
+    bucket_mb: float  # of the stages
 
     @property
     def tokens(self):
@@ -91,12 +91,12 @@ def main(arguments=None):
     )
     parser.add_argument("--nproc", default=str(default_nproc()), help="world sizes (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
-    parser.add_argument("--engines", default=",".join(ENGINES), help="packages (default: all stages)")
-    parser.add_argument("--peers", default=",".join(peers.__all__), help="names in common.peers (default: all)")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all stages)")
+    parser.add_argument("--peers", default="all", help="names in common.peers, comma-separated (default: all)")
     parser.add_argument("--models", default="gpt-mini", help="names of the model zoo (default: %(default)s)")
     parser.add_argument("--precisions", default="fp32,bf16", help="(default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=2, help="samples of a step on each rank (default: %(default)s)")
-    parser.add_argument("--bucket-mb", type=float, default=25.0, help="MiB of a bucket (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="samples of a step on each rank (default: %(default)s)")
+    parser.add_argument("--bucket-mb", type=float, default=10.0, help="MiB of a stage's bucket (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds, 11 or more (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="steps of a round (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results here")
@@ -121,15 +121,18 @@ def bench(options):
     Raises:
         InputError: the options cannot be used.
     """
-    contestants, cases = check(options)
-    rows, versions = [], {}
+    who, cases = check(options)
+    rows, versions, settings = [], {"torch": torch.__version__}, {}
     for case in cases:
-        rows += compare(contestants, case, options)
-    for contestant in contestants:
-        versions |= contestant.versions() if hasattr(contestant, "versions") else {}
+        contestants = compare(who, case, options)
+        rows += [row(contestant, contestants, case) for contestant in contestants]
+        for peer in (one.made for one in contestants if one.refusal is None and hasattr(one.made, "settings")):
+            versions |= peer.versions()
+            settings[peer.name] = peer.settings
     return {
         "hardware": hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "versions": versions,
+        "settings": settings,
         "batch_per_rank": options.batch,
         "bucket_mb": options.bucket_mb,
         "rounds": options.rounds,
@@ -146,8 +149,8 @@ def check(options):
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise InputError("common.bench starts its own ranks, a world for each contestant; run it without torchrun")
-    known = {name: getattr(peers, name) for name in peers.__all__}
-    named = [name for name in options.peers.split(",") if name]
+    known = {name: getattr(peers, name) for name in peers.__all__ if getattr(peers, name).name}
+    named = list(known) if options.peers == "all" else [name for name in options.peers.split(",") if name]
     for name in named:
         if name not in known:
             raise InputError(f"--peers: unknown peer {name!r}; known peers: {', '.join(known)}")
@@ -157,6 +160,8 @@ def check(options):
     for name, least in {"rounds": FEWEST_ROUNDS, "steps": 1}.items():
         if getattr(options, name) < least:
             raise InputError(f"--{name} {getattr(options, name)}: at least {least} needed")
+    if not options.bucket_mb > 0:
+        raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
     check_folder(options.json)
     cases = []
     for model in options.models.split(","):
@@ -180,7 +185,7 @@ def compare(who, case, options):
     """Train all contestants in turns, round by round.
 
     Returns:
-        A row for each.
+        The contestants.
     """
     with ExitStack() as worlds, progress_bar() as bar:
         label = f"{case.model}, {case.precision}, {case.world_size} ranks"
@@ -198,14 +203,14 @@ def compare(who, case, options):
                 bar.advance(task)
         for contestant in running:
             contestant.finish()
-    return [row(contestant, contestants, case) for contestant in contestants]
+    return contestants
 
 
 class Contestant:
     """An engine or a library that trains in a world of its own.
 
     Attributes:
-        name, follows: what it is called; the stage that it is or follows.
+        made, name, follows: its class; what it is called; the stage that it is or follows.
         refusal: why it does not take part, or None.
         seconds: of a step, for each round.
         losses: of each step, the mean over ranks.
@@ -213,8 +218,8 @@ class Contestant:
     """
 
     def __init__(self, one, case, worlds):
-        made = find_engine(one) if isinstance(one, str) else one
-        self.name, self.follows = getattr(made, "name", one), getattr(made, "follows", one)
+        self.made = find_engine(one) if isinstance(one, str) else one
+        self.name, self.follows = getattr(self.made, "name", one), getattr(self.made, "follows", one)
         self.seconds, self.losses, self.peak_bytes = [], [], None
         self.world = worlds.enter_context(LocalWorld(case.world_size, oversubscribe=True))
         self.refusal = self.world.run(_enter, one, case)[0]
@@ -227,7 +232,8 @@ class Contestant:
 
     def finish(self):
         """Ask for the peak and end the world."""
-        self.peak_bytes = max(self.world.run(_peak))
+        peaks = self.world.run(_peak)
+        self.peak_bytes = None if None in peaks else max(peaks)
         self.world.close()
 
 
@@ -241,7 +247,9 @@ def _enter(world, one, case):
     make = find_engine(one) if isinstance(one, str) else one
     module = models.build(case.model)
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
-    options = {"precision": case.precision, "init": models.initial_values(seed=0), "bucket_mb": case.bucket_mb}
+    options = {"precision": case.precision, "init": models.initial_values(seed=0)}
+    if isinstance(one, str):  # libraries have their own default, torch's 25 MiB
+        options["bucket_mb"] = case.bucket_mb
     try:
         make(models.build("mlp"), adamw, **options)  # so that what a library loads is not counted as its memory
         _here["before"] = high_water(world.device)
@@ -267,7 +275,9 @@ def _take_steps(world, first, count):
 
 
 def _peak(world):
-    return high_water(world.device) - _here["before"]
+    """Most memory held since the contestant was built, above what was held before."""
+    now = high_water(world.device)
+    return None if now is None else now - _here["before"]
 
 
 # ---- results --------------------------------------------------------------------------------------------------
@@ -342,9 +352,9 @@ def as_table(title, lines):
     """One case as a table for the terminal."""
     table = Table(title=title, title_justify="left")
     for name in lines[0]:
-        table.add_column(name, justify="left" if name in (HEADER[0], HEADER[3]) else "right")
+        table.add_column(name, justify="left" if name in (HEADER[0], HEADER[3]) else "right", no_wrap=name == HEADER[0])
     for line in lines[1:]:
-        table.add_row(*line)
+        table.add_row(*(cell.replace("; ", "\n") for cell in line))
     return table
 
 

@@ -66,6 +66,7 @@ class Bucket(Run):
         handle: the reduction under way in this backward.
         gathering: the all-gather of parameters under way.
         full, unit: the whole run of parameters where it is not kept, and the unit it belongs to.
+        views, nothing: what each parameter, by name, is where `full` holds it, and where it does not.
     """
 
     scale_of_backward = 1.0
@@ -74,7 +75,7 @@ class Bucket(Run):
         super().__init__(named_parameters, kind, world_size)
         self.members = dict(named_parameters)  # name -> the model's own parameter
         self.parameters = self.gradients = self.stepped = self.master = self.reduced = self.local = None
-        self.full = self.handle = self.gathering = self.unit = None
+        self.full = self.handle = self.gathering = self.unit = self.views = self.nothing = None
         self.fires_in_parts = False  # reentrant checkpoints give a weight they share its gradient in parts
         self.forget()
 
@@ -187,7 +188,7 @@ class EngineBase:
             are cast to. Parameters built in another dtype keep it; buffers keep theirs. Whatever is 16-bit is stepped
             by fp32 master weights.
         clip_norm: scale the gradient down to this global 2-norm; None does not, and does not compute the norm.
-        bucket_mb: MiB of a gradient bucket.
+        bucket_mb: MiB of a gradient bucket, counted in fp32 in every precision.
         process_group: the data-parallel group; None is the default group.
         init: `init(qualified name, tensor)` fills each parameter and buffer of a meta-device model in place.
         deterministic: sum gradients in rank order with NCCL too. gloo always does.

@@ -106,7 +106,8 @@ def buckets(named_parameters, param_groups, dtype, bucket_bytes, world_size, mak
     """Cut parameters, last registered first, into runs of about `bucket_bytes`.
 
     Backward produces gradients in roughly that order, so the first bucket is full early. A parameter is never
-    cut: one larger than a bucket has a bucket of its own. The runs come in the order in which they fill.
+    cut: one larger than a bucket has a bucket of its own. The runs come in the order in which they fill. 16-bit
+    parameters count as fp32, in which their gradients are added and stepped.
     """
     last_registered_first = list(reversed(list(named_parameters)))
     position = {name: index for index, (name, _) in enumerate(last_registered_first)}
@@ -114,7 +115,7 @@ def buckets(named_parameters, param_groups, dtype, bucket_bytes, world_size, mak
     for kind, members in kinds(last_registered_first, param_groups, dtype).items():
         size = None
         for name, parameter in members:
-            nbytes = parameter.numel() * kind.dtype.itemsize
+            nbytes = parameter.numel() * max(kind.dtype.itemsize, 4)
             if size is None or size + nbytes > bucket_bytes:
                 packed.append((kind, []))
                 size = 0

@@ -6,6 +6,7 @@ notebooks keep a LocalWorld open and run many functions.
 """
 
 import contextlib
+import ctypes
 import datetime
 import multiprocessing
 import os
@@ -25,6 +26,8 @@ import torch.distributed as dist
 from common import collectives, trace
 from common.errors import InputError
 from common.measure.hardware import cpus
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 @dataclass(frozen=True)
@@ -268,6 +271,15 @@ def _prepare_environment(local_rank, local_size):
             os.environ.update(NCCL_HOSTID=f"rank{local_rank}", NCCL_NET="Socket", NCCL_IB_DISABLE="1")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", _loopback())
     torch.set_num_threads(max(1, cpus() // local_size))
+    _keep_freed_memory()
+
+
+def _keep_freed_memory():
+    """Have malloc reuse what was freed, not hand it back: else every gathered unit faults its pages in anew."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):  # glibc
+        for threshold in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+            libc.mallopt(threshold, 2**30)
 
 
 def _loopback():

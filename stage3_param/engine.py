@@ -63,8 +63,11 @@ class Engine(EngineBase):
                 self.allocate(bucket)
                 bucket.unit = unit
                 bucket.full = bucket.parameters.new_empty(bucket.padded_numel)
+                # What a parameter is while its unit is gathered, and while it is not.
+                bucket.views = {name: bucket.view(bucket.full, name) for name in bucket.members}
+                nan = bucket.parameters.new_full((), float("nan") if bucket.kind.dtype.is_floating_point else 0)
+                bucket.nothing = {name: nan.expand(view.shape) for name, view in bucket.views.items()}
                 for name, parameter in bucket.members.items():
-                    parameter.data = bucket.view(bucket.full, name)
                     if parameter.requires_grad:
                         # Called when autograd has added up all uses of the parameter in this backward.
                         parameter.register_post_accumulate_grad_hook(partial(self.gradient_ready, bucket, name))
@@ -94,7 +97,7 @@ class Engine(EngineBase):
                 bucket.gathering.wait()
                 bucket.gathering = None
                 for name, parameter in bucket.members.items():
-                    parameter.data = bucket.view(bucket.full, name)
+                    parameter.data = bucket.views[name]
         self.prefetch(order)
 
     def prefetch(self, order):
@@ -117,9 +120,8 @@ class Engine(EngineBase):
                 bucket.gathering.wait()
                 bucket.gathering = None
             bucket.full.untyped_storage().resize_(0)
-            nan = bucket.parameters.new_full((), float("nan") if bucket.kind.dtype.is_floating_point else 0)
-            for parameter in bucket.members.values():
-                parameter.data = nan.expand(parameter.shape)
+            for name, parameter in bucket.members.items():
+                parameter.data = bucket.nothing[name]
 
     # ---- forward ----------------------------------------------------------------------------------------------
 

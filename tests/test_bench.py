@@ -1,0 +1,135 @@
+"""The bench: who takes part, who gets a time, and what is said of it."""
+
+import argparse
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from harness import STAGES
+from test_commands import run
+
+import stage1_os
+from common import bench, peers
+from common.bench import Case, loss_difference, paired_ratio, row
+from common.errors import InputError
+
+SMALL = ("--nproc", 2, "--models", "gpt-tiny", "--rounds", 11, "--steps", 1)
+CASE = Case("gpt-tiny", "fp32", 2, 2, 10.0)
+
+
+class Hasty(stage1_os.Engine):
+    """A wrong engine: it forgets half of its steps."""
+
+    name, follows, skips = "hasty", "stage1_os", False
+
+    def update(self):
+        Hasty.skips = not Hasty.skips
+        if not Hasty.skips:
+            super().update()
+
+
+def options(**changes):
+    given = {"engines": "stage1_os", "peers": "", "models": "gpt-tiny", "precisions": "fp32", "nproc": "2", "batch": 1}
+    given |= {"bucket_mb": 10.0, "rounds": 11, "steps": 1, "oversubscribe": True, "json": None}
+    return argparse.Namespace(**{**given, **changes})
+
+
+def contestant(seconds, losses=(1.0,), **attributes):
+    known = {"name": "stage1_os", "follows": "stage1_os", "refusal": None, "peak_bytes": 1}
+    warm_up = [9.0] * bench.WARM_UP
+    return SimpleNamespace(**{**known, "seconds": [*warm_up, *seconds], "losses": losses, **attributes})
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A small bench, as a user types it: its JSON and what it printed."""
+    path = tmp_path_factory.mktemp("bench") / "bench.json"
+    named = ("--precisions", "fp32,bf16", "--peers", "ZeroRedundancy,FSDP2,BareLoop")
+    done = run("-m", "common.bench", *SMALL, *named, "--json", path)
+    assert done.returncode == 0, done.stderr
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    return json.loads(path.read_text()), done.stdout
+
+
+def test_stages_and_peers_stand_in_one_table(written):
+    results, printed = written
+    assert {"stage3_param", "fsdp2"} <= set(printed.replace("│", " ").split())
+    timed = {(found["engine"], found["precision"]) for found in results["rows"] if found["median_seconds"]}
+    assert timed >= {
+        (engine, precision) for engine in (*STAGES, "torch_ddp", "fsdp2") for precision in ("fp32", "bf16")
+    }
+    assert "torch" in results["hardware"] and results["versions"]["torch"]
+
+
+def test_a_row_says_the_times_of_all_rounds_its_ratios_and_its_memory(written):
+    for found in written[0]["rows"]:
+        if found["note"] is None:
+            low, high = found["ratio_interval"]
+            assert len(found["seconds"]) == 11
+            assert low <= found["ratio_to_torch_ddp"] <= high
+            assert found["peak_bytes"] > 0 and found["tokens_per_second"] > 0
+    by_name = {found["engine"]: found for found in written[0]["rows"] if found["precision"] == "fp32"}
+    assert set(by_name["stage1_os"]["ratios_to_peers"]) == {"zero_redundancy"}
+    assert set(by_name["stage3_param"]["ratios_to_peers"]) == {"fsdp2"}
+
+
+def test_who_does_not_take_part_has_a_reason_and_no_number(written):
+    found = {(r["engine"], r["precision"]): r for r in written[0]["rows"]}
+    assert "one rank" in found["bare_loop", "fp32"]["note"]
+    assert "no fp32 master weights" in found["zero_redundancy", "bf16"]["note"]
+    assert found["bare_loop", "fp32"]["median_seconds"] is None
+
+
+def test_who_does_not_compute_the_same_gets_no_time():
+    rows = bench.bench(options(engines="stage1_os,test_bench:Hasty", steps=4))["rows"]
+    by_name = {found["engine"]: found for found in rows}
+    assert by_name["stage1_os"]["median_seconds"] > 0
+    assert by_name["hasty"]["median_seconds"] is None
+    assert "losses differ" in by_name["hasty"]["note"]
+
+
+@pytest.mark.parametrize("losses", [[1.0, 1.1], [1.0, float("nan")], [1.0, float("inf")]])
+def test_any_step_may_show_a_difference(losses):
+    assert not loss_difference(losses, [1.0, 1.0]) <= bench.SAME_LOSS["bf16"]
+    found = row(contestant([1.0] * 11, losses), [contestant([1.0] * 11, [1.0, 1.0])], CASE)
+    assert found["median_seconds"] is None
+
+
+def test_a_ratio_is_taken_within_rounds():
+    pace = np.linspace(1, 5, 11)  # a machine that slows down throughout
+    ratio, (low, high) = paired_ratio(contestant(1.1 * pace), contestant(pace))
+    assert (ratio, low, high) == pytest.approx((1.1, 1.1, 1.1))
+
+
+def test_the_interval_widens_with_the_noise():
+    noise = np.random.default_rng(0).normal(1, 0.2, 15)
+    ratio, (low, high) = paired_ratio(contestant(noise), contestant([1.0] * 15))
+    assert low < ratio < high
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"rounds": 10}, "--rounds 10: at least 11"),
+        ({"steps": 0}, "--steps 0: at least 1"),
+        ({"peers": "Horovod"}, "unknown peer 'Horovod'; known peers: "),
+        ({"engines": "stage9"}, "unknown engine 'stage9'"),
+        ({"models": "gpt-huge"}, "unknown model 'gpt-huge'"),
+        ({"precisions": "fp8"}, "unknown precision 'fp8'"),
+        ({"nproc": "2,x"}, "'x' is no world size"),
+        ({"batch": 0}, "a global batch of 0"),
+        ({"bucket_mb": 0}, "a bucket needs a size above 0"),
+        ({"json": "/no/such/folder/b.json"}, "there is no such folder"),
+        ({"nproc": "64", "oversubscribe": False}, "--nproc 64: this machine has"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_a_rank_starts(changes, why):
+    with pytest.raises(InputError, match=why.replace("?", "\\?")):
+        bench.check(options(**changes))
+
+
+def test_every_peer_takes_part_unless_others_are_named():
+    who, _ = bench.check(options(peers="all"))
+    assert {peers.FSDP2, peers.DeepSpeed3, peers.ZeroRedundancy, peers.BareLoop} < set(who)
+    assert bench.check(options())[0] == [peers.TorchDDP, "stage1_os"]
