@@ -65,6 +65,11 @@ class Case:
     bucket_mb: float  # of the stages
 
     @property
+    def title(self):
+        """Its name."""
+        return f"{self.model}, {self.precision}, {self.world_size} rank{'s' * (self.world_size > 1)}"
+
+    @property
     def tokens(self):
         """The tokens of a step, all ranks together."""
         return self.batch * (models.build(self.model).window - 1)
@@ -124,8 +129,8 @@ def bench(options):
     who, cases = check(options)
     rows, versions, settings = [], {"torch": torch.__version__}, {}
     for case in cases:
-        contestants = compare(who, case, options)
-        rows += [row(contestant, contestants, case) for contestant in contestants]
+        reference, contestants = compare(who, case, options)
+        rows += [row(contestant, contestants, reference, case) for contestant in contestants]
         for peer in (one.made for one in contestants if one.refusal is None and hasattr(one.made, "settings")):
             versions |= peer.versions()
             settings[peer.name] = peer.settings
@@ -171,8 +176,7 @@ def check(options):
                 check_size(size, options.oversubscribe)
                 cases.append(Case(model, precision, size, options.batch * size, options.bucket_mb))
                 cases[-1].batches().of(step=0, rank=0, world_size=size)
-    who = [peers.TorchDDP, *stages, *(known[name] for name in named)]
-    return list(dict.fromkeys(who)), cases
+    return list(dict.fromkeys([*stages, *(known[name] for name in named)])), cases
 
 
 def _number(text):
@@ -184,26 +188,31 @@ def _number(text):
 def compare(who, case, options):
     """Train all contestants in turns, round by round.
 
+    DDP is the reference of the losses: where it does not take part, it trains before the others, and leaves.
+
     Returns:
-        The contestants.
+        The reference and the contestants.
     """
+    rounds = WARM_UP + options.rounds
     with ExitStack() as worlds, progress_bar() as bar:
-        label = f"{case.model}, {case.precision}, {case.world_size} ranks"
-        task = bar.add_task(label, total=len(who))
-        contestants = []
-        for one in who:
-            contestants.append(Contestant(one, case, worlds))
-            bar.advance(task)
+        task = bar.add_task(case.title, total=None)
+        if peers.TorchDDP not in who:
+            reference = Contestant(peers.TorchDDP, case, worlds)
+            reference.take_steps(0, rounds * options.steps)
+            reference.finish()
+        contestants = [Contestant(one, case, worlds) for one in who]
+        if peers.TorchDDP in who:
+            reference = contestants[who.index(peers.TorchDDP)]
         running = [contestant for contestant in contestants if contestant.refusal is None]
-        bar.update(task, completed=0, total=(WARM_UP + options.rounds) * len(running))
-        for number in range(WARM_UP + options.rounds):
+        bar.update(task, total=rounds * len(running))
+        for number in range(rounds):
             first = number % len(running)
             for contestant in running[first:] + running[:first]:
                 contestant.take_steps(number * options.steps, options.steps)
                 bar.advance(task)
         for contestant in running:
             contestant.finish()
-    return contestants
+    return reference, contestants
 
 
 class Contestant:
@@ -283,9 +292,8 @@ def _peak(world):
 # ---- results --------------------------------------------------------------------------------------------------
 
 
-def row(contestant, contestants, case):
+def row(contestant, contestants, reference, case):
     """What a contestant's rounds come to; null where it does not take part or does not compute the same."""
-    reference = contestants[0]
     result = {"engine": contestant.name, **case.label(), "note": contestant.refusal, "loss_difference": None}
     result |= dict.fromkeys(("median_seconds", "tokens_per_second", "ratio_to_torch_ddp", "ratio_interval"))
     result |= {"ratios_to_peers": {}, "peak_bytes": contestant.peak_bytes, "seconds": []}
@@ -298,7 +306,8 @@ def row(contestant, contestants, case):
     result["seconds"] = contestant.seconds[WARM_UP:]
     result["median_seconds"] = statistics.median(result["seconds"])
     result["tokens_per_second"] = case.tokens / result["median_seconds"]
-    result["ratio_to_torch_ddp"], result["ratio_interval"] = paired_ratio(contestant, reference)
+    if reference in contestants:
+        result["ratio_to_torch_ddp"], result["ratio_interval"] = paired_ratio(contestant, reference)
     for other in contestants:
         if other is not contestant and other.follows == contestant.name and other.refusal is None:
             ratio, interval = paired_ratio(contestant, other)
@@ -337,7 +346,7 @@ def _cells(found):
     return (
         found["engine"],
         f"{1000 * found['median_seconds']:.0f}",
-        _ratio(found["ratio_to_torch_ddp"], found["ratio_interval"]),
+        "" if found["ratio_interval"] is None else _ratio(found["ratio_to_torch_ddp"], found["ratio_interval"]),
         "; ".join(to_peers),
         show_bytes(found["peak_bytes"]),
         f"{found['tokens_per_second']:,.0f}",

@@ -197,7 +197,7 @@ def largest_batches(axes, rows, cap):
 
 
 def bench(results):
-    """Step times of one model as bars, a panel for each precision and world size; of several models as curves.
+    """Step times of one model as bars over torch DDP's; of several models, or without DDP, as curves.
 
     Args:
         results: what `common.bench` writes.
@@ -206,7 +206,8 @@ def bench(results):
         A matplotlib Figure.
     """
     timed = [row for row in results["rows"] if row["median_seconds"] is not None]
-    draw = growth if len({row["model"] for row in timed}) > 1 else step_times
+    one_model = len({row["model"] for row in timed}) == 1
+    draw = step_times if one_model and all(row["ratio_interval"] for row in timed) else growth
     figure = draw(timed)
     figure.suptitle(results["hardware"], fontsize=10)
     return figure

@@ -32,6 +32,12 @@ SIZES = {
     "gpt-nano": partial(GPT, GPTConfig(layers=4, width=96, heads=4, sequence=128)),
     "gpt-micro": partial(GPT, GPTConfig(layers=6, width=192, heads=6, sequence=256)),
     "gpt-mini": partial(GPT, GPTConfig(layers=6, width=384, heads=6, sequence=256)),
+    # A family that grows, for the bench.
+    "gpt-1m": partial(GPT, GPTConfig(layers=4, width=144, heads=4, sequence=64)),
+    "gpt-3m": partial(GPT, GPTConfig(layers=6, width=208, heads=4, sequence=64)),
+    "gpt-10m": partial(GPT, GPTConfig(layers=8, width=320, heads=5, sequence=64)),
+    "gpt-30m": partial(GPT, GPTConfig(layers=8, width=560, heads=10, sequence=64)),
+    "gpt-100m": partial(GPT, GPTConfig(layers=14, width=768, heads=12, sequence=64)),
     "gpt-124m": partial(GPT, GPTConfig(layers=12, width=768, heads=12, sequence=1024, vocabulary=50257)),
     "llama-tiny": partial(Llama, LlamaConfig(layers=2, width=16, heads=4, kv_heads=2, hidden=40, sequence=16)),
     "llama-nano": partial(Llama, LlamaConfig(layers=4, width=96, heads=6, kv_heads=2, hidden=256, sequence=128)),
