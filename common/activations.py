@@ -128,11 +128,25 @@ def label(engine, kind, batch, peak):
     return {"engine": engine, "checkpoint_activations": kind, "batch_per_rank": batch, "peak_bytes": peak}
 
 
-def largest_fitting(fits):
-    """The largest batch that fits, 0 where not even 1 does. Peaks grow with the batch, so it can be bisected."""
-    fitting, too_large = 0, 1
-    while fits(too_large):
-        fitting, too_large = too_large, 2 * too_large
+def largest_fitting(fits, near=1):
+    """The largest number that fits, 0 where not even 1 does. Whatever fits must fit when smaller, so it is bisected.
+
+    Args:
+        fits: whether a number from 1 up does.
+        near: where the search begins. It strides away from there, ever wider, until the boundary lies between two
+            tries.
+    """
+    stride = max(1, near // 32)
+    if fits(near):
+        fitting, too_large = near, near + stride
+        while fits(too_large):
+            stride *= 2
+            fitting, too_large = too_large, too_large + stride
+    else:
+        fitting, too_large = max(0, near - stride), near
+        while fitting and not fits(fitting):
+            stride *= 2
+            fitting, too_large = max(0, fitting - stride), fitting
     while too_large - fitting > 1:
         middle = (fitting + too_large) // 2
         if fits(middle):
