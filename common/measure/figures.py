@@ -196,6 +196,52 @@ def largest_batches(axes, rows, cap):
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 
 
+def capacity(results):
+    """Parameters of the largest model under the cap, measured beside predicted, a panel for each precision.
+
+    Args:
+        results: what `common.capacity` writes.
+
+    Returns:
+        A matplotlib Figure.
+    """
+    precisions = list(dict.fromkeys(row["precision"] for row in results["rows"]))
+    figure, panels = plt.subplots(
+        1, len(precisions), figsize=(6 * len(precisions), 4.6), layout="constrained", sharey=True, squeeze=False
+    )
+    for axes, precision in zip(panels[0], precisions, strict=True):
+        largest_models(axes, [row for row in results["rows"] if row["precision"] == precision])
+        axes.set_title(precision)
+    panels[0, 0].set_ylabel("parameters, in millions")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.suptitle(
+        f"Largest model that trains, {results['world_size']} ranks of {results['cap_bytes'] / 1e6:,.0f} MB each\n"
+        f"{results['hardware']}",
+        fontsize=10,
+    )
+    return figure
+
+
+def largest_models(axes, rows):
+    """Bars of the largest model's parameters, a pair for each stage: left measured, right predicted."""
+    for position, row in enumerate(rows):
+        for key, shift in (("parameters", -0.2), ("predicted_parameters", 0.2)):
+            measured = key == "parameters"
+            bar = axes.bar(
+                position + shift,
+                row[key] / 1e6,
+                0.36,
+                color=COLORS["parameters"] if measured else "white",
+                edgecolor=COLORS["parameters"],
+                hatch=None if measured else "///",
+                label=("measured" if measured else "predicted") if position == 0 else None,
+            )
+            ratio = row["ratio_to_stage0"] if measured else None
+            axes.bar_label(bar, [f"{row[key] / 1e6:.0f}" + (f"\n{ratio:.2f}x" if ratio else "")])
+    _stage_axis(axes, rows, headroom=1.15)
+
+
 def bench(results):
     """Step times of one model as bars over torch DDP's; of several models, or without DDP, as curves.
 

@@ -1,0 +1,435 @@
+"""`python -m common.capacity`: the largest GPT that each stage trains when a rank may hold so much and no more.
+
+Every rank gets a hard limit from the system: an allocation beyond it fails. Under that limit a GPT of fixed width is
+trained two steps (the first creates the optimizer's states, so the second holds everything), with more layers or
+fewer, until the largest that trains is found: Table 2 of the ZeRO paper, with the wall in place of the GPUs' memory.
+
+Beside it stands the prediction: the same engine takes the same steps on fake tensors, in a simulated world of that
+many ranks, at two numbers of layers. The peaks of live bytes that are counted there lie on a line, and the prediction
+is where that line meets the limit, less what a rank held before the model was built (its libraries and threads).
+
+Source: ZeRO, arXiv 1910.02054, sec. 5.4 and Table 2.
+"""
+
+import argparse
+import ctypes
+import gc
+import os
+import re
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from common import models
+from common.activations import largest_fitting
+from common.compare import BASELINE
+from common.errors import InputError
+from common.measure import figures
+from common.measure.hardware import hardware
+from common.measure.memory import Timeline
+from common.mixed_precision import dtype_of
+from common.models.gpt import GPT, GPTConfig
+from common.train import (
+    ENGINES,
+    check_folder,
+    default_nproc,
+    find_engine,
+    one_line_errors,
+    show_bytes,
+    train_step,
+    write_json,
+)
+from common.world import LocalWorld, RankFailed, check_size
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+# Small blocks, short samples and small buckets: what fills the memory is then model states, which ZeRO shards.
+SHAPE = {"width": 256, "heads": 8, "sequence": 32}
+BUCKET_MB = 2.0
+SIMULATED = (8, 16)  # layers of the two models that a prediction is drawn through
+DDP_BYTES = 16  # of model states per parameter, with Adam: 4 + 4 + 8 in fp32, 2 + 2 + 12 in 16-bit
+TRIAL_SECONDS = 600  # without an answer in this time a trial is an error
+# How a rank that ran out of memory ends: Python's, torch's and C++'s own words, an abort, a crash.
+OUT_OF_MEMORY = re.compile(r"can't allocate memory|MemoryError|bad_alloc|died with exit code -(6|11)$", re.MULTILINE)
+HEADER = ("", "precision", "measured", "predicted", "measured / predicted", "to stage 0", "ideal")
+
+
+def main(arguments=None):
+    """Parse the arguments, try, show and write the results."""
+    parser = argparse.ArgumentParser(
+        prog="python -m common.capacity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--cap", default="1GB", help="what a rank may hold: 800MB, 1.5GB (default: %(default)s)")
+    parser.add_argument("--nproc", type=int, default=default_nproc(), help="local ranks (default: %(default)s)")
+    parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all stages)")
+    parser.add_argument("--precisions", default="fp32,bf16", help="(default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
+    options = parser.parse_args(arguments)
+    with one_line_errors():
+        results = survey(options)
+    Console().print(as_table(results))
+    if options.json:
+        write_json(options.json, results)
+    if options.json or options.figure:
+        figures.save(figures.capacity(results), options.figure or Path(options.json).with_suffix(".png"))
+
+
+def survey(options):
+    """Find the largest model of every engine in every precision.
+
+    Returns:
+        The JSON of `common.capacity`. Parameters are of the largest model, 0 where not even one layer fits.
+
+    Raises:
+        InputError: the options cannot be used.
+        RankFailed: a trial failed by something else than a lack of memory.
+    """
+    engines, precisions, cap = check(options)
+    rows = []
+    for precision in precisions:
+        for engine in engines:
+            rows.append(row(engine, precision, cap, options.nproc))
+    for found in rows:
+        base = next((r for r in rows if (r["engine"], r["precision"]) == (BASELINE, found["precision"])), None)
+        found["ratio_to_stage0"] = _ratio(found["parameters"], base["parameters"]) if base else None
+    return {
+        "world_size": options.nproc,
+        "cap_bytes": cap,
+        "hardware": hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "model": SHAPE,
+        "optimizer": "AdamW",
+        "bucket_mb": BUCKET_MB,
+        "rows": rows,
+    }
+
+
+def check(options):
+    """Refuse what can be refused before any rank is started.
+
+    Returns:
+        The engines, the precisions and the cap in bytes.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise InputError("common.capacity starts its own ranks, a world for each trial; run it without torchrun")
+    if not torch.cuda.is_available() and sys.platform != "linux":
+        raise InputError("without a GPU the limit is Linux's RLIMIT_DATA; other systems have none that is kept")
+    engines, precisions = options.engines.split(","), options.precisions.split(",")
+    for name in engines:
+        if not hasattr(find_engine(name), "owned"):
+            raise InputError(f"--engines: {name} has no ownership table, so that nothing can be predicted of it")
+    for precision in precisions:
+        dtype_of(precision)
+        if precision == "fp16":
+            raise InputError("--precisions fp16: it has the bytes of bf16, but skips its first steps; choose bf16")
+    check_size(options.nproc, options.oversubscribe)
+    check_folder(options.json)
+    cap, there = size_of(options.cap), _memory_of_the_machine()
+    if options.nproc * cap > there:  # the system would then end ranks, or others, before they reach their limits
+        raise InputError(
+            f"--cap {options.cap}: {options.nproc} ranks would hold more than this machine has, {show_bytes(there)}"
+        )
+    return engines, precisions, cap
+
+
+def _memory_of_the_machine():
+    gpus = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
+    return sum(gpus) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def size_of(text):
+    """The bytes that a text such as 800MB or 1.5GB names; 1 GB = 1e9 B, as in the papers.
+
+    Raises:
+        InputError: it names no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MB|GB)", text.strip(), re.IGNORECASE)
+    size = int(float(match[1]) * {"MB": 1e6, "GB": 1e9}[match[2].upper()]) if match else 0
+    if not size:
+        raise InputError(f"--cap {text}: give a size above 0 in MB or GB, such as 800MB or 1GB")
+    return size
+
+
+def row(engine, precision, cap, world_size):
+    """The largest model that trains under the cap, measured and predicted; a row of the results.
+
+    Raises:
+        InputError: a rank holds more than the cap before there is a model.
+    """
+    console = Console(stderr=True)
+    tries = {}
+
+    @cache
+    def fits(layers):
+        with console.status(f"{engine}, {precision}, {layers} layers"):
+            tries[layers] = attempt(engine, precision, layers, cap, world_size)
+        return tries[layers].fits
+
+    fits(1)
+    usable = cap - tries[1].held_before
+    if usable <= 0:
+        raise InputError(
+            f"the cap of {show_bytes(cap)} leaves no room: a rank's libraries and threads alone hold "
+            f"{show_bytes(tries[1].held_before)}; give more"
+        )
+    line = predict(engine, precision, world_size)
+    predicted = line.layers(usable)
+    layers = largest_fitting(fits, near=max(1, predicted))
+    return {
+        "engine": engine,
+        "precision": precision,
+        "layers": layers,
+        "parameters": parameters(layers),
+        "usable_bytes": usable,
+        "predicted_layers": predicted,
+        "predicted_parameters": parameters(predicted),
+        "measured_over_predicted": _ratio(parameters(layers), parameters(predicted)),
+        "ideal_ratio": DDP_BYTES / line.states_per_parameter,
+        "state_bytes_per_parameter": line.states_per_parameter,
+        "predicted_bytes": {"fixed": line.fixed, "per_layer": line.per_layer},
+        "tries": {str(layers): tries[layers].fits for layers in sorted(tries)},
+    }
+
+
+def _ratio(one, other):
+    return one / other if other else None
+
+
+def build(layers):
+    """A GPT of so many layers on the meta device, with activation checkpoints: a layer then keeps one tensor."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(layers=layers, **SHAPE))
+    model.checkpoint_activations = models.KINDS[0]
+    return model
+
+
+def parameters(layers):
+    """How many a model of so many layers has; none without layers."""
+    return sum(parameter.numel() for parameter in build(layers).parameters()) if layers else 0
+
+
+def make_engine(engine, precision, layers):
+    """An engine over a new model."""
+    adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+    init = models.initial_values(seed=0)
+    return find_engine(engine)(build(layers), adamw, precision=precision, bucket_mb=BUCKET_MB, init=init)
+
+
+def take_step(engine):
+    """Train one step from one sample of random bytes."""
+    windows = torch.randint(256, (1, engine.module.window), dtype=torch.uint8, device=engine.comm.device)
+    train_step(engine, [engine.module.inputs_and_targets(windows)])
+
+
+# ---- predicted ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a rank holds at its peak, as a function of the layers.
+
+    Attributes:
+        fixed, per_layer: bytes.
+        states_per_parameter: bytes of model states that each further parameter costs.
+    """
+
+    fixed: float
+    per_layer: float
+    states_per_parameter: float
+
+    def layers(self, usable):
+        """The most layers that fit into so many bytes."""
+        return max(0, int((usable - self.fixed) // self.per_layer))
+
+
+def predict(engine, precision, world_size):
+    """Draw the line through two simulated models.
+
+    Returns:
+        Line.
+    """
+    few, many = SIMULATED
+    (low, low_states), (high, high_states) = (simulate(engine, precision, n, world_size) for n in SIMULATED)
+    slope = (high - low) / (many - few)
+    more_parameters = parameters(many) - parameters(few)
+    return Line(low - few * slope, slope, (high_states - low_states) / more_parameters)
+
+
+def simulate(engine, precision, layers, world_size):
+    """Train two steps on fake tensors: shapes, storages and collectives of a real rank, but no values.
+
+    A simulated world takes NCCL's paths, so gloo's receive buffer, as large as a bucket, is not counted.
+
+    Returns:
+        The peak of live bytes in the second step, and the predicted bytes of model states.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        with FakeTensorMode():
+            simulated = make_engine(engine, precision, layers)
+            take_step(simulated)
+            with Timeline(simulated) as timeline:
+                take_step(simulated)
+        return timeline.peak_bytes(), sum(simulated.predicted_model_state_bytes().values())
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- measured -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How a trial went: whether the model trained, and what a rank held before it was built."""
+
+    fits: bool
+    held_before: int
+
+
+def attempt(engine, precision, layers, cap, world_size):
+    """Train a model of so many layers for two steps, each rank under the cap, in a world of its own.
+
+    Returns:
+        Attempt.
+
+    Raises:
+        RankFailed: a rank failed by something else than a lack of memory.
+    """
+    with LocalWorld(world_size, oversubscribe=True) as world:
+        held_before = max(world.run(_warm_up, engine, precision, timeout=TRIAL_SECONDS))
+        fits = True
+        try:
+            world.run(_train_under, cap, engine, precision, layers, timeout=TRIAL_SECONDS)
+        except RankFailed as failure:
+            if not ran_out_of_memory(failure):
+                raise
+            fits = False
+    return Attempt(fits, held_before)
+
+
+def ran_out_of_memory(failure):
+    """Whether a rank failed because it could not allocate."""
+    return OUT_OF_MEMORY.search(str(failure)) is not None
+
+
+def _warm_up(world, engine, precision):
+    """Load all that a step needs, by training a model of one layer; return the bytes held when it is gone."""
+    if world.device.type == "cpu":
+        _give_back_freed_memory()
+    _train(engine, precision, layers=1)
+    gc.collect()
+    return held(world.device)
+
+
+def _train(engine, precision, layers):
+    made = make_engine(engine, precision, layers)
+    for _ in range(2):
+        take_step(made)
+    made.synchronize()
+
+
+def _train_under(world, cap, engine, precision, layers):
+    with hard_limit(world.device, cap):
+        _train(engine, precision, layers)
+
+
+def _give_back_freed_memory():
+    """Have malloc return what is freed to the system, as otherwise it keeps pieces that count and fit nothing.
+
+    Called in the rank: a rank is forked, and malloc reads MALLOC_MMAP_THRESHOLD_ only where a program starts.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # as in malloc.h
+    libc = ctypes.CDLL(None)
+    libc.mallopt(trim_threshold, 2**16)
+    libc.mallopt(mmap_threshold, 2**16)
+
+
+def held(device):
+    """Bytes that count against the limit: of CUDA's allocator, or the process's heap and private mappings."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(device)
+    data = re.search(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return int(data[1]) * 1024
+
+
+@contextmanager
+def hard_limit(device, cap):
+    """In this context an allocation that takes this process beyond `cap` bytes fails."""
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap / torch.cuda.mem_get_info(device)[1]), device)
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (cap, before[1]))
+    try:
+        yield
+    finally:  # telling of an error takes memory too
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+# ---- results --------------------------------------------------------------------------------------------------
+
+
+def cells(results):
+    """The table's rows of strings, without the header."""
+    for found in results["rows"]:
+        yield (
+            found["engine"],
+            found["precision"],
+            _millions(found["parameters"]),
+            _millions(found["predicted_parameters"]),
+            _times(found["measured_over_predicted"], ""),
+            _times(found["ratio_to_stage0"]),
+            _times(found["ideal_ratio"]),
+        )
+
+
+def _millions(count):
+    return f"{count / 1e6:.1f} M" if count else "none fits"
+
+
+def _times(ratio, unit="x"):
+    return "-" if ratio is None else f"{ratio:.2f}{unit}"
+
+
+def _title(results):
+    usable = min(row["usable_bytes"] for row in results["rows"])
+    return (
+        f"Largest GPT of width {results['model']['width']} that trains, {results['world_size']} ranks of "
+        f"{show_bytes(results['cap_bytes'])}, of which {show_bytes(max(0, usable))} are left for the model"
+        f"\n{results['hardware']}"
+    )
+
+
+def as_table(results):
+    """The results as a table for the terminal."""
+    table = Table(title=_title(results), title_justify="left")
+    for name in HEADER:
+        table.add_column(name, justify="left" if name in HEADER[:2] else "right")
+    for line in cells(results):
+        table.add_row(*line)
+    return table
+
+
+def as_markdown(results):
+    """The results as a Markdown table."""
+    lines = [HEADER, ["---", "---", *["---:"] * (len(HEADER) - 2)], *cells(results)]
+    return "\n".join([_title(results).replace("\n", "; "), "", *("| " + " | ".join(line) + " |" for line in lines)])
+
+
+if __name__ == "__main__":
+    main()
