@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from common import activations, bench, models
+from common import activations, bench, capacity, models
 from common.compare import as_markdown
 from common.mixed_precision import DTYPES
 from common.train import ENGINES, show_bytes
@@ -26,6 +26,7 @@ def pages():
     texts[ROOT / "README.md"] |= {
         "activations": activations.as_markdown(peaks),
         "bench": bench.as_markdown(json.loads((ROOT / "results/bench_cpu.json").read_text())),
+        "capacity": capacity.as_markdown(json.loads((ROOT / "results/capacity_cpu.json").read_text())),
         "accumulated": as_markdown(json.loads((ROOT / "results/accumulated.json").read_text())),
         "equivalence": equivalence_table(json.loads((ROOT / "results/equivalence.json").read_text())),
         "scores": scores_table([json.loads(path.read_text()) for path in (ROOT / "results/scores").glob("*.json")]),
