@@ -167,7 +167,7 @@ def check(options):
             raise InputError(f"--{name} {getattr(options, name)}: at least {least} needed")
     if not options.bucket_mb > 0:
         raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
-    check_folder(options.json)
+    check_folder("--json", options.json)
     cases = []
     for model in options.models.split(","):
         for precision in options.precisions.split(","):

@@ -138,7 +138,7 @@ def check(options):
         if precision == "fp16":
             raise InputError("--precisions fp16: it has the bytes of bf16, but skips its first steps; choose bf16")
     check_size(options.nproc, options.oversubscribe)
-    check_folder(options.json)
+    check_folder("--json", options.json)
     cap, there = size_of(options.cap), _memory_of_the_machine()
     if options.nproc * cap > there:  # the system would then end ranks, or others, before they reach their limits
         raise InputError(

@@ -12,11 +12,13 @@ import time
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from torch.profiler import record_function
 
 from common import models
 from common.data import Batches, load_text
@@ -24,11 +26,13 @@ from common.errors import InputError
 from common.generate import generate
 from common.measure.hardware import cpus, hardware
 from common.measure.memory import Timeline
+from common.measure.timeline import Recording, overlap
 from common.mixed_precision import dtype_of
 from common.world import launch
 
 ENGINES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
 WARM_UP = 2  # steps that a throughput does not count
+TRACED = 2  # steps in a trace: what one leaves in flight travels beside the next
 
 
 def main(package, arguments=None):
@@ -36,6 +40,9 @@ def main(package, arguments=None):
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=importlib.import_module(package).__doc__)
     add_arguments(parser)
     parser.add_argument("--generate", metavar="PROMPT", help="after training, continue this text")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="record two steps here, for ui.perfetto.dev; not counted in timings"
+    )
     options = parser.parse_args(arguments)
     command(_train_and_report, package, options, options=options)
 
@@ -103,7 +110,14 @@ def check_options(options):
         raise InputError(f"--clip-norm {options.clip_norm}: a norm above 0 is needed")
     if not options.bucket_mb > 0:
         raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
-    check_folder(options.json)
+    check_folder("--json", options.json)
+    trace = getattr(options, "trace", None)
+    check_folder("--trace", trace)
+    if trace and options.steps < WARM_UP + TRACED + 1:
+        raise InputError(
+            f"--steps {options.steps}: a trace needs {WARM_UP + TRACED + 1}: {WARM_UP} to warm up, {TRACED} in the "
+            "trace, and a last one whose memory is counted"
+        )
     ranks = rank_count(options)
     make_batches(options).of(step=0, rank=0, world_size=max(1, ranks))
     if options.accumulate < 1 or options.batch % (options.accumulate * max(1, ranks)):
@@ -120,10 +134,10 @@ def check_options(options):
         raise InputError(f"--generate: {options.model} does not predict text; choose a gpt, llama, moe or lora model")
 
 
-def check_folder(path):
+def check_folder(option, path):
     """Refuse to write where there is no folder."""
     if path and not Path(path).resolve().parent.is_dir():
-        raise InputError(f"--json {path}: there is no such folder; make it first")
+        raise InputError(f"{option} {path}: there is no such folder; make it first")
 
 
 def rank_count(options):
@@ -156,7 +170,9 @@ def find_engine(name):
 
 
 def train(world, name, options, progress=None):
-    """Train one engine and measure it; the last step runs under the memory timeline and is not timed.
+    """Train one engine and measure it.
+
+    The last step runs under the memory timeline, and with `--trace` the two before it are recorded: neither is timed.
 
     Args:
         world: the rank's World.
@@ -178,56 +194,75 @@ def train(world, name, options, progress=None):
         init=models.initial_values(options.seed),
         deterministic=options.deterministic,
     )
-    batches = make_batches(options)
     ours = hasattr(engine, "comm")
-    losses, seconds, timeline, skipped = [], [], None, 0
+    run = _run_steps(world, engine, module, options, progress)
+    if run.skipped == options.steps:
+        raise InputError(
+            f"--steps {options.steps}: every gradient overflowed in fp16, and the loss scale sinks with each; take more"
+        )
+    row = {"engine": name if isinstance(name, str) else name.name, "losses": run.losses, "skipped_steps": run.skipped}
+    if ours:
+        everyone = engine.comm.gather_objects((run.losses, engine.model_state_bytes()))
+        row["losses"] = [statistics.fmean(parts) for parts in zip(*(part for part, _ in everyone), strict=True)]
+        row["model_state_bytes"] = engine.model_state_bytes()
+        row["predicted_model_state_bytes"] = engine.predicted_model_state_bytes()
+        row["peak_bytes"] = run.timeline.peak_bytes()
+        row["wire_bytes_per_step"] = run.sent
+        row["wire_bytes_by_phase"] = run.by_phase
+        row["predicted_wire_bytes_per_step"] = engine.predicted_wire_bytes_per_step()
+    tokens = options.batch * (module.window - 1)
+    timed = run.seconds[WARM_UP:]
+    row["tokens_per_second"] = tokens / statistics.median(timed) if timed else None
+    weights = engine.full_state_dict()
+    row["param_sha256"] = sha256(weights)
+    row["parameters"] = sum(p.numel() for p in module.parameters())
+    if run.recording is not None:
+        written = run.recording.write(options.trace)
+        row["overlap"] = overlap(written) if written else None
+    prompt = getattr(options, "generate", None)
+    if prompt is not None:
+        row["generated"] = generate(engine, os.fsencode(prompt), options.seed).decode(errors="replace")
+    return row, weights, run.timeline.samples if run.timeline else []
+
+
+def _run_steps(world, engine, module, options, progress):
+    """Train, and return what was seen on the way."""
+    batches, ours = make_batches(options), hasattr(engine, "comm")
+    run = SimpleNamespace(losses=[], seconds=[], skipped=0, sent=None, by_phase=None, timeline=None, recording=None)
+    last = options.steps - 1
+    traced = range(last - TRACED, last) if getattr(options, "trace", None) else ()
     for step in range(options.steps):
         windows = batches.of(step, world.rank, world.size).to(world.device)
         micro_batches = [module.inputs_and_targets(part) for part in windows.chunk(options.accumulate)]
         if ours:
             engine.comm.traffic.reset()
-        if ours and step == options.steps - 1:
-            engine.synchronize()
-            timeline = Timeline(engine)
-        finish(world.device)
+        if ours and step == last:
+            run.timeline = Timeline(engine)
+        if step in traced[:1]:
+            run.recording = Recording(engine)
+            run.recording.start()
         began = time.perf_counter()
-        with timeline or nullcontext():
+        with run.timeline or nullcontext():
             loss, result = train_step(engine, micro_batches, options.no_sync)
-        if ours:
-            engine.synchronize()
-        finish(world.device)
-        if timeline is None:
-            seconds.append(time.perf_counter() - began)
-        losses.append(loss.item())
-        skipped += result.skipped
+        if step not in traced[:-1]:  # else what is in flight goes on beside the next step
+            _finish_step(engine, world.device)
+        if step in traced[-1:]:
+            run.recording.stop()
+        if step not in traced and run.timeline is None:
+            run.seconds.append(time.perf_counter() - began)
+        run.losses.append(loss.item())
+        run.skipped += result.skipped
         if ours and not result.skipped:  # a step that is skipped sends no parameters
-            sent, by_phase = engine.comm.traffic.by_collective(), engine.comm.traffic.by_phase()
+            run.sent, run.by_phase = engine.comm.traffic.by_collective(), engine.comm.traffic.by_phase()
         if progress:
-            progress(step + 1, losses[-1])
-    if skipped == options.steps:
-        raise InputError(
-            f"--steps {options.steps}: every gradient overflowed in fp16, and the loss scale sinks with each; take more"
-        )
-    row = {"engine": name if isinstance(name, str) else name.name, "losses": losses, "skipped_steps": skipped}
-    if ours:
-        everyone = engine.comm.gather_objects((losses, engine.model_state_bytes()))
-        row["losses"] = [statistics.fmean(parts) for parts in zip(*(part for part, _ in everyone), strict=True)]
-        row["model_state_bytes"] = engine.model_state_bytes()
-        row["predicted_model_state_bytes"] = engine.predicted_model_state_bytes()
-        row["peak_bytes"] = timeline.peak_bytes()
-        row["wire_bytes_per_step"] = sent
-        row["wire_bytes_by_phase"] = by_phase
-        row["predicted_wire_bytes_per_step"] = engine.predicted_wire_bytes_per_step()
-    tokens = options.batch * (module.window - 1)
-    timed = seconds[WARM_UP:]
-    row["tokens_per_second"] = tokens / statistics.median(timed) if timed else None
-    weights = engine.full_state_dict()
-    row["param_sha256"] = sha256(weights)
-    row["parameters"] = sum(p.numel() for p in module.parameters())
-    prompt = getattr(options, "generate", None)
-    if prompt is not None:
-        row["generated"] = generate(engine, os.fsencode(prompt), options.seed).decode(errors="replace")
-    return row, weights, timeline.samples if timeline else []
+            progress(step + 1, run.losses[-1])
+    return run
+
+
+def _finish_step(engine, device):
+    if hasattr(engine, "comm"):
+        engine.synchronize()
+    finish(device)
 
 
 def train_step(engine, micro_batches, no_sync=False):
@@ -245,10 +280,13 @@ def train_step(engine, micro_batches, no_sync=False):
     for number, (inputs, targets) in enumerate(micro_batches, start=1):
         quiet = no_sync and number < len(micro_batches)
         with engine.no_sync() if quiet else nullcontext():
-            loss = models.loss(engine(inputs), targets) / len(micro_batches)
-            engine.backward(loss)
+            with record_function("forward"):  # labels for a trace: see common.measure.timeline
+                loss = models.loss(engine(inputs), targets) / len(micro_batches)
+            with record_function("backward"):
+                engine.backward(loss)
         total = total + loss.detach()
-    return total, engine.step()
+    with record_function("step"):
+        return total, engine.step()
 
 
 def sha256(weights):
@@ -325,6 +363,9 @@ def _train_and_report(world, package, options):
         table.add_row("steps skipped, as a gradient overflowed", str(row["skipped_steps"]), "-")
     table.add_row("loss, first and last step", f"{row['losses'][0]:.4f}  {row['losses'][-1]:.4f}", "-")
     Console().print(table)
+    if "overlap" in row:
+        shares = ", ".join(f"rank {rank} {share:.0%}" for rank, share in row["overlap"].items())
+        print(f"collectives beside computation, in {options.trace}: {shares}")
     if "generated" in row:
         print(row["generated"])
     if options.json:

@@ -1,0 +1,247 @@
+"""What ran beside what: steps recorded as a trace that ui.perfetto.dev and chrome://tracing open, CPU and CUDA alike.
+
+torch's profiler records each operation of each thread and, on CUDA, each kernel of each stream. `Collectives` labels
+what its lane runs, `common.train` the phases, and a `Recording` the parts of the model. One file holds all ranks,
+since the question is often which of them the others waited for. A rank has these rows:
+
+    modules        which part of the model runs, forward and backward
+    compute        the phases, each operation, and where the rank waits for a collective
+    collectives    what the lane runs: on CPU a thread, on CUDA a stream of "rank 0, GPU"
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+import zlib
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves
+
+PHASES = ("forward", "backward", "step")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+MODULES = 0  # the row of the parts of the model, beside threads, whose numbers are above 0
+ROWS = ("modules", "compute", "collectives")  # in the order they are shown; other rows follow
+
+
+class Recording:
+    """Record what this rank runs between `start` and `stop`, or in a `with` block.
+
+    Args:
+        engine: one of the stages' engines. Its phases show where the caller runs them in ranges called as in PHASES,
+            by torch.profiler.record_function, as `common.train.train_step` does.
+    """
+
+    def __init__(self, engine):
+        self._comm, self._module = engine.comm, engine.module
+        activities = [ProfilerActivity.CPU]
+        if self._comm.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would tell stderr that it starts and stops
+        self._profiler = profile(activities=activities, experimental_config=_all_threads())
+        self._hooks = []
+
+    def start(self):
+        """Begin to record."""
+        for name, part in _parts(self._module):
+            self._label(name, part)
+        self._profiler.start()
+
+    def stop(self):
+        """End the recording."""
+        self._profiler.stop()
+        for hook in self._hooks:
+            hook.remove()
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *error):
+        self.stop()
+
+    def _label(self, name, part):
+        ranges = []
+
+        def before(module, args):
+            ranges.append(record_function(f"forward of {name}"))
+            ranges[-1].__enter__()
+
+        def after(module, args, output):
+            ranges.pop().__exit__(None, None, None)
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(mark)
+
+        def mark(gradient):
+            # A moment, as nothing says when a part's backward ends: `_rows` draws it up to the next moment.
+            with record_function(f"backward of {name}"):
+                pass
+
+        self._hooks.append(part.register_forward_pre_hook(before))
+        # Called where forward raises too: checkpoints end their recomputation so.
+        self._hooks.append(part.register_forward_hook(after, always_call=True))
+
+    def write(self, path):
+        """Write the trace of all ranks. A collective; rank 0 writes.
+
+        Args:
+            path: of a JSON file.
+
+        Returns:
+            On rank 0 the trace, as the file has it; elsewhere None.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json"
+            self._profiler.export_chrome_trace(str(file))
+            everyone = self._comm.gather_objects(zlib.compress(file.read_bytes()), "the trace")
+        if self._comm.rank:
+            return None
+        trace = merge([json.loads(zlib.decompress(one)) for one in everyone])
+        Path(path).write_text(json.dumps(trace))
+        return trace
+
+
+def _all_threads():
+    """The option by which torch's profiler records the lane's thread too: private, in torch since 2.7."""
+    # An embedding that lacks it shows this thread alone, which is better than no trace.
+    with contextlib.suppress(ImportError, TypeError):
+        from torch.profiler import _ExperimentalConfig  # noqa: PLC0415
+
+        return _ExperimentalConfig(profile_all_threads=True)
+    return None
+
+
+def _parts(model):
+    """What a reader knows the model by: its children, and instead of a list among them its elements."""
+    for name, child in model.named_children():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            yield from ((f"{name}.{inner}", element) for inner, element in child.named_children())
+        else:
+            yield name, child
+
+
+def merge(traces):
+    """One trace of all ranks: each is a process of its own, and its GPU another.
+
+    The ranks' clocks are taken as they are: of one machine they are the same, of several as good as their NTP.
+
+    Args:
+        traces: what torch's profiler exported on each rank, in rank order.
+
+    Returns:
+        A trace in the format of Chrome, its time starting at 0.
+    """
+    bases = [trace.get("baseTimeNanoseconds", 0) for trace in traces]
+    events = []
+    for rank, (trace, base) in enumerate(zip(traces, bases, strict=True)):
+        for event in _rows(rank, trace["traceEvents"]):
+            if "id" in event:  # of an arrow; ranks must not share them
+                event["id"] = event["id"] * len(traces) + rank
+            if "ts" in event:  # whole nanoseconds, as microseconds since 1970 would lose digits
+                event["ts"] = round(event["ts"] * 1000) + base - min(bases)
+            events.append(event)
+    began = min(event["ts"] for event in events if "ts" in event)
+    for event in events:
+        if "ts" in event:
+            event["ts"] = (event["ts"] - began) / 1000
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _rows(rank, events):
+    """A rank's events in processes and rows with names, and the rows' names."""
+    host = next(event["pid"] for event in events if event.get("cat") == "user_annotation")
+    # Not the profiler about itself: it has processes with names and numbers below 0. Nor gloo's messages, which cross
+    # each other, where the ranges of a row must lie within or behind each other.
+    events = [e for e in events if isinstance(e["pid"], int) and e["pid"] >= 0]
+    events = [e for e in events if e["ph"] != "M" and not e["name"].startswith("gloo:")]
+    phases = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in PHASES]
+    compute = {e["tid"] for e in phases}
+    collectives = {(e["pid"], e["tid"]) for e in events if _is_collective(e)}
+    marks = sorted((e for e in events if _is_of_module(e, "backward")), key=lambda e: e["ts"])
+    ends = [e["ts"] for e in marks] + [_span(e)[1] for e in phases if e["name"] == "backward"]
+    for mark in marks:  # the next part's backward begins, or all of backward ends
+        mark["dur"] = round(min((end for end in ends if end > mark["ts"]), default=mark["ts"]) - mark["ts"], 3)
+    names = {}
+    for event in events:
+        on_gpu = event["pid"] != host
+        row = event["pid"], event["tid"]
+        if _is_of_module(event, "forward") or _is_of_module(event, "backward"):
+            event["tid"], name = MODULES, "modules"
+        elif on_gpu:
+            name = f"{'collectives, ' if row in collectives else ''}stream {event['tid']}"
+        elif event["tid"] in compute:
+            name = "compute"
+        else:
+            name = "collectives" if row in collectives else f"thread {event['tid']}"
+        event["pid"] = 2 * rank + on_gpu
+        names[event["pid"], event["tid"]] = name
+    for pid in sorted({pid for pid, _ in names}):
+        yield _metadata("process_name", pid, 0, name=f"rank {rank}" + (", GPU" if pid % 2 else ""))
+        yield _metadata("process_sort_index", pid, 0, sort_index=pid)
+    for (pid, tid), name in names.items():
+        yield _metadata("thread_name", pid, tid, name=name)
+        yield _metadata("thread_sort_index", pid, tid, sort_index=ROWS.index(name) if name in ROWS else len(ROWS))
+    yield from events
+
+
+def _metadata(kind, pid, tid, **args):
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+def _is_collective(event):
+    """Whether an event is a collective's own range, on the host or on the GPU."""
+    return event.get("cat") in ("user_annotation", "gpu_user_annotation") and event["name"].startswith(COLLECTIVES)
+
+
+def _is_of_module(event, phase):
+    return event.get("cat") == "user_annotation" and event["name"].startswith(f"{phase} of ")
+
+
+def overlap(trace):
+    """How much of the collectives' time lies beside computation.
+
+    Computation is, where there is a GPU, its kernels on other streams than the collectives', else torch's operations
+    on other threads. Time in which a collective waits for another rank counts as its own.
+
+    Args:
+        trace: what `merge` made.
+
+    Returns:
+        A fraction for each rank that ran collectives: {0: 0.7, 1: 0.68}.
+    """
+    collectives, computation = defaultdict(list), defaultdict(list)
+    rows = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if _is_collective(e)}
+    for event in trace["traceEvents"]:
+        if _is_collective(event):
+            collectives[event["pid"]].append(_span(event))
+        elif (event["pid"], event["tid"]) not in rows and _computes(event):
+            computation[event["pid"]].append(_span(event))
+    beside = {}
+    for pid in sorted(collectives):
+        alone, both = _length(collectives[pid]), _length(collectives[pid]) + _length(computation[pid])
+        # Of a rank with a GPU its process comes second, and takes the host's place.
+        beside[pid // 2] = (both - _length(collectives[pid] + computation[pid])) / alone
+    return beside
+
+
+def _computes(event):
+    # By name, as autograd's own ranges hold the hooks, in which the rank may wait.
+    return event.get("cat") == "kernel" or (event.get("cat") == "cpu_op" and event["name"].startswith("aten::"))
+
+
+def _span(event):
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _length(spans):
+    """The time that spans cover together."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
