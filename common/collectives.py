@@ -177,7 +177,8 @@ class Collectives:
         rows = self.size - 1 if self.point_to_point else self.size
         nbytes = rows * (tensor.nbytes // self.size)
         if self.room is None or self.room.nbytes < nbytes:
-            self.lane.submit(lambda: None).wait()  # the old one may be in use
+            if self.room is not None:  # may be in use
+                self.lane.submit(lambda: None, self.room).wait()
             self.room = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
         return self.room[:nbytes].view(tensor.dtype)
 
@@ -240,7 +241,12 @@ class Collectives:
 
 
 class Handle:
-    """A collective under way, with the buffers it reads and writes until it ends."""
+    """A collective under way, with the buffers it reads and writes until it ends.
+
+    Args:
+        buffers: those.
+        wait: called with the buffers; returns when what the caller runs next may use them.
+    """
 
     def __init__(self, buffers, wait):
         self.buffers = buffers
@@ -249,7 +255,7 @@ class Handle:
     def wait(self):
         """Return when what the caller runs next may use the result; raise what the collective raised."""
         with record_function("wait"):
-            self._wait()
+            self._wait(self.buffers)
         self.buffers = ()
 
 
@@ -267,7 +273,7 @@ class ThreadLane:
     def submit(self, work, *buffers):
         done, errors = threading.Event(), []
 
-        def wait():
+        def wait(buffers):
             done.wait()
             if errors:
                 raise errors[0]
@@ -278,6 +284,10 @@ class ThreadLane:
 
     def follow(self):
         """Nothing to wait for: what a CPU thread has computed is there."""
+
+    def finish(self):
+        """Return when all is done."""
+        self.submit(lambda: None).wait()
 
     def _run(self):
         failure = []
@@ -299,7 +309,9 @@ class ThreadLane:
 class StreamLane:
     """The lane on CUDA: a stream. It waits for the streams whose results it reads; `wait` makes the caller's wait.
 
-    The handle holds the buffers until then, so the allocator gives none of them away while the lane uses it.
+    The handle holds the buffers until then, so the allocator gives none of them away while the lane uses it. Later it
+    does so on the stream that a buffer was made on. Where another one waited, only that one is behind the lane, and may
+    still read: so the allocator is told of it. On a buffer's own stream that costs nothing.
     """
 
     def __init__(self):
@@ -311,11 +323,22 @@ class StreamLane:
             work()
             done = torch.cuda.Event()
             done.record()
-        return Handle(buffers, lambda: torch.cuda.current_stream().wait_event(done))
+
+        def wait(buffers):
+            waiting = torch.cuda.current_stream()
+            waiting.wait_event(done)
+            for buffer in buffers:
+                buffer.record_stream(waiting)
+
+        return Handle(buffers, wait)
 
     def follow(self):
         """Wait for the caller's stream. Called for each gradient, since backward may run on several streams."""
         self._stream.wait_stream(torch.cuda.current_stream())
+
+    def finish(self):
+        """Return when all is done: not only what the caller runs next, but the caller itself waits."""
+        self._stream.synchronize()
 
 
 class InlineLane:
@@ -323,9 +346,12 @@ class InlineLane:
 
     def submit(self, work, *buffers):
         work()
-        return Handle((), lambda: None)
+        return Handle((), lambda buffers: None)
 
     def follow(self):
+        """Nothing to wait for."""
+
+    def finish(self):
         """Nothing to wait for."""
 
 
@@ -358,5 +384,5 @@ def finish():
         Exception: what a collective raised that nobody waited for.
     """
     for lane in list(_lanes.values()):
-        lane.submit(lambda: None).wait()
+        lane.finish()
     trace.leave()

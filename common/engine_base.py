@@ -173,6 +173,8 @@ class Bucket(Run):
     def _resize_gradients(self, nbytes):
         storage = self.gradients.untyped_storage()
         if storage.nbytes() != nbytes:
+            if self.gradients.is_cuda:  # made in backward, on a stream that need not be this one, which may still read
+                self.gradients.record_stream(torch.cuda.current_stream())
             storage.resize_(nbytes)
 
 

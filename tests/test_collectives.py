@@ -15,8 +15,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from harness import make_engine, train_step
 
 from common.collectives import Collectives, Handle, StreamLane, ThreadLane, _backend_of
+from common.engine_base import Bucket
 from common.errors import InputError
 from common.measure.traffic import Traffic, bytes_sent_by_own_sockets
 
@@ -284,6 +286,19 @@ class FakeStream:
     def wait_event(self, event):
         self.log.append(f"{self.name} waits for {event.name}")
 
+    def synchronize(self):
+        self.log.append(f"the caller waits for all of {self.name}")
+
+
+class FakeBuffer:
+    """Records which streams the allocator is told of."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def record_stream(self, stream):
+        self.log.append(f"the buffer was used on {stream.name}")
+
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
@@ -322,21 +337,139 @@ def test_the_stream_lane_waits_for_every_stream_that_made_a_gradient(fake_cuda):
 
 
 def test_the_waiters_stream_waits_for_the_lane_and_the_buffers_are_held_until_then(fake_cuda):
-    lane, buffer = StreamLane(), torch.zeros(3)
+    lane, buffer = StreamLane(), FakeBuffer(fake_cuda.log)
     with fake_cuda.on("backward"):
         handle = lane.submit(lambda: None, buffer)
     assert handle.buffers == (buffer,)
     with fake_cuda.on("main"):
         handle.wait()
-    assert fake_cuda.log[-1] == "main waits for the event"
+    # Told before the buffer may go: made in backward, it would be given away there, while main still reads.
+    assert fake_cuda.log[-2:] == ["main waits for the event", "the buffer was used on main"]
     assert handle.buffers == ()
+
+
+def test_a_waited_handle_of_the_stream_lane_keeps_no_buffer_alive(fake_cuda):
+    lane, buffer = StreamLane(), FakeBuffer(fake_cuda.log)
+    life = weakref.ref(buffer)
+    with fake_cuda.on("main"):
+        handle = lane.submit(lambda: None, buffer)
+        del buffer
+        assert life() is not None
+        handle.wait()
+    assert life() is None
+
+
+def test_a_gather_waits_for_what_was_queued_before_it_and_not_for_the_unit_that_computes_beside_it(fake_cuda):
+    lane, log = StreamLane(), fake_cuda.log
+    with fake_cuda.on("compute"):
+        log.append("compute: unit 0")
+        lane.submit(lambda: log.append("lane: gather of unit 2"))
+        log.append("compute: unit 1")
+        lane.submit(lambda: log.append("lane: reduce of unit 0")).wait()
+    assert log == [
+        "compute: unit 0",
+        "lane waits for all of compute",
+        "lane: gather of unit 2",
+        "event on lane",
+        "compute: unit 1",
+        "lane waits for all of compute",
+        "lane: reduce of unit 0",
+        "event on lane",
+        "compute waits for the event",
+    ]
+
+
+def test_at_the_end_the_caller_itself_waits_for_the_stream_lane(fake_cuda):
+    StreamLane().finish()
+    assert fake_cuda.log == ["the caller waits for all of lane"]
+
+
+def test_gradients_give_way_only_after_the_allocator_knows_who_read_them(fake_cuda):
+    gradients = FakeBuffer(fake_cuda.log)
+    gradients.is_cuda = True
+    storage = SimpleNamespace(nbytes=lambda: 64, resize_=lambda nbytes: fake_cuda.log.append(f"resized to {nbytes}"))
+    gradients.untyped_storage = lambda: storage
+    with fake_cuda.on("main"):
+        Bucket._resize_gradients(SimpleNamespace(gradients=gradients), 0)
+    assert fake_cuda.log == ["the buffer was used on main", "resized to 0"]
+
+
+def log_runs(module, name, log):
+    def after(module, args, output):
+        output.register_hook(lambda gradient: log.append(f"backward of {name}"))
+
+    module.register_forward_pre_hook(lambda module, args: log.append(f"forward of {name}"))
+    module.register_forward_hook(after)
+
+
+def order_on_the_lane(world, stage):
+    """What an engine gives the lane, and when modules run, in its third step."""
+    engine, log = make_engine(stage, "gpt-tiny", bucket_mb=0.005), []
+    for step in range(2):
+        train_step(engine, world, step)
+    engine.synchronize()
+    submit = engine.comm._submit
+
+    def logged(collective, tensor, label, *rest):
+        log.append(f"{collective} of {label}")
+        return submit(collective, tensor, label, *rest)
+
+    engine.comm._submit = logged
+    for number, block in enumerate(engine.module.blocks):
+        log_runs(block, f"blocks.{number}", log)
+    train_step(engine, world, 2)
+    return log
+
+
+def test_stage_3_submits_a_prefetch_before_the_unit_beside_it_has_queued_anything(worlds):
+    # So on CUDA, where the lane waits for all that is queued by then, the gather runs beside that unit's kernels.
+    for log in worlds(2).run(order_on_the_lane, "stage3_param"):
+        gathers = [index for index, entry in enumerate(log) if entry == "all_gather of blocks.1"]
+        assert gathers[0] < log.index("forward of blocks.0")
+        gather = [index for index, entry in enumerate(log) if entry == "all_gather of blocks.0"][-1]
+        assert log.index("reduce_scatter of ln_f") < gather < log.index("backward of blocks.1")
+        # The block's own gradients leave before the next block's kernels are queued.
+        assert log.index("reduce_scatter of blocks.1") < log.index("backward of blocks.0")
+
+
+def test_stage_1_reduces_within_backward_and_gathers_in_the_order_of_forward(worlds):
+    for log in worlds(2).run(order_on_the_lane, "stage1_os"):
+        assert log.index("reduce_scatter of bucket 0") < log.index("backward of blocks.0")
+        gathers = [int(entry.split()[-1]) for entry in log if entry.startswith("all_gather of bucket")]
+        assert gathers == sorted(gathers, reverse=True)
+        assert len(gathers) > 2
+
+
+class RecordingLane:
+    """Runs nothing, and keeps what it was given to hold."""
+
+    def __init__(self):
+        self.held = []
+
+    def submit(self, work, *buffers):
+        self.held.append(buffers)
+        return Handle(buffers, lambda buffers: None)
+
+
+def held_as_the_room_grows(world):
+    comm = Collectives(deterministic=True)
+    comm.lane = lane = RecordingLane()
+    comm.all_reduce(torch.zeros(64, device=world.device))
+    small = comm.room
+    comm.all_reduce(torch.zeros(128, device=world.device))
+    comm.all_reduce(torch.zeros(64, device=world.device))
+    return [any(buffer is small for buffer in held) for held in lane.held], comm.room.nbytes > small.nbytes
+
+
+def test_a_receive_buffer_that_grows_waits_for_the_lane_which_holds_the_old_one(worlds):
+    assert worlds(2).run(held_as_the_room_grows) == [([False, True, False, False], True)] * 2
 
 
 class IdleLane:
     """Runs nothing."""
 
     def submit(self, work, *buffers):
-        return Handle(buffers, lambda: None)
+        return Handle(buffers, lambda buffers: None)
 
 
 def not_held(world, ordered):
@@ -380,7 +513,7 @@ def call(comm, name, tensor):
 
 def meter(world, dtype):
     """What the meter counts for each collective over 32 elements a rank."""
-    comm, counted = Collectives(), {}
+    comm, counted = Collectives(deterministic=True), {}  # NCCL's own order cannot divide int8
     for name in COLLECTIVES:
         comm.traffic.reset()
         call(comm, name, torch.zeros(32 * world.size, dtype=dtype, device=world.device)).wait()

@@ -259,7 +259,7 @@ def test_a_wait_shows_in_the_trace():
     release = threading.Event()
     with torch.profiler.profile() as profiler:
         threading.Timer(0.02, release.set).start()
-        Handle((), release.wait).wait()
+        Handle((), lambda buffers: release.wait()).wait()
     (wait,) = [event for event in profiler.events() if event.name == "wait"]
     assert wait.cpu_time_total > 10_000  # microseconds
 
