@@ -34,9 +34,19 @@ def claimed(answers):
     return answers
 
 
+def choose_exact_kernels(world):
+    """On CUDA some kernels add in an order of chance. Have this rank take those that do not."""
+    if world.device.type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+
+
 def make_engine(engine, model="gpt-tiny", optimizer=ADAMW, seed=0, **options):
     """An engine over a zoo model, or over a module, built on this rank."""
     module = models.build(model) if isinstance(model, str) else model
+    if not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
+        module.to("cuda" if torch.cuda.is_available() else "cpu")
     init = models.initial_values(seed)
     options = {"bucket_mb": BUCKET_MB, "deterministic": True, **options}  # so that the bits agree with NCCL too
     return find_engine(engine)(module, optimizer, init=init, **options)

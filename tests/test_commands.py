@@ -24,7 +24,10 @@ def run(*arguments, cwd=ROOT):
 
 
 def test_training_shows_what_was_measured_and_writes_it(tmp_path):
-    done = run("-m", "stage2_grad", "--nproc", 2, "--model", "gpt-tiny", "--steps", 4, "--json", tmp_path / "run.json")
+    done = run(
+        *("-m", "stage2_grad", "--nproc", 2, "--oversubscribe", "--model", "gpt-tiny", "--steps", 4),
+        *("--json", tmp_path / "run.json"),
+    )
     assert done.returncode == 0, done.stderr
     assert "reduce_scatter, bytes sent per step" in done.stdout
     results = json.loads((tmp_path / "run.json").read_text())
@@ -37,7 +40,7 @@ def test_a_stage_joins_the_group_that_torchrun_made(tmp_path):
     text = tmp_path / "text"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    options = ("--model", "gpt-tiny", "--steps", 3, "--data", text, "--json", tmp_path / "run.json")
+    options = ("--oversubscribe", "--model", "gpt-tiny", "--steps", 3, "--data", text, "--json", tmp_path / "run.json")
     done = run(*torchrun, "-m", "stage3_param", *options)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run.json").read_text())["world_size"] == 2

@@ -94,10 +94,10 @@ def read_at_once(world, stage):
     engine = make_engine(stage, "gpt-nano", bucket_mb=0.1)
     train_step(engine, world)
     with engine.gathered():
-        gathered = {name: p.detach().clone() for name, p in engine._module.named_parameters()}
+        gathered = {name: p.detach().cpu().clone() for name, p in engine._module.named_parameters()}
     train_step(engine, world, 1)
     with engine.gathered():
-        property_read = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        property_read = {name: p.detach().cpu().clone() for name, p in engine.module.named_parameters()}
     whole = engine.full_state_dict()
     return gathered, property_read, whole, engine.full_state_dict()
 

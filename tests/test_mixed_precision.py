@@ -180,7 +180,7 @@ def masters(world, stage, precision):
     for step in range(2):
         exact = engine.full_state_dict()
         with engine.gathered():
-            used = {name: tensor.detach().clone() for name, tensor in engine.module.named_parameters()}
+            used = {name: tensor.detach().cpu().clone() for name, tensor in engine.module.named_parameters()}
             buffers = dict(engine.module.named_buffers())
         seen.append((exact, used, {name: buffer.dtype for name, buffer in buffers.items()}))
         train_step(engine, world, step)

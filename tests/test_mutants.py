@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+import torch
 from matrix import Cell, baseline_of, expected, train_cell, verdict
 from mutants import MUTANTS, healthy
 
@@ -43,6 +44,7 @@ def label(value):
 CASES = [(mutant, stage) for mutant in MUTANTS for stage in mutant.stages]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="some faults are planted in gloo's paths, or show by its timing")
 @pytest.mark.parametrize(("mutant", "stage"), CASES, ids=label)
 def test_a_mutant_is_caught(worlds, tmp_path, mutant, stage):
     assert broken_promises(worlds, tmp_path, mutant.plant, stage, mutant.probe) != []

@@ -136,7 +136,8 @@ def read(world, peer):
     engine = make(peer)
     train_step(engine, world)
     with engine.gathered(engine.module.blocks[0]):
-        seen = {name: p.detach().clone() for name, p in engine.module.blocks[0].named_parameters(prefix="blocks.0")}
+        block = engine.module.blocks[0]
+        seen = {name: p.detach().cpu().clone() for name, p in block.named_parameters(prefix="blocks.0")}
     train_step(engine, world, 1)
     again = make(peer)
     train_step(again, world)
@@ -170,7 +171,7 @@ def refusal(world, peer, what):
 
 
 def some_loss(engine):
-    return engine(torch.zeros(2, 16, dtype=torch.long)).square().mean()
+    return engine(torch.zeros(2, 16, dtype=torch.long, device=next(engine.module.parameters()).device)).square().mean()
 
 
 def two_reduced_backwards(peer):

@@ -80,7 +80,7 @@ def sent_and_predicted(world, case, **options):
     engine = make_engine("stage3_param", CASES[case][0]() if case in CASES else case, **options)
     for index in range(2):
         engine.comm.traffic.reset()
-        inputs = torch.randn(2, 3, WIDTH) if case in CASES else batch(engine.module, world, index)[0]
+        inputs = torch.randn(2, 3, WIDTH).to(world.device) if case in CASES else batch(engine.module, world, index)[0]
         engine.backward(loss(engine(inputs)))
         engine.step()
     padded = sum(bucket.padded_numel * 4 for bucket in engine.buckets)
@@ -121,10 +121,10 @@ class Watched(Engine):
 
 
 def gathers_in_later_steps(world, case):
-    engine = Watched(CASES[case][0](), ADAMW)
+    engine = Watched(CASES[case][0]().to(world.device), ADAMW)
     for _ in range(3):
         engine.gathers.clear()
-        step(engine, torch.randn(2, 3, WIDTH))
+        step(engine, torch.randn(2, 3, WIDTH).to(world.device))
     return engine.gathers
 
 
@@ -165,7 +165,7 @@ def test_at_most_two_units_are_alive_beyond_those_in_use(worlds, how):
 
 def read_outside(world, model):
     engine = make_engine("stage3_param", model())
-    value = loss(engine(torch.ones(2, 3, WIDTH)))
+    value = loss(engine(torch.ones(2, 3, WIDTH, device=world.device)))
     assert value.isnan()
     try:
         engine.backward(value)
@@ -200,7 +200,7 @@ def test_nothing_is_sent_within_gathered(worlds):
 
 def change_within_gathered(world, change):
     engine = make_engine("stage3_param", Net())
-    engine.backward(loss(engine(torch.ones(2, 3, WIDTH))))
+    engine.backward(loss(engine(torch.ones(2, 3, WIDTH, device=world.device))))
     with engine.gathered(engine.module.stem), pytest.raises(RuntimeError, match="leave the context first"):
         change(engine)
 
@@ -213,7 +213,7 @@ def test_parameters_do_not_change_within_gathered(worlds, change):
 def read_after_change(world):
     """Change the shards while the last unit is still whole, and read it."""
     engine = make_engine("stage3_param", Net())
-    engine(torch.ones(2, 3, WIDTH))
+    engine(torch.ones(2, 3, WIDTH, device=world.device))
     assert engine.last.gathered
     engine.free_all()
     for bucket in engine.last.buckets:
