@@ -42,6 +42,7 @@ class BareLoop(Replicated):
             clip_norm=clip_norm,
             process_group=process_group,
             init=init,
+            drops_gradients=True,
         )
 
     def __call__(self, *args, **kwargs):

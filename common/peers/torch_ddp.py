@@ -14,17 +14,18 @@ from common.units import map_tensors
 class Replicated(Peer):
     """A model and an optimizer over all of it on every rank; in 16-bit a plain loop over fp32 master weights.
 
-    Gradients are dropped after a step, torch's default and the faster way. Where the model leaves parameters unused
-    they are zeroed instead, so that those have a zero gradient, as in the engines.
-
     Args:
         As `EngineBase`. Those about buckets are the subclass's.
+        drops_gradients: drop them after a step, torch's default and the faster way, instead of zeroing them, which
+            gives unused parameters a zero gradient, as in the engines.
 
     Attributes:
         masters: parameter -> what the optimizer steps: itself or, if it is 16-bit, a copy in fp32.
     """
 
-    def __init__(self, model, optimizer, *, param_groups, precision, clip_norm, process_group, init):
+    def __init__(
+        self, model, optimizer, *, param_groups, precision, clip_norm, process_group, init, drops_gradients=False
+    ):
         self.device = Collectives(process_group).device
         names = {parameter: name for name, parameter in model.named_parameters()}
         if any(tensor.is_meta for tensor in model.parameters()):
@@ -41,8 +42,8 @@ class Replicated(Peer):
                 self.masters[parameter] = parameter if own else torch.nn.Parameter(exact.clone())
         groups = regroup(param_groups, names, model) or [{"params": list(self.masters)}]
         self.optimizer = optimizer([{**g, "params": [self.masters[p] for p in g["params"]]} for g in groups])
-        self.drops_gradients = getattr(model, "uses_every_parameter", True)
-        self.zero_grad()
+        self.drops_gradients = drops_gradients
+        Replicated.zero_grad(self)
 
     def cast(self, *inputs):
         """Floating inputs in the precision."""
@@ -149,6 +150,7 @@ class TorchDDP(Replicated):
             clip_norm=clip_norm,
             process_group=process_group,
             init=init,
+            drops_gradients=getattr(model, "uses_every_parameter", True),
         )
         self.ddp = DistributedDataParallel(
             model,
