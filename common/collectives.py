@@ -79,7 +79,7 @@ class Collectives:
                 self._reduce_in_rank_order(tensor, received, shard)
                 self._exchange(shard, tensor)
 
-            return self._submit("all_reduce", tensor, label, work, tensor)
+            return self._submit("all_reduce", tensor, label, work, tensor, received)
 
         work = partial(self._reduce_in_nccls_order, dist.all_reduce, tensor, tensor)
         return self._submit("all_reduce", tensor, label, work, tensor)
@@ -93,7 +93,7 @@ class Collectives:
         if self.ordered:
             received = self._receive_buffer(tensor)
             work = partial(self._reduce_in_rank_order, tensor, received, shard)
-            return self._submit("reduce_scatter", tensor, label, work, tensor, shard)
+            return self._submit("reduce_scatter", tensor, label, work, tensor, received, shard)
 
         work = partial(self._reduce_in_nccls_order, partial(_reduce_scatter, shard), tensor, shard)
         return self._submit("reduce_scatter", tensor, label, work, tensor, shard)
@@ -176,9 +176,7 @@ class Collectives:
         """Room for the pieces of other ranks. One is enough, as the lane runs one collective at a time."""
         rows = self.size - 1 if self.point_to_point else self.size
         nbytes = rows * (tensor.nbytes // self.size)
-        if self.room is None or self.room.nbytes < nbytes:
-            if self.room is not None:  # may be in use
-                self.lane.submit(lambda: None, self.room).wait()
+        if self.room is None or self.room.nbytes < nbytes:  # a smaller one lives as long as a handle holds it
             self.room = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
         return self.room[:nbytes].view(tensor.dtype)
 

@@ -490,12 +490,12 @@ class EngineBase:
             "parameters": [b.parameters for b in everything] + parameters,
             "gradients": [b.gradients for b in self.buckets] + [b.carried for b in self.buckets],
             "optimizer": [b.master for b in self.buckets if b.sixteen_bit] + list(_tensors_of_state(self.optimizer)),
+            "receive buffer": [self.comm.room],
             "buckets in flight": [b.local for b in self.buckets]
             + [total for b in self.buckets for total in b.sums.values()]
             + [b.master.grad for b in self.buckets]
             + [p.grad for p in self._parameters]
             + [tensor for handle in handles for tensor in handle.buffers],
-            "receive buffer": [self.comm.room],
         }
         return {name: [tensor for tensor in tensors if tensor is not None] for name, tensors in live.items()}
 

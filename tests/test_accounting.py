@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness import STAGES, batch, claimed, follows, make_engine, train_step
 from papers import bytes_held, bytes_sent
 
-from common import models
+from common import models, train
 from common.measure.memory import CLASSES, Timeline
 from common.measure.traffic import bytes_sent_by_own_sockets
 
@@ -186,3 +186,17 @@ def samples_of(world, stage):
     with Timeline(engine) as timeline:
         train_step(engine, world, 1)
     return timeline.samples
+
+
+def phases_of_a_labelled_step(world, stage):
+    engine = make_engine(stage)
+    train_step(engine, world)
+    inputs_and_targets = batch(engine.module, world, 1)
+    with Timeline(engine) as timeline:
+        train.train_step(engine, [inputs_and_targets])
+    return list(dict.fromkeys(phase for phase, _ in timeline.samples))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_labels_for_a_profiler_are_no_operations_of_a_timeline(worlds, stage):
+    assert worlds(2).run(phases_of_a_labelled_step, stage)[0] == ["forward", "backward", "step"]
