@@ -188,9 +188,7 @@ class Collectives:
             total = parts[0].float()  # of 16-bit pieces a copy, of fp32 pieces the piece itself
             for part in parts[1:]:
                 total += part
-            total /= self.size
-            if total.data_ptr() != result.data_ptr():
-                result.copy_(total)
+            torch.div(total, self.size, out=result)
 
     def _reduce_in_nccls_order(self, reduce, tensor, result):
         """Sum by NCCL and divide once: fp16 before the sum, which could overflow, others after it, as gloo's path."""
