@@ -182,6 +182,9 @@ class Collectives:
 
     def _reduce_in_rank_order(self, tensor, received, shard):
         """The mean of all ranks' pieces of this shard: added in rank order in fp32, divided once, rounded once."""
+        if self.size == 1:
+            _put(tensor, shard)
+            return
         # In chunks, so that what is added stays in the cache, and 16-bit pieces need little room as fp32.
         pieces = [piece.split(CHUNK) for piece in self._collect(tensor, received)]
         for result, *parts in zip(shard.split(CHUNK), *pieces, strict=True):
@@ -217,8 +220,7 @@ class Collectives:
         if not self.point_to_point:
             _all_gather(tensor, shard, group=self.group)
             return
-        if parts[self.rank].data_ptr() != shard.data_ptr():
-            parts[self.rank].copy_(shard)
+        _put(shard, parts[self.rank])
         sends = [(dist.isend, shard, peer) for peer in self._others()]
         receives = [(dist.irecv, parts[peer], peer) for peer in self._others()]
         self._transfer(receives + sends)
@@ -338,7 +340,7 @@ class StreamLane:
 
 
 class InlineLane:
-    """The lane of a simulated world: nothing travels, so the work is done at once."""
+    """The lane where nothing travels, in a simulated world and on one CPU rank: the work is done at once."""
 
     def submit(self, work, *buffers):
         work()
@@ -367,8 +369,15 @@ def _backend_of(group):
 def _lane_of(group, backend):
     """One lane for a group, shared by all who use it: two would issue their collectives in an order of chance."""
     if group not in _lanes:
-        _lanes[group] = LANES[backend]()
+        alone = backend == "gloo" and dist.get_world_size(group) == 1
+        _lanes[group] = InlineLane() if alone else LANES[backend]()
     return _lanes[group]
+
+
+def _put(source, target):
+    """Copy `source` into `target`, unless it lies there already."""
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source)
 
 
 def finish():

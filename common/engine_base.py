@@ -269,6 +269,7 @@ class EngineBase:
         self._broadcast_buffers()
         try:
             out = self._module(*map_tensors(self._cast, args), **map_tensors(self._cast, kwargs))
+            self._find_gradients_in_parts()
             self.end_forward()
         finally:
             self.recording = False
@@ -346,9 +347,10 @@ class EngineBase:
             self._factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0) / scale
             norm = host_value(norm, 0.0)
         # Nothing may be in flight now: what still is gathered or still holds gradients is a model state, kept.
+        live = self.live()
         self._state_bytes = {
-            "parameters": self._count("parameters", "gathered units"),
-            "gradients": self._count("gradients", "buckets in flight"),
+            "parameters": storage_bytes(live["parameters"] + live["gathered units"]),
+            "gradients": storage_bytes(live["gradients"] + live["buckets in flight"]),
         }
         self._summed = {bucket for bucket in self.buckets if bucket.carried is not None}
         self._last_step = max(1, self._backwards), self._reductions
@@ -438,7 +440,7 @@ class EngineBase:
         """
         if self._state_bytes is None:
             return None
-        return {**self._state_bytes, "optimizer": self._count("optimizer")}
+        return {**self._state_bytes, "optimizer": storage_bytes(self.live()["optimizer"])}
 
     def predicted_model_state_bytes(self):
         """The same bytes as `owned` has them: per bucket the elements kept of each state, padding included.
@@ -498,10 +500,6 @@ class EngineBase:
             + [tensor for handle in handles for tensor in handle.buffers],
         }
         return {name: [tensor for tensor in tensors if tensor is not None] for name, tensors in live.items()}
-
-    def _count(self, *classes):
-        live = self.live()
-        return storage_bytes(tensor for name in classes for tensor in live[name])
 
     def full_state_dict(self):
         """The whole model on every rank, a collective: keys of model.state_dict(), full tensors on the CPU.
@@ -612,15 +610,20 @@ class EngineBase:
         for bucket in self._buckets_used[module]:
             self.before_use(bucket)
         if self.recording and not inside_backward():
-            self._find_gradients_in_parts(module)
+            self._uses[module, torch.is_grad_enabled()] += 1
 
-    def _find_gradients_in_parts(self, module):
+    def _find_gradients_in_parts(self):
         # A reentrant checkpoint runs its forward without recording and backpropagates on its own. So a weight used
         # there and elsewhere gets its gradient in parts, and the bucket must not leave with the first.
-        for parameter in module.parameters(recurse=False):
-            self._uses[parameter] += 1
-            self._uses[parameter, "reentrant"] += not torch.is_grad_enabled()
-            if parameter in self._bucket_of and self._uses[parameter] > 1 and self._uses[parameter, "reentrant"]:
+        if all(recorded for _, recorded in self._uses):
+            return
+        uses, reentrant = Counter(), set()
+        for (module, recorded), times in self._uses.items():
+            for parameter in module.parameters(recurse=False):
+                uses[parameter] += times
+                reentrant.update(() if recorded else (parameter,))
+        for parameter in reentrant:
+            if parameter in self._bucket_of and uses[parameter] > 1:
                 self._bucket_of[parameter].fires_in_parts = True
 
     def _use_what_no_module_asks_for(self):

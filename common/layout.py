@@ -77,7 +77,7 @@ class Run:
     def view(self, flat, name):
         """The part of `flat`, a whole run, that is parameter `name`, in its shape."""
         slot = self.slots[name]
-        return flat[slot.offset : slot.end].view(slot.shape)
+        return flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
 
     def segments(self, rank):
         """What `rank`'s shard holds of each parameter that it holds a part of."""
