@@ -101,7 +101,7 @@ def main(arguments=None):
     parser.add_argument("--models", default="gpt-mini", help="names of the model zoo (default: %(default)s)")
     parser.add_argument("--precisions", default="fp32,bf16", help="(default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="samples of a step on each rank (default: %(default)s)")
-    parser.add_argument("--bucket-mb", type=float, default=10.0, help="MiB of a stage's bucket (default: %(default)s)")
+    parser.add_argument("--bucket-mb", type=float, default=16.0, help="MiB of a stage's bucket (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds, 11 or more (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="steps of a round (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results here")

@@ -49,6 +49,7 @@ class Collectives:
         device: where the tensors live: the current CUDA device with NCCL, else the CPU.
         traffic: the meter, a `Traffic`.
         room: the receive buffer of all reductions, as large as the largest so far needed; None before the first.
+            Between them it is lent: see `scratch`.
         tracer: what has the ranks agree on each collective, a `trace.Tracer`; None unless ZERO_TRACE is 1.
 
     Raises:
@@ -121,9 +122,9 @@ class Collectives:
             if not self.point_to_point:
                 dist.broadcast(tensor, group_src=source, group=self.group)
             elif self.rank == source:
-                self._transfer([(dist.isend, tensor, peer) for peer in self._others()])
+                self._transfer({}, dict.fromkeys(self._others(), tensor))
             else:
-                self._transfer([(dist.irecv, tensor, source)])
+                self._transfer({source: tensor}, {})
 
         return self._submit(f"broadcast from rank {source}", tensor, label, work, tensor)
 
@@ -158,6 +159,13 @@ class Collectives:
         # Unpickling stops where a value ends, so the padding behind it does no harm.
         return [pickle.loads(part.numpy().tobytes()) for part in everyone.cpu().view(self.size, longest)]
 
+    def scratch(self, numel, dtype):
+        """A tensor [numel] in the receive buffer, with anything in it, for use while no reduction is under way."""
+        nbytes = numel * dtype.itemsize
+        if self.room is None or self.room.nbytes < nbytes:  # a smaller one lives as long as a handle holds it
+            self.room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return self.room[:nbytes].view(dtype)
+
     def _submit(self, collective, tensor, label, work, *buffers):
         if self.tracer is not None:
             work = self.tracer.checked(collective, tensor.nbytes, label, self.traffic.phase, work)
@@ -175,10 +183,7 @@ class Collectives:
     def _receive_buffer(self, tensor):
         """Room for the pieces of other ranks. One is enough, as the lane runs one collective at a time."""
         rows = self.size - 1 if self.point_to_point else self.size
-        nbytes = rows * (tensor.nbytes // self.size)
-        if self.room is None or self.room.nbytes < nbytes:  # a smaller one lives as long as a handle holds it
-            self.room = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
-        return self.room[:nbytes].view(tensor.dtype)
+        return self.scratch(rows * (tensor.numel() // self.size), tensor.dtype)
 
     def _reduce_in_rank_order(self, tensor, received, shard):
         """The mean of all ranks' pieces of this shard: added in rank order in fp32, divided once, rounded once."""
@@ -210,9 +215,8 @@ class Collectives:
         parts = tensor.view(self.size, -1)
         pieces = list(received.view(self.size - 1, parts.shape[1]))
         pieces.insert(self.rank, parts[self.rank])  # the own piece stays where it is
-        receives = [(dist.irecv, pieces[peer], peer) for peer in self._others()]
-        sends = [(dist.isend, parts[peer], peer) for peer in self._others()]
-        self._transfer(receives + sends)
+        others = self._others()
+        self._transfer({peer: pieces[peer] for peer in others}, {peer: parts[peer] for peer in others})
         return pieces
 
     def _exchange(self, shard, tensor):
@@ -221,19 +225,18 @@ class Collectives:
             _all_gather(tensor, shard, group=self.group)
             return
         _put(shard, parts[self.rank])
-        sends = [(dist.isend, shard, peer) for peer in self._others()]
-        receives = [(dist.irecv, parts[peer], peer) for peer in self._others()]
-        self._transfer(receives + sends)
+        others = self._others()
+        self._transfer({peer: parts[peer] for peer in others}, dict.fromkeys(others, shard))
 
     def _others(self):
         """The other ranks, starting behind this one, so that not all send to rank 0 first."""
         return [(self.rank + k) % self.size for k in range(1, self.size)]
 
-    def _transfer(self, messages):
-        works = []
-        for transfer, tensor, peer in messages:
-            end = {"group_dst": peer} if transfer is dist.isend else {"group_src": peer}
-            works.append(transfer(tensor, group=self.group, **end))
+    def _transfer(self, receives, sends):
+        """Exchange messages, {peer: tensor} each, and wait for all of them."""
+        # The group's own calls: those of torch.distributed look up for each message which group and rank is meant.
+        works = [self.group.recv([tensor], peer, 0) for peer, tensor in receives.items()]
+        works += [self.group.send([tensor], peer, 0) for peer, tensor in sends.items()]
         for work in works:
             work.wait()
 

@@ -370,7 +370,9 @@ class EngineBase:
     def step_shard(self, bucket):
         """Step the optimizer over one bucket's shard. 16-bit gradients are cast to fp32 for it, a bucket at a time."""
         self._failed = True  # until all shards are stepped
-        gradient = bucket.mean.float()
+        gradient = bucket.mean
+        if gradient.dtype != torch.float32:
+            gradient = self.comm.scratch(len(gradient), torch.float32).copy_(gradient)
         if self._factor is not None:
             gradient.mul_(self._factor)
         bucket.master.grad = gradient

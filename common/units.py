@@ -7,12 +7,17 @@ This file finds out *that* a unit is about to run, forward or backward; what hap
 import copy
 import dataclasses
 import itertools
+from collections import Counter
 
 import torch
 from torch import nn
 
 from common import layout
 
+# A module whose parameters are this part of the largest unit's, or less, is gathered with the root: a message of its
+# own costs more than to hold it.
+SMALL = 1 / 8
+LISTS = (nn.ModuleList, nn.Sequential)
 # Modules that read the weights of others inside them without calling those: a unit with all that is in it.
 READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -52,10 +57,16 @@ def make_units(model, param_groups, dtype, world_size, make):
 
     An element of an outermost ModuleList or Sequential is one unit with all that is in it; never a part of it, an
     expert, say, whose ranks may disagree on calling it. An element that is itself a list never runs, so its elements
-    are taken instead. Every other module with parameters of its own is a unit. A parameter that several modules use
-    belongs to their lowest common ancestor.
+    are taken instead. Every other module with parameters of its own is a unit, but for small ones, which the root
+    takes: a norm, say. A parameter that several modules use belongs to their lowest common ancestor.
     """
     homes = _homes(model)
+    sizes = Counter()
+    for parameter, home in homes.items():
+        sizes[home] += parameter.numel()
+    for parameter, home in homes.items():
+        if sizes[home] <= SMALL * max(sizes.values()) and not _in_list(model, home):
+            homes[parameter] = ""
     members = {}  # path of the unit's module -> [(name, parameter)]
     for name, parameter in model.named_parameters():
         members.setdefault(homes[parameter], []).append((name, parameter))
@@ -86,8 +97,15 @@ def _outermost_element(model, path):
         module = model.get_submodule(outer)
         if (in_list and _runs(module)) or isinstance(module, READ_THEIR_CHILDREN):
             return outer
-        in_list = in_list or isinstance(module, (nn.ModuleList, nn.Sequential))
+        in_list = in_list or isinstance(module, LISTS)
     return path
+
+
+def _in_list(model, path):
+    """Whether `path` lies in a ModuleList or Sequential."""
+    parts = path.split(".")
+    around = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts)))
+    return any(isinstance(module, LISTS) for module in around)
 
 
 def _common_ancestor(one, other):

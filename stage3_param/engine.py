@@ -15,8 +15,8 @@ Phases of a step, over N ranks and Ψ parameters:
     6. finish_backward   backward    send what is missing, wait for all means
     7. update            step        every rank steps its shard, Ψ/N parameters
 
-The unit that ends the forward begins the backward, so it stays gathered between them and saves its second gather;
-`keep_last=False` frees it too, and the step then sends 3 (N-1)/N Ψ, as in the paper.
+The unit that ends the forward begins the backward, so it stays gathered between them and saves its second gather, and
+so does a last one inside it. `keep_last=False` frees them too, and the step then sends 3 (N-1)/N Ψ, as in the paper.
 
 Source: ZeRO, arXiv 1910.02054, sec. 5.3 and 7.2.2. Model states with Adam: 16/N Ψ bytes, in
 fp32 as in 16-bit.
@@ -37,7 +37,7 @@ class Engine(EngineBase):
     Takes what `EngineBase` takes; units stand in for `bucket_mb`.
 
     Args:
-        keep_last: keep the unit that ends the forward gathered for its backward.
+        keep_last: keep the units that end the forward gathered for their backward.
     """
 
     def __init__(self, model, optimizer, *, keep_last=True, **options):
@@ -52,7 +52,7 @@ class Engine(EngineBase):
     def sends(self, bucket, backwards):
         """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""
         unit = bucket.unit
-        gathers = 1 if not unit.reached or (self.keep_last and unit is self.last) else 2
+        gathers = 1 if not unit.reached or (self.keep_last and unit in self.ended) else 2
         return {"all_gather": backwards * gathers, "reduce_scatter": backwards * bucket.kind.trainable}
 
     def partition(self):
@@ -75,7 +75,7 @@ class Engine(EngineBase):
             unit.gathered = True
             self.free(unit)
         self.forward_order, self.backward_order = units.Order(), units.Order()
-        self.last = None  # the unit whose forward ended last
+        self.ended = []  # the units whose forward ended since another one began
         units.watch(self, self.units)
 
     # ---- parameters come and go -------------------------------------------------------------------------------
@@ -128,36 +128,38 @@ class Engine(EngineBase):
     def begin_forward(self):
         """Nothing stays gathered from an evaluation, an exception or a forward that took another way."""
         self.forward_order.rewind()
+        self.ended.clear()
         for unit in self.units:
             unit.depth = 0
             self.free(unit)
 
     def before_forward(self, unit):
-        """Phase 1. A unit is about to run; the one that ended before it is done."""
+        """Phase 1. A unit is about to run; those that ended before it are done."""
         unit.visits += self.recording
         unit.inside.update(other for other in self.units if other.depth > 0)
-        self.free_last(unit)
+        self.free_ended()
+        self.ended.clear()  # from here on they may be prefetched for another call
         self.use(unit, self.forward_order)
 
     def after_forward(self, unit, traced):
-        """Phase 2. A unit ran: it is freed when the next begins or ends, so that the last of all is at hand.
+        """Phase 2. A unit ran: it is freed when another one begins, so that what ends the forward is at hand.
 
         Not `traced` is one that returned no tensor, so that the beginning of its backward will not show. It stays
         gathered until backward ends.
         """
-        self.free_last(unit)
-        self.last = unit if traced or not self.recording else None
+        if traced or not self.recording:
+            self.ended.append(unit)
 
-    def free_last(self, unit):
-        """Free the unit whose forward ended last, unless it is this one again."""
-        if self.last is not None and self.last is not unit and self.last.depth == 0:
-            self.free(self.last)
-            self.last = None  # from here on it may be prefetched for another call
+    def free_ended(self):
+        """Free the units that ended, unless they run again."""
+        for unit in self.ended:
+            if unit.depth == 0:
+                self.free(unit)
 
     def end_forward(self):
-        """The last unit stays for its backward, if there will be one."""
-        if self.last is not None and not (self.keep_last and self.recording):
-            self.free(self.last)
+        """What ended the forward stays for its backward, if there will be one."""
+        if not (self.keep_last and self.recording):
+            self.free_ended()
 
     # ---- backward ---------------------------------------------------------------------------------------------
 

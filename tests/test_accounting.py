@@ -95,11 +95,11 @@ def phases(world, stage, **options):
     engine.comm.traffic.reset()
     train_step(engine, world)
     padded = sum(bucket.padded_numel for bucket in engine.buckets) * 4
-    root = sum(bucket.padded_numel for bucket in engine.buckets if bucket.unit and bucket.unit.name == "") * 4
+    kept = sum(bucket.padded_numel for bucket in engine.buckets if bucket.unit and bucket.unit in engine.ended) * 4
     return (
         engine.comm.traffic.by_phase(),
         padded * (world.size - 1) // world.size,
-        root * (world.size - 1) // world.size,
+        kept * (world.size - 1) // world.size,
     )
 
 

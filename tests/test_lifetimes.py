@@ -175,6 +175,7 @@ SITUATIONS = {  # row -> (model, watched unit, loop, other options of `observe`)
     "ends the forward": (Net, "head", step),
     "ends the forward, keep_last=False": (Net, "head", step, {"keep_last": False}),
     "runs other units inside it": (Rooted, "", step),
+    "ends last inside another": (Rooted, "head", step),
     "first of two calls": (TWO_CALLS, "blocks.1", step, {"call": 0, "calls": 2}),
     "second of two calls": (TWO_CALLS, "blocks.1", step, {"call": 1, "calls": 2}),
     "calls itself": (net(block=Recursive), "blocks.1", step),

@@ -22,7 +22,7 @@ def model_state_bytes(stage, n, parameters):
     return parameters * sum(size if whole else size / n for whole, size in shares)
 
 def sent_bytes(stage, n, parameters):
-    return 4 * (n - 1) / n * (2 * parameters if stage < 3 else 3 * parameters - EMBEDDING)
+    return 4 * (n - 1) / n * (2 * parameters if stage < 3 else 2 * parameters + GATHERED_TWICE)
 
 check(model_state_bytes, "model_state_bytes")
 check(sent_bytes, "wire_bytes_per_step")

@@ -214,9 +214,9 @@ def read_after_change(world):
     """Change the shards while the last unit is still whole, and read it."""
     engine = make_engine("stage3_param", Net())
     engine(torch.ones(2, 3, WIDTH, device=world.device))
-    assert engine.last.gathered
+    assert engine.ended[-1].gathered
     engine.free_all()
-    for bucket in engine.last.buckets:
+    for bucket in engine.ended[-1].buckets:
         bucket.parameters.fill_(5)
     with engine.gathered():
         return [engine.module.head.weight.unique().item(), engine.full_state_dict()["head.weight"].unique().item()]
@@ -277,6 +277,10 @@ CUTS = {  # name -> (factory of a model, {unit: its parameters})
     "modules outside of lists": (
         lambda: Holding(a=Holding(b=LINEAR(), c=LINEAR()), d=LINEAR()),
         {"a.b": ["a.b.weight"], "a.c": ["a.c.weight"], "d": ["d.weight"]},
+    ),
+    "small modules outside of lists": (
+        lambda: Holding(a=nn.Linear(8, 8, bias=False), b=LINEAR(), c=Holding(d=LINEAR(), e=nn.Sequential(LINEAR()))),
+        {"a": ["a.weight"], "": ["b.weight", "c.d.weight"], "c.e.0": ["c.e.0.weight"]},
     ),
     "parameters of a list": (
         lambda: Holding(p=nn.ParameterList([torch.ones(1), torch.ones(2)]), a=LINEAR()),

@@ -19,31 +19,10 @@ class BareLoop(Replicated):
     settings = "no engine: forward, backward, step"
     precisions = ("fp32", "bf16", "fp16")
 
-    def __init__(
-        self,
-        model,
-        optimizer,
-        *,
-        param_groups=None,
-        precision="fp32",
-        clip_norm=None,
-        bucket_mb=25.0,
-        process_group=None,
-        init=None,
-        deterministic=False,
-    ):
+    def __init__(self, model, optimizer, *, bucket_mb=25.0, process_group=None, deterministic=False, **options):
         if dist.get_world_size(process_group) > 1:
             raise NotImplementedError("a bare loop has one rank")
-        super().__init__(
-            model,
-            optimizer,
-            param_groups=param_groups,
-            precision=precision,
-            clip_norm=clip_norm,
-            process_group=process_group,
-            init=init,
-            drops_gradients=True,
-        )
+        super().__init__(model, optimizer, process_group=process_group, drops_gradients=True, **options)
 
     def __call__(self, *args, **kwargs):
         return self.module(*self.cast(*args), **kwargs)

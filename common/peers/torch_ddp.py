@@ -24,7 +24,16 @@ class Replicated(Peer):
     """
 
     def __init__(
-        self, model, optimizer, *, param_groups, precision, clip_norm, process_group, init, drops_gradients=False
+        self,
+        model,
+        optimizer,
+        *,
+        param_groups=None,
+        precision="fp32",
+        clip_norm=None,
+        process_group=None,
+        init=None,
+        drops_gradients=False,
     ):
         self.device = Collectives(process_group).device
         names = {parameter: name for name, parameter in model.named_parameters()}
