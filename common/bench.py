@@ -51,6 +51,7 @@ FEWEST_ROUNDS = 11
 # Relative differences of losses that another order of additions and other places of rounding explain.
 SAME_LOSS = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
 REFERENCE = peers.TorchDDP.name
+ALONE = peers.BareLoop.name  # a peer of every stage, at world size 1
 HEADER = ("", "ms per step", "to torch DDP", "to its peers", "peak memory", "tokens/s")
 
 
@@ -309,7 +310,8 @@ def row(contestant, contestants, reference, case):
     if reference in contestants:
         result["ratio_to_torch_ddp"], result["ratio_interval"] = paired_ratio(contestant, reference)
     for other in contestants:
-        if other is not contestant and other.follows == contestant.name and other.refusal is None:
+        compared = other.follows == contestant.name or (other.name == ALONE and contestant.name in ENGINES)
+        if other is not contestant and compared and other.refusal is None:
             ratio, interval = paired_ratio(contestant, other)
             result["ratios_to_peers"][other.name] = {"ratio": ratio, "interval": interval}
     return result
@@ -375,6 +377,19 @@ def as_markdown(results):
         page += ["", f"{title}:", ""]
         rule = ("---", "---:", "---:", "---", "---:", "---:")
         page += ["| " + " | ".join(cells) + " |" for cells in (header, rule, *lines)]
+    return "\n".join(page)
+
+
+def alone_as_markdown(results):
+    """What an engine costs over a bare loop at world size 1, for each model, as Markdown."""
+    rows = [found for found in results["rows"] if ALONE in found["ratios_to_peers"]]
+    engines = list(dict.fromkeys(found["engine"] for found in rows))
+    tokens = results["batch_per_rank"] * (models.build(rows[0]["model"]).window - 1)
+    page = [f"{results['hardware']}; {tokens:,} tokens a step", ""]
+    page += ["| over a bare loop | " + " | ".join(engines) + " |", "| --- |" + " ---: |" * len(engines)]
+    for model in dict.fromkeys(found["model"] for found in rows):
+        ratios = [found["ratios_to_peers"][ALONE] for found in rows if found["model"] == model]
+        page.append(f"| {model} | " + " | ".join(_ratio(**told) for told in ratios) + " |")
     return "\n".join(page)
 
 

@@ -103,6 +103,12 @@ def test_a_ratio_is_taken_within_rounds():
     assert (ratio, low, high) == pytest.approx((1.1, 1.1, 1.1))
 
 
+def test_a_bare_loop_is_a_peer_of_every_stage():
+    stage, loop = contestant([1.1] * 11), contestant([1.0] * 11, name="bare_loop", follows="stage0_ddp")
+    found = row(stage, [stage, loop], contestant([1.0] * 11), CASE)
+    assert found["ratios_to_peers"]["bare_loop"]["ratio"] == pytest.approx(1.1)
+
+
 def test_the_interval_widens_with_the_noise():
     noise = np.random.default_rng(0).normal(1, 0.2, 15)
     ratio, (low, high) = paired_ratio(contestant(noise), contestant([1.0] * 15))

@@ -286,7 +286,8 @@ def highest_in_step(world, stage):
     engine.backward(models.loss(engine(inputs), targets))
     with Timeline(engine) as timeline:
         engine.step()
-    return timeline.peak_of("buckets in flight", "receive buffer"), max(len(bucket.reduced) for bucket in engine.buckets)
+    peak = timeline.peak_of("buckets in flight", "receive buffer")
+    return peak, max(len(bucket.reduced) for bucket in engine.buckets)
 
 
 @pytest.mark.parametrize("stage", ["stage2_grad", "stage3_param"])
