@@ -380,18 +380,5 @@ def as_markdown(results):
     return "\n".join(page)
 
 
-def alone_as_markdown(results):
-    """What an engine costs over a bare loop at world size 1, for each model, as Markdown."""
-    rows = [found for found in results["rows"] if ALONE in found["ratios_to_peers"]]
-    engines = list(dict.fromkeys(found["engine"] for found in rows))
-    tokens = results["batch_per_rank"] * (models.build(rows[0]["model"]).window - 1)
-    page = [f"{results['hardware']}; {tokens:,} tokens a step", ""]
-    page += ["| over a bare loop | " + " | ".join(engines) + " |", "| --- |" + " ---: |" * len(engines)]
-    for model in dict.fromkeys(found["model"] for found in rows):
-        ratios = [found["ratios_to_peers"][ALONE] for found in rows if found["model"] == model]
-        page.append(f"| {model} | " + " | ".join(_ratio(**told) for told in ratios) + " |")
-    return "\n".join(page)
-
-
 if __name__ == "__main__":
     main()
