@@ -64,8 +64,9 @@ def make_units(model, param_groups, dtype, world_size, make):
     sizes = Counter()
     for parameter, home in homes.items():
         sizes[home] += parameter.numel()
+    largest = max(sizes.values(), default=0)
     for parameter, home in homes.items():
-        if sizes[home] <= SMALL * max(sizes.values()) and not _in_list(model, home):
+        if sizes[home] <= SMALL * largest and not _in_list(model, home):
             homes[parameter] = ""
     members = {}  # path of the unit's module -> [(name, parameter)]
     for name, parameter in model.named_parameters():
