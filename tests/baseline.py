@@ -56,28 +56,8 @@ class AverageAfterBackward(ExactNorm, Replicated):
 
     name = "average_after_backward"
 
-    def __init__(
-        self,
-        model,
-        optimizer,
-        *,
-        param_groups=None,
-        precision="fp32",
-        clip_norm=None,
-        bucket_mb=None,
-        process_group=None,
-        init=None,
-        deterministic=False,
-    ):
-        super().__init__(
-            model,
-            optimizer,
-            param_groups=param_groups,
-            precision=precision,
-            clip_norm=clip_norm,
-            process_group=process_group,
-            init=init,
-        )
+    def __init__(self, model, optimizer, *, bucket_mb=None, deterministic=False, **options):
+        super().__init__(model, optimizer, **options)
         self.total = {parameter: torch.zeros_like(master) for parameter, master in self.masters.items()}
         self.own = {parameter: torch.zeros_like(master) for parameter, master in self.masters.items()}
         self.syncing = True

@@ -138,36 +138,17 @@ class TorchDDP(Replicated):
     precisions = ("fp32", "bf16", "fp16")
 
     def __init__(
-        self,
-        model,
-        optimizer,
-        *,
-        param_groups=None,
-        precision="fp32",
-        clip_norm=None,
-        bucket_mb=25.0,
-        process_group=None,
-        init=None,
-        deterministic=False,
-        comm_hook=None,
+        self, model, optimizer, *, bucket_mb=25.0, process_group=None, deterministic=False, comm_hook=None, **options
     ):
-        super().__init__(
-            model,
-            optimizer,
-            param_groups=param_groups,
-            precision=precision,
-            clip_norm=clip_norm,
-            process_group=process_group,
-            init=init,
-            drops_gradients=getattr(model, "uses_every_parameter", True),
-        )
+        uses_every_parameter = getattr(model, "uses_every_parameter", True)
+        super().__init__(model, optimizer, process_group=process_group, drops_gradients=uses_every_parameter, **options)
         self.ddp = DistributedDataParallel(
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
             process_group=process_group,
             bucket_cap_mb=bucket_mb,
             gradient_as_bucket_view=True,
-            find_unused_parameters=not getattr(model, "uses_every_parameter", True),
+            find_unused_parameters=not uses_every_parameter,
         )
         if comm_hook is not None:
             self.ddp.register_comm_hook(None, comm_hook)
