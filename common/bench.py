@@ -32,6 +32,7 @@ from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.memory import high_water
 from common.mixed_precision import dtype_of
+from common.sockets import keep_messages_in_cache
 from common.train import (
     ENGINES,
     check_folder,
@@ -64,6 +65,7 @@ class Case:
     world_size: int
     batch: int  # samples of a step, all ranks together
     bucket_mb: float  # of the stages
+    small_send_buffers: bool = False  # for everyone, not for the stages alone
 
     @property
     def title(self):
@@ -103,6 +105,11 @@ def main(arguments=None):
     parser.add_argument("--precisions", default="fp32,bf16", help="(default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="samples of a step on each rank (default: %(default)s)")
     parser.add_argument("--bucket-mb", type=float, default=16.0, help="MiB of a stage's bucket (default: %(default)s)")
+    parser.add_argument(
+        "--small-send-buffers",
+        action="store_true",
+        help="give libraries the small send buffers of the stages too",
+    )
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds, 11 or more (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="steps of a round (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results here")
@@ -141,6 +148,7 @@ def bench(options):
         "settings": settings,
         "batch_per_rank": options.batch,
         "bucket_mb": options.bucket_mb,
+        "small_send_buffers": "everyone" if options.small_send_buffers else "stages",
         "rounds": options.rounds,
         "steps_per_round": options.steps,
         "rows": rows,
@@ -175,7 +183,8 @@ def check(options):
             dtype_of(precision)
             for size in map(_number, options.nproc.split(",")):
                 check_size(size, options.oversubscribe)
-                cases.append(Case(model, precision, size, options.batch * size, options.bucket_mb))
+                batch = options.batch * size
+                cases.append(Case(model, precision, size, batch, options.bucket_mb, options.small_send_buffers))
                 cases[-1].batches().of(step=0, rank=0, world_size=size)
     return list(dict.fromkeys([*stages, *(known[name] for name in named)])), cases
 
@@ -267,6 +276,8 @@ def _enter(world, one, case):
     except NotImplementedError as error:
         return str(error)
     _here.update(module=module, batches=case.batches(), comm=Collectives())
+    if case.small_send_buffers:
+        keep_messages_in_cache()
     return None
 
 

@@ -25,6 +25,7 @@ from common.errors import InputError
 from common.layout import Run
 from common.measure.memory import storage_bytes
 from common.mixed_precision import DTYPES, LossScaler, dtype_of, gradient_norm, overflow_flag
+from common.sockets import keep_messages_in_cache
 from common.units import inside_backward, map_tensors
 
 
@@ -220,6 +221,8 @@ class EngineBase:
         self.clip_norm = clip_norm
         self.bucket_bytes = bucket_mb * 2**20
         self.comm = Collectives(process_group, deterministic=deterministic)
+        if self.comm.point_to_point:
+            keep_messages_in_cache()
         self.rank, self.world_size = self.comm.rank, self.comm.size
         self.syncing = True
         self._module, self._init = model, init

@@ -32,6 +32,7 @@ class Hasty(stage1_os.Engine):
 def options(**changes):
     given = {"engines": "stage1_os", "peers": "", "models": "gpt-tiny", "precisions": "fp32", "nproc": "2", "batch": 1}
     given |= {"bucket_mb": 10.0, "rounds": 11, "steps": 1, "oversubscribe": True, "json": None}
+    given |= {"small_send_buffers": False}
     return argparse.Namespace(**{**given, **changes})
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import collectives
+from common import collectives, sockets
 from common import world as world_module
 from common.collectives import Collectives
 from common.errors import InputError
@@ -327,7 +327,7 @@ def import_elsewhere(world, platform):
         patch.setattr(sys, "platform", platform)
         patch.delattr(os, "sched_getaffinity")
         patch.delattr(socket, "TCP_INFO")
-        for module in (traffic, collectives, world_module):
+        for module in (sockets, traffic, collectives, world_module):
             importlib.reload(module)
         return world_module.cpus()
 

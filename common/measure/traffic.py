@@ -5,10 +5,11 @@ The convention is bytes sent by one rank per step, everything included. A tensor
 """
 
 import contextlib
-import os
 import socket
 import struct
 from collections import Counter
+
+from common.sockets import own_sockets
 
 
 class Traffic:
@@ -49,17 +50,9 @@ def bytes_sent_by_own_sockets():
         OSError: this is not Linux.
     """
     total = 0
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # no TCP socket, or closed meanwhile
-            total += _bytes_sent(int(descriptor))
+    for own in own_sockets():
+        with contextlib.suppress(OSError):  # not TCP
+            info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            sent, sent_again = struct.unpack_from("<QQ", info, 200)  # tcpi_bytes_sent, tcpi_bytes_retrans
+            total += sent - sent_again
     return total
-
-
-def _bytes_sent(descriptor):
-    peer = socket.socket(fileno=descriptor)
-    try:
-        info = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    finally:
-        peer.detach()  # the descriptor is not ours to close
-    sent, sent_again = struct.unpack_from("<QQ", info, 200)  # tcpi_bytes_sent, tcpi_bytes_retrans
-    return sent - sent_again
