@@ -235,8 +235,9 @@ class Collectives:
     def _transfer(self, receives, sends):
         """Exchange messages, {peer: tensor} each, and wait for all of them."""
         # The group's own calls: those of torch.distributed look up for each message which group and rank is meant.
-        works = [self.group.recv([tensor], peer, 0) for peer, tensor in receives.items()]
-        works += [self.group.send([tensor], peer, 0) for peer, tensor in sends.items()]
+        # Sends first: what a receive already waits for, `send` writes itself, and gloo's thread spins meanwhile.
+        works = [self.group.send([tensor], peer, 0) for peer, tensor in sends.items()]
+        works += [self.group.recv([tensor], peer, 0) for peer, tensor in receives.items()]
         for work in works:
             work.wait()
 
