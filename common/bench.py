@@ -1,7 +1,7 @@
 """`python -m common.bench`: how long a step takes, stages beside the libraries, in one run.
 
 Every contestant trains in a world of its own, whose ranks live from the first round to the last. In each round all
-contestants take some steps in turn, another one first every time, so that the machine's moods fall on all alike. What
+contestants take some steps in turn, in a new order every time, so that the machine's moods fall on all alike. What
 counts is the ratio of two contestants' times within a round: its median over rounds, and the interval in which that
 median lies in 95 % of bootstrap samples. The first rounds warm up.
 
@@ -12,6 +12,7 @@ the same gets no time.
 
 import argparse
 import os
+import random
 import statistics
 import time
 from contextlib import ExitStack
@@ -206,6 +207,7 @@ def compare(who, case, options):
     rounds = WARM_UP + options.rounds
     with ExitStack() as worlds, progress_bar() as bar:
         task = bar.add_task(case.title, total=None)
+        worlds.enter_context(LocalWorld(case.world_size, oversubscribe=True))  # the first one is slower: nobody's
         if peers.TorchDDP not in who:
             reference = Contestant(peers.TorchDDP, case, worlds)
             reference.take_steps(0, rounds * options.steps)
@@ -215,9 +217,9 @@ def compare(who, case, options):
             reference = contestants[who.index(peers.TorchDDP)]
         running = [contestant for contestant in contestants if contestant.refusal is None]
         bar.update(task, total=rounds * len(running))
+        shuffled = random.Random(0)
         for number in range(rounds):
-            first = number % len(running)
-            for contestant in running[first:] + running[:first]:
+            for contestant in shuffled.sample(running, len(running)):
                 contestant.take_steps(number * options.steps, options.steps)
                 bar.advance(task)
         for contestant in running:
@@ -388,6 +390,19 @@ def as_markdown(results):
         page += ["", f"{title}:", ""]
         rule = ("---", "---:", "---:", "---", "---:", "---:")
         page += ["| " + " | ".join(cells) + " |" for cells in (header, rule, *lines)]
+    return "\n".join(page)
+
+
+def alone_as_markdown(results):
+    """What an engine costs over a bare loop at world size 1, for each model, as Markdown."""
+    rows = [found for found in results["rows"] if ALONE in found["ratios_to_peers"]]
+    engines = list(dict.fromkeys(found["engine"] for found in rows))
+    tokens = results["batch_per_rank"] * (models.build(rows[0]["model"]).window - 1)
+    page = [f"{results['hardware']}; {tokens:,} tokens a step", ""]
+    page += ["| over a bare loop | " + " | ".join(engines) + " |", "| --- |" + " ---: |" * len(engines)]
+    for model in dict.fromkeys(found["model"] for found in rows):
+        ratios = [found["ratios_to_peers"][ALONE] for found in rows if found["model"] == model]
+        page.append(f"| {model} | " + " | ".join(_ratio(**told) for told in ratios) + " |")
     return "\n".join(page)
 
 

@@ -26,6 +26,7 @@ def pages():
     texts[ROOT / "README.md"] |= {
         "activations": activations.as_markdown(peaks),
         "bench": bench.as_markdown(json.loads((ROOT / "results/bench_cpu.json").read_text())),
+        "alone": bench.alone_as_markdown(json.loads((ROOT / "results/alone_cpu.json").read_text())),
         "capacity": capacity.as_markdown(json.loads((ROOT / "results/capacity_cpu.json").read_text())),
         "accumulated": as_markdown(json.loads((ROOT / "results/accumulated.json").read_text())),
         "equivalence": equivalence_table(json.loads((ROOT / "results/equivalence.json").read_text())),
