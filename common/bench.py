@@ -207,7 +207,8 @@ def compare(who, case, options):
     rounds = WARM_UP + options.rounds
     with ExitStack() as worlds, progress_bar() as bar:
         task = bar.add_task(case.title, total=None)
-        worlds.enter_context(LocalWorld(case.world_size, oversubscribe=True))  # the first one is slower: nobody's
+        # Of identical contestants the one in the first world is slower by a few per cent: so that one is nobody's.
+        worlds.enter_context(LocalWorld(case.world_size, oversubscribe=True))
         if peers.TorchDDP not in who:
             reference = Contestant(peers.TorchDDP, case, worlds)
             reference.take_steps(0, rounds * options.steps)
