@@ -16,7 +16,9 @@ def own_sockets():
     """
     for descriptor in os.listdir("/proc/self/fd"):
         try:
+            blocking = os.get_blocking(int(descriptor))
             own = socket.socket(fileno=int(descriptor))
+            os.set_blocking(int(descriptor), blocking)  # who has set a default timeout finds it changed otherwise
         except OSError:  # no socket, or closed meanwhile
             continue
         try:

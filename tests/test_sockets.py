@@ -1,6 +1,7 @@
 """The process's own sockets: how much may be under way between ranks of one machine."""
 
 import contextlib
+import os
 import socket
 import sys
 
@@ -45,6 +46,16 @@ def test_connections_to_other_machines_and_other_sockets_stay_as_they_are():
         assert [send_buffer(each) for each in (one, other, near, far)] == before
         near.sendall(b"still open")
         assert far.recv(10) == b"still open"
+
+
+def test_looking_at_sockets_leaves_them_blocking_where_a_default_timeout_is_set():
+    with connection("127.0.0.1", "127.0.0.1") as (near, *_):
+        socket.setdefaulttimeout(30)
+        try:
+            keep_messages_in_cache()
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(near.fileno())
 
 
 def connections():
