@@ -394,17 +394,18 @@ def as_markdown(results):
     return "\n".join(page)
 
 
-def alone_as_markdown(results):
-    """What an engine costs over a bare loop at world size 1, for each model, as Markdown."""
-    rows = [found for found in results["rows"] if ALONE in found["ratios_to_peers"]]
+def alone_as_markdown(*records):
+    """What an engine costs over a bare loop at world size 1, for each batch and model, as Markdown."""
+    lines = []
+    for results in records:
+        rows = [found for found in results["rows"] if ALONE in found["ratios_to_peers"]]
+        tokens = results["batch_per_rank"] * (models.build(rows[0]["model"]).window - 1)
+        for model in dict.fromkeys(found["model"] for found in rows):
+            ratios = [found["ratios_to_peers"][ALONE] for found in rows if found["model"] == model]
+            lines.append(f"| {model} | {tokens:,} | " + " | ".join(_ratio(**told) for told in ratios) + " |")
     engines = list(dict.fromkeys(found["engine"] for found in rows))
-    tokens = results["batch_per_rank"] * (models.build(rows[0]["model"]).window - 1)
-    page = [f"{results['hardware']}; {tokens:,} tokens a step", ""]
-    page += ["| over a bare loop | " + " | ".join(engines) + " |", "| --- |" + " ---: |" * len(engines)]
-    for model in dict.fromkeys(found["model"] for found in rows):
-        ratios = [found["ratios_to_peers"][ALONE] for found in rows if found["model"] == model]
-        page.append(f"| {model} | " + " | ".join(_ratio(**told) for told in ratios) + " |")
-    return "\n".join(page)
+    page = [records[0]["hardware"], "", "| over a bare loop | tokens a step | " + " | ".join(engines) + " |"]
+    return "\n".join([*page, "| --- |" + " ---: |" * (1 + len(engines)), *lines])
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from common.mixed_precision import DTYPES
 from common.train import ENGINES, show_bytes
 
 AT_RANKS = 4  # of the scores' bytes
+ALONE = ("alone_cpu.json", "alone_cpu_batch128.json")  # two batches
 ROOT = Path(__file__).parent.parent
 
 
@@ -26,7 +27,7 @@ def pages():
     texts[ROOT / "README.md"] |= {
         "activations": activations.as_markdown(peaks),
         "bench": bench.as_markdown(json.loads((ROOT / "results/bench_cpu.json").read_text())),
-        "alone": bench.alone_as_markdown(json.loads((ROOT / "results/alone_cpu.json").read_text())),
+        "alone": bench.alone_as_markdown(*(json.loads((ROOT / "results" / name).read_text()) for name in ALONE)),
         "capacity": capacity.as_markdown(json.loads((ROOT / "results/capacity_cpu.json").read_text())),
         "accumulated": as_markdown(json.loads((ROOT / "results/accumulated.json").read_text())),
         "equivalence": equivalence_table(json.loads((ROOT / "results/equivalence.json").read_text())),
