@@ -273,7 +273,7 @@ def predict(engine, precision, world_size):
 def simulate(engine, precision, layers, world_size):
     """Train two steps on fake tensors: shapes, storages and collectives of a real rank, but no values.
 
-    A simulated world takes NCCL's paths, so gloo's receive buffer, as large as a bucket, is not counted.
+    A simulated world takes NCCL's paths, so gloo's receive buffer, of a few MiB, is not counted.
 
     Returns:
         The peak of live bytes in the second step, and the predicted bytes of model states.

@@ -32,6 +32,7 @@ from common.errors import InputError
 from common.measure.traffic import Traffic
 
 CHUNK = 2**17  # elements that are added at a time
+SEGMENT = 2**22  # bytes that a reduction receives at a time, point to point
 # torch renamed these two; 2.11 knows the names on the right only.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -181,22 +182,23 @@ class Collectives:
         return tensor.nbytes // self.size * (self.size - 1)
 
     def _receive_buffer(self, tensor):
-        """Room for the pieces of other ranks. One is enough, as the lane runs one collective at a time."""
+        """Room for what arrives of a segment. One is enough, as the lane runs one collective at a time."""
         rows = self.size - 1 if self.point_to_point else self.size
-        return self.scratch(rows * (tensor.numel() // self.size), tensor.dtype)
+        return self.scratch(rows * self._segment(tensor), tensor.dtype)
+
+    def _segment(self, tensor):
+        """The elements of a shard that are reduced at a time: all of them or, point to point, an equal part."""
+        segments = -(-self._remote(tensor) // SEGMENT) if self.point_to_point else 1
+        return -(-tensor.numel() // (self.size * max(1, segments)))
 
     def _reduce_in_rank_order(self, tensor, received, shard):
-        """The mean of all ranks' pieces of this shard: added in rank order in fp32, divided once, rounded once."""
+        """Write the mean of all ranks' pieces of `shard` there, segment by segment."""
         if self.size == 1:
             _put(tensor, shard)
             return
-        # In chunks, so that what is added stays in the cache, and 16-bit pieces need little room as fp32.
-        pieces = [piece.split(CHUNK) for piece in self._collect(tensor, received)]
-        for result, *parts in zip(shard.split(CHUNK), *pieces, strict=True):
-            total = parts[0].float()  # of 16-bit pieces a copy, of fp32 pieces the piece itself
-            for part in parts[1:]:
-                total += part
-            result.copy_(total.div_(self.size))  # one call that divides into 16 bits would take longer than the two
+        segment = self._segment(tensor)
+        for parts, mean in zip(tensor.view(self.size, -1).split(segment, dim=1), shard.split(segment), strict=True):
+            mean_in_rank_order(self._collect(parts, received), mean)
 
     def _reduce_in_nccls_order(self, reduce, tensor, result):
         """Sum by NCCL and divide once: fp16 before the sum, which could overflow, others after it, as gloo's path."""
@@ -207,13 +209,12 @@ class Collectives:
             reduce(tensor, group=self.group)
             result.div_(self.size)
 
-    def _collect(self, tensor, received):
-        """Send every rank its part of `tensor`; return the N pieces of this rank's part, in rank order."""
+    def _collect(self, parts, received):
+        """Send every rank its row of `parts` [N, n]; return all ranks' pieces of this rank's row, in rank order."""
         if not self.point_to_point:
-            dist.all_to_all_single(received, tensor, group=self.group)
-            return list(received.view(self.size, -1))
-        parts = tensor.view(self.size, -1)
-        pieces = list(received.view(self.size - 1, parts.shape[1]))
+            dist.all_to_all_single(received, parts.view(-1), group=self.group)
+            return list(received.view(parts.shape))
+        pieces = list(received.view(self.size - 1, -1)[:, : parts.shape[1]])
         pieces.insert(self.rank, parts[self.rank])  # the own piece stays where it is
         others = self._others()
         self._transfer({peer: pieces[peer] for peer in others}, {peer: parts[peer] for peer in others})
@@ -376,6 +377,21 @@ def _lane_of(group, backend):
         alone = backend == "gloo" and dist.get_world_size(group) == 1
         _lanes[group] = InlineLane() if alone else LANES[backend]()
     return _lanes[group]
+
+
+def mean_in_rank_order(pieces, mean):
+    """Write the mean of two or more pieces into `mean`: added in their order in fp32, divided once, rounded once.
+
+    Uses fp32 pieces up. `mean` may be one of them.
+    """
+    # In chunks, so that what is added stays in the cache, and 16-bit pieces need little room as fp32.
+    for result, first, *others, last in zip(*(tensor.split(CHUNK) for tensor in (mean, *pieces)), strict=True):
+        total = first.float()  # of 16-bit pieces a copy, of fp32 pieces the piece itself
+        for other in others:
+            total += other
+        # The last addition writes fp32 where it belongs. 16 bits are rounded apart: to divide into them takes longer.
+        total = torch.add(total, last, out=result if result.dtype == torch.float32 else total)
+        _put(total.div_(len(pieces)), result)
 
 
 def _put(source, target):

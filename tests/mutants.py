@@ -18,7 +18,7 @@ from harness import STAGES
 from matrix import Cell
 from torch import nn
 
-from common import checkpoint, engine_base, layout
+from common import checkpoint, collectives, engine_base, layout
 from common.collectives import Collectives, Handle
 from common.engine_base import Bucket, EngineBase, Owned
 from common.mixed_precision import LossScaler
@@ -93,26 +93,26 @@ SKIPS_NAN = functools.partial(probes.skipped_without_a_trace, float("nan"))
 
 @shown_by(TRAINED)
 def the_division_is_forgotten(engine):
-    def reduce(original, comm, tensor, received, shard):
-        original(comm, tensor, received, shard)
-        shard.mul_(comm.size)
+    def add(original, pieces, mean):
+        original(pieces, mean)
+        mean.mul_(len(pieces))
 
-    return replaced(Collectives, "_reduce_in_rank_order", reduce)
+    return replaced(collectives, "mean_in_rank_order", add)
 
 
 @shown_by(TRAINED)
 def the_mean_is_divided_twice(engine):
-    def reduce(original, comm, tensor, received, shard):
-        original(comm, tensor, received, shard)
-        shard.div_(comm.size)
+    def add(original, pieces, mean):
+        original(pieces, mean)
+        mean.div_(len(pieces))
 
-    return replaced(Collectives, "_reduce_in_rank_order", reduce)
+    return replaced(collectives, "mean_in_rank_order", add)
 
 
 @shown_by(TRAINED)
 def pieces_are_added_in_order_of_arrival(engine):
-    def own_piece_first(original, comm, tensor, received):
-        pieces = original(comm, tensor, received)
+    def own_piece_first(original, comm, parts, received):
+        pieces = original(comm, parts, received)
         return [piece.clone() for piece in pieces[comm.rank :] + pieces[: comm.rank]]
 
     return replaced(Collectives, "_collect", own_piece_first)
@@ -120,31 +120,30 @@ def pieces_are_added_in_order_of_arrival(engine):
 
 @shown_by(TRAINED_IN_BF16)
 def pieces_in_16_bit_are_added_in_16_bit(engine):
-    def reduce(original, comm, tensor, received, shard):
-        total, *others = [piece.clone() for piece in comm._collect(tensor, received)]
+    def add(original, pieces, mean):
+        total, *others = [piece.clone() for piece in pieces]
         for piece in others:
             total += piece
-        shard.copy_(total / comm.size)
+        mean.copy_(total / len(pieces))
 
-    return replaced(Collectives, "_reduce_in_rank_order", reduce)
+    return replaced(collectives, "mean_in_rank_order", add)
 
 
 @shown_by(TRAINED_IN_BF16)
 def the_sum_is_rounded_before_it_is_divided(engine):
-    def reduce(original, comm, tensor, received, shard):
-        total = sum(piece.float() for piece in comm._collect(tensor, received))
-        shard.copy_(total)
-        shard.div_(comm.size)
+    def add(original, pieces, mean):
+        mean.copy_(sum(piece.float() for piece in pieces))
+        mean.div_(len(pieces))
 
-    return replaced(Collectives, "_reduce_in_rank_order", reduce)
+    return replaced(collectives, "mean_in_rank_order", add)
 
 
 @shown_by(TRAINED)
 def pieces_are_divided_before_they_are_added(engine):
-    def reduce(original, comm, tensor, received, shard):
-        shard.copy_(sum(piece / comm.size for piece in comm._collect(tensor, received)))
+    def add(original, pieces, mean):
+        mean.copy_(sum(piece / len(pieces) for piece in pieces))
 
-    return replaced(Collectives, "_reduce_in_rank_order", reduce)
+    return replaced(collectives, "mean_in_rank_order", add)
 
 
 @shown_by(CLIPPED)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from harness import make_engine, train_step
 
+from common import collectives
 from common.collectives import Collectives, Handle, StreamLane, ThreadLane, _backend_of
 from common.engine_base import Bucket
 from common.errors import InputError
@@ -50,8 +51,15 @@ def part(tensor, rank, size):
 # ---- what they compute ------------------------------------------------------------------------------------------
 
 
-def reduce_in_every_way(world, dtype):
+def reduce_in_every_way(world, dtype, sizes):
     comm = Collectives(deterministic=True)
+    with pytest.MonkeyPatch.context() as patched:
+        for name, size in sizes.items():
+            patched.setattr(collectives, name, size)
+        return reduced_in_every_way(world, comm, dtype)
+
+
+def reduced_in_every_way(world, comm, dtype):
     own = of_rank(world.rank, world.size, dtype).to(world.device)
     reduced = own.clone()
     comm.all_reduce(reduced).wait()
@@ -63,11 +71,12 @@ def reduce_in_every_way(world, dtype):
     return reduced.cpu(), apart.cpu(), aliasing.cpu().clone()
 
 
+@pytest.mark.parametrize("sizes", [{}, {"SEGMENT": 64, "CHUNK": 3}], ids=["at once", "bit by bit"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_reductions_add_in_rank_order_in_fp32_divide_once_and_round_once(worlds, size, dtype):
+def test_reductions_add_in_rank_order_in_fp32_divide_once_and_round_once(worlds, size, dtype, sizes):
     mean = mean_in_rank_order(size, dtype)
-    for rank, (reduced, apart, aliasing) in enumerate(worlds(size).run(reduce_in_every_way, dtype)):
+    for rank, (reduced, apart, aliasing) in enumerate(worlds(size).run(reduce_in_every_way, dtype, sizes)):
         assert torch.equal(reduced, mean)
         assert torch.equal(apart, part(mean, rank, size))
         assert torch.equal(aliasing, part(mean, rank, size))
@@ -466,6 +475,21 @@ def rooms_held(world):
 
 def test_a_receive_buffer_that_was_too_small_lives_until_its_reduction_ended(worlds):
     assert worlds(2).run(rooms_held) == [([True, False, False], [False, True, True])] * 2
+
+
+def room_of_a_large_reduction(world):
+    comm = Collectives()
+    tensor = torch.ones(world.size * 2**21, device=world.device)
+    comm.all_reduce(tensor).wait()
+    return comm.room.nbytes, bool((tensor == 1).all())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL receives from all at once")
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_receive_buffer_stays_small_however_large_the_reduction(worlds, size):
+    for nbytes, reduced in worlds(size).run(room_of_a_large_reduction):
+        assert nbytes <= collectives.SEGMENT + 4 * size
+        assert reduced
 
 
 class IdleLane:
