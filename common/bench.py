@@ -1,9 +1,10 @@
 """`python -m common.bench`: how long a step takes, stages beside the libraries, in one run.
 
-Every contestant trains in a world of its own, whose ranks live from the first round to the last. In each round all
-contestants take some steps in turn, in a new order every time, so that the machine's moods fall on all alike. What
-counts is the ratio of two contestants' times within a round: its median over rounds, and the interval in which that
-median lies in 95 % of bootstrap samples. The first rounds warm up.
+Every contestant trains in a world of its own. In each round all contestants take some steps in turn, in a new order
+every time, so that the machine's moods fall on all alike. A world may be a few per cent slower or faster for as long as
+it lives: so after some rounds, of which the first warm up, all worlds are opened anew. What counts is the ratio of two
+contestants' times within a round: its median over the rounds of all worlds, and the interval in which that median lies
+in 95 % of bootstrap samples, drawn from the worlds first and from the rounds of each second.
 
 All start from the same weights, see the same batches and get fused AdamW; a library runs with the settings that its
 own documentation recommends. Losses are held against those of torch's DistributedDataParallel: who does not compute
@@ -11,11 +12,12 @@ the same gets no time.
 """
 
 import argparse
+import itertools
 import os
 import random
 import statistics
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -105,13 +107,14 @@ def main(arguments=None):
     parser.add_argument("--models", default="gpt-mini", help="names of the model zoo (default: %(default)s)")
     parser.add_argument("--precisions", default="fp32,bf16", help="(default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="samples of a step on each rank (default: %(default)s)")
-    parser.add_argument("--bucket-mb", type=float, default=16.0, help="MiB of a stage's bucket (default: %(default)s)")
+    parser.add_argument("--bucket-mb", type=float, default=25.0, help="MiB of a stage's bucket (default: %(default)s)")
     parser.add_argument(
         "--small-send-buffers",
         action="store_true",
         help="give libraries the small send buffers of the stages too",
     )
-    parser.add_argument("--rounds", type=int, default=15, help="timed rounds, 11 or more (default: %(default)s)")
+    parser.add_argument("--worlds", type=int, default=3, help="worlds of each, one by one (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each world (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="steps of a round (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results here")
     parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
@@ -150,7 +153,8 @@ def bench(options):
         "batch_per_rank": options.batch,
         "bucket_mb": options.bucket_mb,
         "small_send_buffers": "everyone" if options.small_send_buffers else "stages",
-        "rounds": options.rounds,
+        "worlds": options.worlds,
+        "rounds_per_world": options.rounds,
         "steps_per_round": options.steps,
         "rows": rows,
     }
@@ -172,9 +176,12 @@ def check(options):
     stages = options.engines.split(",")
     for name in stages:
         find_engine(name)
-    for name, least in {"rounds": FEWEST_ROUNDS, "steps": 1}.items():
-        if getattr(options, name) < least:
-            raise InputError(f"--{name} {getattr(options, name)}: at least {least} needed")
+    for name in ("worlds", "rounds", "steps"):
+        if getattr(options, name) < 1:
+            raise InputError(f"--{name} {getattr(options, name)}: at least 1 needed")
+    if options.worlds * options.rounds < FEWEST_ROUNDS:
+        given = f"--worlds {options.worlds} --rounds {options.rounds}"
+        raise InputError(f"{given}: at least {FEWEST_ROUNDS} rounds in all needed")
     if not options.bucket_mb > 0:
         raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
     check_folder("--json", options.json)
@@ -197,66 +204,82 @@ def _number(text):
 
 
 def compare(who, case, options):
-    """Train all contestants in turns, round by round.
+    """Train all contestants in turns, round by round, and in new worlds again.
 
     DDP is the reference of the losses: where it does not take part, it trains before the others, and leaves.
 
     Returns:
         The reference and the contestants.
     """
-    rounds = WARM_UP + options.rounds
-    with ExitStack() as worlds, progress_bar() as bar:
-        task = bar.add_task(case.title, total=None)
-        # Of identical contestants the one in the first world is slower by a few per cent: so that one is nobody's.
-        worlds.enter_context(LocalWorld(case.world_size, oversubscribe=True))
-        if peers.TorchDDP not in who:
-            reference = Contestant(peers.TorchDDP, case, worlds)
-            reference.take_steps(0, rounds * options.steps)
-            reference.finish()
-        contestants = [Contestant(one, case, worlds) for one in who]
-        if peers.TorchDDP in who:
-            reference = contestants[who.index(peers.TorchDDP)]
-        running = [contestant for contestant in contestants if contestant.refusal is None]
-        bar.update(task, total=rounds * len(running))
-        shuffled = random.Random(0)
-        for number in range(rounds):
-            for contestant in shuffled.sample(running, len(running)):
-                contestant.take_steps(number * options.steps, options.steps)
-                bar.advance(task)
-        for contestant in running:
-            contestant.finish()
+    contestants = [Contestant(one) for one in who]
+    reference = contestants[who.index(peers.TorchDDP)] if peers.TorchDDP in who else Contestant(peers.TorchDDP)
+    together = [contestants] if reference in contestants else [[reference], contestants]
+    rounds, shuffled = WARM_UP + options.rounds, random.Random(0)
+    with progress_bar() as bar:
+        task = bar.add_task(case.title, total=options.worlds * len(together) * rounds)
+        for _, trained in itertools.product(range(options.worlds), together):
+            with entered(trained, case) as running:
+                for number in range(rounds):
+                    for contestant in shuffled.sample(running, len(running)):
+                        contestant.take_steps(number * options.steps, options.steps)
+                    bar.advance(task)
     return reference, contestants
 
 
+@contextmanager
+def entered(contestants, case):
+    """In this context each contestant has a world; given are those who take part."""
+    with ExitStack() as worlds:
+        # Of identical contestants the one in the first world is slower by a few per cent: so that one is nobody's.
+        worlds.enter_context(LocalWorld(case.world_size, oversubscribe=True))
+        for contestant in contestants:
+            if contestant.refusal is None:
+                contestant.enter(case, worlds)
+        running = [contestant for contestant in contestants if contestant.refusal is None]
+        yield running
+        for contestant in running:
+            contestant.leave()
+
+
 class Contestant:
-    """An engine or a library that trains in a world of its own.
+    """An engine or a library, which trains in one world of its own after another.
 
     Attributes:
         made, name, follows: its class; what it is called; the stage that it is or follows.
         refusal: why it does not take part, or None.
-        seconds: of a step, for each round.
+        seconds: of a step, for each world and round.
         losses: of each step, the mean over ranks.
-        peak_bytes: most memory held, above what was held before it was built, on the rank that held most.
+        peak_bytes: most memory held in any world, above what was held before it was built, on the rank that held most.
     """
 
-    def __init__(self, one, case, worlds):
-        self.made = find_engine(one) if isinstance(one, str) else one
+    def __init__(self, one):
+        self.one, self.made = one, find_engine(one) if isinstance(one, str) else one
         self.name, self.follows = getattr(self.made, "name", one), getattr(self.made, "follows", one)
-        self.seconds, self.losses, self.peak_bytes = [], [], None
+        self.refusal, self.seconds, self.losses, self.peak_bytes = None, [], [], None
+
+    def enter(self, case, worlds):
+        """Open a world and build it there."""
         self.world = worlds.enter_context(LocalWorld(case.world_size, oversubscribe=True))
-        self.refusal = self.world.run(_enter, one, case)[0]
+        self.refusal = self.world.run(_enter, self.one, case)[0]
+        self.seconds.append([])
 
     def take_steps(self, first, count):
         """Train some steps; the slowest rank's time counts."""
         seconds, losses = zip(*self.world.run(_take_steps, first, count), strict=True)
-        self.seconds.append(max(seconds) / count)
+        self.seconds[-1].append(max(seconds) / count)
         self.losses += [statistics.fmean(parts) for parts in zip(*losses, strict=True)]
 
-    def finish(self):
+    def leave(self):
         """Ask for the peak and end the world."""
         peaks = self.world.run(_peak)
-        self.peak_bytes = None if None in peaks else max(peaks)
+        if None not in peaks:
+            self.peak_bytes = max(peaks if self.peak_bytes is None else [*peaks, self.peak_bytes])
         self.world.close()
+
+    @property
+    def timed(self):
+        """Seconds of a step [worlds, rounds], without those that warm up."""
+        return np.array([seconds[WARM_UP:] for seconds in self.seconds])
 
 
 # ---- on each rank ---------------------------------------------------------------------------------------------
@@ -318,8 +341,8 @@ def row(contestant, contestants, reference, case):
     if not result["loss_difference"] <= SAME_LOSS[case.precision]:
         result["note"] = f"its losses differ from {REFERENCE}'s by {result['loss_difference']:.1e}: no time"
         return result
-    result["seconds"] = contestant.seconds[WARM_UP:]
-    result["median_seconds"] = statistics.median(result["seconds"])
+    result["seconds"] = contestant.timed.tolist()
+    result["median_seconds"] = float(np.median(contestant.timed))
     result["tokens_per_second"] = case.tokens / result["median_seconds"]
     if reference in contestants:
         result["ratio_to_torch_ddp"], result["ratio_interval"] = paired_ratio(contestant, reference)
@@ -338,11 +361,16 @@ def loss_difference(losses, reference):
 
 
 def paired_ratio(one, other):
-    """The median over rounds of one's time over the other's, and its 95 % bootstrap interval."""
-    ratios = np.divide(one.seconds[WARM_UP:], other.seconds[WARM_UP:])
-    samples = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
-    low, high = np.quantile(np.median(samples, axis=1), (0.025, 0.975))
-    return float(np.median(ratios)), [float(low), float(high)]
+    """The median of one's time over the other's within a round, and its 95 % interval: worlds are drawn, then rounds.
+
+    Source: Davison and Hinkley, "Bootstrap Methods and their Application", 1997, sec. 3.8, for two levels.
+    """
+    ratios, random = one.timed / other.timed, np.random.default_rng(0)
+    worlds, rounds = ratios.shape
+    drawn_worlds = random.integers(worlds, size=(10_000, worlds, 1))
+    drawn_rounds = random.integers(rounds, size=(10_000, worlds, rounds))
+    medians = np.median(ratios[drawn_worlds, drawn_rounds], axis=(1, 2))
+    return float(np.median(ratios)), np.quantile(medians, (0.025, 0.975)).tolist()
 
 
 def tables(results):
@@ -386,7 +414,8 @@ def as_table(title, lines):
 def as_markdown(results):
     """All cases as Markdown tables."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    page = [f"{results['hardware']}; {versions}; {results['rounds']} rounds of {results['steps_per_round']} steps"]
+    spans = f"{results['worlds']} worlds of {results['rounds_per_world']} rounds of {results['steps_per_round']} steps"
+    page = [f"{results['hardware']}; {versions}; {spans}"]
     for title, (header, *lines) in tables(results):
         page += ["", f"{title}:", ""]
         rule = ("---", "---:", "---:", "---", "---:", "---:")

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +10,10 @@ from test_commands import run
 
 import stage1_os
 from common import bench, peers
-from common.bench import Case, loss_difference, paired_ratio, row
+from common.bench import Case, Contestant, loss_difference, paired_ratio, row
 from common.errors import InputError
 
-SMALL = ("--nproc", 2, "--models", "gpt-tiny", "--rounds", 11, "--steps", 1)
+SMALL = ("--nproc", 2, "--models", "gpt-tiny", "--worlds", 1, "--rounds", 11, "--steps", 1)
 CASE = Case("gpt-tiny", "fp32", 2, 2, 10.0)
 
 
@@ -31,15 +30,17 @@ class Hasty(stage1_os.Engine):
 
 def options(**changes):
     given = {"engines": "stage1_os", "peers": "", "models": "gpt-tiny", "precisions": "fp32", "nproc": "2", "batch": 1}
-    given |= {"bucket_mb": 10.0, "rounds": 11, "steps": 1, "oversubscribe": True, "json": None}
+    given |= {"bucket_mb": 10.0, "worlds": 2, "rounds": 6, "steps": 1, "oversubscribe": True, "json": None}
     given |= {"small_send_buffers": False}
     return argparse.Namespace(**{**given, **changes})
 
 
 def contestant(seconds, losses=(1.0,), **attributes):
-    known = {"name": "stage1_os", "follows": "stage1_os", "refusal": None, "peak_bytes": 1}
-    warm_up = [9.0] * bench.WARM_UP
-    return SimpleNamespace(**{**known, "seconds": [*warm_up, *seconds], "losses": losses, **attributes})
+    """One whose timed rounds took so long: of one world [rounds] or of several [worlds, rounds]."""
+    made = Contestant("stage1_os")
+    made.seconds = [[9.0] * bench.WARM_UP + list(world) for world in np.atleast_2d(seconds)]
+    vars(made).update(losses=losses, peak_bytes=1, **attributes)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_a_row_says_the_times_of_all_rounds_its_ratios_and_its_memory(written):
     for found in written[0]["rows"]:
         if found["note"] is None:
             low, high = found["ratio_interval"]
-            assert len(found["seconds"]) == 11
+            assert np.shape(found["seconds"]) == (1, 11)
             assert low <= found["ratio_to_torch_ddp"] <= high
             assert found["peak_bytes"] > 0 and found["tokens_per_second"] > 0
     by_name = {found["engine"]: found for found in written[0]["rows"] if found["precision"] == "fp32"}
@@ -86,6 +87,7 @@ def test_who_does_not_compute_the_same_gets_no_time():
     rows = bench.bench(options(engines="stage1_os,test_bench:Hasty", steps=4))["rows"]
     by_name = {found["engine"]: found for found in rows}
     assert by_name["stage1_os"]["median_seconds"] > 0
+    assert np.shape(by_name["stage1_os"]["seconds"]) == (2, 6)  # without the rounds that warm up
     assert by_name["stage1_os"]["ratio_to_torch_ddp"] is None  # DDP gave its losses and left
     assert by_name["hasty"]["median_seconds"] is None
     assert "losses differ" in by_name["hasty"]["note"]
@@ -116,10 +118,20 @@ def test_the_interval_widens_with_the_noise():
     assert low < ratio < high
 
 
+def test_the_interval_holds_what_differs_between_worlds():
+    rounds = np.random.default_rng(0).normal(1, 0.001, (4, 6))
+    steady, lucky = rounds, rounds * [[0.9], [0.95], [1.05], [1.1]]
+    for ratios, width in ((steady, 0.01), (lucky, 0.1)):
+        _, (low, high) = paired_ratio(contestant(ratios), contestant(np.ones((4, 6))))
+        assert (high - low > width) == (ratios is lucky)
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"rounds": 10}, "--rounds 10: at least 11"),
+        ({"worlds": 2, "rounds": 5}, "--worlds 2 --rounds 5: at least 11 rounds in all"),
+        ({"worlds": 0}, "--worlds 0: at least 1"),
+        ({"rounds": 0}, "--rounds 0: at least 1"),
         ({"steps": 0}, "--steps 0: at least 1"),
         ({"peers": "Horovod"}, "unknown peer 'Horovod'; known peers: "),
         ({"engines": "stage9"}, "unknown engine 'stage9'"),
