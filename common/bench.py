@@ -85,6 +85,10 @@ class Case:
         """The model's parameters."""
         return sum(parameter.numel() for parameter in models.build(self.model).parameters())
 
+    def world(self):
+        """Ranks to train on."""
+        return LocalWorld(self.world_size, oversubscribe=True, preload=["common.bench"])
+
     def batches(self):
         """The same for all contestants."""
         return Batches(load_text(), models.build(self.model).window, self.batch)
@@ -231,7 +235,7 @@ def entered(contestants, case):
     """In this context each contestant has a world; given are those who take part."""
     with ExitStack() as worlds:
         # Of identical contestants the one in the first world is slower by a few per cent: so that one is nobody's.
-        worlds.enter_context(LocalWorld(case.world_size, oversubscribe=True))
+        worlds.enter_context(case.world())
         for contestant in contestants:
             if contestant.refusal is None:
                 contestant.enter(case, worlds)
@@ -259,7 +263,7 @@ class Contestant:
 
     def enter(self, case, worlds):
         """Open a world and build it there."""
-        self.world = worlds.enter_context(LocalWorld(case.world_size, oversubscribe=True))
+        self.world = worlds.enter_context(case.world())
         self.refusal = self.world.run(_enter, self.one, case)[0]
         self.seconds.append([])
 

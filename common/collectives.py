@@ -32,7 +32,7 @@ from common.errors import InputError
 from common.measure.traffic import Traffic
 
 CHUNK = 2**17  # elements that are added at a time
-SEGMENT = 2**22  # bytes that a reduction receives at a time, point to point
+SEGMENT = 2**23  # bytes of a shard that are reduced at a time, point to point
 # torch renamed these two; 2.11 knows the names on the right only.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -182,14 +182,16 @@ class Collectives:
         return tensor.nbytes // self.size * (self.size - 1)
 
     def _receive_buffer(self, tensor):
-        """Room for what arrives of a segment. One is enough, as the lane runs one collective at a time."""
-        rows = self.size - 1 if self.point_to_point else self.size
-        return self.scratch(rows * self._segment(tensor), tensor.dtype)
+        """Room for what arrives: point to point the first piece of a segment, see `_collect`.
+
+        One is enough, as the lane runs one collective at a time.
+        """
+        return self.scratch(self._segment(tensor) * (1 if self.point_to_point else self.size), tensor.dtype)
 
     def _segment(self, tensor):
         """The elements of a shard that are reduced at a time: all of them or, point to point, an equal part."""
-        segments = -(-self._remote(tensor) // SEGMENT) if self.point_to_point else 1
-        return -(-tensor.numel() // (self.size * max(1, segments)))
+        segments = -(-tensor.nbytes // (self.size * SEGMENT)) if self.point_to_point else 1
+        return -(-tensor.numel() // (self.size * segments))
 
     def _reduce_in_rank_order(self, tensor, received, shard):
         """Write the mean of all ranks' pieces of `shard` there, segment by segment."""
@@ -210,15 +212,24 @@ class Collectives:
             result.div_(self.size)
 
     def _collect(self, parts, received):
-        """Send every rank its row of `parts` [N, n]; return all ranks' pieces of this rank's row, in rank order."""
+        """Send every rank its row of `parts` [N, n]; return all ranks' pieces of this rank's row, in rank order.
+
+        Point to point, what arrives takes the place of what has left. So only the first piece needs room of its own.
+        """
         if not self.point_to_point:
             dist.all_to_all_single(received, parts.view(-1), group=self.group)
             return list(received.view(parts.shape))
-        pieces = list(received.view(self.size - 1, -1)[:, : parts.shape[1]])
-        pieces.insert(self.rank, parts[self.rank])  # the own piece stays where it is
-        others = self._others()
-        self._transfer({peer: pieces[peer] for peer in others}, {peer: parts[peer] for peer in others})
-        return pieces
+        pieces, receives, place = {self.rank: parts[self.rank]}, [], received[: parts.shape[1]]
+        sends = {peer: self.group.send([parts[peer]], peer, 0) for peer in self._others()}
+        for peer, send in sends.items():
+            source = (2 * self.rank - peer) % self.size  # as far before this rank as the peer is behind it
+            pieces[source] = place
+            receives.append(self.group.recv([place], source, 0))
+            send.wait()
+            place = parts[peer]
+        for receive in receives:
+            receive.wait()
+        return [pieces[rank] for rank in range(self.size)]
 
     def _exchange(self, shard, tensor):
         parts = tensor.view(self.size, -1)

@@ -93,19 +93,24 @@ def _join(function, args, oversubscribe, timeout):
 class LocalWorld:
     """Ranks on this machine, kept alive between calls of `run`. A context manager.
 
+    Args:
+        size, oversubscribe, timeout: as `launch` takes them, `size` as `nproc`.
+        preload: names of modules that take long to import, and that ranks would each import. Of the first world of a
+            process they count for all.
+
     Raises:
         InputError: more ranks than the machine has GPUs (or CPUs, when it has no GPU), unless `oversubscribe`.
         RankFailed: the ranks found no way to form a group.
     """
 
-    def __init__(self, size, *, oversubscribe=False, timeout=600.0):
+    def __init__(self, size, *, oversubscribe=False, timeout=600.0, preload=()):
         check_size(size, oversubscribe)
         self.size = size
         # A fork server imports torch once for all ranks. CUDA cannot follow a fork, so there each rank spawns.
         forks = sys.platform == "linux" and not torch.cuda.is_available()
         context = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
-            context.set_forkserver_preload(["common.world", "common.train"])
+            context.set_forkserver_preload(["common.world", "common.train", *preload])
         # The store lives in this process, on a free port, so no two worlds can race for one. It is given a socket
         # because one that it opens itself would listen to the whole network.
         listener = socket.create_server(("127.0.0.1", 0))
