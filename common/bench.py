@@ -87,7 +87,7 @@ class Case:
 
     def world(self):
         """Ranks to train on."""
-        return LocalWorld(self.world_size, oversubscribe=True, preload=["common.bench"])
+        return LocalWorld(self.world_size, oversubscribe=True, preload=["common.peers", "common.measure.figures"])
 
     def batches(self):
         """The same for all contestants."""
