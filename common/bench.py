@@ -369,10 +369,10 @@ def paired_ratio(one, other):
 
     Source: Davison and Hinkley, "Bootstrap Methods and their Application", 1997, sec. 3.8, for two levels.
     """
-    ratios, random = one.timed / other.timed, np.random.default_rng(0)
+    ratios, generator = one.timed / other.timed, np.random.default_rng(0)
     worlds, rounds = ratios.shape
-    drawn_worlds = random.integers(worlds, size=(10_000, worlds, 1))
-    drawn_rounds = random.integers(rounds, size=(10_000, worlds, rounds))
+    drawn_worlds = generator.integers(worlds, size=(10_000, worlds, 1))
+    drawn_rounds = generator.integers(rounds, size=(10_000, worlds, rounds))
     medians = np.median(ratios[drawn_worlds, drawn_rounds], axis=(1, 2))
     return float(np.median(ratios)), np.quantile(medians, (0.025, 0.975)).tolist()
 
