@@ -182,11 +182,12 @@ class Collectives:
         return tensor.nbytes // self.size * (self.size - 1)
 
     def _receive_buffer(self, tensor):
-        """Room for what arrives: point to point the first piece of a segment, see `_collect`.
+        """Room for what arrives: point to point the first piece of a segment, if any comes; see `_collect`.
 
         One is enough, as the lane runs one collective at a time.
         """
-        return self.scratch(self._segment(tensor) * (1 if self.point_to_point else self.size), tensor.dtype)
+        pieces = min(1, self.size - 1) if self.point_to_point else self.size
+        return self.scratch(pieces * self._segment(tensor), tensor.dtype)
 
     def _segment(self, tensor):
         """The elements of a shard that are reduced at a time: all of them or, point to point, an equal part."""
