@@ -63,7 +63,6 @@ class Bucket(Run):
         master: what the optimizer steps, an nn.Parameter: `stepped` itself or, if that is 16-bit, a copy in fp32.
         reduced: the optimizer's part of `gradients`, where the mean gradient arrives.
         carried: the sum of the step's earlier means, in fp32, where `reduced` does not hold it.
-        local: the whole run of this rank's own gradients on their way to the mean; None when there is none.
         handle: the reduction under way in this backward.
         gathering: the all-gather of parameters under way.
         full, unit: the whole run of parameters where it is not kept, and the unit it belongs to.
@@ -95,6 +94,15 @@ class Bucket(Run):
             self.master.grad = None
 
     @property
+    def local(self):
+        """The whole run of this rank's own gradients on their way to the mean; None when there is none."""
+        return self._local
+
+    @local.setter
+    def local(self, flat):
+        self._local, self._places = flat, None if flat is None else self.cut(flat)
+
+    @property
     def complete(self):
         """Every gradient of this backward is in, and none of them can come a second time."""
         return len(self.reported) == len(self.slots) and not self.fires_in_parts
@@ -122,7 +130,7 @@ class Bucket(Run):
     def pack(self, name, gradient):
         """Move a gradient to its place in `local`. One that finds another there, left by `no_sync`, adds in fp32."""
         self._make_room()
-        place = self.view(self.local, name)
+        place = self._places[name]
         if name not in self._filled:
             place.copy_(gradient)
         elif name in self.reported and name not in self.sums:  # a part of the same gradient: added as autograd does
@@ -139,11 +147,11 @@ class Bucket(Run):
         """Make `local` what travels: sums rounded once to its dtype, zeros where no gradient came, and as padding."""
         self._make_room()
         for name, total in self.sums.items():
-            self.view(self.local, name).copy_(total)
+            self._places[name].copy_(total)
         self.sums.clear()
         for name in self.slots:
             if name not in self._filled:
-                self.view(self.local, name).zero_()
+                self._places[name].zero_()
         self.local[self.numel :].zero_()
         self._resize_gradients(self.gradients.nbytes)
 

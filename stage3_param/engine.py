@@ -64,7 +64,7 @@ class Engine(EngineBase):
                 bucket.unit = unit
                 bucket.full = bucket.parameters.new_empty(bucket.padded_numel)
                 # What a parameter is while its unit is gathered, and while it is not.
-                bucket.views = {name: bucket.view(bucket.full, name) for name in bucket.members}
+                bucket.views = bucket.cut(bucket.full)
                 nan = bucket.parameters.new_full((), float("nan") if bucket.kind.dtype.is_floating_point else 0)
                 bucket.nothing = {name: nan.expand(view.shape) for name, view in bucket.views.items()}
                 for name, parameter in bucket.members.items():

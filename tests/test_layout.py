@@ -125,7 +125,8 @@ def test_views_are_the_parameters_end_to_end(members, world_size):
     for kind, same in kinds(named, groups, dtype).items():
         run = Run(same, kind, world_size)
         flat = torch.arange(run.padded_numel)
-        laid = [run.view(flat, name) for name, _ in same]
+        assert list(run.cut(flat)) == [name for name, _ in same]
+        laid = run.cut(flat).values()
         assert [view.shape for view in laid] == [parameter.shape for _, parameter in same]
         assert torch.equal(torch.cat([view.flatten() for view in laid]), flat[: run.numel])
         assert all(view.untyped_storage()._cdata == flat.untyped_storage()._cdata for view in laid)
