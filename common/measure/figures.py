@@ -153,7 +153,7 @@ def activation_memory(results):
         axes.set_title(LABELS.get(engine, engine))
     handles, labels = axes.get_legend_handles_labels()
     top.supylabel("live MB per rank, at the peak of a step")
-    top.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    top.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)  # one row is wider than the figure
     largest_batches(bottom.subplots(), results["largest_under_cap"], results["cap_bytes"] / 1e6)
     figure.suptitle(
         f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
