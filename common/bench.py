@@ -50,7 +50,7 @@ from common.train import (
 )
 from common.world import LocalWorld, check_size
 
-WARM_UP = 6  # rounds that are not timed: the slowest library to settle takes so many
+WARM_UP = 6  # rounds that are not timed: libraries take several to settle
 FEWEST_ROUNDS = 11
 # Relative differences of losses that another order of additions and other places of rounding explain.
 SAME_LOSS = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
