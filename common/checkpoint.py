@@ -23,6 +23,7 @@ save whole, and its remains are cleared away by the next.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -47,14 +48,15 @@ def save(engine, path, extra=None):
         path: a folder that all ranks share, made if it is missing.
         extra: this rank's own state beside the model's, such as a scheduler's state_dict, the position in the data,
             torch.get_rng_state(): dict, list, tuple, str, int, float, bool, None and tensors, nested at will.
-            Subclasses of these come back as these.
+            Subclasses of these come back as these. A few dtypes, such as complex128, safetensors cannot hold.
 
     Raises:
         InputError: on every rank, if one could not write; it names that rank. The checkpoint that was there stands.
     """
-    folder, rank, comm = Path(path), engine.rank, engine.comm
+    rank, comm = engine.rank, engine.comm
     failure = f"cannot save to {str(path)!r}"
     with _together(comm, failure):
+        folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         number = 1 + max(_files_in(folder).values(), default=0)
     number = max(comm.gather_objects(number, "the checkpoint"))
@@ -63,9 +65,7 @@ def save(engine, path, extra=None):
         with _together(comm, failure):
             tensors = _shards(engine)
             index = _index(engine, tensors) if rank == 0 else None
-            structure = json.dumps(_encode(extra, tensors))
-            save_file(tensors, file, {"extra": structure})
-            _flush(file)
+            _write(file, tensors, json.dumps(_encode(extra, tensors, "extra")))
             entry = {"name": file.name, "sha256": _checksum(file)}
         files = comm.gather_objects(entry, "the checkpoint")
         with _together(comm, failure):
@@ -93,32 +93,41 @@ def load(engine, path):
 
     Raises:
         InputError: on every rank: there is no checkpoint, it is damaged, or of another model, optimizer or format.
-            The engine's states are as they were; gradients are dropped all the same.
+            The engine's states are as they were; gradients are dropped all the same. Also on every rank, if one
+            could not take over what it read. Then it says that the load was in part: no states can be relied on.
     """
-    folder, rank = Path(path), engine.rank
+    rank = engine.rank
     with contextlib.ExitStack() as opened:
         with _together(engine.comm, f"cannot load {str(path)!r}"):
+            folder = Path(path)
             index = _read_index(folder)
             _check_fits(engine, index)
             own = rank if rank < len(index["files"]) else 0
             needed = sorted(_files_needed(engine, index) | {0, own})
             files = {k: opened.enter_context(_open(folder, index["files"][k])) for k in needed}
-        _fill_model(engine, index, files)
-        _fill_optimizer(engine, index, files)
-        return _decode(json.loads(files[own].metadata()["extra"]), files[own])
+            extra = _decode(json.loads(files[own].metadata()["extra"]), files[own])
+        with _together(engine.comm, f"loaded {str(path)!r} in part, build the engine anew"):
+            _fill_model(engine, index, files)
+            _fill_optimizer(engine, index, files)
+    return extra
 
 
 @contextlib.contextmanager
 def _together(comm, failure):
-    """Run a block on every rank; if it fails on one, every rank raises an InputError that names it."""
-    problem = None
+    """Run a block on every rank; if anything is raised on one, every rank raises an InputError that names it.
+
+    There are no collectives in the block: the ranks that fail in it would miss some. They meet behind it.
+    """
+    caught = problem = None
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
-        problem = " ".join(str(error).split())
+    except Exception as error:
+        caught, told = error, isinstance(error, (InputError, OSError, SafetensorError))
+        said = str(error) if told else f"{type(error).__name__}: {error}"  # a KeyError says its key alone
+        problem = " ".join(said.split())
     for rank, theirs in enumerate(comm.gather_objects(problem, "the checkpoint")):
         if theirs is not None:
-            raise InputError(f"{failure}: rank {rank}: {theirs}")
+            raise InputError(f"{failure}: rank {rank}: {theirs}") from caught
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------
@@ -157,7 +166,8 @@ def _index(engine, tensors):
                 "dtype": str(values.dtype).removeprefix("torch."),
                 "group": bucket.kind.group if bucket.kind.trainable else None,
                 "states": list(elementwise),
-                "scalars": _encode(scalars, tensors),  # once per parameter: the reader's buckets are others
+                # once per parameter: the reader's buckets are others
+                "scalars": _encode(scalars, tensors, "the optimizer's state"),
                 "pieces": [],  # [rank that wrote it, first element, one behind the last]
             }
         for rank in range(engine.world_size):
@@ -167,7 +177,7 @@ def _index(engine, tensors):
     return {
         "world_size": engine.world_size,
         "optimizer": type(engine.optimizer).__name__,
-        "groups": _encode(groups, tensors),
+        "groups": _encode(groups, tensors, "the optimizer's groups"),
         "loss_scaler": engine.loss_scaler and engine.loss_scaler.state_dict(),
         "buffers": {name: list(buffer.shape) for name, buffer in _buffers(engine)},
         "parameters": parameters,
@@ -186,6 +196,16 @@ def _buffers(engine):
     return [(name, buffer) for name, buffer in engine.module.named_buffers() if name in persistent]
 
 
+def _write(file, tensors, structure):
+    """Write a rank's file; return when it is on the disk."""
+    try:
+        save_file(tensors, file, {"extra": structure})
+    except KeyError as error:  # a dtype that safetensors has no name for: complex128, complex32, torch's int4 and so on
+        names = ", ".join(name for name, tensor in tensors.items() if tensor.dtype in error.args)
+        raise InputError(f"safetensors cannot hold {error}, the dtype of {names}; cast it, or leave it out") from error
+    _flush(file)
+
+
 def _replace_index(folder, index):
     partial = folder / "index.json.partial"
     try:
@@ -194,7 +214,7 @@ def _replace_index(folder, index):
         _flush(partial)
         _flush(folder)  # the names of the new files, before the index that names them
         os.replace(partial, folder / "index.json")
-    except OSError:
+    except Exception:
         partial.unlink(missing_ok=True)
         raise
 
@@ -346,24 +366,31 @@ def _within(part, kept):
 # ---- extra, options, scalars: nested values as JSON, their tensors beside it -------------------------------------
 
 
-def _encode(value, tensors):
+def _encode(value, tensors, what, around=()):
     """JSON for `value`; its tensors go into `tensors`, under the names that the JSON has for them.
 
+    Args:
+        what: the name of the whole, for messages.
+        around: the dicts, lists and tuples of the whole that `value` lies in.
+
     Raises:
-        InputError: there is something else in it than `save` takes.
+        InputError: there is something else in it than `save` takes, or a part contains itself.
     """
     if torch.is_tensor(value):
         name = f"extra/{len(tensors)}"
         tensors[name] = _detached(value)
         return {"tensor": name}
-    if isinstance(value, dict):  # as pairs: the keys of JSON's own objects are strings
-        return {"dict": [[_encode(key, tensors), _encode(item, tensors)] for key, item in value.items()]}
-    if isinstance(value, tuple):
-        return {"tuple": [_encode(item, tensors) for item in value]}
-    if isinstance(value, list):
-        return [_encode(item, tensors) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if any(value is outer for outer in around):
+        raise InputError(f"{what} contains itself; leave the inner {type(value).__name__} out")
+    encode = functools.partial(_encode, tensors=tensors, what=what, around=(*around, value))
+    if isinstance(value, dict):  # as pairs: the keys of JSON's own objects are strings
+        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [encode(item) for item in value]}
+    if isinstance(value, list):
+        return [encode(item) for item in value]
     raise InputError(
         f"a checkpoint cannot hold a {type(value).__name__}; give dict, list, tuple, str, numbers and tensors"
     )

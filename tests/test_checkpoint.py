@@ -346,7 +346,22 @@ def fail(*args):
     raise OSError(5, "Input/output error")
 
 
-@pytest.mark.parametrize(("hindrance", "hindered_rank"), [(full_disk, 0), (full_disk, 1), (no_index, 0)])
+def fail_unexpectedly(*args):
+    raise KeyError("a defect")
+
+
+def no_checksum(patch):
+    patch.setattr(checkpoint, "_checksum", fail_unexpectedly)
+
+
+def no_index_unexpectedly(patch):
+    patch.setattr(os, "replace", fail_unexpectedly)
+
+
+HINDRANCES = [(full_disk, 0), (full_disk, 1), (no_index, 0), (no_checksum, 1), (no_index_unexpectedly, 0)]
+
+
+@pytest.mark.parametrize(("hindrance", "hindered_rank"), HINDRANCES)
 def test_a_failed_save_is_told_on_every_rank_and_leaves_the_last(worlds, tmp_path, hindrance, hindered_rank):
     for complaint, step in worlds(2).run(save_twice, tmp_path, hindrance, hindered_rank):
         assert f"cannot save to '{tmp_path}': rank {hindered_rank}: " in complaint
@@ -376,6 +391,77 @@ def test_an_unwritable_path_and_an_unknown_type_are_told_on_every_rank(worlds, t
     assert all("Not a directory" in said for said in worlds(2).run(complain, tmp_path / "file" / "within", None))
     assert all("File exists" in said for said in worlds(2).run(complain, tmp_path / "file", None))
     assert all("rank 1: a checkpoint cannot hold a set" in said for said in worlds(2).run(complain, tmp_path, {1}))
+
+
+def cyclic():
+    state = {"again": [(1, "a")] * 2}  # twice the same is no cycle
+    state["again"].append((state,))
+    return state
+
+
+def deep():
+    return functools.reduce(lambda inner, _: [inner], range(5000))
+
+
+def complex_seeds():
+    return {"seeds": [torch.zeros(2, dtype=torch.complex32)]}
+
+
+COMPLEX_BUFFER = "safetensors cannot hold torch.complex128, the dtype of buffers/phase; cast it, or leave it out"
+UNSAVABLE = {
+    cyclic: (1, "extra contains itself"),
+    deep: (1, "RecursionError: maximum recursion depth exceeded"),
+    complex_seeds: (1, "safetensors cannot hold torch.complex32, the dtype of extra/"),
+    None: (0, COMPLEX_BUFFER),  # rank 0 alone writes buffers
+}
+
+
+def save_the_unsavable(world, stage, path):
+    """Save, then try what one rank alone cannot write; return the complaints, and what is loaded in the end."""
+    model = models.build("mlp")
+    model.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+    engine, said = make_engine(stage, model), []
+    engine.save(path, {"step": 1})
+    for extra, (rank, _) in UNSAVABLE.items():
+        if extra is None:
+            model.phase = model.phase.to(torch.complex128)
+        with pytest.raises(InputError) as complaint:
+            engine.save(path, extra() if extra and world.rank == rank else None)
+        assert (complaint.value.__cause__ is not None) == (world.rank == rank)  # the traceback of where it happened
+        said.append(str(complaint.value))
+    return said, engine.load(path)["step"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_one_rank_cannot_write_ends_the_save_on_all(worlds, tmp_path, stage):
+    for said, step in worlds(3).run(save_the_unsavable, stage, tmp_path, timeout=30):
+        assert step == 1
+        for complaint, (rank, reason) in zip(said, UNSAVABLE.values(), strict=True):
+            assert complaint.startswith(f"cannot save to '{tmp_path}': rank {rank}: {reason}")
+    names = {"index.json", *(f"000001-rank-0000{rank}.safetensors" for rank in range(3))}
+    assert names == contents(tmp_path).keys()
+
+
+def load_hindered(world, path, part):
+    engine = make_engine("stage3_param")
+    engine.save(path, {"step": 1})
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError) as complaint:
+        if world.rank == 1:
+            patch.setattr(checkpoint, part, fail_unexpectedly)
+        engine.load(path)
+    return str(complaint.value), make_engine("stage3_param").load(path)["step"]
+
+
+IN_PART = "loaded {} in part, build the engine anew"
+
+
+@pytest.mark.parametrize(
+    ("part", "failure"), [("_fill_model", IN_PART), ("_fill_optimizer", IN_PART), ("_decode", "cannot load {}")]
+)
+def test_what_one_rank_cannot_take_over_ends_the_load_on_all(worlds, tmp_path, part, failure):
+    for complaint, step in worlds(2).run(load_hindered, tmp_path, part, timeout=30):
+        assert complaint == f"{failure.format(repr(str(tmp_path)))}: rank 1: KeyError: 'a defect'"
+        assert step == 1
 
 
 # ---- a writer killed --------------------------------------------------------------------------------------------
