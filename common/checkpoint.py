@@ -230,21 +230,64 @@ def _flush(path):
 
 # ---- reading ----------------------------------------------------------------------------------------------------
 
+INDEX = {  # the form of index.json; a key `str` stands for any names, a tuple for a list of that length
+    "format": int,
+    "sha256": str,
+    "index": {
+        "world_size": int,
+        "optimizer": str,
+        "groups": [{"dict": list}],
+        "loss_scaler": dict | None,
+        "buffers": {str: [int]},
+        "parameters": {
+            str: {
+                "shape": [int],
+                "dtype": str,
+                "group": int | None,
+                "states": [str],
+                "scalars": {"dict": list},
+                "pieces": [(int, int, int)],
+            }
+        },
+        "files": [{"name": str, "sha256": str}],
+    },
+}
+
 
 def _read_index(folder):
     try:
         contents = json.loads((folder / "index.json").read_text())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError("there is no checkpoint; give the folder that save() was given") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError("index.json is damaged; restore it, or take an older checkpoint") from error
-    if contents.get("format") != FORMAT:
-        raise InputError(
-            f"it has format {contents.get('format')}, this reads format {FORMAT}; load it where it was saved"
-        )
-    if contents.get("sha256") != _digest(contents.get("index")):
+    if isinstance(contents, dict) and contents.get("format", FORMAT) != FORMAT:
+        raise InputError(f"it has format {contents['format']}, this reads format {FORMAT}; load it where it was saved")
+    if not _intact(contents):
         raise InputError("index.json is damaged; restore it, or take an older checkpoint")
     return contents["index"]
+
+
+def _intact(contents):
+    """Whether `save` can have written this index. A digest is soon made anew, so names must stay in the folder too."""
+    if not _has_form(contents, INDEX) or contents["sha256"] != _digest(contents["index"]):
+        return False
+    names = [entry["name"] for entry in contents["index"]["files"]]
+    return len(names) == contents["index"]["world_size"] and all(map(FILE_NAME.fullmatch, names))
+
+
+def _has_form(value, form):
+    """Whether `value`, read from JSON, has the types of `form`, which is written as `INDEX` is."""
+    if isinstance(form, tuple):
+        return isinstance(value, list) and len(value) == len(form) and all(map(_has_form, value, form))
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_has_form(item, form[0]) for item in value)
+    if isinstance(form, dict):
+        if not isinstance(value, dict):
+            return False
+        forms = dict.fromkeys(value, form[str]) if str in form else form
+        return all(key in value and _has_form(value[key], forms[key]) for key in forms)
+    return isinstance(value, form)
 
 
 def _check_fits(engine, index):

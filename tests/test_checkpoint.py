@@ -5,6 +5,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 
 import pytest
@@ -284,6 +285,43 @@ def test_damage_is_refused_on_every_rank_and_changes_nothing(worlds, tmp_path, h
     DAMAGE[how](tmp_path)
     for complaint in worlds(2).run(refused, tmp_path):
         assert ("index.json is damaged" if "index" in how else "000001-rank-00001.safetensors") in complaint
+
+
+def signed(index):
+    """The contents of index.json with the right digest, as who damages the index on purpose would write it."""
+    return {"format": 1, "sha256": checkpoint._digest(index), "index": index}
+
+
+def malformed(index):
+    """Contents of index.json of which some part has the wrong type, or is missing."""
+    parameter, [file, *_] = index["parameters"]["layers.0.weight"], index["files"]
+    yield from ([], None, 7, {}, {"format": 1}, {"format": 1, "sha256": "", "index": {}}, signed([]), signed(None))
+    yield from (signed({**index, key: 1.5}) for key in index)
+    yield from (signed({**index, "files": files}) for files in ([], ["name"], [{**file, "name": 7}], [file] * 3))
+    yield from (signed({**index, "parameters": {"layers.0.weight": {**parameter, key: 1.5}}}) for key in parameter)
+    yield signed({**index, "parameters": {"layers.0.weight": {**parameter, "pieces": [[0, 0]]}}})
+    yield signed({key: index[key] for key in index if key != "groups"})
+
+
+def test_an_index_with_a_part_of_the_wrong_type_is_damaged(worlds, tmp_path):
+    worlds(2).run(write, tmp_path)
+    file = tmp_path / "index.json"
+    for damaged in malformed(json.loads(file.read_text())["index"]):
+        file.write_text(json.dumps(damaged))
+        assert all("index.json is damaged" in complaint for complaint in worlds(2).run(refused, tmp_path)), damaged
+
+
+@pytest.mark.parametrize("name", ["../{}", "{folder}/{}", "./{}", "/etc/passwd"])
+def test_a_file_name_that_leaves_the_folder_is_damage_though_the_file_is_right(worlds, tmp_path, name):
+    worlds(2).run(write, tmp_path)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    index = json.loads((tmp_path / "index.json").read_text())["index"]
+    for file in index["files"]:
+        shutil.copy(tmp_path / file["name"], folder)
+        file["name"] = name.format(file["name"], folder=folder)
+    (folder / "index.json").write_text(json.dumps(signed(index)))
+    assert all("index.json is damaged" in complaint for complaint in worlds(2).run(refused, folder))
 
 
 @pytest.mark.parametrize(
