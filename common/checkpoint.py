@@ -35,6 +35,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from common.errors import InputError
+from common.layout import distinct
 
 FORMAT = 1
 FILE_NAME = re.compile(r"(\d{6,})-rank-\d{5,}\.safetensors")
@@ -192,7 +193,7 @@ def _states(engine, bucket):
 
 
 def _buffers(engine):
-    persistent = engine.module.state_dict()
+    persistent = engine.state_as_it_stands()
     return [(name, buffer) for name, buffer in engine.module.named_buffers() if name in persistent]
 
 
@@ -363,7 +364,8 @@ def _fill_model(engine, index, files):
     if engine.loss_scaler and index["loss_scaler"]:
         engine.loss_scaler.load_state_dict(index["loss_scaler"])
     for name, buffer in _buffers(engine):
-        buffer.copy_(files[0].get_tensor(f"buffers/{name}"))
+        once = distinct(buffer)
+        once.copy_(files[0].get_tensor(f"buffers/{name}")[tuple(map(slice, once.shape))])
 
 
 def _fill_optimizer(engine, index, files):

@@ -15,12 +15,18 @@ additions. `deterministic=True` takes the exact path on NCCL too.
 
 **Labels.** Each call may say who asks, a unit's name for instance. `common.trace` shows it where ranks part, and
 `common.measure.timeline` beside the computation.
+
+**Ends.** torch holds a group until it is destroyed. Nothing here holds it longer than what it was given to do takes: a
+group that is left over when Python ends aborts the process. So does a thread that waits in a collective then, and
+whoever exits waits a little for his own.
 """
 
+import atexit
 import pickle
 import queue
 import threading
 import weakref
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -33,6 +39,8 @@ from common.measure.traffic import Traffic
 
 CHUNK = 2**17  # elements that are added at a time
 SEGMENT = 2**23  # bytes of a shard that are reduced at a time, point to point
+TAG = 0x5A65524F  # of messages between ranks: those of a user, on the same group, have smaller numbers, 0 by default
+AT_EXIT = 10.0  # seconds that a program which ends waits for its collectives
 # torch renamed these two; 2.11 knows the names on the right only.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -51,6 +59,7 @@ class Collectives:
         traffic: the meter, a `Traffic`.
         room: the receive buffer of all reductions, as large as the largest so far needed; None before the first.
             Between them it is lent: see `scratch`.
+        owner: stands before each label, where a group has several users; "" or such as "engine 2's ".
         tracer: what has the ranks agree on each collective, a `trace.Tracer`; None unless ZERO_TRACE is 1.
 
     Raises:
@@ -58,7 +67,8 @@ class Collectives:
     """
 
     def __init__(self, group=None, *, deterministic=False):
-        self.group = group if group is not None else dist.group.WORLD
+        self._group = weakref.ref(group if group is not None else dist.group.WORLD)
+        self.owner = ""
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         backend = _backend_of(self.group)
         cuda = backend == "nccl"
@@ -70,6 +80,18 @@ class Collectives:
         self.traffic = Traffic()
         self.room = None
         self.tracer = None if self.simulated else trace.tracer_of(self.group)
+
+    @property
+    def group(self):
+        """The process group.
+
+        Raises:
+            RuntimeError: it was destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed; make another one, and engines of its own")
+        return group
 
     def all_reduce(self, tensor, label=""):
         """Replace `tensor` [N x shard] by its mean over ranks, in place. Sends 2(N-1)/N of it."""
@@ -168,10 +190,12 @@ class Collectives:
         return self.room[:nbytes].view(dtype)
 
     def _submit(self, collective, tensor, label, work, *buffers):
+        label = self.owner + label
         if self.tracer is not None:
             work = self.tracer.checked(collective, tensor.nbytes, label, self.traffic.phase, work)
 
-        def labelled():  # for a profiler; where none looks, this costs some microseconds
+        def labelled(group=self.group):  # which lives until this is done
+            # For a profiler; where none looks, this costs some microseconds.
             with record_function(f"{collective} of {label}" if label else collective):
                 work()
 
@@ -221,11 +245,11 @@ class Collectives:
             dist.all_to_all_single(received, parts.view(-1), group=self.group)
             return list(received.view(parts.shape))
         pieces, receives, place = {self.rank: parts[self.rank]}, [], received[: parts.shape[1]]
-        sends = {peer: self.group.send([parts[peer]], peer, 0) for peer in self._others()}
+        sends = {peer: self.group.send([parts[peer]], peer, TAG) for peer in self._others()}
         for peer, send in sends.items():
             source = (2 * self.rank - peer) % self.size  # as far before this rank as the peer is behind it
             pieces[source] = place
-            receives.append(self.group.recv([place], source, 0))
+            receives.append(self.group.recv([place], source, TAG))
             send.wait()
             place = parts[peer]
         for receive in receives:
@@ -249,8 +273,8 @@ class Collectives:
         """Exchange messages, {peer: tensor} each, and wait for all of them."""
         # The group's own calls: those of torch.distributed look up for each message which group and rank is meant.
         # Sends first: what a receive already waits for, `send` writes itself, and gloo's thread spins meanwhile.
-        works = [self.group.send([tensor], peer, 0) for peer, tensor in sends.items()]
-        works += [self.group.recv([tensor], peer, 0) for peer, tensor in receives.items()]
+        works = [self.group.send([tensor], peer, TAG) for peer, tensor in sends.items()]
+        works += [self.group.recv([tensor], peer, TAG) for peer, tensor in receives.items()]
         for work in works:
             work.wait()
 
@@ -300,9 +324,13 @@ class ThreadLane:
     def follow(self):
         """Nothing to wait for: what a CPU thread has computed is there."""
 
-    def finish(self):
-        """Return when all is done."""
-        self.submit(lambda: None).wait()
+    def finish(self, within=None):
+        """Return when all is done, or after so many seconds; raise what a collective raised."""
+        done, errors = threading.Event(), []
+        self._queue.put((lambda: None, done, errors, Handle((), None)))
+        done.wait(within)
+        if errors:
+            raise errors[0]
 
     def _run(self):
         failure = []
@@ -423,3 +451,11 @@ def finish():
     for lane in list(_lanes.values()):
         lane.finish()
     trace.leave()
+
+
+@atexit.register
+def _finish_threads():
+    for lane in list(_lanes.values()):
+        if isinstance(lane, ThreadLane):
+            with suppress(Exception):  # an error is that of the program that ends
+                lane.finish(AT_EXIT)

@@ -11,6 +11,7 @@ phases this file calls by name:
 
 import contextlib
 import itertools
+import weakref
 import zlib
 from collections import Counter
 from dataclasses import dataclass
@@ -18,15 +19,20 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common import checkpoint
 from common.collectives import Collectives
 from common.errors import InputError
-from common.layout import Run
-from common.measure.memory import storage_bytes
+from common.hooks import Hook, remove_with
+from common.layout import Run, distinct
+from common.measure.memory import storage_bytes, storage_id
 from common.mixed_precision import DTYPES, LossScaler, dtype_of, gradient_norm, overflow_flag
 from common.sockets import keep_messages_in_cache
 from common.units import inside_backward, map_tensors
+
+# torch's batch norms have fp32 statistics, and run in 16-bit only if their weight and bias are fp32 as well.
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Bucket(Run):
     """A run, with the tensors that this rank holds of it.
 
     `scale_of_backward`, one for all buckets of a process, is the loss scale of the backward that runs, of whichever
-    engine.
+    engine; None while none does.
 
     Attributes:
         parameters, gradients: flat tensors, as long as `owned` says. None for the gradients of frozen parameters.
@@ -66,16 +72,19 @@ class Bucket(Run):
         handle: the reduction under way in this backward.
         gathering: the all-gather of parameters under way.
         full, unit: the whole run of parameters where it is not kept, and the unit it belongs to.
-        views, nothing: what each parameter, by name, is where `full` holds it, and where it does not.
+        views, nothing, nan: what each parameter, by name, is where `full` holds it, and where it does not; see
+            `units.nothing`.
+        storages: what its parameters lie in, as `storage_id` has it.
     """
 
-    scale_of_backward = 1.0
+    scale_of_backward = None
 
     def __init__(self, named_parameters, kind, world_size):
         super().__init__(named_parameters, kind, world_size)
         self.members = dict(named_parameters)  # name -> the model's own parameter
         self.parameters = self.gradients = self.stepped = self.master = self.reduced = self.local = None
-        self.full = self.handle = self.gathering = self.unit = self.views = self.nothing = None
+        self.full = self.handle = self.gathering = self._unit = self.views = self.nothing = self.nan = None
+        self.storages = set()
         self.fires_in_parts = False  # reentrant checkpoints give a weight they share its gradient in parts
         self.forget()
 
@@ -101,6 +110,15 @@ class Bucket(Run):
     @local.setter
     def local(self, flat):
         self._local, self._places = flat, None if flat is None else self.cut(flat)
+
+    @property
+    def unit(self):
+        """The unit that it belongs to; None in stages that have none."""
+        return self._unit and self._unit()
+
+    @unit.setter
+    def unit(self, unit):
+        self._unit = weakref.ref(unit)  # which holds its buckets
 
     @property
     def complete(self):
@@ -203,6 +221,10 @@ class EngineBase:
         process_group: the data-parallel group; None is the default group.
         init: `init(qualified name, tensor)` fills each parameter and buffer of a meta-device model in place.
         deterministic: sum gradients in rank order with NCCL too. gloo always does.
+        keep_fp32: classes of modules, or names (of modules, of parameters, or parts of these between dots), whose
+            parameters stay in fp32 in every precision: torch's batch norms, unless you say otherwise. The modules
+            themselves must then take inputs of the precision; see `_keep_in_fp32_modules` of your model, if it has it.
+        broadcast_buffers: give every rank the buffers of rank 0 before each forward in training, as torch's DDP does.
 
     Attributes:
         loss_scaler: in fp16 a `LossScaler`, which may be replaced by one with other settings; else None.
@@ -223,42 +245,67 @@ class EngineBase:
         process_group=None,
         init=None,
         deterministic=False,
+        keep_fp32=BATCH_NORMS,
+        broadcast_buffers=True,
     ):
-        self.dtype = dtype_of(precision)
+        settings = {  # what all ranks must agree on, with what a stage adds
+            **vars(self),
+            "precision": precision,
+            "clip_norm": clip_norm,
+            "bucket_mb": bucket_mb,
+            "deterministic": deterministic,
+            "broadcast_buffers": broadcast_buffers,
+        }
         self.loss_scaler = LossScaler() if precision == "fp16" else None
         self.clip_norm = clip_norm
-        self.bucket_bytes = bucket_mb * 2**20
         self.comm = Collectives(process_group, deterministic=deterministic)
         if self.comm.point_to_point:
             keep_messages_in_cache()
         self.rank, self.world_size = self.comm.rank, self.comm.size
         self.syncing = True
-        self._module, self._init = model, init
+        self._module, self._init, self._broadcasts = model, init, broadcast_buffers
         try:
+            self.dtype = dtype_of(precision)
             _check_numbers(clip_norm, bucket_mb)
-            self._optimizer_bytes = _check_elementwise(optimizer, self.comm.device)
+            self._optimizer_bytes, settings["the optimizer"] = _check_elementwise(optimizer, self.comm.device)
             self.param_groups = _check_groups(model, param_groups)
-            found = _check_model(model, self.comm, init, self.param_groups, self.dtype)
+            settings["param_groups"] = [_plain(group) for group in self.param_groups]
+            self._kept_fp32 = _check_kept(model, keep_fp32)
+            settings["keep_fp32"] = sorted(self._kept_fp32)
+            agreed = [(what, str(value), "give it alike on every rank") for what, value in settings.items()]
+            agreed += _check_model(model, self.comm, init, self.param_groups, self.dtype)
         except InputError as error:
-            found = error
-        _check_agreement(found, self.comm)
-        self._uninitialized = self._leave_meta_device()
+            agreed = error
+        _check_agreement(agreed, self.comm)
+        self.comm.owner = _name(self, self.comm)
+        self.bucket_bytes = bucket_mb * 2**20
+        self._uninitialized, self._filled = self._leave_meta_device(), []
 
         self.buckets, self.frozen = [], []  # of trainable and of frozen parameters
+        self.bucket_of = {}  # parameter -> bucket
+        self.handles = []  # of the hooks on the model
+        remove_with(self, self.handles)
         self._parameters = list(model.parameters())
+        self._trainable = [parameter for parameter in self._parameters if parameter.requires_grad]
+        _engine_of.update((id(parameter), self) for parameter in self._parameters)
         self.partition()
-        self.begin_backward()
         self._place_buffers()
+        _check_agreement(self._filled, self.comm, "the check of initial values")
+        self.begin_backward()
+        for bucket in self.buckets + self.frozen:
+            bucket.storages = {
+                storage_id(tensor) for tensor in [*bucket.members.values(), bucket.full] if tensor is not None
+            }
         self._state_bytes = self._factor = None
         self._backwards = self._reductions = 0  # since the last step
         self._last_step = (1, 1)  # the same of the last step
         self._summed = set()  # the buckets in which it added up 16-bit gradients
-        self._uses, self._ran = Counter(), set()
+        self._uses = Counter()
         self._watch_modules()
         self._buffers_differ = True
-        self._failed = self.recording = False
-        model.register_state_dict_pre_hook(lambda *_: self.synchronize())
+        self._failed = self._stepping = self.recording = self.reducing = self.naming = False
         self.optimizer = optimizer(self._shard_groups(param_groups))
+        self.optimizer.register_step_pre_hook(Hook(self._before_optimizer))
 
     # ---- the calls of a training loop -------------------------------------------------------------------------
 
@@ -272,11 +319,13 @@ class EngineBase:
         """The module's own forward; floating inputs are cast to the precision."""
         self.comm.traffic.phase = "forward"
         if self._failed:
+            self.synchronize()
             self.zero_grad()
+        self._check_parameters()
         self._begin_gradients()
+        torch.clear_autocast_cache()  # it keeps casts of weights, whose graph or values may be gone
         self.recording = torch.is_grad_enabled()
         self.begin_forward()
-        self._use_what_no_module_asks_for()
         self._broadcast_buffers()
         try:
             out = self._module(*map_tensors(self._cast, args), **map_tensors(self._cast, kwargs))
@@ -309,11 +358,12 @@ class EngineBase:
         self._failed = True
         self._begin_gradients()
         self.begin_backward()
-        Bucket.scale_of_backward = self._scale
+        Bucket.scale_of_backward, self.reducing = self._scale, self.syncing
         try:
             (loss if self.loss_scaler is None else loss.float() * self._scale).backward()
         finally:
-            Bucket.scale_of_backward = 1.0
+            # What comes later is of another engine's backward: ranks may disagree on it, so that it waits for step().
+            Bucket.scale_of_backward, self.reducing = None, False
         self.finish_backward()
         self._backwards += 1
         self._reductions += self.syncing
@@ -334,6 +384,7 @@ class EngineBase:
             RuntimeError: there was no backward since the last step; or a gradient came under another loss scale than
                 this engine's, from another engine's backward or because `loss_scaler` was replaced.
         """
+        self._check_parameters()
         if self._failed:
             self.zero_grad()
         if any(bucket.pending for bucket in self.buckets):  # of another engine's backward, or under no_sync
@@ -366,6 +417,8 @@ class EngineBase:
         self._summed = {bucket for bucket in self.buckets if bucket.carried is not None}
         self._last_step = max(1, self._backwards), self._reductions
         self.update()
+        # A graph of before this step computes with weights that are gone: its backward raises, as without an engine.
+        torch.autograd.graph.increment_version(self._trainable)
         if self.loss_scaler is not None:
             self.loss_scaler.update(overflow=False)
         self.zero_grad()
@@ -386,9 +439,11 @@ class EngineBase:
             gradient = self.comm.scratch(len(gradient), torch.float32).copy_(gradient)
         if self._factor is not None:
             gradient.mul_(self._factor)
-        bucket.master.grad = gradient
-        self.optimizer.step()  # passes over the shards that have no gradient
-        bucket.master.grad = None
+        bucket.master.grad, self._stepping = gradient, True
+        try:
+            self.optimizer.step()  # passes over the shards that have no gradient
+        finally:
+            bucket.master.grad, self._stepping = None, False
         if bucket.sixteen_bit:
             bucket.stepped.copy_(bucket.master.detach())
 
@@ -427,9 +482,6 @@ class EngineBase:
 
     def end_forward(self):
         """After the module ran."""
-
-    def before_use(self, bucket):
-        """Before a module reads its parameters, which lie in this bucket."""
 
     def begin_backward(self):
         """Before autograd runs."""
@@ -490,7 +542,7 @@ class EngineBase:
             predicted["all_gather"] += 4 * (self.world_size - 1)  # one fp32 flag for the overflow
         if self.clip_norm is not None and _length(self.owned(self.buckets[0]).optimizer) < self.buckets[0].padded_numel:
             predicted["all_gather"] += 8 * (self.world_size - 1)  # one float64 for the norm
-        buffers = sum(buffer.nbytes for buffer in self._module.buffers())
+        buffers = sum(distinct(buffer).nbytes for buffer in self._module.buffers()) if self._broadcasts else 0
         predicted["broadcast"] += backwards * buffers * self.comm.broadcast_copies()
         return {collective: sent for collective, sent in sorted(predicted.items()) if sent}
 
@@ -498,8 +550,9 @@ class EngineBase:
         """The tensors that this rank holds now, by class: the model states, and what comes and goes within a step."""
         everything = self.buckets + self.frozen
         handles = [h for b in everything for h in (b.handle, b.gathering) if h is not None]
-        # A freed weight is an expanded NaN: one element of storage, not counted.
-        parameters = [p for p in self._parameters if p.untyped_storage().nbytes() > p.element_size()]
+        # What freed weights read as, a number for each bucket, is not counted.
+        nothing = {storage_id(b.nan) for b in everything if b.nan is not None}
+        parameters = [p for p in self._parameters if storage_id(p) not in nothing]
         live = {
             "gathered units": [b.full for b in everything],
             "parameters": [b.parameters for b in everything] + parameters,
@@ -526,10 +579,18 @@ class EngineBase:
             whole = self._whole(bucket)
             for name, parameter in bucket.members.items():
                 values[parameter] = bucket.view(whole, name).detach().cpu().clone()
-        state = self._module.state_dict(keep_vars=True)
+        state = self.state_as_it_stands()
         return {
             key: values[tensor] if tensor in values else tensor.detach().cpu().clone() for key, tensor in state.items()
         }
+
+    def state_as_it_stands(self):
+        """model.state_dict() with the parameters and buffers themselves, whole or not: for its keys."""
+        self.naming = True
+        try:
+            return self._module.state_dict(keep_vars=True)
+        finally:
+            self.naming = False
 
     def _whole(self, bucket):
         kept = bucket.master.detach() if bucket.kind.trainable and bucket.sixteen_bit else bucket.parameters
@@ -549,7 +610,9 @@ class EngineBase:
         """Read a checkpoint and return its `extra`; drop gradients. A collective; see `common.checkpoint`."""
         self.zero_grad()
         self.synchronize()
-        return checkpoint.load(self, path)
+        extra = checkpoint.load(self, path)
+        torch.autograd.graph.increment_version(self._parameters)
+        return extra
 
     # ---- building ---------------------------------------------------------------------------------------------
 
@@ -561,8 +624,9 @@ class EngineBase:
         with torch.no_grad():
             for name, parameter in bucket.members.items():
                 parameter.grad = None  # of a time before the engine
+                self.bucket_of[parameter] = bucket
                 if name in self._uninitialized:
-                    self._init(name, bucket.view(whole, name))
+                    self._fill(f"parameter {name!r}", name, bucket.view(whole, name))
                 else:
                     bucket.view(whole, name).copy_(parameter)
         keeps_all = owned.parameters == bucket.whole()
@@ -573,6 +637,27 @@ class EngineBase:
         bucket.stepped = bucket.parameters[_within(owned.optimizer, owned.parameters)]
         bucket.master = nn.Parameter(whole[owned.optimizer].clone() if bucket.sixteen_bit else bucket.stepped)
         bucket.reduced = bucket.gradients[_within(owned.optimizer, owned.gradients)]
+
+    def dtype_of(self, name, parameter):
+        """What a parameter is kept in: the precision, if it was built in fp32 and `keep_fp32` does not name it."""
+        rounded = parameter.dtype == torch.float32 and name not in self._kept_fp32
+        return self.dtype if rounded else parameter.dtype
+
+    def watch_gradient(self, bucket, name, parameter):
+        """Have `gradient_ready` called when autograd has added up all uses of a parameter in a backward."""
+        report = Hook(self._report_gradient, name)
+        self.handles.append(parameter.register_post_accumulate_grad_hook(report))
+
+    def _report_gradient(self, name, parameter):
+        if Bucket.scale_of_backward is None:
+            parameter.grad = None
+            raise RuntimeError(f"{name!r} got a gradient outside of engine.backward(): write that for loss.backward()")
+        self.gradient_ready(self.bucket_of[parameter], name, parameter)
+
+    def _fill(self, what, name, tensor):
+        self._init(name, tensor)
+        if not self.comm.simulated:
+            self._filled.append((what, _checksum(tensor), "init= must fill it alike on every rank"))
 
     def _leave_meta_device(self):
         """Put parameters of the group's device in the places of meta ones. They have a shape, but no storage yet.
@@ -599,7 +684,7 @@ class EngineBase:
                 if buffer is not None and buffer.is_meta:
                     module._buffers[name] = torch.empty_like(buffer, device=self.comm.device)
                     qualified = f"{module_name}.{name}" if module_name else name
-                    self._init(qualified, module._buffers[name])
+                    self._fill(f"buffer {qualified!r}", qualified, module._buffers[name])
 
     def _shard_groups(self, param_groups):
         shards = [[] for _ in self.param_groups]
@@ -610,18 +695,11 @@ class EngineBase:
         return [{**group, "params": own} for group, own in zip(self.param_groups, shards, strict=True)]
 
     def _watch_modules(self):
-        self._bucket_of = bucket_of = {p: bucket for bucket in self.buckets for p in bucket.members.values()}
-        self._buckets_used = {}  # module -> the buckets of its own parameters
         for module in self._module.modules():
-            used = {bucket_of[p]: None for p in module.parameters(recurse=False) if p in bucket_of}
-            if used:
-                self._buckets_used[module] = list(used)
-                module.register_forward_pre_hook(self._before_module)
+            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+                self.handles.append(module.register_forward_pre_hook(Hook(self._count_use)))
 
-    def _before_module(self, module, args):
-        self._ran.add(module)
-        for bucket in self._buckets_used[module]:
-            self.before_use(bucket)
+    def _count_use(self, module, args):
         if self.recording and not inside_backward():
             self._uses[module, torch.is_grad_enabled()] += 1
 
@@ -636,30 +714,65 @@ class EngineBase:
                 uses[parameter] += times
                 reentrant.update(() if recorded else (parameter,))
         for parameter in reentrant:
-            if parameter in self._bucket_of and uses[parameter] > 1:
-                self._bucket_of[parameter].fires_in_parts = True
+            if parameter.requires_grad and uses[parameter] > 1:
+                self.bucket_of[parameter].fires_in_parts = True
 
-    def _use_what_no_module_asks_for(self):
-        # A module that did not run in the last forward may have its weights read by another one, unannounced.
-        for module, used in self._buckets_used.items():
-            if module not in self._ran:
-                for bucket in used:
-                    self.before_use(bucket)
-        self._ran.clear()
+    def _check_parameters(self):
+        """Refuse parameters that are no longer what the engine made of them: they would not be trained, or wrongly."""
+        for bucket in self.buckets + self.frozen:
+            for name, parameter in bucket.members.items():
+                if storage_id(parameter) not in bucket.storages:
+                    raise InputError(
+                        f"{name!r} has left the engine's storage, by model.to() or flatten_parameters() for instance, "
+                        "and would not be trained; build the engine after that"
+                    )
+                if parameter.requires_grad != bucket.kind.trainable:
+                    was = "trainable" if bucket.kind.trainable else "frozen"
+                    raise InputError(f"{name!r} was {was} when the engine was built; build another one to change that")
+
+    def _before_optimizer(self, *_):
+        if not self._stepping:
+            raise RuntimeError("engine.optimizer.step() has no gradients to step by; write engine.step()")
 
     def _broadcast_buffers(self):
         """Give every rank the buffers of rank 0, as torch's DDP does before a forward."""
-        buffers = list(self._module.buffers())
+        buffers = [distinct(buffer) for buffer in self._module.buffers()] if self._broadcasts else []
         self._buffers_differ = self._buffers_differ or self._module.training
         if not buffers or not self._buffers_differ:
             return
-        packed = torch.cat([buffer.detach().reshape(-1).view(torch.uint8) for buffer in buffers])
+        packed = torch.cat([buffer.detach().contiguous().view(-1).view(torch.uint8) for buffer in buffers])
         self.comm.broadcast(packed, label="the buffers").wait()
         parts = packed.split([buffer.nbytes for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             # Through .data, past autograd's version count: a forward that waits for its backward does not read them.
             buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
         self._buffers_differ = self._module.training
+
+
+_number_of = weakref.WeakKeyDictionary()  # engine -> its number
+
+
+def _name(engine, comm):
+    """What a trace calls an engine beside others: "engine 2's ", the same on all ranks."""
+    number = 1 + max(_number_of.values(), default=0)
+    if not comm.simulated:
+        number = max(comm.gather_objects(number, "the engines' numbers"))  # not every rank has collected the last
+    _number_of[engine] = number
+    return f"engine {number}'s " if number > 1 else ""
+
+
+_engine_of = weakref.WeakValueDictionary()  # id of a parameter -> its engine, which holds the parameter
+
+
+def _refuse_other_optimizers(optimizer, *_):
+    if any(id(parameter) in _engine_of for group in optimizer.param_groups for parameter in group["params"]):
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} is over parameters that an engine trains, and finds no gradients there; "
+            "give its factory to the engine, and write engine.step()"
+        )
+
+
+register_optimizer_step_pre_hook(_refuse_other_optimizers)
 
 
 def host_value(tensor, default):
@@ -691,10 +804,10 @@ def _check_numbers(clip_norm, bucket_mb):
 
 
 def _check_elementwise(optimizer, device):
-    """Probe that the optimizer steps 64 elements as it steps their two halves.
+    """Probe that the optimizer steps 64 elements as it steps their two halves, one after the other, as engines do.
 
     Returns:
-        Bytes of state per element and per tensor.
+        Bytes of state per element and per tensor; what it is, as text.
     """
     if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
         raise InputError(
@@ -711,7 +824,8 @@ def _check_elementwise(optimizer, device):
             for gradient in gradients:
                 for part, piece in zip(parts, gradient.split(length), strict=True):
                     part.grad = piece.clone()
-                probe.step()
+                    probe.step()
+                    part.grad = None
         except Exception as error:
             raise InputError(_not_elementwise(f"it fails on a flat shard: {error}")) from error
         stepped[length] = torch.cat([part.detach() for part in parts])
@@ -719,7 +833,13 @@ def _check_elementwise(optimizer, device):
     if not host_value((stepped[64] == stepped[32]).all(), True):
         raise InputError(_not_elementwise(f"{type(probe).__name__} steps 64 elements otherwise than their two halves"))
     per_element = (state_bytes[64] - state_bytes[32]) // 32
-    return per_element, state_bytes[64] - 64 * per_element
+    return (per_element, state_bytes[64] - 64 * per_element), f"{type(probe).__name__}{_plain(probe.defaults)}"
+
+
+def _plain(options):
+    """Those of an optimizer's options that have the same text in every process that has the same options."""
+    plain = (bool, int, float, str, tuple, list, torch.Tensor, type(None))
+    return {name: value for name, value in options.items() if isinstance(value, plain) and name != "params"}
 
 
 def _not_elementwise(why):
@@ -749,8 +869,29 @@ def _check_groups(model, param_groups):
     return groups
 
 
+def _check_kept(model, keep_fp32):
+    """The names of the parameters that `keep_fp32` keeps in fp32."""
+    classes = tuple(kept for kept in keep_fp32 if isinstance(kept, type))
+    names, kept = [entry for entry in keep_fp32 if not isinstance(entry, type)], set()
+    for path, module in model.named_modules():
+        if isinstance(module, classes):
+            kept |= {f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for entry in names:
+        named = {name for name in parameters if f".{entry}." in f".{name}."}
+        if not named:
+            raise InputError(f"keep_fp32 names {entry!r}, and no parameter's name has that between its dots")
+        kept |= named
+    tensors = {parameters[name] for name in kept}
+    return {name for name, parameter in parameters.items() if parameter in tensors}  # under all names of tied ones
+
+
 def _check_model(model, comm, init, param_groups, dtype):
-    """Check this rank's model alone; return what all ranks must agree on, a line for each parameter."""
+    """Check this rank's model alone.
+
+    Returns:
+        What all ranks must agree on, for each parameter: (what it is, its fingerprint, how to mend a difference).
+    """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta and init is None:
             raise InputError(
@@ -761,6 +902,12 @@ def _check_model(model, comm, init, param_groups, dtype):
                 f"{name!r} is on {tensor.device}, the group works on {comm.device}; move the model there first"
             )
     for name, parameter in model.named_parameters():
+        if id(parameter) in _engine_of:
+            raise InputError(f"{name!r} has an engine already; delete that first, or build a model for each engine")
+        if not parameter.is_meta and parameter.untyped_storage().nbytes() < parameter.nbytes:
+            raise InputError(
+                f"{name!r} has no values of its own, as if a stage-3 engine was deleted; build the model anew"
+            )
         if parameter.requires_grad and parameter.dtype not in DTYPES.values():
             raise InputError(f"{name!r} is {parameter.dtype}; build the model in float32")
     built = {parameter.dtype for parameter in model.parameters()}
@@ -771,31 +918,40 @@ def _check_model(model, comm, init, param_groups, dtype):
         if getattr(module, "sparse", False):
             raise InputError(f"{name!r} makes sparse gradients, which have no place in a bucket; set sparse=False")
     group_of = {parameter: index for index, group in enumerate(param_groups) for parameter in group["params"]}
+    how = "build the same model with the same seed on every rank"
     return [
-        (name, group_of.get(parameter), *([] if comm.simulated else _fingerprint(parameter)))
+        (f"parameter {name!r}", (group_of.get(parameter), *([] if comm.simulated else _fingerprint(parameter))), how)
         for name, parameter in model.named_parameters()
     ]
 
 
-def _check_agreement(found, comm):
-    """Raise what any rank found wrong on every rank, so that none waits for one that has left."""
-    everyone = [found] if comm.simulated else comm.gather_objects(found, "the check of the model")
+def _check_agreement(found, comm, label="the check of the model"):
+    """Raise what any rank found wrong on every rank, so that none waits for one that has left.
+
+    Args:
+        found: an InputError; or a list of (what it is, a value that ranks must have in common, how to mend it).
+    """
+    everyone = [found] if comm.simulated else comm.gather_objects(found, label)
     for theirs in everyone:
         if isinstance(theirs, InputError):
             raise theirs
     for rank, theirs in enumerate(everyone):
         pairs = itertools.zip_longest(found, theirs, fillvalue=None)
-        first = next((mine or other for mine, other in pairs if mine != other), None)
+        first = next(((mine, other) for mine, other in pairs if mine != other), None)
         if first is not None:
-            raise InputError(
-                f"parameter {first[0]!r} differs between rank {rank} and rank {comm.rank}; build the same model with "
-                "the same seed on every rank"
-            )
+            what, _, how = first[0] or first[1]
+            values = [line[1] for line in first if line is not None and isinstance(line[1], str)]
+            shown = f" ({' and '.join(values)})" if values else ""
+            raise InputError(f"{what} differs between rank {comm.rank} and rank {rank}{shown}; {how}")
 
 
 def _fingerprint(parameter):
     what = (tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
     if parameter.is_meta:
         return what
-    values = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return (*what, zlib.crc32(values.numpy().tobytes()))
+    return (*what, _checksum(parameter))
+
+
+def _checksum(tensor):
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(values.numpy().tobytes())

@@ -92,21 +92,20 @@ class Run:
                 yield Segment(slot.name, start - slot.offset, stop - slot.offset, start - shard.start)
 
 
-def kinds(named_parameters, param_groups, dtype):
+def kinds(named_parameters, param_groups, dtype_of):
     """Sort (name, parameter) pairs by what may lie in one run: {Kind: [(name, parameter), ...]}, order kept.
 
-    Parameters built in fp32 are kept in `dtype`, others in their own.
+    `dtype_of(name, parameter)` says in which dtype a parameter is kept.
     """
     group_of = {parameter: index for index, group in enumerate(param_groups) for parameter in group["params"]}
     sorted_by_kind = {}
     for name, parameter in named_parameters:
-        kept = dtype if parameter.dtype == torch.float32 else parameter.dtype
-        kind = Kind(kept, group_of.get(parameter, 0), parameter.requires_grad)
+        kind = Kind(dtype_of(name, parameter), group_of.get(parameter, 0), parameter.requires_grad)
         sorted_by_kind.setdefault(kind, []).append((name, parameter))
     return sorted_by_kind
 
 
-def buckets(named_parameters, param_groups, dtype, bucket_bytes, world_size, make=Run):
+def buckets(named_parameters, param_groups, dtype_of, bucket_bytes, world_size, make=Run):
     """Cut parameters, last registered first, into runs of about `bucket_bytes`.
 
     Backward produces gradients in roughly that order, so the first bucket is full early. A parameter is never
@@ -116,7 +115,7 @@ def buckets(named_parameters, param_groups, dtype, bucket_bytes, world_size, mak
     last_registered_first = list(reversed(list(named_parameters)))
     position = {name: index for index, (name, _) in enumerate(last_registered_first)}
     packed = []
-    for kind, members in kinds(last_registered_first, param_groups, dtype).items():
+    for kind, members in kinds(last_registered_first, param_groups, dtype_of).items():
         size = None
         for name, parameter in members:
             nbytes = parameter.numel() * max(kind.dtype.itemsize, 4)
@@ -130,3 +129,11 @@ def buckets(named_parameters, param_groups, dtype, bucket_bytes, world_size, mak
     for number, run in enumerate(runs):
         run.name = f"bucket {number}"
     return runs
+
+
+def distinct(tensor):
+    """The part of an expanded tensor that holds each of its elements once, as a view; of others the tensor itself."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor

@@ -6,13 +6,15 @@ This file finds out *that* a unit is about to run, forward or backward; what hap
 
 import copy
 import dataclasses
-import itertools
+import weakref
 from collections import Counter
 
 import torch
 from torch import nn
 
 from common import layout
+from common.hooks import Guard, Hook
+from common.measure.memory import storage_id
 
 # A module whose parameters are this part of the largest unit's, or less, is gathered with the root: a message of its
 # own costs more than to hold it.
@@ -47,59 +49,65 @@ class Unit:
             bucket.name = (name or "the root") + (f"/{number}" if number else "")
 
     @property
+    def whole(self):
+        """Its parameters can be read."""
+        return self.gathered and all(bucket.gathering is None for bucket in self.buckets)
+
+    @property
     def trainable(self):
         """Its buckets that get gradients."""
         return [bucket for bucket in self.buckets if bucket.kind.trainable]
 
 
-def make_units(model, param_groups, dtype, world_size, make):
+def make_units(model, param_groups, dtype_of, world_size, make):
     """Cut a model into units, in the order of their first parameter.
 
     An element of an outermost ModuleList or Sequential is one unit with all that is in it; never a part of it, an
     expert, say, whose ranks may disagree on calling it. An element that is itself a list never runs, so its elements
     are taken instead. Every other module with parameters of its own is a unit, but for small ones, which the root
-    takes: a norm, say. A parameter that several modules use belongs to their lowest common ancestor.
+    takes: a norm, say. A parameter that several modules use, or that one uses which stands in several places, belongs
+    to the innermost module that holds all of those.
     """
-    homes = _homes(model)
+    homes, paths = _homes(model), {module: path for path, module in model.named_modules()}
     sizes = Counter()
     for parameter, home in homes.items():
         sizes[home] += parameter.numel()
     largest = max(sizes.values(), default=0)
     for parameter, home in homes.items():
-        if sizes[home] <= SMALL * largest and not _in_list(model, home):
-            homes[parameter] = ""
-    members = {}  # path of the unit's module -> [(name, parameter)]
+        if sizes[home] <= SMALL * largest and not _in_list(model, paths[home]):
+            homes[parameter] = model
+    members = {}  # module -> [(name, parameter)]
     for name, parameter in model.named_parameters():
         members.setdefault(homes[parameter], []).append((name, parameter))
     units = []
-    for path, named in members.items():
-        runs = [make(same, kind, world_size) for kind, same in layout.kinds(named, param_groups, dtype).items()]
-        units.append(Unit(path, model.get_submodule(path), runs))
+    for module, named in members.items():
+        runs = [make(same, kind, world_size) for kind, same in layout.kinds(named, param_groups, dtype_of).items()]
+        units.append(Unit(paths[module], module, runs))
     return units
 
 
 def _homes(model):
-    """For each parameter the path of the module it is gathered with."""
-    homes, first_path = {}, {}  # a module that stands in several places goes by its first path
+    """For each parameter the module it is gathered with: the innermost that runs and lies on every road to it."""
+    common = {}  # parameter -> the modules that all roads to it have in common, from the model inwards
     for path, module in model.named_modules(remove_duplicate=False):
-        home = _outermost_element(model, path)
-        home = first_path.setdefault(model.get_submodule(home), home)
+        road = _road(model, path)
         for parameter in module.parameters(recurse=False):
-            homes[parameter] = _common_ancestor(homes.get(parameter, home), home)
-    return {parameter: _nearest_that_runs(model, path) for parameter, path in homes.items()}
+            common[parameter] = [stop for stop in common.get(parameter, road) if stop in road]
+    return {
+        parameter: [stop for stop in stops if stop is model or _runs(stop)][-1] for parameter, stops in common.items()
+    }
 
 
-def _outermost_element(model, path):
-    """The path of the outermost list element that `path` lies in, or `path` itself."""
-    parts = path.split(".") if path else []
-    in_list = False
-    for depth in range(len(parts) + 1):
-        outer = ".".join(parts[:depth])
-        module = model.get_submodule(outer)
+def _road(model, path):
+    """The modules from the model to that at `path`, or to the outermost list element on the way there."""
+    road, in_list = [], False
+    for name in ["", *path.split(".")] if path else [""]:
+        module = road[-1].get_submodule(name) if road else model
+        road.append(module)
         if (in_list and _runs(module)) or isinstance(module, READ_THEIR_CHILDREN):
-            return outer
+            break
         in_list = in_list or isinstance(module, LISTS)
-    return path
+    return road
 
 
 def _in_list(model, path):
@@ -107,20 +115,6 @@ def _in_list(model, path):
     parts = path.split(".")
     around = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts)))
     return any(isinstance(module, LISTS) for module in around)
-
-
-def _common_ancestor(one, other):
-    if one == other:
-        return one
-    pairs = zip(one.split("."), other.split("."), strict=False)
-    return ".".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _nearest_that_runs(model, path):
-    """Where `path` never runs, the module that holds it."""
-    while path and not _runs(model.get_submodule(path)):
-        path = path.rpartition(".")[0]
-    return path
 
 
 def _runs(module):
@@ -154,41 +148,109 @@ class Order:
 
 
 def watch(engine, units):
-    """Call the engine's phases as the units' modules run, forward and backward."""
-    for unit in units:
-        _watch_forward(engine, unit)
+    """Call the engine's phases as the units' modules run, forward and backward. Look after who reads their weights.
+
+    Returns:
+        What the hooks call: a `_Watch` for each unit, and a `_Reader` for each module and unit that it has weights of.
+        They work as long as the engine keeps those.
+    """
+    unit_of = {parameter: unit for unit in units for bucket in unit.buckets for parameter in bucket.members.values()}
+    readers = []
+    for path, module in engine._module.named_modules():
+        own = dict.fromkeys(unit_of[parameter] for parameter in module.parameters(recurse=False))
+        readers += [_Reader(engine, unit, path, module) for unit in own]
+    return [_Watch(engine, unit) for unit in units], readers
 
 
-def _watch_forward(engine, unit):
-    def before(module, args):
+class _Watch:
+    """Finds out when a unit runs: the hooks of its module."""
+
+    def __init__(self, engine, unit):
+        self.engine, self.unit = weakref.proxy(engine), unit
+        self.first = unit.module.register_forward_pre_hook(Hook(self.before), prepend=True)
+        self.last = unit.module.register_forward_hook(Hook(self.after))
+        engine.handles += [self.first, self.last]
+
+    def surround(self):
+        """Be the first and the last of the module's hooks: others, added since, may read the weights.
+
+        torch has a public way to be the first when a hook is registered, and none to stay it.
+        """
+        self.unit.module._forward_pre_hooks.move_to_end(self.first.id, last=False)
+        self.unit.module._forward_hooks.move_to_end(self.last.id)
+
+    def before(self, module, args):
         # In backward, checkpoints run forwards again and stop them half way: there only the gathering matters.
         if inside_backward():
-            engine.before_recomputation(unit)
+            self.engine.before_recomputation(self.unit)
             return
-        unit.depth += 1
-        if unit.depth == 1:
-            engine.before_forward(unit)
+        self.unit.depth += 1
+        if self.unit.depth == 1:
+            self.engine.before_forward(self.unit)
 
-    def after(module, args, output):
-        output = _copy_weights(unit, output)
+    def after(self, module, args, output):
+        unit, output = self.unit, _copy_weights(self.unit, output)
         tensors = _tensors_in(output)
         if not inside_backward():
             unit.depth -= 1
             if unit.depth > 0:  # a module called itself: the outermost call counts
                 return output
-            engine.after_forward(unit, traced=bool(tensors))
+            self.engine.after_forward(unit, traced=bool(tensors))
         if torch.is_grad_enabled():
-            unit.reached = any(tensor.requires_grad for tensor in tensors)
-            _watch_backward(engine, unit, tensors)
+            unit.reached = _watch_backward(self.engine, unit, tensors)
         return output
 
-    unit.module.register_forward_pre_hook(before, prepend=True)  # other hooks may read the weights
-    unit.module.register_forward_hook(after)
+
+class _Reader:
+    """Looks after a module that reads weights of a unit at times when the unit does not run.
+
+    The module may run alone, inside generate() for instance: then the unit is held as long as it does. Its state_dict
+    may be asked for, or a copy of it: then the unit must be whole already.
+    """
+
+    def __init__(self, engine, unit, path, module):
+        self.engine, self.unit, self.path = weakref.proxy(engine), unit, path
+        self.alone = 0  # its runs now, since the unit is held for them
+        guard = Guard(self.before_state_dict)
+        engine.handles.append(module.register_state_dict_pre_hook(guard))
+        if module is not unit.module:
+            engine.handles.append(module.register_forward_pre_hook(Hook(self.before), prepend=True))
+            engine.handles.append(module.register_forward_hook(Hook(self.after), always_call=True))
+
+    def before(self, module, args):
+        if self.alone:  # it calls itself
+            self.alone += 1
+        elif not (self.unit.depth or self.unit.pins or (inside_backward() and self.unit.whole)):
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"{self.path!r} runs outside the forward of {self.unit.name or 'the model'!r}, to which its "
+                    "parameters belong, and backward would miss them: call that module, use torch.no_grad(), or hold "
+                    "it by engine.gathered() until backward ends"
+                )
+            self.engine.hold(self.unit)
+            self.alone = 1
+
+    def after(self, module, args, output):
+        if self.alone:
+            self.alone -= 1
+            if self.alone == 0:
+                self.engine.release(self.unit)
+
+    def before_state_dict(self, *_):
+        if not (self.unit.whole or self.engine.naming):
+            raise RuntimeError(
+                f"the parameters of {self.path or 'the model'!r} are sharded: read engine.full_state_dict(), or the "
+                "module within engine.gathered()"
+            )
 
 
 def _watch_backward(engine, unit, tensors):
-    """Have `before_backward` called when a gradient reaches one of the tensors that a forward returned."""
-    met = False
+    """Have `before_backward` called when a gradient reaches one of the tensors that a forward returned.
+
+    Returns:
+        Whether there is one that a gradient can reach.
+    """
+    met = reached = False
 
     def before_backward(gradient):
         nonlocal met
@@ -203,19 +265,36 @@ def _watch_backward(engine, unit, tensors):
             maker = made.grad_fn.metadata.setdefault("unit", unit)
             if unit in maker.inside:
                 made.register_hook(before_backward)
+                reached = True
+    return reached
 
 
 def _copy_weights(unit, output):
     """`output`, with copies for the unit's own weights: those are freed while the caller may still read them."""
-    own = {bucket.full.untyped_storage()._cdata for bucket in unit.buckets}
+    own = {storage_id(bucket.full) for bucket in unit.buckets}
 
     def copied(tensor):
-        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in own:  # sparse ones have no storage
+        if tensor.layout is torch.strided and storage_id(tensor) in own:  # sparse ones have no storage
             return tensor.clone()
         return tensor
 
-    returns_weights = any(copied(tensor) is not tensor for tensor in _tensors_in(output))
-    return map_tensors(copied, output) if returns_weights else output
+    return map_tensors(copied, output)
+
+
+def nothing(bucket):
+    """What parameters are while their unit is freed: NaN, or zeros in integers, which read as the parameter's shape.
+
+    One number stands for all elements, so that nothing can be written to it. A parameter of one element, where that
+    could be done, has a number of its own.
+
+    Returns:
+        The numbers, 1-D, the common one first; and for each parameter its view of one of them, {name: tensor}.
+    """
+    single = [name for name, slot in bucket.slots.items() if slot.numel == 1]
+    value = float("nan") if bucket.kind.dtype.is_floating_point else 0
+    numbers = bucket.parameters.new_full((1 + len(single),), value)
+    place = {name: index for index, name in enumerate(single, start=1)}
+    return numbers, {name: numbers[place.get(name, 0)].expand(slot.shape) for name, slot in bucket.slots.items()}
 
 
 def _tensors_in(value):
@@ -230,25 +309,36 @@ def _tensors_in(value):
 
 
 def map_tensors(function, value):
-    """Apply `function` to every tensor in nested tuples, lists, dicts and dataclasses; return the same structure."""
+    """Apply `function` to every tensor in nested tuples, lists, dicts and dataclasses; return the same structure.
+
+    What holds no tensor that the function changes is returned itself, not a copy: others may hold it too.
+    """
     if torch.is_tensor(value):
         return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple
-        return type(value)(*(map_tensors(function, item) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(function, item) for item in value)
-    if isinstance(value, dict):
-        mapped = copy.copy(value)
-        for key, item in value.items():
-            mapped[key] = map_tensors(function, item)
-        return mapped
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        mapped = copy.copy(value)
-        for field in dataclasses.fields(value):
-            # Past __setattr__, which a frozen dataclass refuses.
-            object.__setattr__(mapped, field.name, map_tensors(function, getattr(value, field.name)))
-        return mapped
-    return value
+        items = dict(enumerate(value))
+    elif isinstance(value, dict):
+        items = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    else:
+        return value
+    changed = {key: new for key, item in items.items() if (new := map_tensors(function, item)) is not item}
+    return _copy_with(value, changed) if changed else value
+
+
+def _copy_with(value, changed):
+    """A copy of a tuple, list, dict or dataclass, with some of its items changed: {index, key or field: item}."""
+    if isinstance(value, (list, tuple)):
+        items = [changed.get(index, item) for index, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # with _fields a namedtuple
+    copied = copy.copy(value)
+    for key, item in changed.items():
+        if isinstance(value, dict):
+            copied[key] = item
+        else:
+            object.__setattr__(copied, key, item)  # past __setattr__, which a frozen dataclass refuses
+    return copied
 
 
 def inside_backward():

@@ -15,8 +15,6 @@ Sources: Li et al., "PyTorch Distributed", arXiv 2006.15704, sec. 3.2, for bucke
 arXiv 1910.02054, sec. 3.1, for the memory: Ψ parameters + Ψ gradients + optimizer states.
 """
 
-from functools import partial
-
 from common import layout
 from common.engine_base import Bucket, EngineBase, Owned
 
@@ -36,13 +34,14 @@ class Engine(EngineBase):
     def partition(self):
         """Before training: cut the parameters into buckets, and make each a view of its place in a bucket."""
         named = list(self._module.named_parameters())
-        for bucket in layout.buckets(named, self.param_groups, self.dtype, self.bucket_bytes, self.world_size, Bucket):
+        for bucket in layout.buckets(
+            named, self.param_groups, self.dtype_of, self.bucket_bytes, self.world_size, Bucket
+        ):
             self.allocate(bucket)
             for name, parameter in bucket.members.items():
                 parameter.data = bucket.view(bucket.parameters, name)
                 if parameter.requires_grad:
-                    # Called when autograd has added up all uses of the parameter in this backward.
-                    parameter.register_post_accumulate_grad_hook(partial(self.gradient_ready, bucket, name))
+                    self.watch_gradient(bucket, name, parameter)
             bucket.local = bucket.gradients  # gradients are packed where they are kept
             (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
 
@@ -61,7 +60,7 @@ class Engine(EngineBase):
             bucket.arrive()
         bucket.pack(name, gradient)
         self.comm.lane.follow()  # on CUDA: the collective waits for this stream's gradients
-        while self.syncing and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
+        while self.reducing and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
             self.reduce(self.buckets[self.next_bucket])
             self.next_bucket += 1
 

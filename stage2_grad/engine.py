@@ -11,14 +11,13 @@ Phases of a step, over N ranks and Ψ parameters:
     3. finish_backward   backward       send what is not full, wait for all means
     4. update            step           every rank steps its shard, Ψ/N parameters
     5. gather            step           all-gather of the new parameters               (N-1)/N Ψ sent
-    6. before_use        next forward   a module waits for the parameters it reads
+    6. synchronize       step           wait for all parameters
 
 Source: ZeRO, arXiv 1910.02054, sec. 5.2 and 7.2.1. Model states with Adam: (4 + 12/N) Ψ bytes
 in fp32, (2 + 14/N) Ψ in 16-bit.
 """
 
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
@@ -41,13 +40,14 @@ class Engine(EngineBase):
     def partition(self):
         """Before training: cut the parameters into buckets, and make each a view of its place in a bucket."""
         named = list(self._module.named_parameters())
-        for bucket in layout.buckets(named, self.param_groups, self.dtype, self.bucket_bytes, self.world_size, Bucket):
+        for bucket in layout.buckets(
+            named, self.param_groups, self.dtype_of, self.bucket_bytes, self.world_size, Bucket
+        ):
             self.allocate(bucket)
             for name, parameter in bucket.members.items():
                 parameter.data = bucket.view(bucket.parameters, name)
                 if parameter.requires_grad:
-                    # Called when autograd has added up all uses of the parameter in this backward.
-                    parameter.register_post_accumulate_grad_hook(partial(self.gradient_ready, bucket, name))
+                    self.watch_gradient(bucket, name, parameter)
             (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
 
     def begin_backward(self):
@@ -67,7 +67,7 @@ class Engine(EngineBase):
         self.take_room(bucket)
         bucket.pack(name, gradient)
         self.comm.lane.follow()  # on CUDA: the collective waits for this stream's gradients
-        while self.syncing and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
+        while self.reducing and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
             self.reduce(self.buckets[self.next_bucket])
             self.next_bucket += 1
 
@@ -102,23 +102,20 @@ class Engine(EngineBase):
         yield
 
     def update(self):
-        """Phase 4. Each rank steps its own shards, in forward order, and sends each on its way at once."""
-        for bucket in reversed(self.buckets):
+        """Phase 4. Each rank steps its own shards, and sends each on its way while it steps the next."""
+        for bucket in self.buckets:
             self.step_shard(bucket)
             self.gather(bucket)
+        self.synchronize()
 
     def gather(self, bucket):
-        """Phase 5. Collect all shards of a bucket's parameters in place, beside what follows."""
+        """Phase 5. Collect all shards of a bucket's parameters in place, beside the steps of the buckets after it."""
         shard = bucket.parameters[bucket.shard(self.rank)]
         bucket.gathering = self.comm.all_gather(shard, bucket.parameters, bucket.name)
 
-    def before_use(self, bucket):
-        """Phase 6. A module is about to read its parameters: wait for the all-gather of their bucket."""
-        if bucket.gathering is not None:
-            bucket.gathering.wait()
-            bucket.gathering = None
-
     def synchronize(self):
-        """Wait for all parameters: for anyone who reads the model between step and the next forward."""
+        """Phase 6. Wait for all parameters. Whoever reads or writes them after the step has the new ones in hand."""
         for bucket in self.buckets:
-            self.before_use(bucket)
+            if bucket.gathering is not None:
+                bucket.gathering.wait()
+                bucket.gathering = None

@@ -23,7 +23,6 @@ fp32 as in 16-bit.
 """
 
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
@@ -57,7 +56,7 @@ class Engine(EngineBase):
 
     def partition(self):
         """Before training: cut the parameters into units and each unit into shards, of which this rank keeps one."""
-        self.units = units.make_units(self._module, self.param_groups, self.dtype, self.world_size, Bucket)
+        self.units = units.make_units(self._module, self.param_groups, self.dtype_of, self.world_size, Bucket)
         for unit in self.units:
             for bucket in unit.buckets:
                 self.allocate(bucket)
@@ -65,18 +64,16 @@ class Engine(EngineBase):
                 bucket.full = bucket.parameters.new_empty(bucket.padded_numel)
                 # What a parameter is while its unit is gathered, and while it is not.
                 bucket.views = bucket.cut(bucket.full)
-                nan = bucket.parameters.new_full((), float("nan") if bucket.kind.dtype.is_floating_point else 0)
-                bucket.nothing = {name: nan.expand(view.shape) for name, view in bucket.views.items()}
+                bucket.nan, bucket.nothing = units.nothing(bucket)
                 for name, parameter in bucket.members.items():
                     if parameter.requires_grad:
-                        # Called when autograd has added up all uses of the parameter in this backward.
-                        parameter.register_post_accumulate_grad_hook(partial(self.gradient_ready, bucket, name))
+                        self.watch_gradient(bucket, name, parameter)
                 (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
             unit.gathered = True
             self.free(unit)
         self.forward_order, self.backward_order = units.Order(), units.Order()
         self.ended = []  # the units whose forward ended since another one began
-        units.watch(self, self.units)
+        self.watches, self.readers = units.watch(self, self.units)
 
     # ---- parameters come and go -------------------------------------------------------------------------------
 
@@ -122,6 +119,7 @@ class Engine(EngineBase):
             bucket.full.untyped_storage().resize_(0)
             for name, parameter in bucket.members.items():
                 parameter.data = bucket.nothing[name]
+            bucket.nan[1:] = bucket.nan[0]  # where something may have been written
 
     # ---- forward ----------------------------------------------------------------------------------------------
 
@@ -132,6 +130,8 @@ class Engine(EngineBase):
         for unit in self.units:
             unit.depth = 0
             self.free(unit)
+        for watch in self.watches:
+            watch.surround()
 
     def before_forward(self, unit):
         """Phase 1. A unit is about to run; those that ended before it are done."""
@@ -279,11 +279,19 @@ class Engine(EngineBase):
         wanted = {parameter for module in modules or [self._module] for parameter in module.parameters()}
         held = [unit for unit in self.units if any(wanted & set(b.members.values()) for b in unit.buckets)]
         for unit in held:
-            unit.pins += 1
-            self.use(unit, units.Order())
+            self.hold(unit)
         try:
             yield
         finally:
             for unit in held:
-                unit.pins -= 1
-                self.free(unit)
+                self.release(unit)
+
+    def hold(self, unit):
+        """Gather a unit and keep it, until as many calls of `release`."""
+        unit.pins += 1
+        self.use(unit, units.Order())
+
+    def release(self, unit):
+        """Let go of a unit that was held."""
+        unit.pins -= 1
+        self.free(unit)

@@ -472,7 +472,7 @@ def parameters_are_gathered_before_the_step(engine):
     def update(original, self):
         for bucket in reversed(self.buckets):
             self.gather(bucket)
-            self.before_use(bucket)
+            self.synchronize()
             self.step_shard(bucket)
 
     return replaced(engine, "update", update)

@@ -32,7 +32,7 @@ def make(members):
         named.append((f"p{index}", parameter))
         if trainable:
             groups[group]["params"].append(parameter)
-    return named, groups, torch.float32  # others in their own dtype
+    return named, groups, lambda name, parameter: parameter.dtype
 
 
 def of_sizes(*sizes):
@@ -46,9 +46,9 @@ def names(runs):
 @settings(deadline=None)  # a busy machine is no failure
 @given(MEMBERS, BUCKET_BYTES, WORLD_SIZES)
 def test_every_element_lies_in_exactly_one_shard(members, bucket_bytes, world_size):
-    named, groups, dtype = make(members)
+    named, groups, dtype_of = make(members)
     found = {name: torch.zeros(parameter.numel(), dtype=torch.int) for name, parameter in named}
-    for run in buckets(named, groups, dtype, bucket_bytes, world_size):
+    for run in buckets(named, groups, dtype_of, bucket_bytes, world_size):
         for rank in range(world_size):
             for segment in run.segments(rank):
                 found[segment.name][segment.start : segment.stop] += 1
@@ -74,9 +74,9 @@ def test_shards_are_equal_aligned_cover_the_run_and_waste_less_than_one_step(mem
 @settings(deadline=None)
 @given(MEMBERS, BUCKET_BYTES, WORLD_SIZES)
 def test_every_parameter_has_one_place_and_kinds_are_never_mixed(members, bucket_bytes, world_size):
-    named, groups, dtype = make(members)
+    named, groups, dtype_of = make(members)
     of_name = dict(named)
-    runs = buckets(named, groups, dtype, bucket_bytes, world_size)
+    runs = buckets(named, groups, dtype_of, bucket_bytes, world_size)
     assert sorted(name for run in runs for name in run.slots) == sorted(of_name)
     for run in runs:
         for name, slot in run.slots.items():
@@ -91,9 +91,9 @@ def test_every_parameter_has_one_place_and_kinds_are_never_mixed(members, bucket
 @settings(deadline=None)
 @given(MEMBERS, BUCKET_BYTES, WORLD_SIZES)
 def test_a_bucket_is_as_full_as_its_size_allows_and_no_fuller(members, bucket_bytes, world_size):
-    named, groups, dtype = make(members)
+    named, groups, dtype_of = make(members)
     size = {name: parameter.numel() * max(parameter.itemsize, 4) for name, parameter in named}  # as fp32
-    runs = buckets(named, groups, dtype, bucket_bytes, world_size)
+    runs = buckets(named, groups, dtype_of, bucket_bytes, world_size)
     following = {}  # kind -> the bucket after this one that holds the same
     for run in reversed(runs):
         filled = sum(size[name] for name in run.slots)
@@ -106,8 +106,8 @@ def test_a_bucket_is_as_full_as_its_size_allows_and_no_fuller(members, bucket_by
 @settings(deadline=None)
 @given(MEMBERS, BUCKET_BYTES, WORLD_SIZES)
 def test_buckets_come_in_the_order_in_which_backward_fills_them(members, bucket_bytes, world_size):
-    named, groups, dtype = make(members)
-    runs = buckets(named, groups, dtype, bucket_bytes, world_size)
+    named, groups, dtype_of = make(members)
+    runs = buckets(named, groups, dtype_of, bucket_bytes, world_size)
     missing, filled = [set(run.slots) for run in runs], []
     for name, _ in reversed(named):
         for index, members_left in enumerate(missing):
@@ -121,8 +121,8 @@ def test_buckets_come_in_the_order_in_which_backward_fills_them(members, bucket_
 @settings(deadline=None)
 @given(MEMBERS, WORLD_SIZES)
 def test_views_are_the_parameters_end_to_end(members, world_size):
-    named, groups, dtype = make(members)
-    for kind, same in kinds(named, groups, dtype).items():
+    named, groups, dtype_of = make(members)
+    for kind, same in kinds(named, groups, dtype_of).items():
         run = Run(same, kind, world_size)
         flat = torch.arange(run.padded_numel)
         assert list(run.cut(flat)) == [name for name, _ in same]
@@ -190,7 +190,8 @@ def test_a_kind_that_begins_early_and_fills_late_comes_late():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_fp32_parameters_are_kept_in_the_precision_and_others_in_their_own(dtype):
-    named, groups, _ = make([((8,), built, 0, True) for built in (torch.float32, torch.bfloat16)])
-    kept = {name: run.kind.dtype for run in buckets(named, groups, dtype, 1000, 2) for name in run.slots}
-    assert kept == {"p0": dtype, "p1": torch.bfloat16}
+def test_a_parameter_lies_in_a_run_of_the_dtype_that_it_is_to_be_kept_in(dtype):
+    named, groups, _ = of_sizes(8, 8)
+    wanted = {"p0": dtype, "p1": torch.bfloat16}
+    runs = buckets(named, groups, lambda name, parameter: wanted[name], 1000, 2)
+    assert {name: run.kind.dtype for run in runs for name in run.slots} == wanted

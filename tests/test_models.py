@@ -9,7 +9,6 @@ from common.models import SIZES, build, initial_values, loss, materialize
 from common.models.gpt import GPTConfig
 from common.models.llama import rotate
 from common.models.moe import MixtureOfExperts
-from common.models.resnet import BatchNorm
 
 SMALL = ["mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny", "lora-tiny"]
 
@@ -129,21 +128,14 @@ def test_every_model_runs_in_16_bits_with_fp32_buffers(name, dtype):
     model = real_model(name)
     inputs, targets = model.inputs_and_targets(random_windows(model))
     expected = loss(model(inputs), targets)
-    for parameter in model.parameters():
+    kept = {p for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d) for p in module.parameters()}
+    for parameter in set(model.parameters()) - kept:
         parameter.data = parameter.data.to(dtype)
     outputs = model(inputs.to(dtype) if inputs.is_floating_point() else inputs)
     assert outputs.dtype == dtype
     value = loss(outputs, targets)
     value.backward()
     torch.testing.assert_close(value, expected, rtol=0.05, atol=0)
-
-
-def test_resnets_batch_norm_equals_torchs_in_fp32():
-    ours, torchs = BatchNorm(3), torch.nn.BatchNorm2d(3)
-    images = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
-    for training in (True, False):
-        assert torch.equal(ours.train(training)(images), torchs.train(training)(images))
-        assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), torchs.buffers(), strict=True))
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "moe-tiny"])

@@ -262,8 +262,8 @@ def test_a_rank_that_skips_a_step_is_found(part, stage):
 def test_ranks_that_take_another_unit_of_equal_size_do_not_pair_up(part):
     failure, printed = part(ranks_that_part.train)
     sentence = (
-        "rank 0 waits in all_gather of experts.0 (forward, #4, 512 bytes); "
-        "rank 1 waits in all_gather of experts.1 (forward, #4, 512 bytes)"
+        "rank 0 waits in all_gather of experts.0 (forward, #8, 512 bytes); "
+        "rank 1 waits in all_gather of experts.1 (forward, #8, 512 bytes)"
     )
     assert failure.rstrip().endswith(f"RanksParted: {sentence}")
     for rank, text in enumerate(printed):

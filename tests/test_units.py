@@ -309,21 +309,25 @@ CUTS = {  # name -> (factory of a model, {unit: its parameters})
 }
 
 
+def own_dtype(name, parameter):
+    return parameter.dtype
+
+
 @pytest.mark.parametrize("name", CUTS)
 def test_a_model_is_cut_into_units(name):
     make, expected = CUTS[name]
-    cut = make_units(make(), [], torch.float32, 1, Run)
+    cut = make_units(make(), [], own_dtype, 1, Run)
     assert {unit.name: [slot for run in unit.buckets for slot in run.slots] for unit in cut} == expected
 
 
 def test_an_expert_inside_a_block_is_no_unit():
-    assert [unit.name for unit in make_units(mixture(), [], torch.float32, 1, Run)] == ["first", "second"]
+    assert [unit.name for unit in make_units(mixture(), [], own_dtype, 1, Run)] == ["first", "second"]
 
 
 def test_a_unit_has_one_run_for_each_kind_of_parameter():
     model = nn.Sequential(Holding(a=LINEAR(), b=LINEAR(), c=LINEAR(), d=LINEAR().double()))
     a, b, c, d = model.parameters()
     c.requires_grad_(False)
-    (unit,) = make_units(model, [{"params": [a]}, {"params": [b, d]}], torch.float32, 1, Run)
+    (unit,) = make_units(model, [{"params": [a]}, {"params": [b, d]}], own_dtype, 1, Run)
     assert [list(run.slots) for run in unit.buckets] == [["0.a.weight"], ["0.b.weight"], ["0.c.weight"], ["0.d.weight"]]
     assert [run.kind.trainable for run in unit.buckets] == [True, True, False, True]

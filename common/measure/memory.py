@@ -30,7 +30,7 @@ CLASSES = (
 
 def storage_bytes(tensors):
     """Bytes of the distinct storages under `tensors`; None among them counts nothing."""
-    storages = {_identity(tensor): tensor.untyped_storage() for tensor in tensors if tensor is not None}
+    storages = {storage_id(tensor): tensor.untyped_storage() for tensor in tensors if tensor is not None}
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -47,7 +47,8 @@ def high_water(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _identity(tensor):
+def storage_id(tensor):
+    """What tensors share that share their storage. torch has no public name for it."""
     # The address of the storage object, not of its data: under fake tensors every data pointer is 0.
     return tensor.untyped_storage()._cdata
 
@@ -89,7 +90,7 @@ class Timeline(TorchDispatchMode):
         seen, now = set(), dict.fromkeys(CLASSES, 0)
         for name, tensors in self.engine.live().items():  # a storage counts in the first class that names it
             for tensor in tensors:
-                key = _identity(tensor)
+                key = storage_id(tensor)
                 if key not in seen:
                     seen.add(key)
                     now[name] += tensor.untyped_storage().nbytes()

@@ -5,8 +5,13 @@ Between blocks one tensor stays, instead of everything inside them; a second for
 Source: Chen et al., arXiv 1604.06174, sec. 4.1.
 """
 
+from functools import partial
+
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from common.units import inside_backward
 
 # torch has two: the first rebuilds what autograd asks for, the second runs a backward of its own inside backward.
 KINDS = ("non-reentrant", "reentrant")
@@ -33,5 +38,20 @@ def run_blocks(blocks, x, kind):
         if kind is None:
             x = block(x)
         else:
-            x = checkpoint(block, x, use_reentrant=kind == "reentrant", preserve_rng_state=False)
+            once = partial(_run_once, block)
+            x = checkpoint(once, x, use_reentrant=kind == "reentrant", preserve_rng_state=False)
     return x
+
+
+def _run_once(block, x):
+    """block(x); when it is computed again in backward, batch norms do not count the batch a second time."""
+    if not inside_backward():
+        return block(x)
+    norms = [m for m in block.modules() if isinstance(m, nn.BatchNorm2d) and m.track_running_stats]
+    for norm in norms:
+        norm.track_running_stats = False  # in training it changes nothing else
+    try:
+        return block(x)
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True

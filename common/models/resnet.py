@@ -4,24 +4,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.models.recompute import run_blocks
-from common.units import inside_backward
-
-
-class BatchNorm(nn.BatchNorm2d):
-    """nn.BatchNorm2d that also runs on 16-bit inputs and weights: [batch, channels, height, width].
-
-    Its running statistics stay fp32 in every precision, and torch asks that weight and bias have the dtype
-    of the statistics. A checkpoint that runs it again in backward does not count the batch a second time.
-    """
-
-    def forward(self, x):
-        momentum = self.momentum
-        if inside_backward():
-            momentum = 0.0  # the running statistics stay as they are
-        elif self.training:
-            self.num_batches_tracked.add_(1)
-        weight, bias = self.weight.float(), self.bias.float()
-        return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, self.training, momentum, self.eps)
 
 
 class ResidualBlock(nn.Module):
@@ -33,14 +15,14 @@ class ResidualBlock(nn.Module):
     def __init__(self, before, after, stride):
         super().__init__()
         self.conv_1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        self.bn_1 = BatchNorm(after)
+        self.bn_1 = nn.BatchNorm2d(after)
         self.conv_2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
-        self.bn_2 = BatchNorm(after)
+        self.bn_2 = nn.BatchNorm2d(after)
         if before == after and stride == 1:
             self.shortcut = nn.Identity()
         else:
             conv = nn.Conv2d(before, after, 1, stride, bias=False)
-            self.shortcut = nn.Sequential(conv, BatchNorm(after))
+            self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(after))
 
     def forward(self, x):
         inside = self.bn_2(self.conv_2(F.relu(self.bn_1(self.conv_1(x)))))
@@ -66,7 +48,7 @@ class ResNet(nn.Module):
         self.side = side
         self.classes = classes
         self.stem = nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
-        self.bn = BatchNorm(channels[0])
+        self.bn = nn.BatchNorm2d(channels[0])
         blocks = []
         before = channels[0]
         for group, after in enumerate(channels):

@@ -5,7 +5,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import models
 from common.collectives import Collectives
-from common.engine_base import StepResult, host_value
+from common.engine_base import BATCH_NORMS, StepResult, host_value
 from common.mixed_precision import LossScaler, dtype_of
 from common.peers.base import Peer, regroup, tensors_of_state
 from common.units import map_tensors
@@ -41,10 +41,12 @@ class Replicated(Peer):
             models.materialize(model, init, self.device)
         self.module, self.clip_norm, self.dtype = model, clip_norm, dtype_of(precision)
         self.loss_scaler = LossScaler() if precision == "fp16" else None
+        norms = [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
+        kept = {parameter for module in norms for parameter in module.parameters()}  # in fp32, as torch wants it
         self.masters = {}
         for parameter in model.parameters():
             exact = parameter.detach().float() if parameter.is_floating_point() else None
-            if parameter.dtype == torch.float32:
+            if parameter.dtype == torch.float32 and parameter not in kept:
                 parameter.data = parameter.data.to(self.dtype)
             if parameter.requires_grad:
                 own = parameter.dtype == torch.float32

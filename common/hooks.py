@@ -1,0 +1,45 @@
+"""Hooks that end with the engine they call, and are no part of a copy of the model."""
+
+import weakref
+
+
+class Hook:
+    """Calls `method(*first, ...)` as long as the object that the method belongs to lives; after that nothing.
+
+    torch keeps the hooks of a parameter where Python's collector does not see them: one that held the engine would
+    keep it, and all that it holds, for ever. A copy of a module copies its hooks too, and those call nothing.
+    """
+
+    def __init__(self, method=None, *first):
+        self._method = method and weakref.WeakMethod(method)
+        self._first = first
+
+    def __call__(self, *args):
+        method = self._method and self._method()
+        return method(*self._first, *args) if method else None
+
+    def __reduce__(self):
+        return Hook, ()
+
+
+class Guard(Hook):
+    """A hook whose method also refuses a copy, by raising when it is called without further arguments."""
+
+    def __reduce__(self):
+        self()
+        return Hook, ()
+
+
+def remove_with(engine, handles):
+    """Remove hooks from the model when the engine is gone.
+
+    Args:
+        engine: who they call.
+        handles: what torch returned when each was registered; others may be added later.
+    """
+    weakref.finalize(engine, _remove, handles).atexit = False
+
+
+def _remove(handles):
+    for handle in handles:
+        handle.remove()
