@@ -49,7 +49,8 @@ def launch(function, *args, nproc, oversubscribe=False, timeout=600.0):
     Args:
         function: importable by name, as its arguments are, because local ranks are processes of their own.
         nproc: local ranks to spawn; under torchrun the number it was given counts instead.
-        oversubscribe: allow more ranks than the machine has GPUs, or CPUs when it has none.
+        oversubscribe: allow more ranks than the machine has GPUs, or CPUs when it has none; under torchrun, ranks
+            that use the same GPU.
         timeout: seconds without an answer in a collective, after which a rank gives up.
 
     Under torchrun it can be called once in a process: torchrun's store keeps the addresses of the first group.
@@ -58,7 +59,7 @@ def launch(function, *args, nproc, oversubscribe=False, timeout=600.0):
         What rank 0 returned; under torchrun None on the other ranks.
 
     Raises:
-        InputError: `nproc` does not fit the machine, or a rank raised one.
+        InputError: the number of ranks does not fit the machine, or a rank raised one.
         RankFailed: a local rank failed; the others were stopped. Under torchrun a rank that fails shows its
             traceback and exits with status 1 instead, and torchrun stops the others.
     """
@@ -71,10 +72,16 @@ def launch(function, *args, nproc, oversubscribe=False, timeout=600.0):
 def _join(function, args, oversubscribe, timeout):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    check_size(local_size, oversubscribe, option="--nproc-per-node")
-    _prepare_environment(local_rank, local_size)
+    if not torch.cuda.is_available():
+        check_size(local_size, oversubscribe, option="--nproc-per-node")
     world = World(rank, size, _device(local_rank))
-    _init_group(world, timeout=timeout)
+    rendezvous, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
+    store = dist.PrefixStore("ranks", rendezvous)  # torchrun's agents may keep keys of their own in it
+    gpus = _tell_gpus(world, store)
+    if not oversubscribe:
+        _check_gpus(gpus)
+    _prepare_environment(world, local_size, gpus)
+    _init_group(world, store, timeout)
     try:
         result = function(world, *args)
         _leave_group()
@@ -239,8 +246,9 @@ def _serve(rank, size, pipe, environment):
 
 def _enter_group(world, port, timeout):
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _loopback()
-    _prepare_environment(world.rank, world.size)
-    _init_group(world, dist.TCPStore("127.0.0.1", port, is_master=False), timeout)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    _prepare_environment(world, world.size, _tell_gpus(world, store))
+    _init_group(world, store, timeout)
 
 
 def _leave_group():
@@ -267,13 +275,39 @@ def check_size(size, oversubscribe, option="--nproc"):
         )
 
 
-def _prepare_environment(local_rank, local_size):
-    """Set what must stand before the group is made: the GPU, one NCCL host per rank, threads per rank."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(_device(local_rank))
-        if local_size > torch.cuda.device_count():
-            # NCCL refuses two ranks on one GPU of one host. With a host id each, it talks over sockets.
-            os.environ.update(NCCL_HOSTID=f"rank{local_rank}", NCCL_NET="Socket", NCCL_IB_DISABLE="1")
+def _tell_gpus(world, store):
+    """The GPU that each rank uses, in rank order, as (host, UUID); without GPUs nothing.
+
+    Ranks tell each other, as none can count by itself: Slurm may show each process one GPU, and not the same one.
+    """
+    if world.device.type != "cuda":
+        return []
+    uuid = torch.cuda.get_device_properties(world.device).uuid
+    store.set(f"gpu of rank {world.rank}", f"{socket.gethostname()} {uuid}")
+    told = store.multi_get([f"gpu of rank {rank}" for rank in range(world.size)])  # waits for all
+    return [tuple(gpu.decode().split()) for gpu in told]
+
+
+def _check_gpus(gpus):
+    """Refuse ranks that use the same GPU."""
+    for rank, gpu in enumerate(gpus):
+        first = gpus.index(gpu)
+        if first < rank:
+            raise InputError(
+                f"--nproc-per-node: ranks {first} and {rank} use the same GPU; start one rank for each GPU, "
+                "or add --oversubscribe to let ranks share them"
+            )
+
+
+def _prepare_environment(world, local_size, gpus):
+    """Set what must stand before the group is made: the GPU, how NCCL speaks where ranks share one, threads."""
+    if gpus:
+        torch.cuda.set_device(world.device)
+    if len(set(gpus)) < len(gpus):
+        # NCCL refuses two ranks on one GPU of one host. With a host id each, it talks over sockets.
+        host_id = f"{socket.gethostname()}-rank{world.rank}"
+        os.environ.update(NCCL_HOSTID=host_id, NCCL_NET="Socket", NCCL_IB_DISABLE="1")
+        if len({host for host, _ in gpus}) == 1:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", _loopback())
     torch.set_num_threads(max(1, cpus() // local_size))
     _keep_freed_memory()
@@ -297,7 +331,7 @@ def _device(local_rank):
     return torch.device("cpu")
 
 
-def _init_group(world, store=None, timeout=600.0):
+def _init_group(world, store, timeout):
     cuda = world.device.type == "cuda"
     dist.init_process_group(
         "nccl" if cuda else "gloo",

@@ -9,16 +9,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from common import collectives, sockets
 from common import world as world_module
 from common.collectives import Collectives
 from common.errors import InputError
 from common.measure import traffic
-from common.world import LocalWorld, RankFailed, cpus, launch
+from common.world import LocalWorld, RankFailed, World, cpus, launch
 
 ROOT = Path(__file__).parent.parent
 nccl_speaks = pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL writes to stderr when its ranks are stopped")
@@ -300,6 +302,55 @@ def threads(world):
     return torch.get_num_threads()
 
 
+def see_gpus(patch, uuids):
+    """Let torch show these GPUs in place of the machine's own."""
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    patch.setattr(torch.cuda, "set_device", lambda device: None)
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
+
+
+def environment_for_nccl(world, path, places):
+    """What this rank sets where it is started as (host, its local rank, local size, GPUs it sees)."""
+    host, local_rank, local_size, uuids = places[world.rank]
+    with pytest.MonkeyPatch.context() as patch:
+        see_gpus(patch, uuids)
+        patch.setattr(socket, "gethostname", lambda: host)
+        patch.setattr(torch, "set_num_threads", lambda threads: None)
+        patch.setattr(os, "environ", {})
+        world = World(world.rank, world.size, world_module._device(local_rank))
+        gpus = world_module._tell_gpus(world, dist.FileStore(path, world.size))
+        world_module._prepare_environment(world, local_size, gpus)
+        return os.environ
+
+
+ONE_EACH = {
+    "each sees its node's": [(host, rank, 2, (f"{host}-0", f"{host}-1")) for host in "ab" for rank in (0, 1)],
+    "each sees its own": [(host, rank, 2, (f"{host}-{rank}",)) for host in "ab" for rank in (0, 1)],
+    "nodes with the same UUIDs": [(host, rank, 2, ("0", "1")) for host in "ab" for rank in (0, 1)],
+}
+SHARED = {
+    "4 ranks, 2 GPUs": [("a", rank, 4, ("0", "1")) for rank in range(4)],
+    "4 ranks that see the same one": [("a", rank, 4, ("0",)) for rank in range(4)],
+    "on both nodes": [(host, rank, 2, (host,)) for host in "ab" for rank in (0, 1)],
+    "on one of two nodes": [("a", 0, 2, "0"), ("a", 1, 2, "0"), ("b", 0, 2, ("1", "2")), ("b", 1, 2, ("1", "2"))],
+}
+
+
+@pytest.mark.parametrize("how", ONE_EACH)
+def test_ranks_with_a_gpu_each_leave_nccl_its_network(worlds, tmp_path, how):
+    assert worlds(4).run(environment_for_nccl, str(tmp_path / "store"), ONE_EACH[how]) == [{}] * 4
+
+
+@pytest.mark.parametrize("how", SHARED)
+def test_where_ranks_share_a_gpu_each_is_a_host_of_its_own_to_nccl(worlds, tmp_path, how):
+    environments = worlds(4).run(environment_for_nccl, str(tmp_path / "store"), SHARED[how])
+    assert len({found.pop("NCCL_HOSTID") for found in environments}) == 4
+    one_host = len({host for host, *_ in SHARED[how]}) == 1
+    network = {"NCCL_SOCKET_IFNAME": world_module._loopback()} if one_host else {}
+    assert environments == [{"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", **network}] * 4
+
+
 def tcp_addresses(world=None):
     """The local addresses of the TCP sockets that this process listens at or is connected by, in hex."""
     inodes = set()
@@ -346,22 +397,33 @@ import test_world
 from common.errors import InputError
 from common.world import launch
 
+function, *gpus = sys.argv[1:]
+if gpus:
+    test_world.see_one_gpu(gpus[int(os.environ["LOCAL_RANK"])])
 try:
-    outcome = f"result: {launch(getattr(test_world, sys.argv[1]), nproc=99, oversubscribe=True)}"
+    outcome = f"result: {launch(getattr(test_world, function), nproc=99, oversubscribe=not gpus)}"
 except InputError as error:
     outcome = f"input error: {error}"
 os.write(1, f"{outcome}{os.linesep}".encode())  # in one piece: two ranks write
 """
 
 
-def torchrun(folder, function):
-    """Run a function of this file on two ranks of torchrun's."""
+def see_one_gpu(uuid):
+    """Let torch show this GPU alone, as Slurm does; the group is gloo's still."""
+    patch, form = pytest.MonkeyPatch(), world_module._init_group
+    see_gpus(patch, [uuid])
+    on_cpu = torch.device("cpu")
+    patch.setattr(world_module, "_init_group", lambda world, *rest: form(World(world.rank, world.size, on_cpu), *rest))
+
+
+def torchrun(folder, function, *gpus):
+    """Run a function of this file on two ranks of torchrun's, each of which sees one GPU where some are given."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [*command, function], env=environment, capture_output=True, text=True, timeout=2 * SOON, check=False
+        [*command, function, *gpus], env=environment, capture_output=True, text=True, timeout=2 * SOON, check=False
     )
 
 
@@ -392,6 +454,23 @@ def test_under_torchrun_launch_joins_and_rank_0_has_the_result(tmp_path):
     assert sorted(done.stdout.splitlines()) == ["result: (0, 2)", "result: None"]
 
 
+def describe_gpu(world):
+    return str(world.device), Collectives().gather_objects(os.environ.get("NCCL_HOSTID"))
+
+
+def test_under_torchrun_ranks_that_see_one_gpu_each_need_not_share(tmp_path):
+    done = torchrun(tmp_path, "describe_gpu", "GPU-1", "GPU-2")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["result: ('cuda:0', [None, None])", "result: None"]
+
+
+def test_under_torchrun_ranks_that_share_a_gpu_are_refused_with_the_remedy(tmp_path):
+    done = torchrun(tmp_path, "describe_gpu", "GPU-1", "GPU-1")
+    assert done.returncode == 0, done.stderr
+    why = "ranks 0 and 1 use the same GPU; start one rank for each GPU, or add --oversubscribe to let ranks share them"
+    assert done.stdout.splitlines() == [f"input error: --nproc-per-node: {why}"] * 2
+
+
 def test_under_torchrun_bad_input_reaches_every_rank(tmp_path):
     done = torchrun(tmp_path, "refuse")
     assert done.returncode == 0, done.stderr
@@ -411,5 +490,7 @@ def test_under_torchrun_the_remedy_names_torchruns_option(monkeypatch):
     environment = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0"}
     for name, value in {**environment, "WORLD_SIZE": "9999", "LOCAL_WORLD_SIZE": "9999"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(InputError, match=r"^--nproc-per-node 9999: .* or add --oversubscribe"):
         launch(describe, nproc=1)
