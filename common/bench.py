@@ -17,7 +17,7 @@ import os
 import random
 import statistics
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.memory import high_water
 from common.mixed_precision import dtype_of
-from common.sockets import keep_messages_in_cache
+from common.sockets import small_send_buffers
 from common.train import (
     ENGINES,
     check_folder,
@@ -85,9 +85,10 @@ class Case:
         """The model's parameters."""
         return sum(parameter.numel() for parameter in models.build(self.model).parameters())
 
-    def world(self):
+    def world(self, small_send_buffers=True):
         """Ranks to train on."""
-        return LocalWorld(self.world_size, oversubscribe=True, preload=["common.peers", "common.measure.figures"])
+        preload = ["common.peers", "common.measure.figures"]
+        return LocalWorld(self.world_size, oversubscribe=True, preload=preload, small_send_buffers=small_send_buffers)
 
     def batches(self):
         """The same for all contestants."""
@@ -263,7 +264,8 @@ class Contestant:
 
     def enter(self, case, worlds):
         """Open a world and build it there."""
-        self.world = worlds.enter_context(case.world())
+        is_stage = isinstance(self.one, str)
+        self.world = worlds.enter_context(case.world(small_send_buffers=is_stage or case.small_send_buffers))
         self.refusal = self.world.run(_enter, self.one, case)[0]
         self.seconds.append([])
 
@@ -300,14 +302,14 @@ def _enter(world, one, case):
     if isinstance(one, str):  # libraries have their own default, torch's 25 MiB
         options["bucket_mb"] = case.bucket_mb
     try:
-        make(models.build("mlp"), adamw, **options)  # so that what a library loads is not counted as its memory
-        _here["before"] = high_water(world.device)
-        _here["engine"] = make(module, adamw, **options)
+        # A library may form groups of its own.
+        with small_send_buffers() if case.small_send_buffers else nullcontext():
+            make(models.build("mlp"), adamw, **options)  # so that what a library loads is not counted as its memory
+            _here["before"] = high_water(world.device)
+            _here["engine"] = make(module, adamw, **options)
     except NotImplementedError as error:
         return str(error)
     _here.update(module=module, batches=case.batches(), comm=Collectives())
-    if case.small_send_buffers:
-        keep_messages_in_cache()
     return None
 
 

@@ -28,7 +28,6 @@ from common.hooks import Hook, remove_with
 from common.layout import Run, distinct
 from common.measure.memory import storage_bytes, storage_id
 from common.mixed_precision import DTYPES, LossScaler, dtype_of, gradient_norm, overflow_flag
-from common.sockets import keep_messages_in_cache
 from common.units import inside_backward, map_tensors
 
 # torch's batch norms have fp32 statistics, and run in 16-bit only if their weight and bias are fp32 as well.
@@ -259,8 +258,6 @@ class EngineBase:
         self.loss_scaler = LossScaler() if precision == "fp16" else None
         self.clip_norm = clip_norm
         self.comm = Collectives(process_group, deterministic=deterministic)
-        if self.comm.point_to_point:
-            keep_messages_in_cache()
         self.rank, self.world_size = self.comm.rank, self.comm.size
         self.syncing = True
         self._module, self._init, self._broadcasts = model, init, broadcast_buffers

@@ -1,4 +1,4 @@
-"""The sockets that this process has open, gloo's connections to the other ranks among them."""
+"""The sockets that this process has open; how much may be under way on those between ranks of one machine."""
 
 import contextlib
 import os
@@ -27,16 +27,35 @@ def own_sockets():
             own.detach()
 
 
-def keep_messages_in_cache():
-    """Let little be under way at once from this process to others on the same machine.
+@contextlib.contextmanager
+def small_send_buffers():
+    """Let little be under way at once to this machine, on the connections that are opened in this context.
 
     Linux lets a connection hold some 4 MiB that the other side has not read yet. By then the bytes have left the
     CPU's cache, and are fetched back from memory to be copied a second time. Connections to other machines keep
-    their buffers: a network needs as much as it can carry while an answer comes back.
+    their buffers: a network needs as much as it can carry while an answer comes back. Those that were open before
+    keep theirs too, so that only the group's are touched; other threads should open none meanwhile.
+
+    `common.world` forms its groups in here. A program that forms its own may do the same:
+
+        with small_send_buffers():
+            dist.init_process_group("gloo")
     """
     if sys.platform != "linux":
+        yield
         return
+    before = {_inode(own) for own in own_sockets()}
+    yield
     for own in own_sockets():
         with contextlib.suppress(OSError):  # not connected
-            if own.family in (socket.AF_INET, socket.AF_INET6) and own.getpeername()[0] == own.getsockname()[0]:
+            if _inode(own) not in before and _stays_here(own):
                 own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+
+
+def _inode(own):
+    """What tells a socket from all others; a descriptor's number is given again once it is closed."""
+    return os.fstat(own.fileno()).st_ino
+
+
+def _stays_here(own):
+    return own.family in (socket.AF_INET, socket.AF_INET6) and own.getpeername()[0] == own.getsockname()[0]

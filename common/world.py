@@ -26,6 +26,7 @@ import torch.distributed as dist
 from common import collectives, trace
 from common.errors import InputError
 from common.measure.hardware import cpus
+from common.sockets import small_send_buffers
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -104,13 +105,14 @@ class LocalWorld:
         size, oversubscribe, timeout: as `launch` takes them, `size` as `nproc`.
         preload: names of modules that take long to import, and that ranks would each import. Of the first world of a
             process they count for all.
+        small_send_buffers: let little be under way at once between ranks of gloo's (`common.sockets`).
 
     Raises:
         InputError: more ranks than the machine has GPUs (or CPUs, when it has no GPU), unless `oversubscribe`.
         RankFailed: the ranks found no way to form a group.
     """
 
-    def __init__(self, size, *, oversubscribe=False, timeout=600.0, preload=()):
+    def __init__(self, size, *, oversubscribe=False, timeout=600.0, preload=(), small_send_buffers=True):
         check_size(size, oversubscribe)
         self.size = size
         # A fork server imports torch once for all ranks. CUDA cannot follow a fork, so there each rank spawns.
@@ -133,7 +135,7 @@ class LocalWorld:
             far_end.close()
             self._pipes.append(pipe)
             self._processes.append(process)
-        self.run(_enter_group, port, timeout)
+        self.run(_enter_group, port, timeout, small_send_buffers)
 
     def run(self, function, *args, timeout=None):
         """Call `function(world, *args)` on every rank; return the results in rank order.
@@ -244,11 +246,11 @@ def _serve(rank, size, pipe, environment):
     _leave_group()
 
 
-def _enter_group(world, port, timeout):
+def _enter_group(world, port, timeout, small_buffers):
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _loopback()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     _prepare_environment(world, world.size, _tell_gpus(world, store))
-    _init_group(world, store, timeout)
+    _init_group(world, store, timeout, small_buffers)
 
 
 def _leave_group():
@@ -331,13 +333,14 @@ def _device(local_rank):
     return torch.device("cpu")
 
 
-def _init_group(world, store, timeout):
-    cuda = world.device.type == "cuda"
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=datetime.timedelta(seconds=timeout),
-        device_id=world.device if cuda else None,
-    )
+def _init_group(world, store, timeout, small_buffers=True):
+    cuda = world.device.type == "cuda"  # NCCL chooses its own buffers
+    with small_send_buffers() if small_buffers and not cuda else contextlib.nullcontext():
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=datetime.timedelta(seconds=timeout),
+            device_id=world.device if cuda else None,
+        )
