@@ -129,12 +129,14 @@ def watched(command, folder, limit):
     process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
     RUNNING.add(process)
     output, part = b"", None
-    while select.select([process.stdout], [], [], limit)[0] and (part := os.read(process.stdout.fileno(), 2**16)):
-        output += part
-    status = process.wait() if part == b"" else None  # nothing to read: it ended
-    kill(process)
-    process.stdout.close()
-    RUNNING.remove(process)
+    try:
+        while select.select([process.stdout], [], [], limit)[0] and (part := os.read(process.stdout.fileno(), 2**16)):
+            output += part
+        status = process.wait() if part == b"" else None  # nothing to read: it ended
+    finally:
+        kill(process)
+        process.stdout.close()
+        RUNNING.remove(process)
     return status, output.decode()
 
 
@@ -165,13 +167,13 @@ def main():
     rows = json.loads(options.json.read_text()) if options.json.exists() else [dict(row) for row in drawn]
     if [{key: row[key] for key in drawn[0]} for row in rows] != drawn:
         parser.error(f"{options.json} holds another draw, or its files have changed: name another one")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what runs is ended too
     healthy = judge(None, options.limit)
     if healthy["verdict"] != SURVIVED:
         parser.error(f"the tests fail without any mutant: {healthy['test']}; mend that first")
     console = Console(width=120, highlight=False)
     console.print(f"without any mutant all tests pass, in {healthy['seconds']} s")
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what runs is ended too
     with ThreadPoolExecutor(options.jobs) as pool:
         jobs = {pool.submit(judge, mutants[k], options.limit): k for k, row in enumerate(rows) if "verdict" not in row}
         try:
