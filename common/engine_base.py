@@ -71,8 +71,8 @@ class Bucket(Run):
         handle: the reduction under way in this backward.
         gathering: the all-gather of parameters under way.
         full, unit: the whole run of parameters where it is not kept, and the unit it belongs to.
-        views, nothing, nan: what each parameter, by name, is where `full` holds it, and where it does not; see
-            `units.nothing`.
+        views, nothing: what each parameter, by name, is where `full` holds it, and a `units.Nothing` for where it does
+            not.
         storages: what its parameters lie in, as `storage_id` has it.
     """
 
@@ -82,7 +82,7 @@ class Bucket(Run):
         super().__init__(named_parameters, kind, world_size)
         self.members = dict(named_parameters)  # name -> the model's own parameter
         self.parameters = self.gradients = self.stepped = self.master = self.reduced = self.local = None
-        self.full = self.handle = self.gathering = self._unit = self.views = self.nothing = self.nan = None
+        self.full = self.handle = self.gathering = self._unit = self.views = self.nothing = None
         self.storages = set()
         self.fires_in_parts = False  # reentrant checkpoints give a weight they share its gradient in parts
         self.forget()
@@ -547,8 +547,8 @@ class EngineBase:
         """The tensors that this rank holds now, by class: the model states, and what comes and goes within a step."""
         everything = self.buckets + self.frozen
         handles = [h for b in everything for h in (b.handle, b.gathering) if h is not None]
-        # What freed weights read as, a number for each bucket, is not counted.
-        nothing = {storage_id(b.nan) for b in everything if b.nan is not None}
+        # What freed weights read as, a number for each, is not counted.
+        nothing = {storage_id(b.nothing.numbers) for b in everything if b.nothing is not None}
         parameters = [p for p in self._parameters if storage_id(p) not in nothing]
         live = {
             "gathered units": [b.full for b in everything],
@@ -737,7 +737,8 @@ class EngineBase:
         self._buffers_differ = self._buffers_differ or self._module.training
         if not buffers or not self._buffers_differ:
             return
-        packed = torch.cat([buffer.detach().contiguous().view(-1).view(torch.uint8) for buffer in buffers])
+        whole = [buffer.detach().clone(memory_format=torch.contiguous_format) for buffer in buffers]
+        packed = torch.cat([buffer.view(-1).view(torch.uint8) for buffer in whole])
         self.comm.broadcast(packed, label="the buffers").wait()
         parts = packed.split([buffer.nbytes for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):

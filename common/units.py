@@ -44,7 +44,7 @@ class Unit:
         self.pins = self.depth = self.visits = 0
         self.gathered = self.open = False
         self.reached = True
-        self.inside = set()
+        self.inside = weakref.WeakSet()
         for number, bucket in enumerate(buckets):
             bucket.name = (name or "the root") + (f"/{number}" if number else "")
 
@@ -281,20 +281,25 @@ def _copy_weights(unit, output):
     return map_tensors(copied, output)
 
 
-def nothing(bucket):
-    """What parameters are while their unit is freed: NaN, or zeros in integers, which read as the parameter's shape.
+class Nothing:
+    """What a bucket's parameters are while they are freed: NaN in their shape, or zeros where they are integers.
 
-    One number stands for all elements, so that nothing can be written to it. A parameter of one element, where that
-    could be done, has a number of its own.
+    One number stands for all elements of a parameter, so that most operations refuse to write there. Where one does,
+    it reaches no other parameter, and is gone when the bucket is freed anew.
 
-    Returns:
-        The numbers, 1-D, the common one first; and for each parameter its view of one of them, {name: tensor}.
+    Attributes:
+        views: {name: tensor}.
+        numbers: what those are views of, a number for each parameter.
     """
-    single = [name for name, slot in bucket.slots.items() if slot.numel == 1]
-    value = float("nan") if bucket.kind.dtype.is_floating_point else 0
-    numbers = bucket.parameters.new_full((1 + len(single),), value)
-    place = {name: index for index, name in enumerate(single, start=1)}
-    return numbers, {name: numbers[place.get(name, 0)].expand(slot.shape) for name, slot in bucket.slots.items()}
+
+    def __init__(self, bucket):
+        self.numbers = bucket.parameters.new_empty(len(bucket.slots))
+        shapes = zip(self.numbers, bucket.slots.values(), strict=True)
+        self.views = {slot.name: number.expand(slot.shape) for number, slot in shapes}
+        self.restore()
+
+    def restore(self):
+        self.numbers.fill_(float("nan") if self.numbers.is_floating_point() else 0)
 
 
 def _tensors_in(value):

@@ -64,7 +64,7 @@ class Engine(EngineBase):
                 bucket.full = bucket.parameters.new_empty(bucket.padded_numel)
                 # What a parameter is while its unit is gathered, and while it is not.
                 bucket.views = bucket.cut(bucket.full)
-                bucket.nan, bucket.nothing = units.nothing(bucket)
+                bucket.nothing = units.Nothing(bucket)
                 for name, parameter in bucket.members.items():
                     if parameter.requires_grad:
                         self.watch_gradient(bucket, name, parameter)
@@ -118,8 +118,8 @@ class Engine(EngineBase):
                 bucket.gathering = None
             bucket.full.untyped_storage().resize_(0)
             for name, parameter in bucket.members.items():
-                parameter.data = bucket.nothing[name]
-            bucket.nan[1:] = bucket.nan[0]  # where something may have been written
+                parameter.data = bucket.nothing.views[name]
+            bucket.nothing.restore()
 
     # ---- forward ----------------------------------------------------------------------------------------------
 

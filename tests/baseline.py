@@ -64,7 +64,9 @@ class AverageAfterBackward(ExactNorm, Replicated):
 
     def __call__(self, *args, **kwargs):
         for buffer in self.module.buffers():
-            dist.broadcast(buffer.data, 0)  # past autograd's version count
+            whole = buffer.contiguous()
+            dist.broadcast(whole, 0)
+            buffer.data = whole  # past autograd's version count
         return self.module(*self.cast(*args), **kwargs)
 
     def backward(self, loss):

@@ -154,6 +154,23 @@ class Counting(Block):
         return super().forward(x * self.mask.to(x.dtype)) - self.mean.to(x.dtype)
 
 
+class OddBuffers(Block):
+    """Has buffers that do not lie in one piece: every second element, a transposed one, one number for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("second", torch.ones(2 * WIDTH)[::2])
+        self.register_buffer("transposed", torch.ones(2, WIDTH).t())
+        self.register_buffer("expanded", torch.ones(1).expand(WIDTH))
+
+    def forward(self, x):
+        if self.training:
+            self.second.lerp_(x.detach().float().mean(dim=(0, 1)), 0.1)
+            self.transposed.mul_(self.second[:, None])
+        scale = self.expanded + self.second + self.transposed.sum(1)
+        return super().forward(x * scale.to(x.dtype))
+
+
 class Recursive(Block):
     """Calls itself."""
 
@@ -194,6 +211,29 @@ class NeverCalled(Net):
 
     def forward(self, x):
         return F.linear(self.run(self.blocks, self.stem(x)), self.head.weight)
+
+
+class Prompted(nn.Module):
+    """A module stands in two places, and another one has its weight, as in prompt tuning of a GPT by peft."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.prompt = Net(), nn.Parameter(torch.rand(1, 1, WIDTH))
+        self.base.head.weight = self.base.stem.weight
+        self.embedding = self.base.stem
+
+    def forward(self, x):
+        return self.base(self.embedding(x) + self.prompt)
+
+
+class Collecting(Net):
+    """Appends to a list that it was given."""
+
+    def forward(self, x, results=None):
+        x = super().forward(x)
+        if results is not None:
+            results.append(x)
+        return x
 
 
 class ChangedInPlace(nn.Module):
@@ -402,6 +442,14 @@ class FrozenEnds(Net):
         self.head.requires_grad_(False)
 
 
+class InputsRequireGrad(FrozenEnds):
+    """Gradients begin at what the frozen stem returns, so that checkpoints around the blocks see them."""
+
+    def __init__(self):
+        super().__init__(functools.partial(around_each, RECOMPUTE["reentrant"]))
+        self.stem.register_forward_hook(lambda module, args, out: out.requires_grad_())
+
+
 class OfTorch(nn.Module):
     """Modules of torch that read the weights of those inside them, or compute weights before they run."""
 
@@ -519,6 +567,38 @@ def gathered_before_and_in_backward(engine, x):
     engine.step()
 
 
+def under_one_autocast(engine, x):
+    with torch.autocast(x.device.type, torch.bfloat16):
+        for scale in (1, 2):
+            engine.backward(loss(engine(scale * x)))
+    engine.step()
+
+
+def evaluated_under_the_same_autocast(engine, x):
+    with torch.autocast(x.device.type, torch.bfloat16):
+        with torch.no_grad():
+            engine(x)
+        value = loss(engine(x))
+    engine.backward(value)
+    engine.step()
+
+
+def collecting(engine, x):
+    results = []
+    engine.backward(loss(engine(x, results=results)) + results[0].mean())
+    engine.step()
+
+
+def hooked_after_the_engine(engine, x):
+    """Hooks that compute with the weights, added in the first step."""
+    block = engine.module.blocks[1]
+    if not hasattr(block, "hooked"):
+        block.hooked = True
+        block.register_forward_pre_hook(lambda block, args: (args[0] + block.up.bias.sum(),), prepend=True)
+        block.register_forward_hook(lambda block, args, out: out * block.down.weight.mean().exp())
+    step(engine, x)
+
+
 def tied_by_hand(engine, x):
     with engine.gathered(engine.module.stem):
         engine.backward(loss(engine(x)))
@@ -580,6 +660,7 @@ CASES = {  # name -> (factory of a model, one step of a loop)
     "a hundred scalars": (Hundred, step),
     "mixed dtypes": (MixedDtypes, step),
     "buffers": (net(block=Counting), step),
+    "odd buffers": (net(block=OddBuffers), step),
     "repeated": (net(lambda b, x: chain([b[0], b[0], b[1], b[1], b[2]], x)), step),
     "alternating": (net(lambda b, x: chain([b[0], b[1], b[0], b[1], b[2], b[0]], x)), step),
     "one module several times in a list": (lambda: Net(block=functools.cache(Block)), step),
@@ -587,6 +668,7 @@ CASES = {  # name -> (factory of a model, one step of a loop)
     "borrowing": (Borrowing, step),
     "tied": (Tied, step),
     "tied by hand": (TiedByReading, tied_by_hand),
+    "prompt tuning": (Prompted, step),
     "changed in place": (ChangedInPlace, step),
     "appending": (net(run_appending, block=Appending), step),
     "returning weights": (net(run_returned_weights, block=ReturningWeights), step),
@@ -601,12 +683,17 @@ CASES = {  # name -> (factory of a model, one step of a loop)
     "routed": (net(block=Routed), step),
     "frozen": (net(block=Frozen), step),
     "frozen ends": (FrozenEnds, step),
+    "inputs require grad": (InputsRequireGrad, step),
     "quantized": (net(block=Quantized), step),
     "of torch": (OfTorch, evaluate_before),
     "two forwards": (Rooted, two_forwards),
     "two forwards, two backwards": (Net, two_forwards_then_two_backwards),
     "forward without backward": (net(block=Routed), forward_without_backward),
     "past the engine": (Rooted, past_the_engine),
+    "one autocast": (Net, under_one_autocast),
+    "evaluated under the same autocast": (Net, evaluated_under_the_same_autocast),
+    "a list of the caller's": (Collecting, collecting),
+    "hooked after the engine": (Net, hooked_after_the_engine),
     "evaluate": (Rooted, evaluate_before),
     "evaluate before backward": (Net, evaluate_before_backward),
     "generate": (Rooted, generate),

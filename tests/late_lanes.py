@@ -1,0 +1,57 @@
+"""Lanes that run late: whoever reads before it waits, or frees what a collective still reads, ends with other bits."""
+
+import contextlib
+import random
+import time
+from unittest import mock
+
+from common import collectives
+from common.collectives import Handle, ThreadLane
+
+
+class LateLane:
+    """Runs nothing until somebody waits, and then what was given to it up to there."""
+
+    def __init__(self):
+        self.given = []
+
+    def submit(self, work, *buffers):
+        handle = Handle(buffers, lambda buffers: self.run_up_to(handle))
+        self.given.append((handle, work))
+        return handle
+
+    def run_up_to(self, handle):
+        while any(handle is other for other, _ in self.given):
+            _, work = self.given.pop(0)
+            work()
+
+    def follow(self):
+        """Nothing runs beside anything."""
+
+    def finish(self, within=None):
+        if self.given:
+            self.run_up_to(self.given[-1][0])
+
+
+class DrowsyLane(ThreadLane):
+    """Sleeps at random before what it does, by another dice on every rank."""
+
+    def __init__(self, seed):
+        self.dice = random.Random(seed)
+        super().__init__()
+
+    def submit(self, work, *buffers):
+        def drowsy():
+            time.sleep(self.dice.choice([0, 0, 1e-4, 1e-3]))
+            work()
+
+        return super().submit(drowsy, *buffers)
+
+
+@contextlib.contextmanager
+def on_lane(kind, rank):
+    """Within it, what is built on this rank communicates on a "late" or a "drowsy" lane of its own."""
+    lane = LateLane() if kind == "late" else DrowsyLane(rank)
+    with mock.patch.object(collectives, "_lane_of", lambda group, backend: lane):
+        yield
+    lane.finish()

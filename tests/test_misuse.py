@@ -1,0 +1,315 @@
+"""What would train nothing, or something else, is refused in words that say what to write; and a clean step follows."""
+
+import functools
+import importlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ADAMW, STAGES, make_engine, same_bits
+from probes import inputs, small_engine
+from torch import nn
+from trap_models import WIDTH, Block, FrozenEnds, Net, loss, step
+
+from common.collectives import Collectives
+from common.errors import InputError
+
+
+def message_of(call, *args):
+    """What a call raises; the ranks are in step afterwards."""
+    try:
+        call(*args)
+    except (InputError, RuntimeError) as error:
+        assert Collectives().gather_objects(dist.get_rank()) == list(range(dist.get_world_size()))
+        return str(error)
+
+
+# ---- the loop -------------------------------------------------------------------------------------------------------
+
+
+def backward_of_an_old_graph(engine, x):
+    """Two forwards, backward, step: what the second graph was computed with is gone."""
+    first, second = loss(engine(x)), loss(engine(2 * x))
+    engine.backward(first)
+    engine.step()
+    engine.backward(second)
+
+
+def backward_past_the_engine(engine, x):
+    loss(engine(x)).backward()
+
+
+def optimizer_by_hand(engine, x):
+    optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
+    engine.backward(loss(engine(x)))
+    optimizer.step()
+
+
+def the_engines_optimizer_by_hand(engine, x):
+    engine.backward(loss(engine(x)))
+    engine.optimizer.step()
+
+
+def a_scaler_by_hand(engine, x):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss(engine(x))).backward()
+    scaler.step(engine.optimizer)
+
+
+def a_step_of_a_part_of_the_model(engine, x):
+    engine.backward(loss(engine(x)))
+    torch.optim.Adam(engine.module.head.parameters()).step()
+
+
+MISUSES = {
+    backward_of_an_old_graph: "modified by an inplace operation",
+    backward_past_the_engine: r"^'.*' got a gradient outside of engine.backward\(\): write that for loss.backward\(\)$",
+    optimizer_by_hand: r"^this SGD is over parameters that an engine trains, .* write engine.step\(\)$",
+    the_engines_optimizer_by_hand: r"^engine.optimizer.step\(\) has no gradients to step by; write engine.step\(\)$",
+    a_scaler_by_hand: r"write that for loss.backward\(\)$",
+    a_step_of_a_part_of_the_model: r"^this Adam is over parameters that an engine trains",
+}
+
+
+def misuse(world, stage, call):
+    """The message, and the weights after a clean step, with those of an engine that has taken the same good steps."""
+    good = 2 if call is backward_of_an_old_graph else 1
+    made = small_engine(world, stage)
+    message = message_of(call, made, inputs(world, 0))
+    made.zero_grad()
+    step(made, inputs(world, 1))
+    weights, clean = made.full_state_dict(), small_engine(world, stage)
+    for index in range(2 - good, 2):
+        step(clean, inputs(world, index))
+    return message, same_bits(weights, clean.full_state_dict())
+
+
+@pytest.mark.parametrize("call", MISUSES, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loop_that_would_not_train_is_told_what_to_write(worlds, stage, call):
+    for message, clean in worlds(2).run(misuse, stage, call):
+        with pytest.raises(RuntimeError, match=MISUSES[call]):
+            raise RuntimeError(message)
+        assert clean
+
+
+# ---- parameters that leave ------------------------------------------------------------------------------------------
+
+
+class Convolution(nn.Module):
+    """A convolution and an LSTM, whose weights torch moves at times. Shapes: [batch, length, WIDTH] -> the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 2, 3, padding=1)
+        self.rnn = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.rnn(self.convolution(torch.stack([x, x], 1)).mean(1))[0]
+
+
+def flattened(module):
+    """What LSTM.flatten_parameters() does on CUDA: new storage for all of them."""
+    for parameter in module.rnn.parameters():
+        parameter.data = parameter.data.clone()
+
+
+MOVED = "has left the engine's storage, by model.to"
+LEAVING = {
+    "another memory format": (lambda module: module.to(memory_format=torch.channels_last), "convolution.weight", MOVED),
+    "there and back": (lambda module: module.double().float(), "", MOVED),
+    "flattened": (flattened, "rnn.", MOVED),
+    "frozen": (lambda module: module.rnn.requires_grad_(False), "rnn.", "was trainable when the engine was built"),
+}
+
+
+def leave(world, stage, how):
+    """What forward and step say of parameters that have left."""
+    made = small_engine(world, stage, make=Convolution)
+    made.backward(loss(made(inputs(world, 0))))
+    LEAVING[how][0](made.module)
+    return message_of(made, inputs(world, 0)), message_of(made.step)
+
+
+@pytest.mark.parametrize("how", LEAVING)
+@pytest.mark.parametrize("stage", STAGES[:3])
+def test_parameters_that_left_the_engine_are_refused_by_name(worlds, stage, how):
+    _, name, why = LEAVING[how]
+    for messages in worlds(2).run(leave, stage, how):
+        for message in messages:
+            assert message.startswith(f"'{name}")
+            assert why in message
+
+
+def leave_while_sharded(world):
+    made = small_engine(world, "stage3_param", make=Convolution)
+    made.module.double().float()
+    moved = message_of(made, inputs(world, 0))
+    made = small_engine(world, "stage3_param", make=FrozenEnds)
+    made.module.head.requires_grad_(True)
+    return moved, message_of(made, inputs(world, 0))
+
+
+def test_stage_3_refuses_them_too(worlds):
+    for moved, thawed in worlds(2).run(leave_while_sharded):
+        assert MOVED in moved
+        assert thawed == "'head.weight' was frozen when the engine was built; build another one to change that"
+
+
+def second_engine(world, stage):
+    """What the door says of a model that has an engine, of one whose engine is gone, and of one that was sharded."""
+    torch.manual_seed(0)
+    module = Net().to(world.device)
+    first, messages = make_engine(stage, module), []
+    messages.append(message_of(make_engine, stage, module))
+    messages.append(message_of(make_engine, stage, module.blocks))
+    del first
+    messages.append(message_of(make_engine, stage, module))
+    return messages
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_has_one_engine_at_a_time(worlds, stage):
+    for second, of_a_part, later in worlds(2).run(second_engine, stage):
+        assert second == "'stem.weight' has an engine already; delete that first, or build a model for each engine"
+        assert of_a_part.startswith("'0.up.weight' has an engine already")
+        if stage == "stage3_param":
+            assert later.startswith("'stem.weight' has no values of its own, as if a stage-3 engine was deleted")
+        else:
+            assert later is None
+
+
+# ---- ranks that disagree --------------------------------------------------------------------------------------------
+
+
+def make_different(world, stage, option, values):
+    """An engine that is given another option on the last rank."""
+    torch.manual_seed(0)
+    module = Net().to(world.device)
+    options = {option: values[world.rank == world.size - 1]}
+    if "optimizer" in options:
+        return make_engine(stage, module, **options)
+    if "param_groups" in options:
+        options["param_groups"] = [{"params": list(module.parameters()), **options["param_groups"]}]
+    return make_engine(stage, module, ADAMW, **options)
+
+
+OPTIONS = {
+    "precision": ("fp32", "bf16"),
+    "clip_norm": (None, 1.0),
+    "bucket_mb": (1.0, 2.0),
+    "optimizer": (ADAMW, torch.optim.SGD),
+    "param_groups": ({"lr": 0.1}, {"lr": 0.2}),
+    "keep_fp32": ((), (nn.Linear,)),
+    "broadcast_buffers": (True, False),
+}
+
+
+def disagree(world, stage, option):
+    return message_of(make_different, world, stage, option, OPTIONS[option])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_options_that_differ_between_ranks_are_refused_on_every_rank(worlds, stage, option):
+    for message in worlds(2).run(disagree, stage, option):
+        assert option in message
+        assert "differs between rank" in message
+        assert message.endswith("give it alike on every rank")
+
+
+def initialised_otherwise(world, stage, buffer):
+    """A meta-device model of which one rank fills a tensor otherwise."""
+    with torch.device("meta"):
+        module = Net()
+        module.register_buffer("scale", torch.ones(3))
+
+    def init(name, tensor):
+        torch.nn.init.constant_(tensor, world.rank if name == ("scale" if buffer else "blocks.1.up.weight") else 1)
+
+    return message_of(functools.partial(engine_of, stage), module, init)
+
+
+def engine_of(stage, module, init):
+    return importlib.import_module(stage).Engine(module, ADAMW, init=init)
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_initial_values_that_differ_between_ranks_are_refused_on_every_rank(worlds, stage, buffer):
+    what = "buffer 'scale'" if buffer else "parameter 'blocks.1.up.weight'"
+    for rank, message in enumerate(worlds(2).run(initialised_otherwise, stage, buffer)):
+        expected = f"{what} differs between rank {rank} and rank {1 - rank}; init= must fill it alike on every rank"
+        assert message == expected
+
+
+# ---- optimizers -----------------------------------------------------------------------------------------------------
+
+
+class CountsInItsGroup(torch.optim.Optimizer):
+    """Counts calls of `step` in the group, as Apex's FusedAdam does, and steps ever less."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / group["step"])
+
+
+class ClipsEachCall(torch.optim.SGD):
+    """Clips what one call of `step` finds."""
+
+    def step(self, closure=None):
+        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch.nn.utils.clip_grad_norm_(found, 1.0)
+        return super().step(closure)
+
+
+def door(world, stage, optimizer):
+    return message_of(functools.partial(small_engine_with, world, stage), optimizer)
+
+
+def small_engine_with(world, stage, optimizer):
+    torch.manual_seed(0)
+    return make_engine(stage, Net().to(world.device), optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [CountsInItsGroup, ClipsEachCall])
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_that_counts_or_clips_by_the_call_is_refused(worlds, stage, optimizer):
+    for message in worlds(2).run(door, stage, functools.partial(optimizer, lr=0.1)):
+        assert f"{optimizer.__name__} steps 64 elements otherwise than their two halves" in message
+
+
+# ---- two engines ----------------------------------------------------------------------------------------------------
+
+
+class HalfUsed(Block):
+    """Rank 0 leaves a weight unused."""
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x))
+        return x + (self.down(hidden) if dist.get_rank() else hidden[..., :WIDTH])
+
+
+def distilled(world, engine):
+    """Student and teacher are trained by one loss, of which one rank leaves weights unused."""
+    make = functools.partial(Net, block=HalfUsed)
+    student, teacher = (small_engine(world, engine, make=make, seed=s, bucket_mb=1e-6) for s in range(2))
+    for index in range(3):
+        x = inputs(world, index)
+        student.backward(loss(student(x) - teacher(x)))
+        student.step()
+        teacher.step()
+    return {**student.full_state_dict(), **{f"teacher.{k}": v for k, v in teacher.full_state_dict().items()}}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_engines_under_one_loss_agree_where_a_rank_leaves_a_weight_unused(worlds, stage):
+    reference = worlds(2).run(distilled, "baseline:AverageAfterBackward")[0]
+    assert all(same_bits(rank, reference) for rank in worlds(2).run(distilled, stage))

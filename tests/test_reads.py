@@ -1,0 +1,217 @@
+"""Whoever reads or writes weights, wherever and whenever, has those of the last step, or is told how to get them."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import STAGES, same_bits
+from late_lanes import on_lane
+from probes import inputs, small_engine
+from torch import nn
+from trap_models import WIDTH, Net, Rooted, Tiny, loss, step
+
+# ---- stages that keep all parameters: right by every road -----------------------------------------------------------
+
+
+class ReadsTheHeadFirst(Net):
+    """The head's weight is read before the head runs."""
+
+    def forward(self, x):
+        return super().forward(x @ self.head.weight)
+
+
+class ReadsABlockFirst(Net):
+    """An element of a list has its weight read before it runs."""
+
+    def forward(self, x):
+        return super().forward(x @ self.blocks[2].up.weight.t() @ self.blocks[2].down.weight.t())
+
+
+class WeightNorm(Net):
+    """Its own hook computes the weight before any hook that came later."""
+
+    def __init__(self):
+        super().__init__()
+        torch.nn.utils.weight_norm(self.head)
+
+
+class HoldsAReference(Net):
+    """Knows a weight by a list of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.borrowed = [self.head.weight]
+
+    def forward(self, x):
+        return super().forward(x @ self.borrowed[0])
+
+
+def evaluate_by_hand(engine, x):
+    with torch.no_grad():
+        engine.module.seen = F.linear(x, engine.module.head.weight).sum()
+    step(engine, x * engine.module.seen.sigmoid())
+
+
+def write_to_the_model(engine, x):
+    step(engine, x)
+    for parameter in vars(engine).get("_module", engine.module).parameters():  # past the property, which waits
+        parameter.data.clamp_(-0.5, 0.5)
+
+
+ROADS = {
+    "before its module": (ReadsTheHeadFirst, step),
+    "of a block before it runs": (ReadsABlockFirst, step),
+    "old weight_norm": (WeightNorm, step),
+    "by a reference": (HoldsAReference, step),
+    "in an evaluation that calls no module": (Net, evaluate_by_hand),
+    "a write between steps": (Net, write_to_the_model),
+}
+
+
+def train_on(world, engine, road, lane):
+    make, run = ROADS[road]
+    with on_lane(lane, world.rank) if lane else contextlib.nullcontext():
+        made = small_engine(world, engine, make=make, bucket_mb=1e-6)
+        for index in range(3):
+            run(made, inputs(world, index))
+        return made.full_state_dict()
+
+
+@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("stage", STAGES[:3])
+def test_weights_are_those_of_the_last_step_by_every_road(worlds, stage, road):
+    reference = worlds(2).run(train_on, "baseline:AverageAfterBackward", road, None)[0]
+    assert same_bits(worlds(2).run(train_on, stage, road, "late")[0], reference)
+
+
+# ---- stage 3: modules that run without their unit -------------------------------------------------------------------
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder that share an embedding; `generate` runs the encoder by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.encoder, self.decoder = nn.Linear(WIDTH, WIDTH), Rooted(), Rooted()
+        self.encoder.stem = self.decoder.stem = self.embedding
+        self.decoder.head.weight = self.embedding.weight
+
+    def forward(self, x, memory=None):
+        return self.decoder(self.encoder(x) if memory is None else memory)
+
+    def generate(self, x):
+        memory = self.encoder(self.embedding(x))
+        return self(x, memory)
+
+
+def generated(world, stage):
+    """What a trained model generates, and what a step thereafter makes of it."""
+    made = small_engine(world, stage, make=Translator)
+    step(made, inputs(world, 0))
+    with torch.no_grad():
+        results = [made.module.generate(inputs(world, 1)), made.module.embedding(inputs(world, 2))]
+    freed = bool(made.module.embedding.weight.isnan().all())
+    step(made, inputs(world, 3))
+    return results, freed, made.full_state_dict()
+
+
+def test_a_module_that_runs_without_its_unit_has_its_weights_as_long_as_it_runs(worlds):
+    expected, _, weights = worlds(2).run(generated, "stage0_ddp")[0]
+    results, freed, after = worlds(2).run(generated, "stage3_param")[0]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
+    assert freed
+    assert same_bits(after, weights)
+
+
+def encode_and_train(world):
+    """The message where gradients would be missed; then a step that works."""
+    made = small_engine(world, "stage3_param", make=Translator)
+    with pytest.raises(RuntimeError) as caught:
+        made.module.embedding(inputs(world, 0))
+    step(made, inputs(world, 0))
+    return str(caught.value)
+
+
+def test_where_gradients_are_recorded_a_module_that_runs_without_its_unit_is_refused_by_name(worlds):
+    for message in worlds(2).run(encode_and_train):
+        assert message.startswith("'embedding' runs outside the forward of 'the model', to which its parameters belong")
+
+
+# ---- state dicts and copies -----------------------------------------------------------------------------------------
+
+
+def read_whole(world, stage):
+    """state_dict() and deepcopy of the module and of a part of it: within gathered(), and refusals outside."""
+    made = small_engine(world, stage)
+    step(made, inputs(world, 0))
+    refusals = []
+    for road in (nn.Module.state_dict, copy.deepcopy):
+        for module in (made.module, made.module.head):
+            try:
+                road(module)
+            except RuntimeError as error:
+                refusals.append(str(error))
+    with made.gathered():
+        state = {name: value.cpu().clone() for name, value in made.module.state_dict().items()}
+        twin = copy.deepcopy(made.module)
+    step(made, inputs(world, 1))
+    before = {name: value.cpu().clone() for name, value in twin.state_dict().items()}
+    loss(copy.deepcopy(twin)(inputs(world, 2))).backward()
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    loss(twin(inputs(world, 2))).backward()
+    optimizer.step()
+    return refusals, state, before, same_bits(before, twin.state_dict()), made.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_copy_of_the_module_is_a_plain_model_and_sharded_weights_are_not_handed_out(worlds, stage):
+    refusals, state, copied, still, now = worlds(2).run(read_whole, stage)[0]
+    if stage == "stage3_param":
+        assert len(refusals) == 4
+        assert all("read engine.full_state_dict(), or the module within engine.gathered()" in one for one in refusals)
+        assert "the parameters of 'head' are sharded" in refusals[1]
+    else:
+        assert refusals == []
+    assert same_bits(state, copied)  # the step after it has not reached it
+    assert not same_bits(copied, now)
+    assert not still  # it trains, by itself
+
+
+def average_of_weights(world, stage):
+    """An exponential moving average, as `AveragedModel` keeps it."""
+    made = small_engine(world, stage)
+    with made.gathered():
+        average = torch.optim.swa_utils.AveragedModel(made.module)
+    for index in range(2):
+        step(made, inputs(world, index))
+        with made.gathered():
+            average.update_parameters(made.module)
+    return {name: value.detach().cpu() for name, value in average.module.named_parameters()}
+
+
+def test_weights_are_averaged_alike_in_every_stage(worlds):
+    first, *others = [worlds(2).run(average_of_weights, stage)[0] for stage in STAGES]
+    assert all(same_bits(first, other) for other in others)
+
+
+# ---- what is freed --------------------------------------------------------------------------------------------------
+
+
+def write_where_nothing_is(world):
+    """Whether other freed weights are NaN when one has been written to, and that one after the next step."""
+    made = small_engine(world, "stage3_param", make=Tiny)
+    weights, found = [weight for weight in made.module.parameters() if weight.numel()], []
+    for written in weights:
+        written.data.fill_(5.0)
+        others = [weight for weight in weights if weight is not written]
+        alone = all(weight.isnan().all() for weight in others)
+        step(made, inputs(world, 0))
+        found.append((bool(alone), bool(written.isnan().all())))
+    return found
+
+
+def test_what_is_written_to_a_freed_weight_reaches_no_other_and_does_not_last(worlds):
+    for found in worlds(2).run(write_where_nothing_is):
+        assert set(found) == {(True, True)}
