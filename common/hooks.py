@@ -2,6 +2,8 @@
 
 import weakref
 
+import torch
+
 
 class Hook:
     """Calls `method(*first, ...)` as long as the object that the method belongs to lives; after that nothing.
@@ -15,11 +17,20 @@ class Hook:
         self._first = first
 
     def __call__(self, *args):
+        return _past_the_compiler(self, args) if torch.compiler.is_compiling() else self._call(args)
+
+    def _call(self, args):
         method = self._method and self._method()
         return method(*self._first, *args) if method else None
 
     def __reduce__(self):
         return Hook, ()
+
+
+@torch.compiler.disable
+def _past_the_compiler(hook, args):
+    """What a hook does is for Python alone: torch.compile would trace it, and stumble over threads and storages."""
+    return hook._call(args)
 
 
 class Guard(Hook):

@@ -202,15 +202,18 @@ def _evaluate(world, engine, step):
 
 # ---- verdicts -------------------------------------------------------------------------------------------------------
 
-TOLERANCE = 0.1  # of the distance trained: what Adam makes of gradients that are all rounding is noise of that size
+# Of the distance trained, what rounding explains: the stages that add means under no_sync, not gradients, are off by
+# 2e-4 in fp32 and 2e-2 in 16-bit, after Adam has made what it makes of gradients that are all rounding.
+TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 
 
-def verdict(ranks, reference):
+def verdict(ranks, reference, precision):
     """Compare a training with its reference.
 
     Args:
         ranks: what `train_cell` returned on every rank.
         reference: what it returned on rank 0 of the baseline.
+        precision: of the cell.
 
     Returns:
         "bitwise", "ulp" (no weight is off by more than one unit in the last place), "tolerance" or "fail"; and the
@@ -229,7 +232,7 @@ def verdict(ranks, reference):
     reason = f"off by {off:.1e} of the distance trained"
     if all(_within_an_ulp(one[name], other[name]) for name in other):
         return "ulp", reason
-    return ("tolerance" if off <= TOLERANCE else "fail"), reason
+    return ("tolerance" if off <= TOLERANCE[precision] else "fail"), reason
 
 
 def shapes(weights):

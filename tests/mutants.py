@@ -18,7 +18,7 @@ from harness import STAGES
 from matrix import Cell
 from torch import nn
 
-from common import checkpoint, collectives, engine_base, layout
+from common import checkpoint, collectives, engine_base, layout, units
 from common.collectives import Collectives, Handle
 from common.engine_base import Bucket, EngineBase, Owned
 from common.mixed_precision import LossScaler
@@ -476,6 +476,48 @@ def parameters_are_gathered_before_the_step(engine):
             self.step_shard(bucket)
 
     return replaced(engine, "update", update)
+
+
+@shown_by(probes.no_bit_depends_on_when_the_lane_runs, ONE_TWO)
+def nobody_waits_for_the_parameters_after_the_step(engine):
+    return left_out(engine, "synchronize")
+
+
+@shown_by(probes.old_graphs_do_not_go_backward)
+def autograd_does_not_learn_of_the_step(engine):
+    return left_out(torch.autograd.graph, "increment_version")
+
+
+# ---- what modules read ----------------------------------------------------------------------------------------------
+
+
+@shown_by(Cell("resnet-tiny", "bf16", 2))
+def batch_norms_are_kept_in_16_bit(engine):
+    return replaced(engine_base, "_check_kept", lambda *_: set())
+
+
+@shown_by(Cell("one autocast", "fp32", 2), STAGES[3:])
+def autocast_keeps_the_casts_of_an_earlier_forward(engine):
+    return left_out(torch, "clear_autocast_cache")
+
+
+@shown_by(Cell("hooked after the engine", "fp32", 2), STAGES[3:])
+def hooks_that_came_later_run_when_the_unit_is_freed(engine):
+    return left_out(units._Watch, "surround")
+
+
+@shown_by(Cell("prompt tuning", "fp32", 2), STAGES[3:])
+def a_module_in_two_places_goes_by_its_first_path(engine):
+    def road(original, model, path):
+        module = model.get_submodule(path)
+        return original(model, next(first for first, same in model.named_modules() if same is module))
+
+    return replaced(units, "_road", road)
+
+
+@shown_by(probes.writes_to_freed_weights_are_lost, STAGES[3:])
+def freed_weights_keep_what_is_written_to_them(engine):
+    return left_out(units.Nothing, "restore")
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------

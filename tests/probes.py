@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 from harness import batch, make_engine, same_bits, train_step
+from late_lanes import on_lane
 from papers import bytes_held
-from trap_models import CASES, WIDTH, Net, loss, step
+from trap_models import CASES, WIDTH, Net, Tiny, loss, step
 
 from common import models
 from common.errors import InputError
@@ -135,6 +136,47 @@ def clipping_only_shrinks(world, engine, folder):
     return broken(weights=same_bits(free, bounded))
 
 
+# ---- what is read when ----------------------------------------------------------------------------------------------
+
+
+def trained(world, engine):
+    made = small_engine(world, engine, bucket_mb=1e-6)
+    for index in range(3):
+        step(made, inputs(world, index))
+    return made.full_state_dict()
+
+
+def no_bit_depends_on_when_the_lane_runs(world, engine, folder):
+    """Where collectives run no earlier than somebody waits for them, a training ends with the baseline's bits."""
+    reference = trained(world, "baseline:AverageAfterBackward")
+    with on_lane("late", world.rank):
+        return broken(weights=same_bits(trained(world, engine), reference))
+
+
+def old_graphs_do_not_go_backward(world, engine, folder):
+    """A graph of before a step was computed with weights that are gone: its backward raises."""
+    made = small_engine(world, engine)
+    old = loss(made(inputs(world, 0)))
+    step(made, inputs(world, 1))
+    try:
+        made.backward(old)
+    except RuntimeError:
+        return []
+    return broken(raises=False)
+
+
+def writes_to_freed_weights_are_lost(world, engine, folder):
+    """What is written to a weight of stage 3 while it is freed reaches no other one, and is gone after a step."""
+    made, found = small_engine(world, engine, make=Tiny), []
+    weights = [weight for weight in made.module.parameters() if weight.numel()]
+    for written in weights:
+        written.data.fill_(5.0)
+        found += [other.isnan().all() for other in weights if other is not written]
+        step(made, inputs(world, 0))
+        found.append(written.isnan().all())
+    return broken(nan=all(found))
+
+
 # ---- loss scale and overflow --------------------------------------------------------------------------------------
 
 
@@ -164,12 +206,12 @@ def scale_follows(world, engine, folder):
 
 def skipped_without_a_trace(factor, world, engine, folder):
     """A step that overflows is skipped, and training goes on as if it had not been."""
-    trained = []
+    ends = []
     for factors in ([1, factor, 1], [1, 1]):
         made = small_engine(world, engine, "fp16")
         made.good = 0
-        trained.append(([skipped for skipped, _ in steps_of(world, made, factors)], made.full_state_dict()))
-    (skipped, weights), (_, without) = trained
+        ends.append(([skipped for skipped, _ in steps_of(world, made, factors)], made.full_state_dict()))
+    (skipped, weights), (_, without) = ends
     return broken(skipped=skipped == [False, True, False], weights=same_bits(weights, without))
 
 

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from harness import STAGES, batch, claimed, follows, make_engine, train_step
 from papers import bytes_held, bytes_sent
+from probes import inputs, small_engine
+from trap_models import CASES, InputsRequireGrad
 
 from common import models, train
 from common.measure.memory import CLASSES, Timeline
@@ -40,6 +42,21 @@ def test_bytes_held_and_sent_are_those_predicted_on_every_rank(worlds, size, mod
     for rank in claimed(worlds(size).run(functools.partial(counts, clip_norm=1.0), engine, model)):
         for measured, predicted in rank:
             assert measured == predicted
+
+
+def sends_where_gradients_begin(world, engine):
+    """A trap: adapters on frozen blocks, under checkpoints, behind a frozen stem whose result requires gradients."""
+    made, run = small_engine(world, engine, make=InputsRequireGrad), CASES["inputs require grad"][1]
+    for index in range(2):
+        made.comm.traffic.reset()
+        run(made, inputs(world, index))
+    return made.comm.traffic.by_collective(), made.predicted_wire_bytes_per_step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_unit_in_whose_result_gradients_begin_is_not_foreseen_to_be_gathered_again(worlds, stage):
+    for measured, predicted in worlds(2).run(sends_where_gradients_begin, stage):
+        assert measured == predicted
 
 
 def holds(world, engine, **options):

@@ -5,11 +5,15 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from baseline import OrderedDDP
 from harness import ADAMW, STAGES, batch, make_engine, same_bits, train_step
+from probes import inputs as inputs_of
+from probes import small_engine
 from torch import nn
 from torch.optim import lr_scheduler
+from trap_models import Net
 
 from common import models
 
@@ -282,3 +286,79 @@ def buffers_after(world, stage):
 def test_buffers_are_those_of_rank_0_whatever_was_evaluated_or_read_between(worlds, stage):
     first, *others = worlds(3).run(buffers_after, stage)
     assert all(same_bits(first, other) for other in others)
+
+
+def modes(world, stage):
+    engine = small_engine(world, stage)
+    found = []
+    for set_mode in (engine.eval, engine.train, lambda: engine.train(False), lambda: engine.train(True)):
+        assert set_mode() is engine
+        found.append({module.training for module in engine.module.modules()})
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_train_and_eval_set_the_mode_of_every_module(worlds, stage):
+    assert worlds(2).run(modes, stage) == [[{False}, {True}, {False}, {True}]] * 2
+
+
+def kept_from_rank_0(world, stage, broadcast_buffers):
+    """This rank's running statistics after a step, and the bytes that a step sends with those it should."""
+    engine = make_engine(stage, "resnet-tiny", broadcast_buffers=broadcast_buffers)
+    train_step(engine, world)
+    engine.comm.traffic.reset()
+    train_step(engine, world, 1)
+    sent = engine.comm.traffic.by_collective()
+    return engine.module.bn.running_mean.cpu().clone(), sent, engine.predicted_wire_bytes_per_step()
+
+
+@pytest.mark.parametrize("broadcast_buffers", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_buffers_are_broadcast_unless_told_otherwise(worlds, stage, broadcast_buffers):
+    (first, sent, predicted), (second, *_) = worlds(2).run(kept_from_rank_0, stage, broadcast_buffers)
+    assert sent == predicted
+    assert ("broadcast" in sent) == broadcast_buffers
+    assert not torch.equal(first, second)  # each rank's own batch since the last broadcast
+
+
+def messages_beside(world, stage):
+    """What this rank receives from its neighbour while the engine's own messages, of the same size, are under way."""
+    torch.manual_seed(0)
+    engine = make_engine(stage, nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)), bucket_mb=1e-6)
+    received, shard = [], torch.empty(engine.buckets[0].shard_numel, device=world.device)
+
+    def exchange(module, args, output):
+        sending = dist.isend(torch.full_like(shard, 100.0 + world.rank), 1 - world.rank)
+        dist.recv(shard, 1 - world.rank)
+        sending.wait()
+        received.append(shard.unique().tolist())
+
+    engine.module[0].register_forward_hook(exchange)
+    for index in range(3):
+        engine.backward(engine(inputs_of(world, index)[..., :1].expand(2, 3, 8)).square().mean())
+        engine.step()
+    return received, engine.full_state_dict()["0.weight"].isfinite().all().item()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="messages of NCCL have no tags")
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_users_own_messages_and_the_engines_do_not_meet(worlds, stage):
+    for rank, found in enumerate(worlds(2).run(messages_beside, stage)):
+        assert found == ([[101.0 - rank]] * 3, True)
+
+
+def compiled(world, stage, compiles):
+    torch.manual_seed(0)
+    module = Net()
+    module.run = lambda blocks, x: blocks[2](blocks[1](blocks[0](x)))
+    engine = make_engine(stage, torch.compile(module, backend="eager") if compiles else module)
+    for index in range(2):
+        engine.backward(engine(inputs_of(world, index)).square().mean())
+        engine.step()
+    return list(engine.full_state_dict().values())
+
+
+@pytest.mark.parametrize("stage", ["stage1_os", "stage3_param"])
+def test_a_compiled_model_trains_to_the_bits_of_the_plain_one(worlds, stage):
+    plain, ours = (worlds(2).run(compiled, stage, compiles)[0] for compiles in (False, True))
+    assert all(torch.equal(one, other) for one, other in zip(plain, ours, strict=True))

@@ -26,7 +26,7 @@ def test_an_engine_ends_with_the_bits_of_the_baseline(worlds, baseline_worlds, e
         if isinstance(ranks[0], str):
             equivalence.skip(engine, cell, ranks[0])
             pytest.skip(ranks[0])
-        found, reason = verdict(ranks, reference(baseline_worlds, cell))
+        found, reason = verdict(ranks, reference(baseline_worlds, cell), cell.precision)
     equivalence.record(engine, cell, found, reason)
     assert found in expected(engine, cell), reason
 
@@ -36,16 +36,16 @@ def test_an_engine_ends_with_the_bits_of_the_baseline(worlds, baseline_worlds, e
 def test_the_two_baselines_agree(worlds, model, size):
     cell = Cell(model, "bf16", size)
     plain = worlds(size).run(train_cell, "baseline:AverageAfterBackward", cell)
-    assert verdict(plain, reference(worlds, cell))[0] == "bitwise"
+    assert verdict(plain, reference(worlds, cell), cell.precision)[0] == "bitwise"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_under_no_sync_stages_that_reduce_at_once_agree_bitwise(worlds, precision):
     cell = Cell("gpt-tiny", precision, 3, "accumulated under no_sync")
     zero, one, two, three = [worlds(3).run(train_cell, stage, cell) for stage in STAGES]
-    assert verdict(one, zero[0])[0] == "bitwise"
-    assert verdict(three, two[0])[0] == "bitwise"
-    assert verdict(two, zero[0])[0] == "tolerance"
+    assert verdict(one, zero[0], precision)[0] == "bitwise"
+    assert verdict(three, two[0], precision)[0] == "bitwise"
+    assert verdict(two, zero[0], precision)[0] == "tolerance"
 
 
 @pytest.mark.parametrize("model", ZOO)
@@ -53,4 +53,4 @@ def test_under_no_sync_stages_that_reduce_at_once_agree_bitwise(worlds, precisio
 def test_stock_ddp_agrees_within_a_norm(worlds, size, model):
     cell = Cell(model, "fp32", size)
     stock = worlds(size).run(train_cell, "common.peers:TorchDDP", cell)
-    assert verdict(stock, reference(worlds, cell))[0] in ("bitwise", "tolerance")
+    assert verdict(stock, reference(worlds, cell), cell.precision)[0] in ("bitwise", "tolerance")

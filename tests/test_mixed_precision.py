@@ -205,6 +205,32 @@ def test_the_module_computes_with_the_rounded_masters_and_fp32_batch_norms(world
         assert set(buffers.values()) == {torch.float32, torch.int64}
 
 
+KEPT = {
+    "batch norms": ({}, {"bn.", "bn_1.", "bn_2.", "shortcut.1."}),
+    "nothing": ({"keep_fp32": ()}, set()),
+    "a class": ({"keep_fp32": (torch.nn.Linear,)}, {"head."}),
+    "names": ({"keep_fp32": ("blocks.0", "bias")}, {"blocks.0.", "bias"}),
+}
+
+
+def kept(world, stage, how):
+    """The dtype of each parameter, and whether bytes held are those foreseen, after a step where the model can run."""
+    engine = make_engine(stage, "resnet-tiny", precision="bf16", **KEPT[how][0])
+    if how == "batch norms":
+        train_step(engine, world)
+        assert engine.model_state_bytes() == engine.predicted_model_state_bytes()
+    return {name: parameter.dtype for name, parameter in engine.module.named_parameters()}
+
+
+@pytest.mark.parametrize("how", KEPT)
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_keep_fp32_names_stays_in_fp32(worlds, stage, how):
+    for found in worlds(2).run(kept, stage, how):
+        for name, dtype in found.items():
+            named = any(part in name for part in KEPT[how][1])
+            assert dtype == (torch.float32 if named else torch.bfloat16), name
+
+
 def losses(world, precision):
     engine = make_engine("stage3_param", "gpt-tiny", optimizer=ADAMW, precision=precision)
     if engine.loss_scaler:

@@ -29,7 +29,7 @@ def broken_promises(worlds, folder, plant, stage, probe):
     if isinstance(probe, Cell):
         ranks = worlds(probe.world_size).run(planted, plant, stage, train_cell, probe)
         raised = [rank for rank in ranks if isinstance(rank, str)]
-        found, reason = ("fail", raised[0]) if raised else verdict(ranks, reference(worlds, probe))
+        found, reason = ("fail", raised[0]) if raised else verdict(ranks, reference(worlds, probe), probe.precision)
         return [] if found in expected(stage, probe) else [reason]
     found = worlds(3).run(planted, plant, stage, probe, str(folder))
     return [promise for rank in found for promise in ([rank] if isinstance(rank, str) else rank)]

@@ -259,6 +259,18 @@ def test_a_rank_that_skips_a_step_is_found(part, stage):
         assert "; rank 1 waits in all_gather of objects (step, #" in text
 
 
+def train_another_engine(world):
+    engines = [make_engine("stage1_os"), make_engine("stage1_os")]
+    train_step(engines[world.rank], world)
+
+
+def test_ranks_that_train_another_engine_of_the_same_model_are_found(part):
+    failure, printed = part(train_another_engine)
+    for text in (failure, *printed):
+        assert "rank 0 waits in reduce_scatter of bucket 0 (backward" in text
+        assert "; rank 1 waits in reduce_scatter of engine 2's bucket 0 (backward" in text
+
+
 def test_ranks_that_take_another_unit_of_equal_size_do_not_pair_up(part):
     failure, printed = part(ranks_that_part.train)
     sentence = (
