@@ -695,6 +695,7 @@ class EngineBase:
         for module in self._module.modules():
             if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
                 self.handles.append(module.register_forward_pre_hook(Hook(self._count_use)))
+                self.handles.append(module.register_load_state_dict_pre_hook(Hook(self._before_load_state_dict)))
 
     def _count_use(self, module, args):
         if self.recording and not inside_backward():
@@ -726,6 +727,13 @@ class EngineBase:
                 if parameter.requires_grad != bucket.kind.trainable:
                     was = "trainable" if bucket.kind.trainable else "frozen"
                     raise InputError(f"{name!r} was {was} when the engine was built; build another one to change that")
+
+    def _before_load_state_dict(self, *_):
+        if any(bucket.sixteen_bit or bucket.full is not None for bucket in self.buckets):
+            raise RuntimeError(
+                "load_state_dict() reaches the model's weights, which this engine only makes from those it keeps; load "
+                "before the engine is built, or use engine.save() and engine.load()"
+            )
 
     def _before_optimizer(self, *_):
         if not self._stepping:

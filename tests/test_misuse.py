@@ -93,6 +93,25 @@ def test_a_loop_that_would_not_train_is_told_what_to_write(worlds, stage, call):
         assert clean
 
 
+def load_weights(world, stage, precision):
+    """What the model says to new weights, and whether they are there after a step at a learning rate of 0."""
+    made = small_engine(world, stage, precision=precision)
+    new = {name: torch.full_like(value, 0.5) for name, value in made.full_state_dict().items()}
+    message = message_of(made.module.load_state_dict, new)
+    for group in made.optimizer.param_groups:
+        group["lr"] = 0.0
+    step(made, inputs(world, 0))
+    return message, same_bits(made.full_state_dict(), new)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_loaded_into_the_model_are_trained_or_refused(worlds, stage, precision):
+    for message, loaded in worlds(2).run(load_weights, stage, precision):
+        assert loaded == (message is None) == (precision == "fp32" and stage != "stage3_param")
+        assert loaded or message.endswith("load before the engine is built, or use engine.save() and engine.load()")
+
+
 # ---- parameters that leave ------------------------------------------------------------------------------------------
 
 
