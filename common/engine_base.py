@@ -232,6 +232,8 @@ class EngineBase:
         InputError: the input cannot be used; the message says why and how to mend it.
     """
 
+    own_options = ()  # names of what a stage takes besides, and has set as attributes
+
     def __init__(
         self,
         model,
@@ -247,8 +249,8 @@ class EngineBase:
         keep_fp32=BATCH_NORMS,
         broadcast_buffers=True,
     ):
-        settings = {  # what all ranks must agree on, with what a stage adds
-            **vars(self),
+        settings = {  # what all ranks must agree on
+            **{name: getattr(self, name) for name in self.own_options},
             "precision": precision,
             "clip_norm": clip_norm,
             "bucket_mb": bucket_mb,

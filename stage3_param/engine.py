@@ -39,6 +39,8 @@ class Engine(EngineBase):
         keep_last: keep the units that end the forward gathered for their backward.
     """
 
+    own_options = ("keep_last",)
+
     def __init__(self, model, optimizer, *, keep_last=True, **options):
         self.keep_last = keep_last
         super().__init__(model, optimizer, **options)

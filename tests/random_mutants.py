@@ -38,8 +38,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [f"{stage}/engine.py" for stage in ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")]
 SOURCES += [f"common/{name}.py" for name in ("engine_base", "units", "collectives")]
 # Those most likely to fail come first. What is named nowhere here comes last.
-FIRST = ["contract", "units", "lifetimes", "collectives", "door", "mixed_precision", "accounting", "checkpoint"]
-FIRST += ["trace", "timeline", "world", "equivalence"]
+FIRST = ["misuse", "reads", "contract", "units", "lifetimes", "collectives", "door", "mixed_precision", "accounting"]
+FIRST += ["checkpoint", "late_lanes", "ends", "trace", "timeline", "world", "equivalence"]
 LEFT_OUT = ["lesson", "random_mutants"]  # the one reads engines as text, where every change shows; the other runs none
 
 NOT_DELETED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
@@ -91,11 +91,16 @@ def draw(number, seed, files):
     return random.Random(seed).sample(every, min(number, len(every)))
 
 
-def judge(mutant, limit):
+def all_tests():
+    """The names of the test files, in the order in which they run."""
+    every = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
+    return FIRST + sorted(every.difference(FIRST, LEFT_OUT))
+
+
+def judge(mutant, names, limit):
     """Make a mutant, or none, in a copy of the checkout; return the verdict of the tests there, as the JSON has it."""
     began = time.monotonic()
-    every = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
-    tests = [f"tests/test_{name}.py" for name in FIRST + sorted(every.difference(FIRST, LEFT_OUT))]
+    tests = [f"tests/test_{name}.py" for name in names]
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     with tempfile.TemporaryDirectory() as folder:
         for name in filter(None, listed.split("\0")):
@@ -156,6 +161,7 @@ def main():
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="what became of each")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (%(default)s)")
     parser.add_argument("--only", nargs="+", default=SOURCES, metavar="FILE", help="mutate these, not the engines")
+    parser.add_argument("--tests", nargs="+", default=all_tests(), metavar="NAME", help="run test_NAME.py, not all")
     parser.add_argument("--limit", type=float, default=300, metavar="S", help="seconds for one test (%(default)s)")
     options = parser.parse_args()
 
@@ -168,14 +174,15 @@ def main():
     if [{key: row[key] for key in drawn[0]} for row in rows] != drawn:
         parser.error(f"{options.json} holds another draw, or its files have changed: name another one")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what runs is ended too
-    healthy = judge(None, options.limit)
+    healthy = judge(None, options.tests, options.limit)
     if healthy["verdict"] != SURVIVED:
         parser.error(f"the tests fail without any mutant: {healthy['test']}; mend that first")
     console = Console(width=120, highlight=False)
     console.print(f"without any mutant all tests pass, in {healthy['seconds']} s")
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        jobs = {pool.submit(judge, mutants[k], options.limit): k for k, row in enumerate(rows) if "verdict" not in row}
+        left = [k for k, row in enumerate(rows) if "verdict" not in row]
+        jobs = {pool.submit(judge, mutants[k], options.tests, options.limit): k for k in left}
         try:
             for job in as_completed(jobs):
                 row = rows[jobs[job]]

@@ -224,6 +224,15 @@ OPTIONS = {
 }
 
 
+def keep_last_differs(world):
+    return message_of(make_different, world, "stage3_param", "keep_last", (True, False))
+
+
+def test_ranks_agree_on_what_a_stage_takes_besides(worlds):
+    for message in worlds(2).run(keep_last_differs):
+        assert message.startswith("keep_last differs between rank")
+
+
 def disagree(world, stage, option):
     return message_of(make_different, world, stage, option, OPTIONS[option])
 

@@ -47,11 +47,12 @@ def _run_once(block, x):
     """block(x); when it is computed again in backward, batch norms do not count the batch a second time."""
     if not inside_backward():
         return block(x)
-    norms = [m for m in block.modules() if isinstance(m, nn.BatchNorm2d) and m.track_running_stats]
+    norms = [module for module in block.modules() if isinstance(module, nn.BatchNorm2d)]
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
-        norm.track_running_stats = False  # in training it changes nothing else
+        norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         return block(x)
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for norm, (momentum, batches) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, batches
