@@ -28,7 +28,7 @@ from common.hooks import Hook, remove_with
 from common.layout import Run, distinct
 from common.measure.memory import storage_bytes, storage_id
 from common.mixed_precision import DTYPES, LossScaler, dtype_of, gradient_norm, overflow_flag
-from common.units import inside_backward, map_tensors
+from common.units import hollow, inside_backward, map_tensors
 
 # torch's batch norms have fp32 statistics, and run in 16-bit only if their weight and bias are fp32 as well.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -250,6 +250,7 @@ class EngineBase:
         broadcast_buffers=True,
     ):
         settings = {  # what all ranks must agree on
+            "the engine": f"{type(self).__module__}.{type(self).__qualname__}",
             **{name: getattr(self, name) for name in self.own_options},
             "precision": precision,
             "clip_norm": clip_norm,
@@ -354,6 +355,7 @@ class EngineBase:
         if loss.numel() != 1:
             raise InputError(f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, by mean() for instance")
         self.comm.traffic.phase = "backward"
+        self._check_trainable()
         self._failed = True
         self._begin_gradients()
         self.begin_backward()
@@ -384,6 +386,7 @@ class EngineBase:
                 this engine's, from another engine's backward or because `loss_scaler` was replaced.
         """
         self._check_parameters()
+        self._check_trainable()
         if self._failed:
             self.zero_grad()
         if any(bucket.pending for bucket in self.buckets):  # of another engine's backward, or under no_sync
@@ -643,9 +646,10 @@ class EngineBase:
         return self.dtype if rounded else parameter.dtype
 
     def watch_gradient(self, bucket, name, parameter):
-        """Have `gradient_ready` called when autograd has added up all uses of a parameter in a backward."""
-        report = Hook(self._report_gradient, name)
-        self.handles.append(parameter.register_post_accumulate_grad_hook(report))
+        """Have `gradient_ready` called when autograd has added up all uses of a trainable parameter in a backward."""
+        if bucket.kind.trainable:
+            report = Hook(self._report_gradient, name)
+            self.handles.append(parameter.register_post_accumulate_grad_hook(report))
 
     def _report_gradient(self, name, parameter):
         if Bucket.scale_of_backward is None:
@@ -695,8 +699,10 @@ class EngineBase:
 
     def _watch_modules(self):
         for module in self._module.modules():
-            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            own = list(module.parameters(recurse=False))
+            if any(parameter.requires_grad for parameter in own):
                 self.handles.append(module.register_forward_pre_hook(Hook(self._count_use)))
+            if own:
                 self.handles.append(module.register_load_state_dict_pre_hook(Hook(self._before_load_state_dict)))
 
     def _count_use(self, module, args):
@@ -718,20 +724,31 @@ class EngineBase:
                 self.bucket_of[parameter].fires_in_parts = True
 
     def _check_parameters(self):
-        """Refuse parameters that are no longer what the engine made of them: they would not be trained, or wrongly."""
+        """Refuse parameters that are no longer those that the engine has made: they would not be trained."""
+        names = {parameter: name for name, parameter in self._module.named_parameters()}
+        for parameter, name in names.items():
+            if parameter not in self.bucket_of:
+                raise InputError(f"{name!r} is new, and would not be trained; build the engine after that")
+            if storage_id(parameter) not in self.bucket_of[parameter].storages:
+                raise InputError(
+                    f"{name!r} has left the engine's storage, by model.to() or flatten_parameters() for instance, and "
+                    "would not be trained; build the engine after that"
+                )
+        if len(names) < len(self.bucket_of):
+            gone = next(n for bucket in self.buckets + self.frozen for n, p in bucket.members.items() if p not in names)
+            raise InputError(f"{gone!r} is no part of the model any more; build the engine after that")
+
+    def _check_trainable(self):
+        """Refuse what was frozen or thawed: a frozen weight would still be stepped, a thawed one not be trained."""
         for bucket in self.buckets + self.frozen:
             for name, parameter in bucket.members.items():
-                if storage_id(parameter) not in bucket.storages:
-                    raise InputError(
-                        f"{name!r} has left the engine's storage, by model.to() or flatten_parameters() for instance, "
-                        "and would not be trained; build the engine after that"
-                    )
                 if parameter.requires_grad != bucket.kind.trainable:
                     was = "trainable" if bucket.kind.trainable else "frozen"
                     raise InputError(f"{name!r} was {was} when the engine was built; build another one to change that")
 
-    def _before_load_state_dict(self, *_):
-        if any(bucket.sixteen_bit or bucket.full is not None for bucket in self.buckets):
+    def _before_load_state_dict(self, module, *_):
+        own = [self.bucket_of[p] for p in module.parameters(recurse=False) if p in self.bucket_of]
+        if any(bucket.full is not None or (bucket.sixteen_bit and bucket.kind.trainable) for bucket in own):
             raise RuntimeError(
                 "load_state_dict() reaches the model's weights, which this engine only makes from those it keeps; load "
                 "before the engine is built, or use engine.save() and engine.load()"
@@ -846,7 +863,8 @@ def _check_elementwise(optimizer, device):
 
 def _plain(options):
     """Those of an optimizer's options that have the same text in every process that has the same options."""
-    plain = (bool, int, float, str, tuple, list, torch.Tensor, type(None))
+    options = {name: value.tolist() if torch.is_tensor(value) else value for name, value in options.items()}
+    plain = (bool, int, float, str, tuple, list, type(None))
     return {name: value for name, value in options.items() if isinstance(value, plain) and name != "params"}
 
 
@@ -879,6 +897,8 @@ def _check_groups(model, param_groups):
 
 def _check_kept(model, keep_fp32):
     """The names of the parameters that `keep_fp32` keeps in fp32."""
+    if keep_fp32 is None or isinstance(keep_fp32, (str, type)):
+        keep_fp32 = () if keep_fp32 is None else (keep_fp32,)
     classes = tuple(kept for kept in keep_fp32 if isinstance(kept, type))
     names, kept = [entry for entry in keep_fp32 if not isinstance(entry, type)], set()
     for path, module in model.named_modules():
@@ -912,7 +932,7 @@ def _check_model(model, comm, init, param_groups, dtype):
     for name, parameter in model.named_parameters():
         if id(parameter) in _engine_of:
             raise InputError(f"{name!r} has an engine already; delete that first, or build a model for each engine")
-        if not parameter.is_meta and parameter.untyped_storage().nbytes() < parameter.nbytes:
+        if not parameter.is_meta and hollow(parameter):
             raise InputError(
                 f"{name!r} has no values of its own, as if a stage-3 engine was deleted; build the model anew"
             )
@@ -961,5 +981,5 @@ def _fingerprint(parameter):
 
 
 def _checksum(tensor):
-    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
     return zlib.crc32(values.numpy().tobytes())

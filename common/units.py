@@ -31,7 +31,7 @@ class Unit:
         name, module: the module whose forward the unit spans.
         buckets: one run for each kind of parameter in it.
         gathered: its parameters are whole on this rank, or on their way.
-        pins: contexts that hold it gathered.
+        pins: contexts that hold it gathered; found_whole: as the first of them found it.
         depth: its forwards that run now; more than one where a module calls itself.
         inside: the units that were running when it ran, itself among them.
         reached: gradients reach what its last recorded forward returned.
@@ -42,7 +42,7 @@ class Unit:
     def __init__(self, name, module, buckets):
         self.name, self.module, self.buckets = name, module, buckets
         self.pins = self.depth = self.visits = 0
-        self.gathered = self.open = False
+        self.gathered = self.open = self.found_whole = False
         self.reached = True
         self.inside = weakref.WeakSet()
         for number, bucket in enumerate(buckets):
@@ -151,28 +151,34 @@ def watch(engine, units):
     """Call the engine's phases as the units' modules run, forward and backward. Look after who reads their weights.
 
     Returns:
-        What the hooks call: a `_Watch` for each unit, and a `_Reader` for each module and unit that it has weights of.
-        They work as long as the engine keeps those.
+        A `_Watch` for each unit, which the hooks call as long as the engine keeps it.
     """
+    watches = {unit: _Watch(engine, unit) for unit in units}
     unit_of = {parameter: unit for unit in units for bucket in unit.buckets for parameter in bucket.members.values()}
-    readers = []
+    weakref.finalize(engine, _leave_hollow, weakref.ref(engine._module)).atexit = False
     for path, module in engine._module.named_modules():
-        own = dict.fromkeys(unit_of[parameter] for parameter in module.parameters(recurse=False))
-        readers += [_Reader(engine, unit, path, module) for unit in own]
-    return [_Watch(engine, unit) for unit in units], readers
+        for unit in dict.fromkeys(unit_of[parameter] for parameter in module.parameters(recurse=False)):
+            watches[unit].readers.append(_Reader(engine, unit, path, module))
+    return list(watches.values())
 
 
 class _Watch:
     """Finds out when a unit runs: the hooks of its module."""
 
     def __init__(self, engine, unit):
-        self.engine, self.unit = weakref.proxy(engine), unit
+        self.engine, self.unit, self.readers = weakref.proxy(engine), unit, []
         self.first = unit.module.register_forward_pre_hook(Hook(self.before), prepend=True)
         self.last = unit.module.register_forward_hook(Hook(self.after))
         engine.handles += [self.first, self.last]
 
+    def settle(self):
+        """Before a forward: end what an interrupt left, and surround the hooks that others have added since."""
+        for reader in self.readers:
+            reader.give_up()
+        self.surround()
+
     def surround(self):
-        """Be the first and the last of the module's hooks: others, added since, may read the weights.
+        """Be the first and the last of the module's hooks: others may read the weights.
 
         torch has a public way to be the first when a hook is registered, and none to stay it.
         """
@@ -185,7 +191,7 @@ class _Watch:
             self.engine.before_recomputation(self.unit)
             return
         self.unit.depth += 1
-        if self.unit.depth == 1:
+        if self.unit.depth == 1 or not self.unit.gathered:  # an exception may have left the depth of another call
             self.engine.before_forward(self.unit)
 
     def after(self, module, args, output):
@@ -205,14 +211,14 @@ class _Reader:
     """Looks after a module that reads weights of a unit at times when the unit does not run.
 
     The module may run alone, inside generate() for instance: then the unit is held as long as it does. Its state_dict
-    may be asked for, or a copy of it: then the unit must be whole already.
+    may be asked for, or a copy of it: then the unit must be whole already, and the state_dict holds copies.
     """
 
     def __init__(self, engine, unit, path, module):
         self.engine, self.unit, self.path = weakref.proxy(engine), unit, path
         self.alone = 0  # its runs now, since the unit is held for them
-        guard = Guard(self.before_state_dict)
-        engine.handles.append(module.register_state_dict_pre_hook(guard))
+        engine.handles.append(module.register_state_dict_pre_hook(Guard(self.before_state_dict)))
+        engine.handles.append(module.register_state_dict_post_hook(Hook(self.after_state_dict)))
         if module is not unit.module:
             engine.handles.append(module.register_forward_pre_hook(Hook(self.before), prepend=True))
             engine.handles.append(module.register_forward_hook(Hook(self.after), always_call=True))
@@ -220,8 +226,8 @@ class _Reader:
     def before(self, module, args):
         if self.alone:  # it calls itself
             self.alone += 1
-        elif not (self.unit.depth or self.unit.pins or (inside_backward() and self.unit.whole)):
-            if torch.is_grad_enabled():
+        elif not (self.unit.whole and (self.unit.depth or self.unit.pins or inside_backward())):
+            if torch.is_grad_enabled() and any(t.requires_grad for t in [*module.parameters(), *_tensors_in(args)]):
                 raise RuntimeError(
                     f"{self.path!r} runs outside the forward of {self.unit.name or 'the model'!r}, to which its "
                     "parameters belong, and backward would miss them: call that module, use torch.no_grad(), or hold "
@@ -233,8 +239,16 @@ class _Reader:
     def after(self, module, args, output):
         if self.alone:
             self.alone -= 1
+            output = _copy_weights(self.unit, output)
             if self.alone == 0:
                 self.engine.release(self.unit)
+        return output
+
+    def give_up(self):
+        """Release what a run holds that never ended: Ctrl-C passes by hooks."""
+        if self.alone:
+            self.alone = 0
+            self.engine.release(self.unit)
 
     def before_state_dict(self, *_):
         if not (self.unit.whole or self.engine.naming):
@@ -242,6 +256,30 @@ class _Reader:
                 f"the parameters of {self.path or 'the model'!r} are sharded: read engine.full_state_dict(), or the "
                 "module within engine.gathered()"
             )
+
+    def after_state_dict(self, module, state, prefix, *_):
+        for name, parameter in module._parameters.items():
+            value = state.get(prefix + name)
+            if value is not None and value is not parameter and value.layout is torch.strided:
+                state[prefix + name] = value.clone()
+
+
+def hollow(parameter):
+    """Whether a parameter is what a freed unit leaves of it: one number in the place of all."""
+    return parameter.numel() > 1 and not any(parameter.stride())
+
+
+def _leave_hollow(model):
+    """The engine of a model is gone, and its shards with it: whoever runs or saves the model is to learn of that."""
+    for module in model().modules() if model() is not None else ():
+        if any(hollow(parameter) for parameter in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(_refuse_hollow)
+            module.register_state_dict_pre_hook(_refuse_hollow)
+
+
+def _refuse_hollow(module, *_):
+    if any(hollow(parameter) for parameter in module.parameters(recurse=False)):
+        raise RuntimeError("the engine that held these parameters is deleted, and they have no values any more")
 
 
 def _watch_backward(engine, unit, tensors):

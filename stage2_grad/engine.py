@@ -46,8 +46,7 @@ class Engine(EngineBase):
             self.allocate(bucket)
             for name, parameter in bucket.members.items():
                 parameter.data = bucket.view(bucket.parameters, name)
-                if parameter.requires_grad:
-                    self.watch_gradient(bucket, name, parameter)
+                self.watch_gradient(bucket, name, parameter)
             (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
 
     def begin_backward(self):

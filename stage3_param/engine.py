@@ -68,14 +68,13 @@ class Engine(EngineBase):
                 bucket.views = bucket.cut(bucket.full)
                 bucket.nothing = units.Nothing(bucket)
                 for name, parameter in bucket.members.items():
-                    if parameter.requires_grad:
-                        self.watch_gradient(bucket, name, parameter)
+                    self.watch_gradient(bucket, name, parameter)
                 (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
             unit.gathered = True
             self.free(unit)
         self.forward_order, self.backward_order = units.Order(), units.Order()
         self.ended = []  # the units whose forward ended since another one began
-        self.watches, self.readers = units.watch(self, self.units)
+        self.watches = units.watch(self, self.units)
 
     # ---- parameters come and go -------------------------------------------------------------------------------
 
@@ -123,17 +122,28 @@ class Engine(EngineBase):
                 parameter.data = bucket.nothing.views[name]
             bucket.nothing.restore()
 
+    def hold(self, unit):
+        """Gather a unit and keep it, until as many calls of `release`."""
+        unit.found_whole = unit.whole if unit.pins == 0 else unit.found_whole
+        unit.pins += 1
+        self.use(unit, units.Order())
+
+    def release(self, unit):
+        """Let go of it. What was whole before stays so: a backward may wait for it."""
+        unit.pins -= 1
+        if not unit.found_whole:
+            self.free(unit)
+
     # ---- forward ----------------------------------------------------------------------------------------------
 
     def begin_forward(self):
         """Nothing stays gathered from an evaluation, an exception or a forward that took another way."""
         self.forward_order.rewind()
         self.ended.clear()
-        for unit in self.units:
+        for unit, watch in zip(self.units, self.watches, strict=True):
+            watch.settle()
             unit.depth = 0
             self.free(unit)
-        for watch in self.watches:
-            watch.surround()
 
     def before_forward(self, unit):
         """Phase 1. A unit is about to run; those that ended before it are done."""
@@ -214,7 +224,7 @@ class Engine(EngineBase):
         """
         unit.open = False
         self.free(unit)
-        if unit.visits == 0:
+        if self.reducing and unit.visits == 0:
             self.reduce(unit)
 
     def take_room(self, bucket):
@@ -236,6 +246,7 @@ class Engine(EngineBase):
         for unit in self.units:
             unit.visits = 0
             self.end_backward(unit)
+            self.reduce(unit)
         for bucket in self.buckets:
             bucket.arrive()
 
@@ -287,13 +298,3 @@ class Engine(EngineBase):
         finally:
             for unit in held:
                 self.release(unit)
-
-    def hold(self, unit):
-        """Gather a unit and keep it, until as many calls of `release`."""
-        unit.pins += 1
-        self.use(unit, units.Order())
-
-    def release(self, unit):
-        """Let go of a unit that was held."""
-        unit.pins -= 1
-        self.free(unit)

@@ -133,12 +133,24 @@ def flattened(module):
         parameter.data = parameter.data.clone()
 
 
+def assigned(module):
+    module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
+
+
+def another_layer(module):
+    module.convolution = nn.Conv2d(2, 2, 3, padding=1)
+
+
 MOVED = "has left the engine's storage, by model.to"
+NEW = "is new, and would not be trained; build the engine after that"
 LEAVING = {
+    "assigned": (assigned, "convolution.weight", NEW),
+    "another layer": (another_layer, "convolution.weight", NEW),
+    "weight_norm": (lambda module: nn.utils.weight_norm(module.convolution), "convolution.weight_g", NEW),
+    "deleted": (lambda module: delattr(module.convolution, "bias"), "convolution.bias", "is no part of the model any"),
     "another memory format": (lambda module: module.to(memory_format=torch.channels_last), "convolution.weight", MOVED),
     "there and back": (lambda module: module.double().float(), "", MOVED),
     "flattened": (flattened, "rnn.", MOVED),
-    "frozen": (lambda module: module.rnn.requires_grad_(False), "rnn.", "was trainable when the engine was built"),
 }
 
 
@@ -164,15 +176,37 @@ def leave_while_sharded(world):
     made = small_engine(world, "stage3_param", make=Convolution)
     made.module.double().float()
     moved = message_of(made, inputs(world, 0))
-    made = small_engine(world, "stage3_param", make=FrozenEnds)
-    made.module.head.requires_grad_(True)
+    made = small_engine(world, "stage3_param", make=Convolution)
+    another_layer(made.module)
     return moved, message_of(made, inputs(world, 0))
 
 
 def test_stage_3_refuses_them_too(worlds):
-    for moved, thawed in worlds(2).run(leave_while_sharded):
+    for moved, new in worlds(2).run(leave_while_sharded):
         assert MOVED in moved
+        assert NEW in new
+
+
+def freeze_and_thaw(world, stage):
+    """What is said of a weight that was frozen, of one that was thawed, and of one frozen for a forward only."""
+    frozen, thawed, between = (small_engine(world, stage, make=FrozenEnds) for _ in range(3))
+    frozen.module.blocks[0].a.requires_grad_(False)
+    thawed.module.head.weight.requires_grad_(True)
+    messages = [message_of(lambda m=made: step(m, inputs(world, 0))) for made in (frozen, thawed)]
+    between.module.blocks.requires_grad_(False)  # as GANs do with one model while the other is trained
+    between(inputs(world, 0))
+    between.module.blocks.requires_grad_(False)
+    for block in between.module.blocks:
+        block.a.requires_grad_(True), block.b.requires_grad_(True)
+    return [*messages, message_of(lambda: step(between, inputs(world, 0)))]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_who_freezes_or_thaws_parameters_cannot_train_them(worlds, stage):
+    for frozen, thawed, between in worlds(2).run(freeze_and_thaw, stage):
+        assert frozen == "'blocks.0.a.weight' was trainable when the engine was built; build another one to change that"
         assert thawed == "'head.weight' was frozen when the engine was built; build another one to change that"
+        assert between is None
 
 
 def second_engine(world, stage):
@@ -222,6 +256,15 @@ OPTIONS = {
     "keep_fp32": ((), (nn.Linear,)),
     "broadcast_buffers": (True, False),
 }
+
+
+def another_stage(world):
+    return message_of(make_different, world, STAGES[world.rank], "bucket_mb", (1.0, 1.0))
+
+
+def test_ranks_agree_on_the_engine(worlds):
+    for message in worlds(4).run(another_stage):
+        assert message.startswith("the engine differs between rank")
 
 
 def keep_last_differs(world):
@@ -323,6 +366,23 @@ class HalfUsed(Block):
     def forward(self, x):
         hidden = torch.tanh(self.up(x))
         return x + (self.down(hidden) if dist.get_rank() else hidden[..., :WIDTH])
+
+
+def adversaries(world, engine):
+    """A discriminator that gets gradients from the generator's backward as well, and drops none of them."""
+    generator, critic = (small_engine(world, engine, seed=seed, bucket_mb=1e-6) for seed in range(2))
+    for index in range(3):
+        generator.backward(loss(critic(generator(inputs(world, index)))))
+        generator.step()
+        critic.backward(loss(critic(inputs(world, index + 10))))
+        critic.step()
+    return {**generator.full_state_dict(), **{f"critic.{k}": v for k, v in critic.full_state_dict().items()}}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_another_engines_backward_wait_for_the_step(worlds, stage):
+    first = worlds(2).run(adversaries, "stage0_ddp")[0]
+    assert all(same_bits(rank, first) for rank in worlds(2).run(adversaries, stage))
 
 
 def distilled(world, engine):

@@ -10,7 +10,7 @@ from harness import STAGES, same_bits
 from late_lanes import on_lane
 from probes import inputs, small_engine, writes_to_freed_weights_are_lost
 from torch import nn
-from trap_models import WIDTH, Net, Rooted, loss, step
+from trap_models import WIDTH, Appending, Net, Rooted, loss, net, run_appending, step
 
 # ---- stages that keep all parameters: right by every road -----------------------------------------------------------
 
@@ -111,8 +111,9 @@ def generated(world, stage):
     made = small_engine(world, stage, make=Translator)
     step(made, inputs(world, 0))
     with torch.no_grad():
-        results = [made.module.generate(inputs(world, 1)), made.module.embedding(inputs(world, 2))]
-    freed = bool(made.module.embedding.weight.isnan().all())
+        results = [made.module.embedding(inputs(world, 2))]
+        freed = bool(made.module.embedding.weight.isnan().all())
+        results.append(made.module.generate(inputs(world, 1)))
     step(made, inputs(world, 3))
     return results, freed, made.full_state_dict()
 
@@ -137,6 +138,96 @@ def encode_and_train(world):
 def test_where_gradients_are_recorded_a_module_that_runs_without_its_unit_is_refused_by_name(worlds):
     for message in worlds(2).run(encode_and_train):
         assert message.startswith("'embedding' runs outside the forward of 'the model', to which its parameters belong")
+
+
+class Positions(nn.Module):
+    """Returns a part of its weight, which belongs to the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.rand(4, WIDTH))
+
+    def forward(self):
+        return self.table[:3]
+
+
+class Placed(Net):
+    """Adds positions; the stem is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = Positions()
+        self.tied = nn.ParameterList([self.positions.table])  # so that it belongs to the model
+        self.stem.requires_grad_(False)
+
+    def forward(self, x):
+        return super().forward(x + self.positions())
+
+
+def raises_inside(made, x):
+    with contextlib.suppress(RuntimeError):
+        made.module.blocks[1](x[..., :2])  # of another shape
+    step(made, x)
+
+
+def interrupted_inside(made, x):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    handle = made.module.positions.register_forward_pre_hook(stop)
+    with torch.no_grad(), contextlib.suppress(KeyboardInterrupt):
+        made.module.positions()
+    handle.remove()
+    step(made, x)
+
+
+def alone_before_backward(made, x):
+    """Modules run by themselves between a forward and its backward."""
+    value = loss(made(x))
+    with torch.no_grad():
+        for module in (made.module.head, made.module.blocks[2].down):
+            module(torch.ones(module.in_features, device=x.device))
+    with made.gathered():
+        pass
+    made.backward(value)
+    made.step()
+
+
+def frozen_alone(made, x):
+    made.module.stem.weight.requires_grad_(False)
+    made.module.stem(x)
+    step(made, x)
+
+
+SITUATIONS = {
+    "after an exception": (Net, raises_inside),
+    "after Ctrl-C": (Placed, interrupted_inside),
+    "between forward and backward": (Net, alone_before_backward),
+    "between forward and backward, untraced": (net(run_appending, block=Appending), alone_before_backward),
+    "frozen": (Placed, frozen_alone),
+}
+
+
+def run_alone(world, engine, situation):
+    """A step in a situation; then what modules give that run alone, the wrong integers that NaN would be among it."""
+    make, run = SITUATIONS[situation]
+    made = small_engine(world, engine, make=make)
+    step(made, inputs(world, 0))
+    run(made, inputs(world, 1))
+    x = inputs(world, 2)
+    with torch.no_grad():
+        results = [made.module.head(x), made.module.blocks[1].up(x).argmax(-1)]
+        if make is Placed:
+            results.append(made.module.positions())
+    return [result.cpu().clone() for result in results], made.full_state_dict()
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_module_runs_alone_in_every_situation_as_in_stage_0(worlds, situation):
+    expected, weights = worlds(2).run(run_alone, "stage0_ddp", situation)[0]
+    results, after = worlds(2).run(run_alone, "stage3_param", situation)[0]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
+    assert same_bits(after, weights)
 
 
 # ---- state dicts and copies -----------------------------------------------------------------------------------------
@@ -177,6 +268,32 @@ def test_a_copy_of_the_module_is_a_plain_model_and_sharded_weights_are_not_hande
     assert same_bits(state, copied)  # the step after it has not reached it
     assert not same_bits(copied, now)
     assert not still  # it trains, by itself
+
+
+def used_later(world, stage):
+    """A state_dict of within gathered(), used after it; and what the model says when its engine is deleted."""
+    made = small_engine(world, stage)
+    step(made, inputs(world, 0))
+    with made.gathered():
+        state = made.module.state_dict()
+    plain, whole, module = Net(), made.full_state_dict(), made.module
+    plain.load_state_dict(state)
+    del made
+    messages = []
+    for call in (lambda: module(inputs(world, 1)), module.state_dict, module.head.state_dict):
+        try:
+            call()
+        except RuntimeError as error:
+            messages.append(str(error))
+    return same_bits(plain.state_dict(), whole), messages
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_state_dict_lasts_and_a_model_whose_engine_is_deleted_hands_out_no_nan(worlds, stage):
+    gone = "the engine that held these parameters is deleted, and they have no values any more"
+    for lasts, messages in worlds(2).run(used_later, stage):
+        assert lasts
+        assert messages == ([gone] * 3 if stage == "stage3_param" else [])
 
 
 def average_of_weights(world, stage):
