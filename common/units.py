@@ -334,9 +334,9 @@ class Nothing:
         self.numbers = bucket.parameters.new_empty(len(bucket.slots))
         shapes = zip(self.numbers, bucket.slots.values(), strict=True)
         self.views = {slot.name: number.expand(slot.shape) for number, slot in shapes}
-        self.restore()
 
     def restore(self):
+        """Have them read as nothing, whatever was there: whenever the bucket is freed."""
         self.numbers.fill_(float("nan") if self.numbers.is_floating_point() else 0)
 
 
