@@ -35,6 +35,21 @@ def test_no_sync_is_silent_in_stages_0_and_1_only(worlds, stage):
     assert ("backward" in sent) == (stage in ("stage2_grad", "stage3_param"))
 
 
+def sent_after_a_step_under_no_sync(world, stage):
+    engine = make_engine(stage)
+    inputs, targets = batch(engine.module, world)
+    with engine.no_sync():
+        train_step(engine, world)  # the step reduces what was put off
+        engine.comm.traffic.reset()
+        engine.backward(models.loss(engine(inputs), targets))
+    return engine.comm.traffic.by_phase()
+
+
+@pytest.mark.parametrize("stage", ["stage0_ddp", "stage1_os"])
+def test_a_step_under_no_sync_does_not_end_it(worlds, stage):
+    assert "backward" not in worlds(2).run(sent_after_a_step_under_no_sync, stage)[0]
+
+
 def clipped(world, stage, clip_norm):
     engine = OrderedDDP if stage == "ddp" else None
     if engine is None:

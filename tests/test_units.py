@@ -143,6 +143,16 @@ def test_the_order_of_the_last_time_is_the_one_replayed():
     assert "".join(ahead) == "---" + "bc-" + "bc" + "b-" + "b--" + "cb-"
 
 
+def test_a_unit_that_is_needed_twice_in_a_row_stands_once_in_the_order():
+    order, ahead = Order(), []
+    for _ in range(2):
+        order.rewind()
+        for unit in "aab":
+            order.visit(unit)
+            ahead.append(order.ahead() or "-")
+    assert "".join(ahead) == "---" + "bb-"
+
+
 def most_idle_units(world, how):
     model = models.build("gpt-nano")
     for block in model.blocks if how else ():
