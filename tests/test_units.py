@@ -1,7 +1,8 @@
 """Units: how a model is cut into them, and stage 3 against stage 0, bit for bit, with options that are hard on them."""
 
+import dataclasses
 import functools
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, namedtuple
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from trap_models import (
 
 from common import models
 from common.layout import Run
-from common.units import Order, make_units
+from common.units import Order, make_units, map_tensors
 from stage3_param import Engine
 
 TWO_GROUPS = {"weight_decay": 0.3}, {"lr": 1e-3}
@@ -151,6 +152,34 @@ def test_a_unit_that_is_needed_twice_in_a_row_stands_once_in_the_order():
             order.visit(unit)
             ahead.append(order.ahead() or "-")
     assert "".join(ahead) == "---" + "bb-"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    one: object
+    other: object
+
+
+Point = namedtuple("Point", "x y")
+NESTS = {
+    "tuple": lambda x: (1, x),
+    "list": lambda x: [x, [x]],
+    "named tuple": lambda x: Point(None, x),
+    "dict": lambda x: {"a": x, "b": 2},
+    "ordered dict": lambda x: OrderedDict(a=[x]),
+    "frozen dataclass": lambda x: Pair(x, "other"),
+}
+
+
+@pytest.mark.parametrize("nest", NESTS)
+def test_tensors_are_changed_wherever_they_are_and_what_holds_none_is_not_copied(nest):
+    x = torch.ones(2)
+    value = NESTS[nest](x)
+    assert map_tensors(lambda tensor: tensor, value) is value
+    doubled = map_tensors(lambda tensor: 2 * tensor, value)
+    assert type(doubled) is type(value)
+    assert repr(doubled) == repr(NESTS[nest](2 * x))
+    assert repr(value) == repr(NESTS[nest](x))
 
 
 def most_idle_units(world, how):
