@@ -188,17 +188,19 @@ def test_stage_3_refuses_them_too(worlds):
 
 
 def freeze_and_thaw(world, stage):
-    """What is said of a weight that was frozen, of one that was thawed, and of one frozen for a forward only."""
+    """What backward says of a weight that was frozen, step of one that was thawed; a model frozen for a forward only."""
     frozen, thawed, between = (small_engine(world, stage, make=FrozenEnds) for _ in range(3))
     frozen.module.blocks[0].a.requires_grad_(False)
+    value = loss(frozen(inputs(world, 0)))
+    thawed.backward(loss(thawed(inputs(world, 0))))
     thawed.module.head.weight.requires_grad_(True)
-    messages = [message_of(lambda m=made: step(m, inputs(world, 0))) for made in (frozen, thawed)]
-    between.module.blocks.requires_grad_(False)  # as GANs do with one model while the other is trained
-    between(inputs(world, 0))
-    between.module.blocks.requires_grad_(False)
-    for block in between.module.blocks:
-        block.a.requires_grad_(True), block.b.requires_grad_(True)
-    return [*messages, message_of(lambda: step(between, inputs(world, 0)))]
+    messages = [message_of(frozen.backward, value), message_of(thawed.step)]
+    adapters = [parameter for parameter in between.module.parameters() if parameter.requires_grad]
+    for requires_grad in (False, True):  # as GANs do with one model while the other is trained
+        for parameter in adapters:
+            parameter.requires_grad_(requires_grad)
+        between(inputs(world, 0))
+    return [*messages, message_of(step, between, inputs(world, 0))]
 
 
 @pytest.mark.parametrize("stage", STAGES)
