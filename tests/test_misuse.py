@@ -188,7 +188,7 @@ def test_stage_3_refuses_them_too(worlds):
 
 
 def freeze_and_thaw(world, stage):
-    """What backward says of a weight that was frozen, step of one that was thawed; a model frozen for a forward only."""
+    """What backward says of a frozen weight, step of a thawed one; both of weights that were frozen for a forward."""
     frozen, thawed, between = (small_engine(world, stage, make=FrozenEnds) for _ in range(3))
     frozen.module.blocks[0].a.requires_grad_(False)
     value = loss(frozen(inputs(world, 0)))
