@@ -15,12 +15,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from common.collectives import Collectives
 from common.compare import BASELINE
 from common.errors import InputError
 from common.measure import figures
 from common.measure.hardware import hardware
 from common.models.recompute import KINDS
+from common.ranks.collectives import Collectives
 from common.train import ENGINES, add_arguments, build_model, command, rank_count, show_bytes, train, write_json
 
 CHECKPOINTS = (None, KINDS[0])

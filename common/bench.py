@@ -28,14 +28,15 @@ from rich.console import Console
 from rich.table import Table
 
 from common import models, peers
-from common.collectives import Collectives
 from common.data import Batches, load_text
+from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
 from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.memory import high_water
-from common.mixed_precision import dtype_of
-from common.sockets import small_send_buffers
+from common.ranks.collectives import Collectives
+from common.ranks.sockets import small_send_buffers
+from common.ranks.world import LocalWorld, check_size
 from common.train import (
     ENGINES,
     check_folder,
@@ -48,7 +49,6 @@ from common.train import (
     train_step,
     write_json,
 )
-from common.world import LocalWorld, check_size
 
 WARM_UP = 6  # rounds that are not timed: libraries take several to settle
 FEWEST_ROUNDS = 11

@@ -34,12 +34,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from common import models
 from common.activations import largest_fitting
 from common.compare import BASELINE
+from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
 from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.memory import Timeline
-from common.mixed_precision import dtype_of
 from common.models.gpt import GPT, GPTConfig
+from common.ranks.world import LocalWorld, RankFailed, check_size
 from common.train import (
     ENGINES,
     check_folder,
@@ -50,7 +51,6 @@ from common.train import (
     train_step,
     write_json,
 )
-from common.world import LocalWorld, RankFailed, check_size
 
 try:
     import resource

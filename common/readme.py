@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common import activations, bench, capacity, models
 from common.compare import as_markdown
-from common.mixed_precision import DTYPES
+from common.engine.mixed_precision import DTYPES
 from common.train import ENGINES, show_bytes
 
 AT_RANKS = 4  # of the scores' bytes

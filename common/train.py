@@ -22,13 +22,13 @@ from torch.profiler import record_function
 
 from common import models
 from common.data import Batches, load_text
+from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
 from common.generate import generate
 from common.measure.hardware import cpus, hardware
 from common.measure.memory import Timeline
 from common.measure.timeline import Recording, overlap
-from common.mixed_precision import dtype_of
-from common.world import launch
+from common.ranks.world import launch
 
 ENGINES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
 WARM_UP = 2  # steps that a throughput does not count

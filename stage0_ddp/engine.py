@@ -15,8 +15,7 @@ Sources: Li et al., "PyTorch Distributed", arXiv 2006.15704, sec. 3.2, for bucke
 arXiv 1910.02054, sec. 3.1, for the memory: Ψ parameters + Ψ gradients + optimizer states.
 """
 
-from common import layout
-from common.engine_base import Bucket, EngineBase, Owned
+from common.engine import Bucket, EngineBase, Owned, layout
 
 
 class Engine(EngineBase):

@@ -17,8 +17,7 @@ Source: ZeRO, arXiv 1910.02054, sec. 5.1 and 7.2.1. Model states with Adam: (8 +
 in fp32, (4 + 12/N) Ψ in 16-bit.
 """
 
-from common import layout
-from common.engine_base import Bucket, EngineBase, Owned
+from common.engine import Bucket, EngineBase, Owned, layout
 
 
 class Engine(EngineBase):

@@ -21,8 +21,7 @@ from contextlib import contextmanager
 
 import torch
 
-from common import layout
-from common.engine_base import Bucket, EngineBase, Owned
+from common.engine import Bucket, EngineBase, Owned, layout
 
 
 class Engine(EngineBase):

@@ -26,8 +26,7 @@ from contextlib import contextmanager
 
 import torch
 
-from common import units
-from common.engine_base import Bucket, EngineBase, Owned
+from common.engine import Bucket, EngineBase, Owned, units
 
 
 class Engine(EngineBase):
@@ -282,7 +281,7 @@ class Engine(EngineBase):
             self.free(unit)
 
     def load(self, path):
-        """Read a checkpoint and return its `extra`. A collective; see `common.checkpoint`."""
+        """Read a checkpoint and return its `extra`. A collective; see `EngineBase.load`."""
         self.free_all()
         return super().load(path)
 

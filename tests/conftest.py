@@ -14,8 +14,8 @@ from rich.table import Table
 
 from common import models
 from common.measure.hardware import hardware
+from common.ranks.world import LocalWorld
 from common.train import find_engine, show_bytes
-from common.world import LocalWorld
 
 RESULTS = Path(__file__).parent.parent / "results"
 if torch.cuda.is_available():

@@ -5,8 +5,8 @@ import random
 import time
 from unittest import mock
 
-from common import collectives
-from common.collectives import Handle, ThreadLane
+from common.ranks import collectives
+from common.ranks.collectives import Handle, ThreadLane
 
 
 class LateLane:

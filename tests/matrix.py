@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from trap_models import CASES, LEAVE_UNUSED, WIDTH
 
 from common import models
-from common.mixed_precision import LossScaler
+from common.engine.mixed_precision import LossScaler
 from common.train import find_engine, sha256
 
 ZOO = ("mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny", "lora-tiny")

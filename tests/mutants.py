@@ -18,10 +18,11 @@ from harness import STAGES
 from matrix import Cell
 from torch import nn
 
-from common import checkpoint, collectives, engine_base, layout, units
-from common.collectives import Collectives, Handle
-from common.engine_base import Bucket, EngineBase, Owned
-from common.mixed_precision import LossScaler
+from common.engine import base, checkpoint, layout, units
+from common.engine.base import Bucket, EngineBase, Owned
+from common.engine.mixed_precision import LossScaler
+from common.ranks import collectives
+from common.ranks.collectives import Collectives, Handle
 
 
 @dataclass(frozen=True)
@@ -255,12 +256,12 @@ def a_nan_is_not_seen_as_overflow(engine):
         infinite = [bucket.mean.isinf().any() for bucket in buckets]
         return comm.maximum(torch.stack(infinite).any().float().view(1))
 
-    return replaced(engine_base, "overflow_flag", flag)
+    return replaced(base, "overflow_flag", flag)
 
 
 @shown_by(SKIPS_INF)
 def an_overflow_does_not_skip_the_step(engine):
-    return replaced(engine_base, "overflow_flag", lambda original, *args: torch.zeros(1))
+    return replaced(base, "overflow_flag", lambda original, *args: torch.zeros(1))
 
 
 @shown_by(SKIPS_INF)
@@ -340,7 +341,7 @@ def unscaling_is_forgotten(engine):
 def clipping_comes_before_unscaling(engine):
     def step(original, self):
         scale = self.loss_scaler.scale
-        with replaced(engine_base, "gradient_norm", lambda norm, *args: norm(*args) * scale):
+        with replaced(base, "gradient_norm", lambda norm, *args: norm(*args) * scale):
             return original(self)
 
     return replaced(engine, "step", step)
@@ -351,12 +352,12 @@ def the_norm_is_that_of_the_own_shard(engine):
     def norm(original, buckets, comm):
         return sum(bucket.mean.double().square().sum() for bucket in buckets).sqrt().float()
 
-    return replaced(engine_base, "gradient_norm", norm)
+    return replaced(base, "gradient_norm", norm)
 
 
 @shown_by(CLIPPED, STAGES[:1])
 def the_norm_counts_what_is_replicated_on_every_rank(engine):
-    return replaced(engine_base, "gradient_norm", lambda norm, buckets, comm: norm(buckets, comm) * comm.size**0.5)
+    return replaced(base, "gradient_norm", lambda norm, buckets, comm: norm(buckets, comm) * comm.size**0.5)
 
 
 @shown_by(probes.norm_is_that_of_the_gradient)
@@ -365,7 +366,7 @@ def the_norm_is_summed_in_fp32(engine):
         with mock.patch.object(torch.Tensor, "double", torch.Tensor.float):
             return original(*args)
 
-    return replaced(engine_base, "gradient_norm", norm)
+    return replaced(base, "gradient_norm", norm)
 
 
 @shown_by(probes.norm_is_that_of_the_gradient)
@@ -493,7 +494,7 @@ def autograd_does_not_learn_of_the_step(engine):
 
 @shown_by(Cell("resnet-tiny", "bf16", 2))
 def batch_norms_are_kept_in_16_bit(engine):
-    return replaced(engine_base, "_check_kept", lambda *_: set())
+    return replaced(base, "_check_kept", lambda *_: set())
 
 
 @shown_by(Cell("one autocast", "fp32", 2), STAGES[3:])

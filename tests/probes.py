@@ -14,9 +14,9 @@ from papers import bytes_held
 from trap_models import CASES, WIDTH, Net, Tiny, loss, step
 
 from common import models
+from common.engine.mixed_precision import LossScaler, overflow_flag
 from common.errors import InputError
 from common.measure.memory import Timeline
-from common.mixed_precision import LossScaler, overflow_flag
 from common.train import sha256
 
 UNFUSED = functools.partial(torch.optim.AdamW, lr=1e-2)  # as a baseline without aligned shards needs it

@@ -36,7 +36,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [f"{stage}/engine.py" for stage in ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")]
-SOURCES += [f"common/{name}.py" for name in ("engine_base", "units", "collectives")]
+SOURCES += [f"common/{name}.py" for name in ("engine/base", "engine/units", "ranks/collectives")]
 # Those most likely to fail come first. What is named nowhere here comes last.
 FIRST = ["misuse", "reads", "contract", "units", "lifetimes", "collectives", "door", "mixed_precision", "accounting"]
 FIRST += ["checkpoint", "late_lanes", "ends", "trace", "timeline", "world", "equivalence"]

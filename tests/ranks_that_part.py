@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from common.world import launch
+from common.ranks.world import launch
 from stage3_param import Engine
 
 

@@ -11,7 +11,7 @@ from papers import bytes_held
 from common import capacity
 from common.activations import largest_fitting
 from common.errors import InputError
-from common.world import LocalWorld, RankFailed
+from common.ranks.world import LocalWorld, RankFailed
 from stage0_ddp import Engine
 
 MB = 10**6

@@ -14,9 +14,10 @@ from harness import ADAMW, STAGES, batch, make_engine, same_bits, train_step
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from common import checkpoint, models
+from common import models
+from common.engine import checkpoint
 from common.errors import InputError
-from common.world import LocalWorld, RankFailed
+from common.ranks.world import LocalWorld, RankFailed
 
 SGD = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 COSINE = functools.partial(CosineAnnealingLR, T_max=5)

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from harness import make_engine, train_step
 
-from common import collectives
-from common.collectives import Collectives, Handle, StreamLane, ThreadLane, _backend_of
-from common.engine_base import Bucket
+from common.engine.base import Bucket
 from common.errors import InputError
 from common.measure.traffic import Traffic, bytes_sent_by_own_sockets
+from common.ranks import collectives
+from common.ranks.collectives import Collectives, Handle, StreamLane, ThreadLane, _backend_of
 
 ROOT = Path(__file__).parent.parent
 SIZES = [1, 2, 3, 4, 8]
@@ -610,7 +610,7 @@ import contextlib, json, torch, torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from test_collectives import COLLECTIVES, call
-from common.collectives import Collectives, InlineLane
+from common.ranks.collectives import Collectives, InlineLane
 
 dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
 for mode in (contextlib.nullcontext, FakeTensorMode):

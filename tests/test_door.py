@@ -10,9 +10,9 @@ import torch
 from harness import STAGES
 from torch import nn, optim
 
-from common.collectives import Collectives
-from common.engine_base import _check_model
+from common.engine.base import _check_model
 from common.errors import InputError
+from common.ranks.collectives import Collectives
 
 
 def engine_of(stage, module, optimizer=optim.SGD, **options):

@@ -14,7 +14,7 @@ from harness import STAGES
 from probes import inputs, small_engine
 from trap_models import Net, step
 
-from common.hooks import Hook
+from common.engine.hooks import Hook
 from common.measure.memory import storage_bytes
 
 ROOT = Path(__file__).parent.parent

@@ -6,7 +6,7 @@ import pytest
 from harness import STAGES
 from matrix import CELLS, MORE_CELLS, ZOO, Cell, baseline_of, expected, train_cell, verdict
 
-from common.world import RankFailed
+from common.ranks.world import RankFailed
 
 
 @functools.cache

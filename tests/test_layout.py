@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from common.layout import ALIGNMENT, Run, buckets, kinds
+from common.engine.layout import ALIGNMENT, Run, buckets, kinds
 
 DIMENSION = st.integers(0, 40)
 SHAPES = st.one_of(st.just(()), st.tuples(DIMENSION), st.tuples(DIMENSION, DIMENSION), st.just((7, 15)))

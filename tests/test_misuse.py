@@ -11,8 +11,8 @@ from probes import inputs, small_engine
 from torch import nn
 from trap_models import WIDTH, Block, FrozenEnds, Net, loss, step
 
-from common.collectives import Collectives
 from common.errors import InputError
+from common.ranks.collectives import Collectives
 
 
 def message_of(call, *args):

@@ -9,8 +9,8 @@ from harness import STAGES, batch, make_engine, same_bits, train_step
 from papers import bytes_held
 
 from common import models
+from common.engine.mixed_precision import LossScaler
 from common.measure.memory import Timeline
-from common.mixed_precision import LossScaler
 
 SIXTEEN_BIT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)

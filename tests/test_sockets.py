@@ -11,8 +11,8 @@ import torch.distributed as dist
 from harness import STAGES, make_engine
 
 from common import bench, peers
-from common.sockets import SEND_BUFFER, own_sockets, small_send_buffers
-from common.world import LocalWorld
+from common.ranks.sockets import SEND_BUFFER, own_sockets, small_send_buffers
+from common.ranks.world import LocalWorld
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for sockets in /proc")
 

@@ -14,8 +14,8 @@ from harness import batch, make_engine
 from torch.profiler import record_function
 
 from common import train
-from common.collectives import Handle
 from common.measure.timeline import PHASES, Recording, merge, overlap
+from common.ranks.collectives import Handle
 
 ROOT = Path(__file__).parent.parent
 needs_threads = pytest.mark.skipif(

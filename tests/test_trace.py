@@ -16,11 +16,11 @@ import torch.distributed as dist
 from harness import STAGES, make_engine, same_bits, train, train_step
 from test_collectives import in_subgroup, two_users_of_a_group
 
-from common import trace
-from common.collectives import Collectives
 from common.errors import InputError
-from common.trace import RanksParted, Tracer
-from common.world import LocalWorld, RankFailed
+from common.ranks import trace
+from common.ranks.collectives import Collectives
+from common.ranks.trace import RanksParted, Tracer
+from common.ranks.world import LocalWorld, RankFailed
 
 ROOT = Path(__file__).parent.parent
 
@@ -329,7 +329,7 @@ def own_program():
 SCRIPT = """
 import sys
 import test_trace
-from common.world import launch
+from common.ranks.world import launch
 
 if sys.argv[1] == "own_program":
     test_trace.own_program()

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import collectives, sockets
-from common import world as world_module
-from common.collectives import Collectives
 from common.errors import InputError
 from common.measure import traffic
-from common.world import LocalWorld, RankFailed, World, cpus, launch
+from common.ranks import collectives, sockets
+from common.ranks import world as world_module
+from common.ranks.collectives import Collectives
+from common.ranks.world import LocalWorld, RankFailed, World, cpus, launch
 
 ROOT = Path(__file__).parent.parent
 nccl_speaks = pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL writes to stderr when its ranks are stopped")
@@ -235,7 +235,7 @@ def tell_pid_and_stay(world):
 
 def start(expression):
     """A new process that evaluates an expression over LocalWorld."""
-    code = f"import test_world; from common.world import LocalWorld; {expression}"
+    code = f"import test_world; from common.ranks.world import LocalWorld; {expression}"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes)
@@ -395,7 +395,7 @@ SCRIPT = """
 import os, sys
 import test_world
 from common.errors import InputError
-from common.world import launch
+from common.ranks.world import launch
 
 function, *gpus = sys.argv[1:]
 if gpus:

@@ -9,7 +9,7 @@ import socket
 import struct
 from collections import Counter
 
-from common.sockets import own_sockets
+from common.ranks.sockets import own_sockets
 
 
 class Traffic:

@@ -2,7 +2,7 @@
 
 A peer runs with the settings that its own documentation recommends; they stand in its `settings`. What a library does
 not do, its peer does not do for it: it raises NotImplementedError with the reason, and the suite skips that case with
-the reason. The surface is that of `common.engine_base.EngineBase`.
+the reason. The surface is that of `common.engine.base.EngineBase`.
 """
 
 from common.peers.bare_loop import BareLoop

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from common import models
-from common.collectives import Collectives
-from common.engine_base import StepResult
+from common.engine.base import StepResult
+from common.engine.units import map_tensors
 from common.peers.base import Peer, blocks, regroup, tensors_of_state
-from common.units import map_tensors
+from common.ranks.collectives import Collectives
 
 
 class DeepSpeed1(Peer):

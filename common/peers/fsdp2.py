@@ -8,9 +8,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import models
-from common.collectives import Collectives
-from common.engine_base import StepResult, host_value
+from common.engine.base import StepResult, host_value
 from common.peers.base import Peer, blocks, regroup, tensors_of_state
+from common.ranks.collectives import Collectives
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),

@@ -4,11 +4,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from common import models
-from common.collectives import Collectives
-from common.engine_base import BATCH_NORMS, StepResult, host_value
-from common.mixed_precision import LossScaler, dtype_of
+from common.engine.base import BATCH_NORMS, StepResult, host_value
+from common.engine.mixed_precision import LossScaler, dtype_of
+from common.engine.units import map_tensors
 from common.peers.base import Peer, regroup, tensors_of_state
-from common.units import map_tensors
+from common.ranks.collectives import Collectives
 
 
 class Replicated(Peer):

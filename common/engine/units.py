@@ -12,8 +12,8 @@ from collections import Counter
 import torch
 from torch import nn
 
-from common import layout
-from common.hooks import Guard, Hook
+from common.engine import layout
+from common.engine.hooks import Guard, Hook
 from common.measure.memory import storage_id
 
 # A module whose parameters are this part of the largest unit's, or less, is gathered with the root: a message of its

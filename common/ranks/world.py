@@ -23,10 +23,10 @@ from multiprocessing.connection import wait
 import torch
 import torch.distributed as dist
 
-from common import collectives, trace
 from common.errors import InputError
 from common.measure.hardware import cpus
-from common.sockets import small_send_buffers
+from common.ranks import collectives, trace
+from common.ranks.sockets import small_send_buffers
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -105,7 +105,7 @@ class LocalWorld:
         size, oversubscribe, timeout: as `launch` takes them, `size` as `nproc`.
         preload: names of modules that take long to import, and that ranks would each import. Of the first world of a
             process they count for all.
-        small_send_buffers: let little be under way at once between ranks of gloo's (`common.sockets`).
+        small_send_buffers: let little be under way at once between ranks of gloo's (`common.ranks.sockets`).
 
     Raises:
         InputError: more ranks than the machine has GPUs (or CPUs, when it has no GPU), unless `oversubscribe`.
@@ -119,7 +119,7 @@ class LocalWorld:
         forks = sys.platform == "linux" and not torch.cuda.is_available()
         context = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
-            context.set_forkserver_preload(["common.world", "common.train", *preload])
+            context.set_forkserver_preload(["common.ranks.world", "common.train", *preload])
         # The store lives in this process, on a free port, so no two worlds can race for one. It is given a socket
         # because one that it opens itself would listen to the whole network.
         listener = socket.create_server(("127.0.0.1", 0))

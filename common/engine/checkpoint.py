@@ -34,8 +34,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from common.engine.layout import distinct
 from common.errors import InputError
-from common.layout import distinct
 
 FORMAT = 1
 FILE_NAME = re.compile(r"(\d{6,})-rank-\d{5,}\.safetensors")

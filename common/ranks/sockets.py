@@ -36,7 +36,7 @@ def small_send_buffers():
     their buffers: a network needs as much as it can carry while an answer comes back. Those that were open before
     keep theirs too, so that only the group's are touched; other threads should open none meanwhile.
 
-    `common.world` forms its groups in here. A program that forms its own may do the same:
+    `common.ranks.world` forms its groups in here. A program that forms its own may do the same:
 
         with small_send_buffers():
             dist.init_process_group("gloo")

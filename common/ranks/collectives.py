@@ -13,7 +13,7 @@ tensor as a ring would, and gives the same bits as the two steps of the sharded 
 path there, and shards travel point to point. NCCL reduces in ring or tree order: fast, but another order of
 additions. `deterministic=True` takes the exact path on NCCL too.
 
-**Labels.** Each call may say who asks, a unit's name for instance. `common.trace` shows it where ranks part, and
+**Labels.** Each call may say who asks, a unit's name for instance. `common.ranks.trace` shows it where ranks part, and
 `common.measure.timeline` beside the computation.
 
 **Ends.** torch holds a group until it is destroyed. Nothing here holds it longer than what it was given to do takes: a
@@ -33,9 +33,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from common import trace
 from common.errors import InputError
 from common.measure.traffic import Traffic
+from common.ranks import trace
 
 CHUNK = 2**17  # elements that are added at a time
 SEGMENT = 2**23  # bytes of a shard that are reduced at a time, point to point

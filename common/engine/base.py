@@ -21,14 +21,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from common import checkpoint
-from common.collectives import Collectives
+from common.engine import checkpoint
+from common.engine.hooks import Hook, remove_with
+from common.engine.layout import Run, distinct
+from common.engine.mixed_precision import DTYPES, LossScaler, dtype_of, gradient_norm, overflow_flag
+from common.engine.units import hollow, inside_backward, map_tensors
 from common.errors import InputError
-from common.hooks import Hook, remove_with
-from common.layout import Run, distinct
 from common.measure.memory import storage_bytes, storage_id
-from common.mixed_precision import DTYPES, LossScaler, dtype_of, gradient_norm, overflow_flag
-from common.units import hollow, inside_backward, map_tensors
+from common.ranks.collectives import Collectives
 
 # torch's batch norms have fp32 statistics, and run in 16-bit only if their weight and bias are fp32 as well.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -603,13 +603,13 @@ class EngineBase:
         return whole
 
     def save(self, path, extra=None):
-        """Write a checkpoint that any stage at any world size can load. A collective; see `common.checkpoint`."""
+        """Write a checkpoint that any stage at any world size can load. A collective; see `checkpoint.py`."""
         self.synchronize()
         self._broadcast_buffers()
         checkpoint.save(self, path, extra)
 
     def load(self, path):
-        """Read a checkpoint and return its `extra`; drop gradients. A collective; see `common.checkpoint`."""
+        """Read a checkpoint and return its `extra`; drop gradients. A collective; see `checkpoint.py`."""
         self.zero_grad()
         self.synchronize()
         extra = checkpoint.load(self, path)

@@ -1,0 +1,5 @@
+"""What engines share: the calls of a training loop, and the mechanics below them."""
+
+from common.engine.base import Bucket, EngineBase, Owned
+
+__all__ = ["Bucket", "EngineBase", "Owned"]
