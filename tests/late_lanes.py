@@ -6,7 +6,7 @@ import time
 from unittest import mock
 
 from common.ranks import collectives
-from common.ranks.collectives import Handle, ThreadLane
+from common.ranks.lanes import Handle, ThreadLane
 
 
 class LateLane:
@@ -52,6 +52,6 @@ class DrowsyLane(ThreadLane):
 def on_lane(kind, rank):
     """Within it, what is built on this rank communicates on a "late" or a "drowsy" lane of its own."""
     lane = LateLane() if kind == "late" else DrowsyLane(rank)
-    with mock.patch.object(collectives, "_lane_of", lambda group, backend: lane):
+    with mock.patch.object(collectives, "lane_of", lambda group, backend: lane):
         yield
     lane.finish()

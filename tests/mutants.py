@@ -22,7 +22,8 @@ from common.engine import base, checkpoint, layout, units
 from common.engine.base import Bucket, EngineBase, Owned
 from common.engine.mixed_precision import LossScaler
 from common.ranks import collectives
-from common.ranks.collectives import Collectives, Handle
+from common.ranks.collectives import Collectives
+from common.ranks.lanes import Handle
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from trap_models import CASES, InputsRequireGrad
 
 from common import models, train
 from common.measure.memory import CLASSES, Timeline
-from common.measure.traffic import bytes_sent_by_own_sockets
+from common.ranks.sockets import bytes_sent_by_own_sockets
 
 MODELS = ("mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny")
 PARAMETERS = sum(p.numel() for p in models.build("gpt-nano").parameters())

@@ -19,9 +19,11 @@ from harness import make_engine, train_step
 
 from common.engine.base import Bucket
 from common.errors import InputError
-from common.measure.traffic import Traffic, bytes_sent_by_own_sockets
+from common.measure.traffic import Traffic
 from common.ranks import collectives
-from common.ranks.collectives import Collectives, Handle, StreamLane, ThreadLane, _backend_of
+from common.ranks.collectives import Collectives
+from common.ranks.lanes import Handle, StreamLane, ThreadLane, backend_of
+from common.ranks.sockets import bytes_sent_by_own_sockets
 
 ROOT = Path(__file__).parent.parent
 SIZES = [1, 2, 3, 4, 8]
@@ -271,13 +273,13 @@ def test_a_handle_holds_its_buffers_while_the_work_runs_and_no_longer():
 )
 def test_of_a_groups_backends_the_gpus_is_meant(monkeypatch, config, backend):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    assert _backend_of(None) == backend
+    assert backend_of(None) == backend
 
 
 def test_another_backend_is_an_input_error(monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:mpi")
     with pytest.raises(InputError, match="backend is 'mpi'; make the group with 'nccl' or 'gloo'"):
-        _backend_of(None)
+        backend_of(None)
 
 
 # ---- the lane on CUDA, without a GPU ------------------------------------------------------------------------------
@@ -610,7 +612,8 @@ import contextlib, json, torch, torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from test_collectives import COLLECTIVES, call
-from common.ranks.collectives import Collectives, InlineLane
+from common.ranks.collectives import Collectives
+from common.ranks.lanes import InlineLane
 
 dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
 for mode in (contextlib.nullcontext, FakeTensorMode):

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from common import train
 from common.measure.timeline import PHASES, Recording, merge, overlap
-from common.ranks.collectives import Handle
+from common.ranks.lanes import Handle
 
 ROOT = Path(__file__).parent.parent
 needs_threads = pytest.mark.skipif(

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from common.errors import InputError
 from common.measure.hardware import cpus
-from common.ranks import collectives, trace
+from common.ranks import lanes, trace
 from common.ranks.sockets import small_send_buffers
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -254,7 +254,7 @@ def _enter_group(world, port, timeout, small_buffers):
 
 
 def _leave_group():
-    collectives.finish()
+    lanes.finish()
     dist.destroy_process_group()
 
 

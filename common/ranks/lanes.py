@@ -1,0 +1,182 @@
+"""Lanes: what runs collectives in the order of the calls, beside the computation. A thread on CPU, a stream on CUDA.
+
+One lane serves all who use a process group. torch holds a group until it is destroyed, and a lane holds it no longer
+than what it was given to do takes: a group that is left over when Python ends aborts the process. So does a thread that
+waits in a collective then, and whoever exits waits a little for his own.
+"""
+
+import atexit
+import queue
+import threading
+import weakref
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from common.errors import InputError
+from common.ranks import trace
+
+AT_EXIT = 10.0  # seconds that a program which ends waits for its collectives
+
+
+class Handle:
+    """A collective under way, with the buffers it reads and writes until it ends.
+
+    Args:
+        buffers: those.
+        wait: called with the buffers; returns when what the caller runs next may use them.
+    """
+
+    def __init__(self, buffers, wait):
+        self.buffers = buffers
+        self._wait = wait
+
+    def wait(self):
+        """Return when what the caller runs next may use the result; raise what the collective raised."""
+        with record_function("wait"):
+            self._wait(self.buffers)
+        self.buffers = ()
+
+
+class ThreadLane:
+    """The lane on CPU: one thread, so that gloo and the additions run beside forward and backward.
+
+    After an error the ranks may be out of step, and the next collective would meet the messages of the failed one:
+    so nothing runs on the lane any more, and every later `wait` raises that error.
+    """
+
+    def __init__(self):
+        self._queue = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="collectives", daemon=True).start()
+
+    def submit(self, work, *buffers):
+        done, errors = threading.Event(), []
+
+        def wait(buffers):
+            done.wait()
+            if errors:
+                raise errors[0]
+
+        handle = Handle(buffers, wait)
+        self._queue.put((work, done, errors, handle))
+        return handle
+
+    def follow(self):
+        """Nothing to wait for: what a CPU thread has computed is there."""
+
+    def finish(self, within=None):
+        """Return when all is done, or after so many seconds; raise what a collective raised."""
+        done, errors = threading.Event(), []
+        self._queue.put((lambda: None, done, errors, Handle((), None)))
+        done.wait(within)
+        if errors:
+            raise errors[0]
+
+    def _run(self):
+        failure = []
+        while True:
+            work, done, errors, handle = self._queue.get()
+            try:
+                if not failure:
+                    work()
+            except Exception as error:
+                failure.append(error)
+            errors += failure
+            # The buffers go before the waiter wakes: whoever counts memory then counts without them.
+            del work
+            handle.buffers = ()
+            done.set()
+            del handle
+
+
+class StreamLane:
+    """The lane on CUDA: a stream. It waits for the streams whose results it reads; `wait` makes the caller's wait.
+
+    The handle holds the buffers until then, so the allocator gives none of them away while the lane uses it. Later it
+    does so on the stream that a buffer was made on. Where another one waited, only that one is behind the lane, and may
+    still read: so the allocator is told of it. On a buffer's own stream that costs nothing.
+    """
+
+    def __init__(self):
+        self._stream = torch.cuda.Stream()
+
+    def submit(self, work, *buffers):
+        self.follow()
+        with torch.cuda.stream(self._stream):
+            work()
+            done = torch.cuda.Event()
+            done.record()
+
+        def wait(buffers):
+            waiting = torch.cuda.current_stream()
+            waiting.wait_event(done)
+            for buffer in buffers:
+                buffer.record_stream(waiting)
+
+        return Handle(buffers, wait)
+
+    def follow(self):
+        """Wait for the caller's stream. Called for each gradient, since backward may run on several streams."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def finish(self):
+        """Return when all is done: not only what the caller runs next, but the caller itself waits."""
+        self._stream.synchronize()
+
+
+class InlineLane:
+    """The lane where nothing travels, in a simulated world and on one CPU rank: the work is done at once."""
+
+    def submit(self, work, *buffers):
+        work()
+        return Handle((), lambda buffers: None)
+
+    def follow(self):
+        """Nothing to wait for."""
+
+    def finish(self):
+        """Nothing to wait for."""
+
+
+LANES = {"gloo": ThreadLane, "nccl": StreamLane, "fake": InlineLane}
+_lanes = weakref.WeakKeyDictionary()  # group -> lane, as long as the group lives
+
+
+def backend_of(group):
+    # A group may have a backend for each kind of device, such as "cpu:gloo,cuda:nccl". The GPU's is meant then.
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    backend = backends.get("cuda", backends.get("cpu"))
+    if backend not in LANES:
+        raise InputError(f"the process group's backend is {backend!r}; make the group with 'nccl' or 'gloo'")
+    return backend
+
+
+def lane_of(group, backend):
+    """One lane for a group, shared by all who use it: two would issue their collectives in an order of chance."""
+    if group not in _lanes:
+        alone = backend == "gloo" and dist.get_world_size(group) == 1
+        _lanes[group] = InlineLane() if alone else LANES[backend]()
+    return _lanes[group]
+
+
+def finish():
+    """Wait until every lane has done what it was given, so that no rank leaves while another still receives.
+
+    The last thing a rank does with its groups: a traced one then tells the others that it leaves.
+
+    Raises:
+        Exception: what a collective raised that nobody waited for.
+    """
+    for lane in list(_lanes.values()):
+        lane.finish()
+    trace.leave()
+
+
+@atexit.register
+def _finish_threads():
+    for lane in list(_lanes.values()):
+        if isinstance(lane, ThreadLane):
+            with suppress(Exception):  # an error is that of the program that ends
+                lane.finish(AT_EXIT)
