@@ -18,8 +18,9 @@ from harness import STAGES
 from matrix import Cell
 from torch import nn
 
-from common.engine import base, checkpoint, layout, units
-from common.engine.base import Bucket, EngineBase, Owned
+from common.engine import Bucket, EngineBase, Owned, base, checkpoint, door, layout, units
+from common.engine.buffers import Buffers
+from common.engine.building import InitialValues
 from common.engine.mixed_precision import LossScaler
 from common.ranks import collectives
 from common.ranks.collectives import Collectives
@@ -495,7 +496,7 @@ def autograd_does_not_learn_of_the_step(engine):
 
 @shown_by(Cell("resnet-tiny", "bf16", 2))
 def batch_norms_are_kept_in_16_bit(engine):
-    return replaced(base, "_check_kept", lambda *_: set())
+    return replaced(door, "check_kept", lambda *_: set())
 
 
 @shown_by(Cell("one autocast", "fp32", 2), STAGES[3:])
@@ -647,17 +648,18 @@ def a_tied_parameter_has_two_places(engine):
 
 @shown_by(ACCOUNTS_WITH_BUFFERS)
 def buffers_differ_between_ranks(engine):
-    return left_out(engine, "_broadcast_buffers")
+    return left_out(Buffers, "broadcast")
 
 
 @shown_by(Cell("resnet-tiny", "bf16", 2))
 def buffers_are_rounded(engine):
-    def place(original, self):
-        original(self)
-        for buffer in self._module.buffers():
-            buffer.data = self._cast(buffer.data)
+    def place(original, initial):
+        original(initial)
+        for buffer in initial._module.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.bfloat16()
 
-    return replaced(engine, "_place_buffers", place)
+    return replaced(InitialValues, "place_buffers", place)
 
 
 @shown_by(TRAINED_IN_BF16)

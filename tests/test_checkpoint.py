@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from common import models
 from common.engine import checkpoint
+from common.engine.checkpoint_index import digest
 from common.errors import InputError
 from common.ranks.world import LocalWorld, RankFailed
 
@@ -290,7 +291,7 @@ def test_damage_is_refused_on_every_rank_and_changes_nothing(worlds, tmp_path, h
 
 def signed(index):
     """The contents of index.json with the right digest, as who damages the index on purpose would write it."""
-    return {"format": 1, "sha256": checkpoint._digest(index), "index": index}
+    return {"format": 1, "sha256": digest(index), "index": index}
 
 
 def malformed(index):
@@ -495,7 +496,7 @@ IN_PART = "loaded {} in part, build the engine anew"
 
 
 @pytest.mark.parametrize(
-    ("part", "failure"), [("_fill_model", IN_PART), ("_fill_optimizer", IN_PART), ("_decode", "cannot load {}")]
+    ("part", "failure"), [("_fill_model", IN_PART), ("_fill_optimizer", IN_PART), ("decode", "cannot load {}")]
 )
 def test_what_one_rank_cannot_take_over_ends_the_load_on_all(worlds, tmp_path, part, failure):
     for complaint, step in worlds(2).run(load_hindered, tmp_path, part, timeout=30):

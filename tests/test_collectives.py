@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from harness import make_engine, train_step
 
-from common.engine.base import Bucket
+from common.engine import Bucket
 from common.errors import InputError
 from common.measure.traffic import Traffic
 from common.ranks import collectives

@@ -10,7 +10,7 @@ import torch
 from harness import STAGES
 from torch import nn, optim
 
-from common.engine.base import _check_model
+from common.engine.door import check_model
 from common.errors import InputError
 from common.ranks.collectives import Collectives
 
@@ -100,6 +100,14 @@ CASES = {
     "Adafactor": (optimizer(optim.Adafactor), NOT_ELEMENTWISE.format("Adafactor steps 64 elements otherwise")),
     "Muon": (optimizer(optim.Muon), NOT_ELEMENTWISE.format("it fails on a flat shard: .*2D")),
     "a learning rate below 0": (optimizer(partial(optim.SGD, lr=-1.0)), "Invalid learning rate: -1.0"),
+    "a learning rate that is nan": (
+        optimizer(partial(optim.AdamW, lr=float("nan"))),
+        "cannot be built: Invalid learning rate: nan",
+    ),
+    "a learning rate that SGD takes for one": (
+        optimizer(partial(optim.SGD, lr=float("nan"))),
+        "the optimizer's lr is nan; give a number",
+    ),
     "a norm below 0": (
         lambda world: {"module": a_model(world), "clip_norm": -1.0},
         "clip_norm=-1.0: give a norm above 0",
@@ -156,7 +164,7 @@ def assert_one_line(message, expected):
 def test_a_parameter_on_another_device_is_refused():
     group = SimpleNamespace(device=torch.device("cuda", 1), simulated=True)
     with pytest.raises(InputError, match="'weight' is on cpu, the group works on cuda:1; move the model there first"):
-        _check_model(nn.Linear(2, 2), group, None, [], torch.float32)
+        check_model(nn.Linear(2, 2), group, None, [], torch.float32)
 
 
 # ---- ranks that disagree --------------------------------------------------------------------------------------------

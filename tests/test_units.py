@@ -24,7 +24,8 @@ from trap_models import (
 
 from common import models
 from common.engine.layout import Run
-from common.engine.units import Order, make_units, map_tensors
+from common.engine.tensors import map_tensors
+from common.engine.units import Order, make_units
 from stage3_param import Engine
 
 TWO_GROUPS = {"weight_decay": 0.3}, {"lr": 1e-3}

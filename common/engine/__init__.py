@@ -1,5 +1,6 @@
 """What engines share: the calls of a training loop, and the mechanics below them."""
 
-from common.engine.base import Bucket, EngineBase, Owned
+from common.engine.base import EngineBase
+from common.engine.bucket import Bucket, Owned
 
 __all__ = ["Bucket", "EngineBase", "Owned"]

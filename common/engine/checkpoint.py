@@ -23,22 +23,19 @@ save whole, and its remains are cleared away by the next.
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
-import re
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from common.engine.layout import distinct
+from common.engine.checkpoint_index import FILE_NAME, flush, read_index, replace_index
+from common.engine.encoding import decode, detached, encode
+from common.engine.layout import distinct, within
 from common.errors import InputError
-
-FORMAT = 1
-FILE_NAME = re.compile(r"(\d{6,})-rank-\d{5,}\.safetensors")
 
 
 def save(engine, path, extra=None):
@@ -66,19 +63,19 @@ def save(engine, path, extra=None):
         with _together(comm, failure):
             tensors = _shards(engine)
             index = _index(engine, tensors) if rank == 0 else None
-            _write(file, tensors, json.dumps(_encode(extra, tensors, "extra")))
+            _write(file, tensors, json.dumps(encode(extra, tensors, "extra")))
             entry = {"name": file.name, "sha256": _checksum(file)}
         files = comm.gather_objects(entry, "the checkpoint")
         with _together(comm, failure):
             if rank == 0:
-                _replace_index(folder, {**index, "files": files})
+                replace_index(folder, {**index, "files": files})
     except InputError:
         with contextlib.suppress(OSError):
             file.unlink()
         raise
     with _together(comm, f"saved to {str(path)!r}, but cannot clear older files away"):
         if rank == 0:
-            _flush(folder)
+            flush(folder)
             for older in _files_in(folder).keys() - {entry["name"] for entry in files}:
                 (folder / older).unlink()
 
@@ -101,12 +98,12 @@ def load(engine, path):
     with contextlib.ExitStack() as opened:
         with _together(engine.comm, f"cannot load {str(path)!r}"):
             folder = Path(path)
-            index = _read_index(folder)
+            index = read_index(folder)
             _check_fits(engine, index)
             own = rank if rank < len(index["files"]) else 0
             needed = sorted(_files_needed(engine, index) | {0, own})
             files = {k: opened.enter_context(_open(folder, index["files"][k])) for k in needed}
-            extra = _decode(json.loads(files[own].metadata()["extra"]), files[own])
+            extra = decode(json.loads(files[own].metadata()["extra"]), files[own])
         with _together(engine.comm, f"loaded {str(path)!r} in part, build the engine anew"):
             _fill_model(engine, index, files)
             _fill_optimizer(engine, index, files)
@@ -147,11 +144,11 @@ def _shards(engine):
             kept = owned.parameters
             flats = {"parameters": bucket.parameters}
         for kind, flat in flats.items():
-            values = flat[_within(shard, kept)].cpu()
+            values = flat[within(shard, kept)].cpu()
             for part in bucket.segments(rank):
                 tensors[f"{kind}/{part.name}@{part.start}"] = values[part.at : part.at + part.stop - part.start]
     if rank == 0:
-        tensors |= {f"buffers/{name}": _detached(buffer) for name, buffer in _buffers(engine)}
+        tensors |= {f"buffers/{name}": detached(buffer) for name, buffer in _buffers(engine)}
     return tensors
 
 
@@ -168,7 +165,7 @@ def _index(engine, tensors):
                 "group": bucket.kind.group if bucket.kind.trainable else None,
                 "states": list(elementwise),
                 # once per parameter: the reader's buckets are others
-                "scalars": _encode(scalars, tensors, "the optimizer's state"),
+                "scalars": encode(scalars, tensors, "the optimizer's state"),
                 "pieces": [],  # [rank that wrote it, first element, one behind the last]
             }
         for rank in range(engine.world_size):
@@ -178,7 +175,7 @@ def _index(engine, tensors):
     return {
         "world_size": engine.world_size,
         "optimizer": type(engine.optimizer).__name__,
-        "groups": _encode(groups, tensors, "the optimizer's groups"),
+        "groups": encode(groups, tensors, "the optimizer's groups"),
         "loss_scaler": engine.loss_scaler and engine.loss_scaler.state_dict(),
         "buffers": {name: list(buffer.shape) for name, buffer in _buffers(engine)},
         "parameters": parameters,
@@ -204,91 +201,10 @@ def _write(file, tensors, structure):
     except KeyError as error:  # a dtype that safetensors has no name for: complex128, complex32, torch's int4 and so on
         names = ", ".join(name for name, tensor in tensors.items() if tensor.dtype in error.args)
         raise InputError(f"safetensors cannot hold {error}, the dtype of {names}; cast it, or leave it out") from error
-    _flush(file)
-
-
-def _replace_index(folder, index):
-    partial = folder / "index.json.partial"
-    try:
-        contents = {"format": FORMAT, "sha256": _digest(index), "index": index}
-        partial.write_text(json.dumps(contents, indent=1))
-        _flush(partial)
-        _flush(folder)  # the names of the new files, before the index that names them
-        os.replace(partial, folder / "index.json")
-    except Exception:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def _flush(path):
-    """Return when a file's contents, or a folder's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(file)
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
-
-INDEX = {  # the form of index.json; a key `str` stands for any names, a tuple for a list of that length
-    "format": int,
-    "sha256": str,
-    "index": {
-        "world_size": int,
-        "optimizer": str,
-        "groups": [{"dict": list}],
-        "loss_scaler": dict | None,
-        "buffers": {str: [int]},
-        "parameters": {
-            str: {
-                "shape": [int],
-                "dtype": str,
-                "group": int | None,
-                "states": [str],
-                "scalars": {"dict": list},
-                "pieces": [(int, int, int)],
-            }
-        },
-        "files": [{"name": str, "sha256": str}],
-    },
-}
-
-
-def _read_index(folder):
-    try:
-        contents = json.loads((folder / "index.json").read_text())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise InputError("there is no checkpoint; give the folder that save() was given") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError("index.json is damaged; restore it, or take an older checkpoint") from error
-    if isinstance(contents, dict) and contents.get("format", FORMAT) != FORMAT:
-        raise InputError(f"it has format {contents['format']}, this reads format {FORMAT}; load it where it was saved")
-    if not _intact(contents):
-        raise InputError("index.json is damaged; restore it, or take an older checkpoint")
-    return contents["index"]
-
-
-def _intact(contents):
-    """Whether `save` can have written this index. A digest is soon made anew, so names must stay in the folder too."""
-    if not _has_form(contents, INDEX) or contents["sha256"] != _digest(contents["index"]):
-        return False
-    names = [entry["name"] for entry in contents["index"]["files"]]
-    return len(names) == contents["index"]["world_size"] and all(map(FILE_NAME.fullmatch, names))
-
-
-def _has_form(value, form):
-    """Whether `value`, read from JSON, has the types of `form`, which is written as `INDEX` is."""
-    if isinstance(form, tuple):
-        return isinstance(value, list) and len(value) == len(form) and all(map(_has_form, value, form))
-    if isinstance(form, list):
-        return isinstance(value, list) and all(_has_form(item, form[0]) for item in value)
-    if isinstance(form, dict):
-        if not isinstance(value, dict):
-            return False
-        forms = dict.fromkeys(value, form[str]) if str in form else form
-        return all(key in value and _has_form(value[key], forms[key]) for key in forms)
-    return isinstance(value, form)
 
 
 def _check_fits(engine, index):
@@ -342,7 +258,7 @@ def _overlaps(bucket, part, index):
             at = slot.offset + start  # where the piece begins in the run
             common = slice(max(at, part.start), min(slot.offset + stop, part.stop))
             if common.start < common.stop:
-                yield rank, f"{slot.name}@{start}", slice(common.start - at, common.stop - at), _within(common, part)
+                yield rank, f"{slot.name}@{start}", slice(common.start - at, common.stop - at), within(common, part)
 
 
 def _read(kind, bucket, part, index, files):
@@ -360,7 +276,7 @@ def _fill_model(engine, index, files):
         values = _read("parameters", bucket, owned.parameters, index, files)
         bucket.parameters.copy_(values)
         if bucket.kind.trainable:  # a view of the parameters, or an fp32 master of its own
-            bucket.master.copy_(values[_within(owned.optimizer, owned.parameters)])
+            bucket.master.copy_(values[within(owned.optimizer, owned.parameters)])
     if engine.loss_scaler and index["loss_scaler"]:
         engine.loss_scaler.load_state_dict(index["loss_scaler"])
     for name, buffer in _buffers(engine):
@@ -372,20 +288,20 @@ def _fill_optimizer(engine, index, files):
     optimizer = engine.optimizer
     optimizer.state.clear()  # so that old and new states are not held at once
     fresh = optimizer.state_dict()
-    groups = _decode(index["groups"], files[0])
+    groups = decode(index["groups"], files[0])
     fresh["param_groups"] = [{**now, **then} for now, then in zip(fresh["param_groups"], groups, strict=True)]
     bucket_of = {bucket.master: bucket for bucket in engine.buckets}
     masters = [master for group in optimizer.param_groups for master in group["params"]]
     for number, bucket in enumerate(bucket_of[master] for master in masters):
         saved = index["parameters"][next(iter(bucket.slots))]  # all parameters have been stepped equally often
-        states = _decode(saved["scalars"], files[0])
+        states = decode(saved["scalars"], files[0])
         for name in saved["states"]:
             states[name] = _read(f"optimizer/{name}", bucket, engine.owned(bucket).optimizer, index, files)
         fresh["state"][number] = states
     optimizer.load_state_dict(fresh)  # moves them to the device
 
 
-# ---- files and slices -------------------------------------------------------------------------------------------
+# ---- files ------------------------------------------------------------------------------------------------------
 
 
 def _files_in(folder):
@@ -397,63 +313,3 @@ def _files_in(folder):
 def _checksum(file):
     with open(file, "rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _digest(index):
-    return hashlib.sha256(json.dumps(index).encode()).hexdigest()
-
-
-def _within(part, kept):
-    """The slice `part` of a run, counted from where `kept` begins."""
-    return slice(part.start - kept.start, part.stop - kept.start)
-
-
-# ---- extra, options, scalars: nested values as JSON, their tensors beside it -------------------------------------
-
-
-def _encode(value, tensors, what, around=()):
-    """JSON for `value`; its tensors go into `tensors`, under the names that the JSON has for them.
-
-    Args:
-        what: the name of the whole, for messages.
-        around: the dicts, lists and tuples of the whole that `value` lies in.
-
-    Raises:
-        InputError: there is something else in it than `save` takes, or a part contains itself.
-    """
-    if torch.is_tensor(value):
-        name = f"extra/{len(tensors)}"
-        tensors[name] = _detached(value)
-        return {"tensor": name}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if any(value is outer for outer in around):
-        raise InputError(f"{what} contains itself; leave the inner {type(value).__name__} out")
-    encode = functools.partial(_encode, tensors=tensors, what=what, around=(*around, value))
-    if isinstance(value, dict):  # as pairs: the keys of JSON's own objects are strings
-        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
-    if isinstance(value, tuple):
-        return {"tuple": [encode(item) for item in value]}
-    if isinstance(value, list):
-        return [encode(item) for item in value]
-    raise InputError(
-        f"a checkpoint cannot hold a {type(value).__name__}; give dict, list, tuple, str, numbers and tensors"
-    )
-
-
-def _decode(encoded, file):
-    """What `_encode` was given, its tensors read from `file`."""
-    if isinstance(encoded, list):
-        return [_decode(item, file) for item in encoded]
-    if not isinstance(encoded, dict):
-        return encoded
-    ((kind, content),) = encoded.items()
-    if kind == "tensor":
-        return file.get_tensor(content).clone()  # on its own: what was read may lie in a map of the whole file
-    if kind == "tuple":
-        return tuple(_decode(item, file) for item in content)
-    return {_decode(key, file): _decode(item, file) for key, item in content}
-
-
-def _detached(tensor):
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -137,3 +137,13 @@ def distinct(tensor):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
     return tensor
+
+
+def length(part):
+    """The elements of a slice."""
+    return part.stop - part.start
+
+
+def within(part, kept):
+    """The slice `part` of a run, counted from where `kept` begins."""
+    return slice(part.start - kept.start, part.stop - kept.start)

@@ -4,8 +4,6 @@ This file finds out *that* a unit is about to run, forward or backward; what hap
 `before_forward`, `after_forward`, `before_backward`. The engine calls nothing here but `Order`.
 """
 
-import copy
-import dataclasses
 import weakref
 from collections import Counter
 
@@ -14,6 +12,7 @@ from torch import nn
 
 from common.engine import layout
 from common.engine.hooks import Guard, Hook
+from common.engine.tensors import inside_backward, map_tensors, tensors_in
 from common.measure.memory import storage_id
 
 # A module whose parameters are this part of the largest unit's, or less, is gathered with the root: a message of its
@@ -196,7 +195,7 @@ class _Watch:
 
     def after(self, module, args, output):
         unit, output = self.unit, _copy_weights(self.unit, output)
-        tensors = _tensors_in(output)
+        tensors = tensors_in(output)
         if not inside_backward():
             unit.depth -= 1
             if unit.depth > 0:  # a module called itself: the outermost call counts
@@ -227,7 +226,7 @@ class _Reader:
         if self.alone:  # it calls itself
             self.alone += 1
         elif not (self.unit.whole and (self.unit.depth or self.unit.pins or inside_backward())):
-            if torch.is_grad_enabled() and any(t.requires_grad for t in [*module.parameters(), *_tensors_in(args)]):
+            if torch.is_grad_enabled() and any(t.requires_grad for t in [*module.parameters(), *tensors_in(args)]):
                 raise RuntimeError(
                     f"{self.path!r} runs outside the forward of {self.unit.name or 'the model'!r}, to which its "
                     "parameters belong, and backward would miss them: call that module, use torch.no_grad(), or hold "
@@ -338,52 +337,3 @@ class Nothing:
     def restore(self):
         """Have them read as nothing, whatever was there: whenever the bucket is freed."""
         self.numbers.fill_(float("nan") if self.numbers.is_floating_point() else 0)
-
-
-def _tensors_in(value):
-    found = []
-
-    def note(tensor):
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, value)
-    return found
-
-
-def map_tensors(function, value):
-    """Apply `function` to every tensor in nested tuples, lists, dicts and dataclasses; return the same structure.
-
-    What holds no tensor that the function changes is returned itself, not a copy: others may hold it too.
-    """
-    if torch.is_tensor(value):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        items = dict(enumerate(value))
-    elif isinstance(value, dict):
-        items = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    else:
-        return value
-    changed = {key: new for key, item in items.items() if (new := map_tensors(function, item)) is not item}
-    return _copy_with(value, changed) if changed else value
-
-
-def _copy_with(value, changed):
-    """A copy of a tuple, list, dict or dataclass, with some of its items changed: {index, key or field: item}."""
-    if isinstance(value, (list, tuple)):
-        items = [changed.get(index, item) for index, item in enumerate(value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # with _fields a namedtuple
-    copied = copy.copy(value)
-    for key, item in changed.items():
-        if isinstance(value, dict):
-            copied[key] = item
-        else:
-            object.__setattr__(copied, key, item)  # past __setattr__, which a frozen dataclass refuses
-    return copied
-
-
-def inside_backward():
-    """Whether autograd is running a backward in this thread. torch has no public way to ask."""
-    return torch._C._current_graph_task_id() != -1

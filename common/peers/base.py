@@ -5,6 +5,7 @@ import contextlib
 import torch
 from torch import nn
 
+from common.engine.tensors import tensors_of_state
 from common.measure.memory import storage_bytes
 
 
@@ -92,11 +93,6 @@ class Peer:
             NotImplementedError: always.
         """
         raise NotImplementedError(f"{self.name} has a checkpoint format of its own and does not read the engines'")
-
-
-def tensors_of_state(optimizer):
-    """The tensors among an optimizer's states."""
-    return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
 
 
 def regroup(param_groups, names, model):

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from common import models
 from common.engine.base import StepResult
-from common.engine.units import map_tensors
-from common.peers.base import Peer, blocks, regroup, tensors_of_state
+from common.engine.tensors import map_tensors, tensors_of_state
+from common.peers.base import Peer, blocks, regroup
 from common.ranks.collectives import Collectives
 
 

@@ -8,8 +8,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import models
-from common.engine.base import StepResult, host_value
-from common.peers.base import Peer, blocks, regroup, tensors_of_state
+from common.engine.base import StepResult
+from common.engine.tensors import host_value, tensors_of_state
+from common.peers.base import Peer, blocks, regroup
 from common.ranks.collectives import Collectives
 
 POLICIES = {

@@ -4,10 +4,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from common import models
-from common.engine.base import BATCH_NORMS, StepResult, host_value
+from common.engine.base import StepResult
+from common.engine.door import BATCH_NORMS
 from common.engine.mixed_precision import LossScaler, dtype_of
-from common.engine.units import map_tensors
-from common.peers.base import Peer, regroup, tensors_of_state
+from common.engine.tensors import host_value, map_tensors, tensors_of_state
+from common.peers.base import Peer, regroup
 from common.ranks.collectives import Collectives
 
 

@@ -4,7 +4,7 @@ import functools
 
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from common.peers.base import tensors_of_state
+from common.engine.tensors import tensors_of_state
 from common.peers.torch_ddp import TorchDDP
 
 

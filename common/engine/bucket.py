@@ -1,0 +1,165 @@
+"""A bucket: parameters that travel together, and what this rank holds of them, whole or a shard."""
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from common.engine.layout import Run
+
+
+@dataclass(frozen=True)
+class Owned:
+    """What a rank keeps of a bucket between steps: slices of the run, in elements."""
+
+    parameters: slice
+    gradients: slice
+    optimizer: slice
+
+
+class Bucket(Run):
+    """A run, with the tensors that this rank holds of it.
+
+    `scale_of_backward`, one for all buckets of a process, is the loss scale of the backward that runs, of whichever
+    engine; None while none does.
+
+    Attributes:
+        parameters, gradients: flat tensors, as long as `owned` says. None for the gradients of frozen parameters.
+        stepped: the optimizer's part of `parameters`.
+        master: what the optimizer steps, an nn.Parameter: `stepped` itself or, if that is 16-bit, a copy in fp32.
+        reduced: the optimizer's part of `gradients`, where the mean gradient arrives.
+        carried: the sum of the step's earlier means, in fp32, where `reduced` does not hold it.
+        handle: the reduction under way in this backward.
+        gathering: the all-gather of parameters under way.
+        full, unit: the whole run of parameters where it is not kept, and the unit it belongs to.
+        views, nothing: what each parameter, by name, is where `full` holds it, and a `units.Nothing` for where it does
+            not.
+        storages: what its parameters lie in, as `storage_id` has it.
+    """
+
+    scale_of_backward = None
+
+    def __init__(self, named_parameters, kind, world_size):
+        super().__init__(named_parameters, kind, world_size)
+        self.members = dict(named_parameters)  # name -> the model's own parameter
+        self.parameters = self.gradients = self.stepped = self.master = self.reduced = self.local = None
+        self.full = self.handle = self.gathering = self._unit = self.views = self.nothing = None
+        self.storages = set()
+        self.fires_in_parts = False  # reentrant checkpoints give a weight they share its gradient in parts
+        self.forget()
+
+    def forget(self):
+        """Drop every gradient since the last step."""
+        self.reported = set()  # names whose gradient came in this backward
+        self._filled = set()  # names whose place in `local` holds a gradient
+        self.sums = {}  # name -> fp32 sum of gradients that came one by one, and have not travelled
+        self.carried = None
+        self.has_gradient = False
+        self.handle = None
+        self.scales = set()  # the loss scales under which its gradients came
+        if self.local is not self.gradients:
+            self.local = None
+        if self.master is not None:
+            self.master.grad = None
+
+    @property
+    def local(self):
+        """The whole run of this rank's own gradients on their way to the mean; None when there is none."""
+        return self._local
+
+    @local.setter
+    def local(self, flat):
+        self._local, self._places = flat, None if flat is None else self.cut(flat)
+
+    @property
+    def unit(self):
+        """The unit that it belongs to; None in stages that have none."""
+        return self._unit and self._unit()
+
+    @unit.setter
+    def unit(self, unit):
+        self._unit = weakref.ref(unit)  # which holds its buckets
+
+    @property
+    def complete(self):
+        """Every gradient of this backward is in, and none of them can come a second time."""
+        return len(self.reported) == len(self.slots) and not self.fires_in_parts
+
+    @property
+    def pending(self):
+        """Gradients are here that no rank but this one has seen."""
+        return bool(self._filled) or self.handle is not None
+
+    @property
+    def sixteen_bit(self):
+        """The parameters are rounded, so that the optimizer needs fp32 master weights beside them."""
+        return self.kind.dtype != torch.float32
+
+    @property
+    def packs_in_place(self):
+        """Gradients are packed where they are kept."""
+        return self.local is self.gradients
+
+    @property
+    def mean(self):
+        """The mean gradient since the last step: of one backward as it arrived, of several the sum, in fp32."""
+        return self.reduced if self.carried is None else self.carried
+
+    def pack(self, name, gradient):
+        """Move a gradient to its place in `local`. One that finds another there, left by `no_sync`, adds in fp32."""
+        self._make_room()
+        place = self._places[name]
+        if name not in self._filled:
+            place.copy_(gradient)
+        elif name in self.reported and name not in self.sums:  # a part of the same gradient: added as autograd does
+            place.add_(gradient)
+        else:
+            if name not in self.sums:
+                self.sums[name] = place.float()  # fp32 adds up in place
+            self.sums[name].add_(gradient)
+        self._filled.add(name)
+        self.reported.add(name)
+        self.scales.add(Bucket.scale_of_backward)
+
+    def seal(self):
+        """Make `local` what travels: sums rounded once to its dtype, zeros where no gradient came, and as padding."""
+        self._make_room()
+        for name, total in self.sums.items():
+            self._places[name].copy_(total)
+        self.sums.clear()
+        for name in self.slots:
+            if name not in self._filled:
+                self._places[name].zero_()
+        self.local[self.numel :].zero_()
+        self._resize_gradients(self.gradients.nbytes)
+
+    def _make_room(self):
+        # An earlier backward's mean stands aside before this one's gradients or their mean arrive in its place.
+        if self.has_gradient and self.carried is None:
+            self.carried = self.reduced.to(torch.float32, copy=True)
+        self.has_gradient = False
+
+    def arrive(self):
+        """Wait for the reduction; add the mean to those of the step's earlier backwards.
+
+        16-bit gradients would lose small ones in a growing sum. So they add up in fp32, and where their own room has
+        no other use it gives way to that sum.
+        """
+        self.handle.wait()
+        self.handle = None
+        if self.carried is not None and self.sixteen_bit:
+            self.carried.add_(self.reduced)
+            if not self.packs_in_place:
+                self._resize_gradients(0)
+        elif self.carried is not None:
+            self.reduced.add_(self.carried)
+            self.carried = None
+        self._filled.clear()
+        self.has_gradient = True
+
+    def _resize_gradients(self, nbytes):
+        storage = self.gradients.untyped_storage()
+        if storage.nbytes() != nbytes:
+            if self.gradients.is_cuda:  # made in backward, on a stream that need not be this one, which may still read
+                self.gradients.record_stream(torch.cuda.current_stream())
+            storage.resize_(nbytes)

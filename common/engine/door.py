@@ -1,0 +1,197 @@
+"""The door of an engine: what cannot be used is refused on every rank alike, before anything is built."""
+
+import itertools
+import math
+import weakref
+from collections import Counter
+
+import torch
+from torch import nn
+
+from common.engine.guards import engine_of
+from common.engine.mixed_precision import DTYPES
+from common.engine.tensors import checksum, host_value, tensors_of_state
+from common.engine.units import hollow
+from common.errors import InputError
+from common.measure.memory import storage_bytes
+
+# torch's batch norms have fp32 statistics, and run in 16-bit only if their weight and bias are fp32 as well.
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def check_numbers(clip_norm, bucket_mb):
+    if clip_norm is not None and not clip_norm > 0:
+        raise InputError(f"clip_norm={clip_norm}: give a norm above 0, or None not to clip")
+    if not bucket_mb > 0:
+        raise InputError(f"bucket_mb={bucket_mb}: a bucket needs a size above 0")
+
+
+def check_elementwise(optimizer, device):
+    """Probe that the optimizer steps 64 elements as it steps their two halves, one after the other, as engines do.
+
+    Returns:
+        Bytes of state per element and per tensor; what it is, as text.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise InputError(
+            "optimizer is an optimizer, not a factory; give what builds one over the shards, such as "
+            "functools.partial(torch.optim.AdamW, lr=3e-4)"
+        )
+    try:
+        built = optimizer([nn.Parameter(torch.zeros(8, 8, device=device))])  # a matrix, as models have them
+    except Exception as error:
+        raise InputError(f"the optimizer cannot be built: {error}") from error
+    for name, value in built.defaults.items():
+        if isinstance(value, float) and (math.isnan(value) or (name == "lr" and math.isinf(value))):
+            raise InputError(f"the optimizer's {name} is {value}; give a number")
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = torch.randn(4, 64, generator=generator).to(device)
+    stepped, state_bytes = {}, {}
+    for length in (64, 32):
+        parts = [nn.Parameter(part.clone()) for part in values.split(length)]
+        try:
+            probe = optimizer(parts)
+            for gradient in gradients:
+                for part, piece in zip(parts, gradient.split(length), strict=True):
+                    part.grad = piece.clone()
+                    probe.step()
+                    part.grad = None
+        except Exception as error:
+            raise InputError(_not_elementwise(f"it fails on a flat shard: {error}")) from error
+        stepped[length] = torch.cat([part.detach() for part in parts])
+        state_bytes[length] = storage_bytes(tensors_of_state(probe)) // len(parts)
+    if not host_value((stepped[64] == stepped[32]).all(), True):
+        raise InputError(_not_elementwise(f"{type(probe).__name__} steps 64 elements otherwise than their two halves"))
+    per_element = (state_bytes[64] - state_bytes[32]) // 32
+    return (per_element, state_bytes[64] - 64 * per_element), f"{type(probe).__name__}{plain(probe.defaults)}"
+
+
+def plain(options):
+    """Those of an optimizer's options that have the same text in every process that has the same options."""
+    options = {name: value.tolist() if torch.is_tensor(value) else value for name, value in options.items()}
+    plain = (bool, int, float, str, tuple, list, type(None))
+    return {name: value for name, value in options.items() if isinstance(value, plain) and name != "params"}
+
+
+def _not_elementwise(why):
+    return (
+        f"the optimizer does not work element by element ({' '.join(why.split())}), so its step on a shard would "
+        "depend on what other ranks hold; use AdamW, Adam, SGD, Adagrad or RMSprop"
+    )
+
+
+def check_groups(model, param_groups):
+    trainable = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trainable:
+        raise InputError("the model has no trainable parameter")
+    groups = [{"params": list(trainable)}] if param_groups is None else param_groups
+    if not all(isinstance(group, dict) and "params" in group for group in groups):
+        raise InputError("param_groups is not a list of dicts that have 'params'; give what torch's optimizers take")
+    groups = [{**group, "params": list(group["params"])} for group in groups]
+    listed = Counter(parameter for group in groups for parameter in group["params"])
+    for parameter, times in listed.items():
+        if parameter not in trainable:
+            raise InputError("param_groups lists a tensor that is no trainable parameter of the model")
+        if times > 1:
+            raise InputError(f"param_groups lists {trainable[parameter]!r} {times} times; list it once")
+    for parameter, name in trainable.items():
+        if parameter not in listed:
+            raise InputError(f"param_groups leaves out {name!r}; list it, or freeze it by requires_grad_(False)")
+    return groups
+
+
+def check_kept(model, keep_fp32):
+    """The names of the parameters that `keep_fp32` keeps in fp32."""
+    if keep_fp32 is None or isinstance(keep_fp32, (str, type)):
+        keep_fp32 = () if keep_fp32 is None else (keep_fp32,)
+    classes = tuple(kept for kept in keep_fp32 if isinstance(kept, type))
+    names, kept = [entry for entry in keep_fp32 if not isinstance(entry, type)], set()
+    for path, module in model.named_modules():
+        if isinstance(module, classes):
+            kept |= {f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for entry in names:
+        named = {name for name in parameters if f".{entry}." in f".{name}."}
+        if not named:
+            raise InputError(f"keep_fp32 names {entry!r}, and no parameter's name has that between its dots")
+        kept |= named
+    tensors = {parameters[name] for name in kept}
+    return {name for name, parameter in parameters.items() if parameter in tensors}  # under all names of tied ones
+
+
+def check_model(model, comm, init, param_groups, dtype):
+    """Check this rank's model alone.
+
+    Returns:
+        What all ranks must agree on, for each parameter: (what it is, its fingerprint, how to mend a difference).
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta and init is None:
+            raise InputError(
+                f"{name!r} is on the meta device; give init=, which fills it, or build the model on {comm.device}"
+            )
+        if not tensor.is_meta and tensor.device != comm.device:
+            raise InputError(
+                f"{name!r} is on {tensor.device}, the group works on {comm.device}; move the model there first"
+            )
+    for name, parameter in model.named_parameters():
+        if id(parameter) in engine_of:
+            raise InputError(f"{name!r} has an engine already; delete that first, or build a model for each engine")
+        if not parameter.is_meta and hollow(parameter):
+            raise InputError(
+                f"{name!r} has no values of its own, as if a stage-3 engine was deleted; build the model anew"
+            )
+        if parameter.requires_grad and parameter.dtype not in DTYPES.values():
+            raise InputError(f"{name!r} is {parameter.dtype}; build the model in float32")
+    built = {parameter.dtype for parameter in model.parameters()}
+    if built.isdisjoint({torch.float32, dtype}):
+        names = ", ".join(map(str, built))
+        raise InputError(f"the model is built in {names}, but its inputs are cast to {dtype}; give its own precision=")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False):
+            raise InputError(f"{name!r} makes sparse gradients, which have no place in a bucket; set sparse=False")
+    group_of = {parameter: index for index, group in enumerate(param_groups) for parameter in group["params"]}
+    how = "build the same model with the same seed on every rank"
+    return [
+        (f"parameter {name!r}", (group_of.get(parameter), *([] if comm.simulated else _fingerprint(parameter))), how)
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def check_agreement(found, comm, label="the check of the model"):
+    """Raise what any rank found wrong on every rank, so that none waits for one that has left.
+
+    Args:
+        found: an InputError; or a list of (what it is, a value that ranks must have in common, how to mend it).
+    """
+    everyone = [found] if comm.simulated else comm.gather_objects(found, label)
+    for theirs in everyone:
+        if isinstance(theirs, InputError):
+            raise theirs
+    for rank, theirs in enumerate(everyone):
+        pairs = itertools.zip_longest(found, theirs, fillvalue=None)
+        first = next(((mine, other) for mine, other in pairs if mine != other), None)
+        if first is not None:
+            what, _, how = first[0] or first[1]
+            values = [line[1] for line in first if line is not None and isinstance(line[1], str)]
+            shown = f" ({' and '.join(values)})" if values else ""
+            raise InputError(f"{what} differs between rank {comm.rank} and rank {rank}{shown}; {how}")
+
+
+def _fingerprint(parameter):
+    what = (tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
+    if parameter.is_meta:
+        return what
+    return (*what, checksum(parameter))
+
+
+_number_of = weakref.WeakKeyDictionary()  # engine -> its number
+
+
+def name_of(engine, comm):
+    """What a trace calls an engine beside others: "engine 2's ", the same on all ranks."""
+    number = 1 + max(_number_of.values(), default=0)
+    if not comm.simulated:
+        number = max(comm.gather_objects(number, "the engines' numbers"))  # not every rank has collected the last
+    _number_of[engine] = number
+    return f"engine {number}'s " if number > 1 else ""

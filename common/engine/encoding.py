@@ -1,0 +1,55 @@
+"""Nested values as JSON, with their tensors beside it: what checkpoints hold of `extra`, options and scalars."""
+
+import functools
+
+import torch
+
+from common.errors import InputError
+
+
+def encode(value, tensors, what, around=()):
+    """JSON for `value`; its tensors go into `tensors`, under the names that the JSON has for them.
+
+    Args:
+        what: the name of the whole, for messages.
+        around: the dicts, lists and tuples of the whole that `value` lies in.
+
+    Raises:
+        InputError: there is something else in it than `save` takes, or a part contains itself.
+    """
+    if torch.is_tensor(value):
+        name = f"extra/{len(tensors)}"
+        tensors[name] = detached(value)
+        return {"tensor": name}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if any(value is outer for outer in around):
+        raise InputError(f"{what} contains itself; leave the inner {type(value).__name__} out")
+    inner = functools.partial(encode, tensors=tensors, what=what, around=(*around, value))
+    if isinstance(value, dict):  # as pairs: the keys of JSON's own objects are strings
+        return {"dict": [[inner(key), inner(item)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [inner(item) for item in value]}
+    if isinstance(value, list):
+        return [inner(item) for item in value]
+    raise InputError(
+        f"a checkpoint cannot hold a {type(value).__name__}; give dict, list, tuple, str, numbers and tensors"
+    )
+
+
+def decode(encoded, file):
+    """What `encode` was given, its tensors read from `file`."""
+    if isinstance(encoded, list):
+        return [decode(item, file) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    ((kind, content),) = encoded.items()
+    if kind == "tensor":
+        return file.get_tensor(content).clone()  # on its own: what was read may lie in a map of the whole file
+    if kind == "tuple":
+        return tuple(decode(item, file) for item in content)
+    return {decode(key, file): decode(item, file) for key, item in content}
+
+
+def detached(tensor):
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,73 @@
+"""Tensors wherever they are: in nested structures, in an optimizer's state, as a number, as a checksum."""
+
+import copy
+import dataclasses
+import zlib
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def tensors_in(value):
+    found = []
+
+    def note(tensor):
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
+
+
+def map_tensors(function, value):
+    """Apply `function` to every tensor in nested tuples, lists, dicts and dataclasses; return the same structure.
+
+    What holds no tensor that the function changes is returned itself, not a copy: others may hold it too.
+    """
+    if torch.is_tensor(value):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        items = dict(enumerate(value))
+    elif isinstance(value, dict):
+        items = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    else:
+        return value
+    changed = {key: new for key, item in items.items() if (new := map_tensors(function, item)) is not item}
+    return _copy_with(value, changed) if changed else value
+
+
+def _copy_with(value, changed):
+    """A copy of a tuple, list, dict or dataclass, with some of its items changed: {index, key or field: item}."""
+    if isinstance(value, (list, tuple)):
+        items = [changed.get(index, item) for index, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # with _fields a namedtuple
+    copied = copy.copy(value)
+    for key, item in changed.items():
+        if isinstance(value, dict):
+            copied[key] = item
+        else:
+            object.__setattr__(copied, key, item)  # past __setattr__, which a frozen dataclass refuses
+    return copied
+
+
+def inside_backward():
+    """Whether autograd is running a backward in this thread. torch has no public way to ask."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def tensors_of_state(optimizer):
+    """The tensors among an optimizer's states."""
+    return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+
+
+def host_value(tensor, default):
+    """A scalar tensor's value, or `default` where it has none: under fake tensors."""
+    return default if isinstance(tensor, FakeTensor) else tensor.item()
+
+
+def checksum(tensor):
+    """A number that tells bits from other bits, alike on every rank."""
+    values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+    return zlib.crc32(values.numpy().tobytes())
