@@ -13,11 +13,10 @@ from functools import cache
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from common.compare import BASELINE
 from common.errors import InputError
-from common.measure import figures
+from common.measure import figures, tables
 from common.measure.hardware import hardware
 from common.models.recompute import KINDS
 from common.ranks.collectives import Collectives
@@ -52,7 +51,7 @@ def main(arguments=None):
     results = command(survey, options, options=options)
     if results is None:  # a rank other than 0 under torchrun
         return
-    Console().print(as_table(results))
+    tables.show(as_table(results))
     if options.json:
         write_json(options.json, results)
     if options.json or options.figure:
@@ -180,12 +179,7 @@ def _title(results):
 def as_table(results):
     """The results as a table for the terminal."""
     header, *rows = cells(results)
-    table = Table(title=_title(results), title_justify="left")
-    for name in header:
-        table.add_column(name, justify="left" if name in header[:2] else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    return tables.table(_title(results), header, rows, left=2)
 
 
 def as_markdown(results):

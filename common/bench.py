@@ -24,14 +24,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from common import models, peers
 from common.data import Batches, load_text
 from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
-from common.measure import figures
+from common.measure import figures, tables
 from common.measure.hardware import hardware
 from common.measure.memory import high_water
 from common.ranks.collectives import Collectives
@@ -126,8 +124,8 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     with one_line_errors():
         results = bench(options)
-    for title, lines in tables(results):
-        Console().print(as_table(title, lines))
+    for title, rows in by_case(results):
+        tables.show(as_table(title, rows))
     if options.json:
         write_json(options.json, results)
     if options.json or options.figure:
@@ -379,25 +377,24 @@ def paired_ratio(one, other):
     return float(np.median(ratios)), np.quantile(medians, (0.025, 0.975)).tolist()
 
 
-def tables(results):
-    """A title and lines of cells, the first one the header, for each case."""
-    by_case = {}
+def by_case(results):
+    """A title and the rows of each case."""
+    cases = {}
     for found in results["rows"]:
-        by_case.setdefault((found["model"], found["precision"], found["world_size"]), []).append(found)
-    for (model, precision, size), rows in by_case.items():
+        cases.setdefault((found["model"], found["precision"], found["world_size"]), []).append(found)
+    for (model, precision, size), rows in cases.items():
         ranks = f"{size} rank{'s' * (size > 1)}"
-        yield f"{model}, {rows[0]['parameters']:,} parameters, {precision}, {ranks}", [HEADER, *map(_cells, rows)]
+        yield f"{model}, {rows[0]['parameters']:,} parameters, {precision}, {ranks}", rows
 
 
 def _cells(found):
     if found["median_seconds"] is None:
         return (found["engine"], found["note"], "", "", "", "")
-    to_peers = [f"{name} {_ratio(**told)}" for name, told in found["ratios_to_peers"].items()]
     return (
         found["engine"],
         f"{1000 * found['median_seconds']:.0f}",
         "" if found["ratio_interval"] is None else _ratio(found["ratio_to_torch_ddp"], found["ratio_interval"]),
-        "; ".join(to_peers),
+        "; ".join(f"{name} {_ratio(**told)}" for name, told in found["ratios_to_peers"].items()),
         show_bytes(found["peak_bytes"]),
         f"{found['tokens_per_second']:,.0f}",
     )
@@ -407,14 +404,16 @@ def _ratio(ratio, interval):
     return f"{ratio:.2f} ({interval[0]:.2f}-{interval[1]:.2f})"
 
 
-def as_table(title, lines):
-    """One case as a table for the terminal."""
-    table = Table(title=title, title_justify="left")
-    for name in lines[0]:
-        table.add_column(name, justify="left" if name in (HEADER[0], HEADER[3]) else "right", no_wrap=name == HEADER[0])
-    for line in lines[1:]:
-        table.add_row(*(cell.replace("; ", "\n") for cell in line))
-    return table
+def as_table(title, rows):
+    """One case as a table for the terminal: ratios to peers on lines of their own, notes below."""
+    lines = []
+    for found in rows:
+        if found["median_seconds"] is not None:
+            name, time, ratio, _, *rest = _cells(found)
+            lines.append((name, time, ratio, *rest))
+            lines += [(f"to {peer}", "", _ratio(**told)) for peer, told in found["ratios_to_peers"].items()]
+    notes = [f"{found['engine']}: {found['note']}" for found in rows if found["median_seconds"] is None]
+    return tables.table(title, (*HEADER[:3], *HEADER[4:]), lines, caption="\n".join(notes))
 
 
 def as_markdown(results):
@@ -422,10 +421,10 @@ def as_markdown(results):
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     spans = f"{results['worlds']} worlds of {results['rounds_per_world']} rounds of {results['steps_per_round']} steps"
     page = [f"{results['hardware']}; {versions}; {spans}"]
-    for title, (header, *lines) in tables(results):
+    for title, rows in by_case(results):
         page += ["", f"{title}:", ""]
         rule = ("---", "---:", "---:", "---", "---:", "---:")
-        page += ["| " + " | ".join(cells) + " |" for cells in (header, rule, *lines)]
+        page += ["| " + " | ".join(cells) + " |" for cells in (HEADER, rule, *map(_cells, rows))]
     return "\n".join(page)
 
 

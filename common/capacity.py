@@ -27,7 +27,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -36,7 +35,7 @@ from common.activations import largest_fitting
 from common.compare import BASELINE
 from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
-from common.measure import figures
+from common.measure import figures, tables
 from common.measure.hardware import hardware
 from common.measure.memory import Timeline
 from common.models.gpt import GPT, GPTConfig
@@ -83,7 +82,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     with one_line_errors():
         results = survey(options)
-    Console().print(as_table(results))
+    tables.show(as_table(results))
     if options.json:
         write_json(options.json, results)
     if options.json or options.figure:
@@ -423,12 +422,7 @@ def _title(results):
 
 def as_table(results):
     """The results as a table for the terminal."""
-    table = Table(title=_title(results), title_justify="left")
-    for name in HEADER:
-        table.add_column(name, justify="left" if name in HEADER[:2] else "right", no_wrap=not name)
-    for line in cells(results):
-        table.add_row(*line)
-    return table
+    return tables.table(_title(results), HEADER, cells(results), left=2)
 
 
 def as_markdown(results):

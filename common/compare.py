@@ -10,11 +10,9 @@ import sys
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from common.errors import InputError
-from common.measure import figures
+from common.measure import figures, tables
 from common.measure.hardware import hardware
 from common.peers import TorchDDP
 from common.train import (
@@ -46,7 +44,7 @@ def main(arguments=None):
     if outcome is None:  # a rank other than 0 under torchrun
         return
     results, timelines = outcome
-    Console().print(as_table(results))
+    tables.show(as_table(results))
     if options.json:
         write_json(options.json, results)
         Path(options.json).with_suffix(".md").write_text(as_markdown(results))
@@ -173,12 +171,7 @@ def _how(results):
 def as_table(results):
     """The results as a table for the terminal."""
     header, *rows = cells(results)
-    table = Table(title=_title(results), title_justify="left", caption=_footnote(results), caption_justify="left")
-    for name in header:
-        table.add_column(name, justify="left" if name == "per rank" else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    return tables.table(_title(results), header, rows, caption=_footnote(results))
 
 
 def as_markdown(results):

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from torch.profiler import record_function
 
 from common import models
@@ -25,6 +24,7 @@ from common.data import Batches, load_text
 from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
 from common.generate import generate
+from common.measure import tables
 from common.measure.hardware import cpus, hardware
 from common.measure.memory import Timeline
 from common.measure.timeline import Recording, overlap
@@ -106,6 +106,8 @@ def check_options(options):
         find_engine(name)
     if options.steps < 1:
         raise InputError(f"--steps {options.steps}: at least one step is needed")
+    if not 0 <= options.lr < float("inf"):
+        raise InputError(f"--lr {options.lr}: a finite learning rate, of 0 or more, is needed")
     if options.clip_norm is not None and not options.clip_norm > 0:
         raise InputError(f"--clip-norm {options.clip_norm}: a norm above 0 is needed")
     if not options.bucket_mb > 0:
@@ -339,30 +341,27 @@ def _train_and_report(world, package, options):
     row, _, _ = run_with_progress(world, package, options)
     if world.rank:
         return
-    table = Table(title=f"{package}: {options.model} on {world.size} ranks", title_justify="left")
-    for column in ("", "measured", "predicted"):
-        table.add_column(column, justify="left" if column == "" else "right")
-    for state, measured in row["model_state_bytes"].items():
-        table.add_row(f"{state}, bytes per rank", str(measured), str(row["predicted_model_state_bytes"][state]))
-    predicted = row["predicted_wire_bytes_per_step"]
-    for collective in sorted({*row["wire_bytes_per_step"], *predicted}):
-        table.add_row(
-            f"{collective}, bytes sent per step",
-            str(row["wire_bytes_per_step"].get(collective, 0)),
-            str(predicted.get(collective, 0)),
-        )
+    lines = [
+        (f"{state}, bytes per rank", str(measured), str(row["predicted_model_state_bytes"][state]))
+        for state, measured in row["model_state_bytes"].items()
+    ]
+    sent, predicted = row["wire_bytes_per_step"], row["predicted_wire_bytes_per_step"]
+    for collective in sorted({*sent, *predicted}):
+        bytes_sent = (str(count.get(collective, 0)) for count in (sent, predicted))
+        lines.append((f"{collective}, bytes sent per step", *bytes_sent))
     per_parameter = (
         f"{sum(row[states].values()) / row['parameters']:.2f}"
         for states in ("model_state_bytes", "predicted_model_state_bytes")
     )
-    table.add_row("model states, bytes per parameter", *per_parameter)
-    table.add_row("peak of live bytes", str(row["peak_bytes"]), "-")
+    lines.append(("model states, bytes per parameter", *per_parameter))
+    lines.append(("peak of live bytes", str(row["peak_bytes"]), "-"))
     speed = row["tokens_per_second"]
-    table.add_row("tokens per second", f"{speed:.0f}" if speed else "- (too few steps)", "-")
+    lines.append(("tokens per second", f"{speed:.0f}" if speed else "- (too few steps)", "-"))
     if options.precision == "fp16":
-        table.add_row("steps skipped, as a gradient overflowed", str(row["skipped_steps"]), "-")
-    table.add_row("loss, first and last step", f"{row['losses'][0]:.4f}  {row['losses'][-1]:.4f}", "-")
-    Console().print(table)
+        lines.append(("steps skipped, as a gradient overflowed", str(row["skipped_steps"]), "-"))
+    lines.append(("loss, first and last step", f"{row['losses'][0]:.4f}  {row['losses'][-1]:.4f}", "-"))
+    title = f"{package}: {options.model} on {world.size} ranks"
+    tables.show(tables.table(title, ("", "measured", "predicted"), lines))
     if "overlap" in row:
         shares = ", ".join(f"rank {rank} {share:.0%}" for rank, share in row["overlap"].items())
         print(f"collectives beside computation, in {options.trace}: {shares}")
