@@ -16,6 +16,8 @@ import itertools
 import os
 import random
 import statistics
+import sys
+import tempfile
 import time
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -83,10 +85,10 @@ class Case:
         """The model's parameters."""
         return sum(parameter.numel() for parameter in models.build(self.model).parameters())
 
-    def world(self, small_send_buffers=True):
-        """Ranks to train on."""
+    def world(self, **options):
+        """Ranks to train on; `options` are LocalWorld's."""
         preload = ["common.peers", "common.measure.figures"]
-        return LocalWorld(self.world_size, oversubscribe=True, preload=preload, small_send_buffers=small_send_buffers)
+        return LocalWorld(self.world_size, oversubscribe=True, preload=preload, **options)
 
     def batches(self):
         """The same for all contestants."""
@@ -143,8 +145,10 @@ def bench(options):
     """
     who, cases = check(options)
     rows, versions, settings = [], {"torch": torch.__version__}, {}
+    log = new_log()
+    print(f"what libraries print goes to {log}", file=sys.stderr)
     for case in cases:
-        reference, contestants = compare(who, case, options)
+        reference, contestants = compare(who, case, options, log)
         rows += [row(contestant, contestants, reference, case) for contestant in contestants]
         for peer in (one.made for one in contestants if one.refusal is None and hasattr(one.made, "settings")):
             versions |= peer.versions()
@@ -200,13 +204,23 @@ def check(options):
     return list(dict.fromkeys([*stages, *(known[name] for name in named)])), cases
 
 
+def new_log():
+    """An empty file for what libraries print: among a checkout's own results, or else a temporary one."""
+    results = Path(__file__).parent.parent / "results"
+    folder = results / "local" if results.is_dir() else Path(tempfile.mkdtemp())
+    folder.mkdir(exist_ok=True)
+    log = folder / "bench.log"
+    log.write_text("")
+    return log
+
+
 def _number(text):
     if not text.isdigit():
         raise InputError(f"--nproc: {text!r} is no world size; give numbers, such as 2,4")
     return int(text)
 
 
-def compare(who, case, options):
+def compare(who, case, options, log):
     """Train all contestants in turns, round by round, and in new worlds again.
 
     DDP is the reference of the losses: where it does not take part, it trains before the others, and leaves.
@@ -214,8 +228,8 @@ def compare(who, case, options):
     Returns:
         The reference and the contestants.
     """
-    contestants = [Contestant(one) for one in who]
-    reference = contestants[who.index(peers.TorchDDP)] if peers.TorchDDP in who else Contestant(peers.TorchDDP)
+    contestants = [Contestant(one, log) for one in who]
+    reference = contestants[who.index(peers.TorchDDP)] if peers.TorchDDP in who else Contestant(peers.TorchDDP, log)
     together = [contestants] if reference in contestants else [[reference], contestants]
     rounds, shuffled = WARM_UP + options.rounds, random.Random(0)
     with progress_bar() as bar:
@@ -249,21 +263,24 @@ class Contestant:
 
     Attributes:
         made, name, follows: its class; what it is called; the stage that it is or follows.
+        log: a file for what its ranks print, if it is a library.
         refusal: why it does not take part, or None.
         seconds: of a step, for each world and round.
         losses: of each step, the mean over ranks.
         peak_bytes: most memory held in any world, above what was held before it was built, on the rank that held most.
     """
 
-    def __init__(self, one):
-        self.one, self.made = one, find_engine(one) if isinstance(one, str) else one
+    def __init__(self, one, log=None):
+        self.one, self.log = one, log
+        self.made = find_engine(one) if isinstance(one, str) else one
         self.name, self.follows = getattr(self.made, "name", one), getattr(self.made, "follows", one)
         self.refusal, self.seconds, self.losses, self.peak_bytes = None, [], [], None
 
     def enter(self, case, worlds):
         """Open a world and build it there."""
         is_stage = isinstance(self.one, str)
-        self.world = worlds.enter_context(case.world(small_send_buffers=is_stage or case.small_send_buffers))
+        small = is_stage or case.small_send_buffers
+        self.world = worlds.enter_context(case.world(small_send_buffers=small, log=None if is_stage else self.log))
         self.refusal = self.world.run(_enter, self.one, case)[0]
         self.seconds.append([])
 

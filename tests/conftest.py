@@ -10,29 +10,28 @@ import torch
 from harness import STAGES, choose_exact_kernels
 from matrix import CELLS
 from rich.console import Console
-from rich.table import Table
 
 from common import models
 from common.measure.hardware import hardware
+from common.measure.tables import show, table
 from common.ranks.world import LocalWorld
 from common.train import find_engine, show_bytes
 
-RESULTS = Path(__file__).parent.parent / "results"
+RECORDS = Path(__file__).parent.parent / "results"  # what the pages show, written with --record
+LOCAL = RECORDS / "local"
 if torch.cuda.is_available():
-    RESULTS = RESULTS / "local"  # the pages show what CPU ranks recorded
-    RESULTS.mkdir(exist_ok=True)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may choose another order of additions
 
 
 class Worlds:
     """`worlds(n)` is a world of n ranks: started when first asked for, and again after a failure closed it."""
 
-    def __init__(self, timeout=60):
-        self._worlds, self._timeout = {}, timeout
+    def __init__(self, timeout=60, log=None):
+        self._worlds, self._timeout, self._log = {}, timeout, log
 
     def __call__(self, size):
         if size not in self._worlds or not self._worlds[size].alive:
-            self._worlds[size] = LocalWorld(size, oversubscribe=True, timeout=self._timeout)
+            self._worlds[size] = LocalWorld(size, oversubscribe=True, timeout=self._timeout, log=self._log)
             self._worlds[size].run(choose_exact_kernels)
         return self._worlds[size]
 
@@ -43,7 +42,13 @@ class Worlds:
 
 @pytest.fixture(scope="session")
 def worlds(request):
-    pool = Worlds(timeout=20 if request.config.getoption("--engine") else 60)  # others may hang more often
+    if request.config.getoption("--engine"):
+        log = log_of(request.config)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("")
+        pool = Worlds(timeout=20, log=log)  # others may hang more often, and have more to say
+    else:
+        pool = Worlds()
     yield pool
     pool.close()
 
@@ -54,6 +59,11 @@ def baseline_worlds(request, worlds):
     pool = Worlds() if request.config.getoption("--engine") else worlds
     yield pool
     pool.close()
+
+
+def log_of(config):
+    """What the ranks of an engine that --engine names print goes there."""
+    return config.getoption("--scores") / (config.getoption("--engine").replace(":", ".") + ".log")
 
 
 class MemoryReduction:
@@ -67,7 +77,7 @@ class MemoryReduction:
     def record(self, engine, world_size, measured):
         self.rows.append({"engine": engine, "world_size": world_size, "model_state_bytes": measured})
 
-    def close(self):
+    def close(self, folder):
         totals = {(r["engine"], r["world_size"]): sum(r["model_state_bytes"].values()) for r in self.rows}
         sizes = (1, 2, 4, 8)
         if set(totals) != {(stage, size) for stage in STAGES for size in sizes}:
@@ -79,15 +89,13 @@ class MemoryReduction:
         parameters = sum(p.numel() for p in models.build(self.model).parameters())
         results = {"model": self.model, "parameters": parameters, "precision": "fp32", "optimizer": "AdamW"}
         results |= {"hardware": hardware(device), "rows": self.rows}
-        (RESULTS / "memory_reduction.json").write_text(json.dumps(results, indent=2) + "\n")
-        table = Table(title=f"Model states per rank, {self.model}, fp32, AdamW: measured, and stage 0's over it")
-        table.add_column("ranks")
-        for stage in STAGES:
-            table.add_column(stage, justify="right")
+        (folder / "memory_reduction.json").write_text(json.dumps(results, indent=2) + "\n")
+        rows = []
         for size in sizes:
             cells = [totals[stage, size] for stage in STAGES]
-            table.add_row(str(size), *(f"{show_bytes(cell)}  {cells[0] / cell:.2f}x" for cell in cells))
-        return table
+            rows.append((str(size), *(f"{show_bytes(cell)}  {cells[0] / cell:.2f}x" for cell in cells)))
+        title = f"Model states per rank, {self.model}, fp32, AdamW: measured, and stage 0's over it"
+        return table(title, ("ranks", *STAGES), rows)
 
 
 class Equivalence:
@@ -106,20 +114,18 @@ class Equivalence:
         for (engine, cell), found in self.cells.items():
             yield {"engine": engine, **vars(cell), "steps": cell.steps, **found}
 
-    def close(self):
+    def close(self, folder):
         if not {(stage, cell) for stage in STAGES for cell in CELLS} <= self.cells.keys():
             return None  # only a part of the suite ran
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         results = {"hardware": hardware(device), "cells": list(self.rows())}
-        (RESULTS / "equivalence.json").write_text(json.dumps(results, indent=1) + "\n")
+        (folder / "equivalence.json").write_text(json.dumps(results, indent=1) + "\n")
         return verdict_table(self.cells, STAGES)
 
 
 def verdict_table(cells, engines):
     """A line for each model and option, over precisions and world sizes: how many cells have which verdict."""
-    table = Table(title=f"Equivalence to the baseline: {len(cells)} cells", show_header=True)
-    for column in ("model", "option", *engines):
-        table.add_column(column)
+    rows = []
     for model, option in dict.fromkeys((cell.model, cell.option) for _, cell in cells):
         line = []
         for engine in engines:
@@ -129,8 +135,8 @@ def verdict_table(cells, engines):
                 if (name, cell.model, cell.option) == (engine, model, option)
             )
             line.append(", ".join(f"{number} {verdict}" for verdict, number in found.items()) or "-")
-        table.add_row(model, option, *line)
-    return table
+        rows.append((model, option, *line))
+    return table(f"Equivalence to the baseline: {len(cells)} cells", ("model", "option", *engines), rows, left=6)
 
 
 class Score:
@@ -174,7 +180,8 @@ _reduction = MemoryReduction()
 
 def pytest_addoption(parser):
     parser.addoption("--engine", metavar="PACKAGE.MODULE:NAME", help="hold this engine to the suite, not the stages")
-    parser.addoption("--scores", type=Path, default=RESULTS / "local" / "scores", help="where its score is written")
+    parser.addoption("--scores", type=Path, default=LOCAL / "scores", help="where its score is written")
+    parser.addoption("--record", action="store_true", help="write what the pages show, results/, not results/local/")
 
 
 def pytest_generate_tests(metafunc):
@@ -212,14 +219,17 @@ def pytest_terminal_summary(terminalreporter, config):
     if engine and _equivalence.cells:
         _score.write(engine, config.getoption("--scores"))
         tables = {f"score of {engine}": verdict_table(_equivalence.cells, [engine])}
+        terminalreporter.write_line(f"what its ranks printed went to {log_of(config)}")
     else:
-        tables = {"equivalence": _equivalence.close(), "memory reduction": _reduction.close()}
+        folder = RECORDS if config.getoption("--record") else LOCAL
+        folder.mkdir(exist_ok=True)
+        tables = {"equivalence": _equivalence.close(folder), "memory reduction": _reduction.close(folder)}
         for stage in STAGES if all(tables.values()) else ():
-            _score.write(stage, RESULTS / "scores")
-    for name, table in tables.items():
-        if table is not None:
+            _score.write(stage, folder / "scores")
+    for name, made in tables.items():
+        if made is not None:
             terminalreporter.section(name)
-            console = Console(width=120)
+            console = Console()
             with console.capture() as capture:
-                console.print(table)
+                show(made, console)
             terminalreporter.write(capture.get())

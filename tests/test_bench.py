@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -28,6 +29,15 @@ class Hasty(stage1_os.Engine):
             super().update()
 
 
+class Loud(peers.TorchDDP):
+    """A library with much to say."""
+
+    def __init__(self, *args, **options):
+        print("a setting and another")
+        warnings.warn("this will change", FutureWarning, stacklevel=2)
+        super().__init__(*args, **options)
+
+
 def options(**changes):
     given = {"engines": "stage1_os", "peers": "", "models": "gpt-tiny", "precisions": "fp32", "nproc": "2", "batch": 1}
     given |= {"bucket_mb": 10.0, "worlds": 2, "rounds": 6, "steps": 1, "oversubscribe": True, "json": None}
@@ -51,6 +61,7 @@ def written(tmp_path_factory):
     done = run("-m", "common.bench", *SMALL, *named, "--json", path)
     assert done.returncode == 0, done.stderr
     assert path.with_suffix(".png").stat().st_size > 10_000
+    assert len(done.stderr.splitlines()) == 1 and "bench.log" in done.stderr
     return json.loads(path.read_text()), done.stdout
 
 
@@ -81,6 +92,15 @@ def test_who_does_not_take_part_has_a_reason_and_no_number(written):
     assert "one rank" in found["bare_loop", "fp32"]["note"]
     assert "no fp32 master weights" in found["zero_redundancy", "bf16"]["note"]
     assert found["bare_loop", "fp32"]["median_seconds"] is None
+
+
+def test_what_a_library_says_stands_in_the_log(tmp_path):
+    (tmp_path / "log").write_text("before\n")
+    bench.compare([Loud], CASE, options(worlds=1, rounds=1), tmp_path / "log")
+    log = (tmp_path / "log").read_text()
+    assert log.startswith("before\n")
+    assert log.count("a setting and another") == 4  # on two ranks, of the engine and of the small one before it
+    assert log.count("FutureWarning: this will change") == 4
 
 
 def test_who_does_not_compute_the_same_gets_no_time():

@@ -165,6 +165,24 @@ def test_a_failed_rank_is_reported_once_and_all_ranks_are_stopped(failure, tmp_p
     assert (tmp_path / "errors").read_text() == ""
 
 
+def say(world, error=None):
+    print("said")
+    os.write(2, b"and beside Python\n")
+    if error:
+        raise error
+
+
+def test_what_ranks_print_goes_to_a_log_and_what_they_raise_does_not(tmp_path):
+    log = tmp_path / "log"
+    with LocalWorld(2, oversubscribe=True, log=log) as world:
+        world.run(say)
+    with LocalWorld(1, log=log) as world, pytest.raises(RankFailed, match="ValueError: no"):
+        world.run(say, ValueError("no"))
+    assert log.read_text().count("said") >= 2
+    assert log.read_text().count("and beside Python") == 3
+    assert "ValueError" not in log.read_text()
+
+
 def test_a_rank_without_an_answer_is_reported_after_the_timeout():
     world = LocalWorld(2, oversubscribe=True)
     processes = world.run(pid)

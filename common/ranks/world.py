@@ -106,13 +106,15 @@ class LocalWorld:
         preload: names of modules that take long to import, and that ranks would each import. Of the first world of a
             process they count for all.
         small_send_buffers: let little be under way at once between ranks of gloo's (`common.ranks.sockets`).
+        log: a file that takes what ranks print, libraries' warnings for instance, behind what it holds already. What
+            they raise is raised all the same.
 
     Raises:
         InputError: more ranks than the machine has GPUs (or CPUs, when it has no GPU), unless `oversubscribe`.
         RankFailed: the ranks found no way to form a group.
     """
 
-    def __init__(self, size, *, oversubscribe=False, timeout=600.0, preload=(), small_send_buffers=True):
+    def __init__(self, size, *, oversubscribe=False, timeout=600.0, preload=(), small_send_buffers=True, log=None):
         check_size(size, oversubscribe)
         self.size = size
         # A fork server imports torch once for all ranks. CUDA cannot follow a fork, so there each rank spawns.
@@ -130,7 +132,7 @@ class LocalWorld:
         self._pipes, self._processes = [], []
         for rank in range(size):
             pipe, far_end = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, far_end, dict(os.environ)), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, far_end, dict(os.environ), log), daemon=True)
             process.start()
             far_end.close()
             self._pipes.append(pipe)
@@ -219,11 +221,13 @@ def _read(pipe):
         return "died", None
 
 
-def _serve(rank, size, pipe, environment):
+def _serve(rank, size, pipe, environment, log):
     """The life of a local rank: answer calls, of which the first forms the group, until the pipe closes."""
     # A fork server has the environment that stood when the first of all worlds was opened.
     os.environ.clear()
     os.environ.update(environment)
+    if log is not None:
+        _print_to(log)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent then ends its ranks
     world = World(rank, size, _device(rank))
@@ -244,6 +248,14 @@ def _serve(rank, size, pipe, environment):
         # Bytes, as `send` would hand over tensors as open files, of which a process may have a thousand or so.
         pipe.send_bytes(answer)
     _leave_group()
+
+
+def _print_to(log):
+    """Have all that this process prints from now on, its compiled parts too, appended to a file."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for output in (1, 2):  # stdout and stderr
+        os.dup2(file, output)
+    os.close(file)
 
 
 def _enter_group(world, port, timeout, small_buffers):
