@@ -1,22 +1,38 @@
-# make demo    compare all stages on one model and real text; writes results/local/demo.json, .md and .png
-# make test    lint and the whole suite
-# make test-all    the suite with its exhaustive matrices
-# make test-gpu    the suite on the GPUs of this machine, with NCCL, by the Python that has torch: PYTHON=python3.
-#                  Several ranks share a GPU where there are too few. Untried: no GPU was at hand
-# make readme    writes the recorded results into the READMEs
-# make scores    holds other libraries to the suite, in about half an hour; writes results/local/scores
+# make demo       compare all stages on one model and real text; writes demo.json,
+#                 .md and .png to results/local
+# make test       lint and the whole suite
+# make test-all   the suite with its exhaustive matrices
+# make test-gpu   the suite on this machine's GPUs, with NCCL, by the Python that
+#                 has torch: PYTHON=python3. Several ranks share a GPU where there
+#                 are too few. Untried: no GPU was at hand
+# make scores     hold other libraries to the suite, in about half an hour; writes
+#                 to results/local/scores
+# make record     record anew what the pages show, in some hours, and write it into
+#                 them; in parts: record-suite, -demo, -activations, -accumulated,
+#                 -scores, -bench, -small-send-buffers, -growth, -alone, -capacity
+# make readme     write the recorded results into the READMEs
+# make lint       ruff's checks and its format
+# make clean      remove .venv
+# make help       print this
 #
-# PIP_ARGS goes to pip: for those who want torch's CPU wheels from an index of their choice, for instance.
-# With GPUs the same commands use them: one rank per GPU, and NCCL.
+# PIP_ARGS goes to pip. By default it names constraints.txt, the versions that the
+# records were made with; PIP_ARGS= takes the newest. With GPUs the same commands
+# use them: one rank per GPU, and NCCL.
 
 PYTHON ?= python3
-PIP_ARGS ?=
+PIP_ARGS ?= --constraint constraints.txt
 RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters DeepSpeed1 DeepSpeed2 DeepSpeed3
+RECORDS := suite demo activations accumulated scores bench small-send-buffers growth alone capacity
 
-.PHONY: demo test test-gpu test-all lint readme scores clean
+.PHONY: help demo test test-gpu test-all lint readme scores record $(RECORDS:%=record-%) clean
+.NOTPARALLEL:
+
+# The comment at the top of this file.
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 demo: $(INSTALLED)
 	mkdir -p $(RESULTS)
@@ -32,7 +48,42 @@ test-gpu:
 
 # A library that does not pass everything is a result too, so the next one runs all the same.
 scores: $(INSTALLED)
-	for peer in $(PEERS); do $(BIN)/python -m pytest tests --engine common.peers:$$peer --scores $(RESULTS)/scores; done; true
+	for peer in $(PEERS); do $(BIN)/python -m pytest tests --tb no --engine common.peers:$$peer --scores $(RESULTS)/scores; done; true
+
+record: $(RECORDS:%=record-%) readme
+
+record-suite: $(INSTALLED)
+	$(BIN)/python -m pytest --record
+
+record-demo:
+	$(MAKE) demo RESULTS=results
+
+record-activations: $(INSTALLED)
+	$(BIN)/python -m common.activations --nproc 4 --oversubscribe --json results/activations.json
+
+record-accumulated: $(INSTALLED)
+	$(BIN)/python -m common.compare --nproc 4 --oversubscribe --model gpt-micro --batch 8 --steps 12 --precision bf16 --accumulate 2 --json results/accumulated.json
+
+# DeepSpeed takes part where it is installed: $(BIN)/python -m pip install --constraint constraints.txt -e '.[peers]'
+record-scores:
+	$(MAKE) scores RESULTS=results
+
+record-bench: $(INSTALLED)
+	$(BIN)/python -m common.bench --nproc 2,4 --oversubscribe --worlds 5 --rounds 4 --json results/bench_cpu.json
+
+record-small-send-buffers: $(INSTALLED)
+	$(BIN)/python -m common.bench --nproc 2,4 --oversubscribe --engines stage0_ddp,stage1_os,stage2_grad --peers TorchDDP --precisions fp32 --small-send-buffers --worlds 3 --rounds 4 --json results/bench_cpu_small_send_buffers.json
+
+record-growth: $(INSTALLED)
+	$(BIN)/python -m common.bench --models gpt-1m,gpt-3m,gpt-10m,gpt-30m,gpt-100m --precisions fp32 --nproc 1,2,4 --oversubscribe --peers BareLoop --steps 1 --worlds 1 --rounds 11 --json results/growth_cpu.json
+
+ALONE := --models gpt-1m,gpt-3m,gpt-10m --precisions fp32 --nproc 1
+record-alone: $(INSTALLED)
+	$(BIN)/python -m common.bench $(ALONE) --batch 32 --peers BareLoop --worlds 1 --rounds 11 --json results/alone_cpu.json
+	$(BIN)/python -m common.bench $(ALONE) --batch 128 --steps 1 --peers BareLoop --worlds 1 --rounds 11 --json results/alone_cpu_batch128.json
+
+record-capacity: $(INSTALLED)
+	$(BIN)/python -m common.capacity --cap 1GB --nproc 4 --oversubscribe --json results/capacity_cpu.json
 
 readme: $(INSTALLED)
 	$(BIN)/python -m common.readme
@@ -44,7 +95,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[tests]'

@@ -43,7 +43,7 @@ class Worlds:
 @pytest.fixture(scope="session")
 def worlds(request):
     if request.config.getoption("--engine"):
-        log = log_of(request.config)
+        log = log_of(request.config.getoption("--engine"))
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("")
         pool = Worlds(timeout=20, log=log)  # others may hang more often, and have more to say
@@ -61,9 +61,9 @@ def baseline_worlds(request, worlds):
     pool.close()
 
 
-def log_of(config):
+def log_of(engine):
     """What the ranks of an engine that --engine names print goes there."""
-    return config.getoption("--scores") / (config.getoption("--engine").replace(":", ".") + ".log")
+    return LOCAL / "scores" / f"{engine.replace(':', '.')}.log"
 
 
 class MemoryReduction:
@@ -219,7 +219,7 @@ def pytest_terminal_summary(terminalreporter, config):
     if engine and _equivalence.cells:
         _score.write(engine, config.getoption("--scores"))
         tables = {f"score of {engine}": verdict_table(_equivalence.cells, [engine])}
-        terminalreporter.write_line(f"what its ranks printed went to {log_of(config)}")
+        terminalreporter.write_line(f"what its ranks printed went to {log_of(engine)}")
     else:
         folder = RECORDS if config.getoption("--record") else LOCAL
         folder.mkdir(exist_ok=True)

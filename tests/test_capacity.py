@@ -103,8 +103,10 @@ def test_predictions_lie_on_a_line_and_cost_per_parameter_what_the_paper_says(pr
 
 
 def test_two_stages_for_real(tmp_path, small_simulations):
-    path = tmp_path / "capacity.json"
-    options = ["--cap", "600MB", "--nproc", "2", "--oversubscribe", "--precisions", "bf16", "--json", str(path)]
+    # What libraries and threads hold is the build's affair: a CUDA build's rank holds 2.5 times a CPU build's.
+    held_before = capacity.attempt("stage3_param", "bf16", 1, 10**12, world_size=2).held_before
+    path, cap = tmp_path / "capacity.json", f"{held_before // MB + 200}MB"
+    options = ["--cap", cap, "--nproc", "2", "--oversubscribe", "--precisions", "bf16", "--json", str(path)]
     capacity.main([*options, "--engines", "stage0_ddp,stage3_param"])
     results = json.loads(path.read_text())
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
