@@ -7,9 +7,10 @@
 #                 are too few. Untried: no GPU was at hand
 # make scores     hold other libraries to the suite, in about half an hour; writes
 #                 to results/local/scores
-# make record     record anew what the pages show, in some hours, and write it into
-#                 them; in parts: record-suite, -demo, -activations, -accumulated,
-#                 -scores, -bench, -small-send-buffers, -growth, -alone, -capacity
+# make record     record anew what the pages show, in some hours, and write it
+#                 into them. In parts: make record-suite, -demo, -activations,
+#                 -accumulated, -scores, -bench, -small-send-buffers, -growth,
+#                 -alone, -capacity
 # make readme     write the recorded results into the READMEs
 # make lint       ruff's checks and its format
 # make clean      remove .venv
