@@ -410,14 +410,15 @@ def _cells(found):
     return (
         found["engine"],
         f"{1000 * found['median_seconds']:.0f}",
-        "" if found["ratio_interval"] is None else _ratio(found["ratio_to_torch_ddp"], found["ratio_interval"]),
-        "; ".join(f"{name} {_ratio(**told)}" for name, told in found["ratios_to_peers"].items()),
+        "" if found["ratio_interval"] is None else show_ratio(found["ratio_to_torch_ddp"], found["ratio_interval"]),
+        "; ".join(f"{name} {show_ratio(**told)}" for name, told in found["ratios_to_peers"].items()),
         show_bytes(found["peak_bytes"]),
         f"{found['tokens_per_second']:,.0f}",
     )
 
 
-def _ratio(ratio, interval):
+def show_ratio(ratio, interval):
+    """A ratio with its interval."""
     return f"{ratio:.2f} ({interval[0]:.2f}-{interval[1]:.2f})"
 
 
@@ -428,7 +429,7 @@ def as_table(title, rows):
         if found["median_seconds"] is not None:
             name, time, ratio, _, *rest = _cells(found)
             lines.append((name, time, ratio, *rest))
-            lines += [(f"to {peer}", "", _ratio(**told)) for peer, told in found["ratios_to_peers"].items()]
+            lines += [(f"to {peer}", "", show_ratio(**told)) for peer, told in found["ratios_to_peers"].items()]
     notes = [f"{found['engine']}: {found['note']}" for found in rows if found["median_seconds"] is None]
     return tables.table(title, (*HEADER[:3], *HEADER[4:]), lines, caption="\n".join(notes))
 
@@ -453,7 +454,7 @@ def alone_as_markdown(*records):
         tokens = results["batch_per_rank"] * (models.build(rows[0]["model"]).window - 1)
         for model in dict.fromkeys(found["model"] for found in rows):
             ratios = [found["ratios_to_peers"][ALONE] for found in rows if found["model"] == model]
-            lines.append(f"| {model} | {tokens:,} | " + " | ".join(_ratio(**told) for told in ratios) + " |")
+            lines.append(f"| {model} | {tokens:,} | " + " | ".join(show_ratio(**told) for told in ratios) + " |")
     engines = list(dict.fromkeys(found["engine"] for found in rows))
     page = [records[0]["hardware"], "", "| over a bare loop | tokens a step | " + " | ".join(engines) + " |"]
     return "\n".join([*page, "| --- |" + " ---: |" * (1 + len(engines)), *lines])

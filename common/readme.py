@@ -3,8 +3,11 @@
 So every figure there comes from a file under results/, which names its hardware. A test holds the pages to the files.
 """
 
+import ast
+import io
 import json
 import re
+import tokenize
 from collections import Counter
 from pathlib import Path
 
@@ -15,27 +18,41 @@ from common.train import ENGINES, show_bytes
 
 AT_RANKS = 4  # of the scores' bytes
 ALONE = ("alone_cpu.json", "alone_cpu_batch128.json")  # two batches
+BENCHES = ("bench_cpu.json",)  # one for each machine
+BENCH_CASE = ("gpt-mini", "fp32", 2)  # of the first page
+STAGES = {  # what is sharded; model states with Adam in fp32 and 16-bit, in bytes; elements sent
+    "stage0_ddp": ("nothing: data parallelism", "16 Ψ", "16 Ψ", "2 (N-1)/N Ψ"),
+    "stage1_os": ("optimizer states", "(8 + 8/N) Ψ", "(4 + 12/N) Ψ", "2 (N-1)/N Ψ"),
+    "stage2_grad": ("and gradients", "(4 + 12/N) Ψ", "(2 + 14/N) Ψ", "2 (N-1)/N Ψ"),
+    "stage3_param": ("and parameters", "16/N Ψ", "16/N Ψ", "up to 3 (N-1)/N Ψ"),
+}
 ROOT = Path(__file__).parent.parent
 
 
 def pages():
     """The READMEs as they should read: {path: text}."""
-    demo = json.loads((ROOT / "results/demo.json").read_text())
-    reduction = json.loads((ROOT / "results/memory_reduction.json").read_text())
-    texts = {ROOT / "README.md": {"demo": as_markdown(demo), "reduction": reduction_table(reduction)}}
-    peaks = json.loads((ROOT / "results/activations.json").read_text())
-    texts[ROOT / "README.md"] |= {
-        "activations": activations.as_markdown(peaks),
-        "bench": bench.as_markdown(json.loads((ROOT / "results/bench_cpu.json").read_text())),
-        "alone": bench.alone_as_markdown(*(json.loads((ROOT / "results" / name).read_text()) for name in ALONE)),
-        "capacity": capacity.as_markdown(json.loads((ROOT / "results/capacity_cpu.json").read_text())),
-        "accumulated": as_markdown(json.loads((ROOT / "results/accumulated.json").read_text())),
-        "equivalence": equivalence_table(json.loads((ROOT / "results/equivalence.json").read_text())),
-        "scores": scores_table([json.loads(path.read_text()) for path in (ROOT / "results/scores").glob("*.json")]),
+    demo, benches = _read("demo.json"), [_read(name) for name in BENCHES]
+    texts = {
+        "README.md": {"stages": stages_table(demo, benches), "demo": as_markdown(demo)},
+        "results/README.md": {
+            "reduction": reduction_table(_read("memory_reduction.json")),
+            "activations": activations.as_markdown(_read("activations.json")),
+            "bench": bench.as_markdown(benches[0]),
+            "alone": bench.alone_as_markdown(*map(_read, ALONE)),
+            "capacity": capacity.as_markdown(_read("capacity_cpu.json")),
+            "accumulated": as_markdown(_read("accumulated.json")),
+        },
+        "tests/README.md": {
+            "equivalence": equivalence_table(_read("equivalence.json")),
+            "scores": scores_table([_read(path) for path in (ROOT / "results/scores").glob("*.json")]),
+        },
     }
-    for row in demo["rows"]:
-        texts[ROOT / row["engine"] / "README.md"] = {"measured": stage_table(demo, row)}
-    return {path: fill(path.read_text(), parts) for path, parts in texts.items()}
+    texts |= {f"{row['engine']}/README.md": {"measured": stage_table(demo, row)} for row in demo["rows"]}
+    return {ROOT / page: fill((ROOT / page).read_text(), parts) for page, parts in texts.items()}
+
+
+def _read(name):
+    return json.loads((ROOT / "results" / name).read_text())
 
 
 def fill(page, parts):
@@ -44,6 +61,53 @@ def fill(page, parts):
         between = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
         page = between.sub(lambda match, text=text: f"{match[1]}\n{text.strip()}\n\n{match[2]}", page)
     return page
+
+
+def stages_table(demo, benches):
+    """The stages beside each other: idea, length, and what was measured of them, as Markdown."""
+    head = ("stage", "what is sharded", "lines of code", "kept by a rank", "in 16-bit", "sent by a rank in a step")
+    lines = [
+        "| " + " | ".join([*head, "a step over its peer's"]) + " |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in demo["rows"]:
+        stage = row["engine"]
+        idea, in_fp32, in_16_bit, traffic = STAGES[stage]
+        held, sent = sum(row["model_state_bytes"].values()), sum(row["wire_bytes_per_step"].values())
+        cells = [f"[`{stage}`]({stage}/README.md)", idea, str(code_lines((ROOT / stage / "engine.py").read_text()))]
+        cells += [f"{in_fp32}: {show_bytes(held)}", in_16_bit, f"{traffic}: {show_bytes(sent)}", _times(stage, benches)]
+        lines.append("| " + " | ".join(cells) + " |")
+    where = f"{demo['model']}, {demo['parameters']:,} parameters, {demo['precision']}, {demo['world_size']} ranks"
+    machines = " and ".join(_processor(record["hardware"]) for record in benches)
+    return "\n".join([*lines, "", f"Bytes: {where}. Times: {BENCH_CASE[0]}, {BENCH_CASE[1]}, on {machines}."])
+
+
+def _times(stage, benches):
+    """A stage's time over that of each peer that follows it: in every record, with its interval."""
+    model, precision, size = BENCH_CASE
+    told = {}  # peer -> ratios
+    for record in benches:
+        for row in record["rows"]:
+            if (row["engine"], row["model"], row["precision"], row["world_size"]) == (stage, model, precision, size):
+                for peer, ratio in row["ratios_to_peers"].items():
+                    told.setdefault(peer, []).append(bench.show_ratio(**ratio))
+    return "<br>".join(f"{peer} {' and '.join(ratios)}" for peer, ratios in told.items()) or "-"
+
+
+def _processor(hardware):
+    return hardware.partition(",")[0]
+
+
+def code_lines(text):
+    """How many lines of a Python file hold code: not blank, not comment, not docstring."""
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
 
 
 def stage_table(demo, row):

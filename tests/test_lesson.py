@@ -2,13 +2,13 @@
 
 import ast
 import difflib
-import io
 import itertools
-import tokenize
 from pathlib import Path
 
 import pytest
 from harness import STAGES
+
+from common.readme import code_lines
 
 ROOT = Path(__file__).parent.parent
 CODE_LINES = {"stage0_ddp": 80, "stage1_os": 110, "stage2_grad": 125, "stage3_param": 200}
@@ -25,18 +25,6 @@ NEIGHBOURS = list(itertools.pairwise(STAGES))
 
 def source(stage):
     return (ROOT / stage / "engine.py").read_text()
-
-
-def code_lines(text):
-    """The lines that hold code: not blank, not comment, not docstring."""
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
-            lines |= set(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
-            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return len(lines)
 
 
 def methods(stage):

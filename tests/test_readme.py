@@ -8,7 +8,8 @@ import pytest
 from common.readme import pages
 
 ROOT = Path(__file__).parent.parent
-READMES = sorted([ROOT / "README.md", *ROOT.glob("[a-z]*/README.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/README.md")])
+LINES = 200  # of the first page
 
 
 def test_every_figure_in_a_readme_is_the_recorded_one():
@@ -16,9 +17,20 @@ def test_every_figure_in_a_readme_is_the_recorded_one():
         assert path.read_text() == text, f"{path.name}: run `make readme`"
 
 
-@pytest.mark.parametrize("page", READMES, ids=lambda path: path.parent.name)
+def anchors(page):
+    """What a link within a page can name: its headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-        heading = "## " + target[1:].replace("-", " ")  # of a section of this page
-        known = target.startswith("https://arxiv.org/") or (page.parent / target).exists()
-        assert known or (target.startswith("#") and heading in page.read_text().lower()), target
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        target, _, anchor = link.partition("#")
+        place = page.parent / target if target else page
+        assert target.startswith("https://arxiv.org/") or place.exists(), link
+        assert not anchor or anchor in anchors(place), link
+
+
+def test_the_first_page_is_a_door():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= LINES
