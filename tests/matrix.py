@@ -29,6 +29,9 @@ OPTIMIZERS = {
 }
 
 
+SGD_RATES = {"resnet-tiny": 0.01, **STEEP}  # where training diverges else, or rounding is blown up; traps take 0.03
+
+
 @dataclass(frozen=True)
 class Option:
     """How a model is trained; the default is one micro-batch a step and nothing special."""
@@ -202,8 +205,8 @@ def _make(engine, module, cell, **options):
 
 def _optimizer(cell):
     name = OPTIONS[cell.option].optimizer or cell.optimizer
-    if cell.model in CASES and name == "SGD with momentum":
-        return functools.partial(OPTIMIZERS[name], lr=1e-4 if cell.model in STEEP else 0.03)
+    if name == "SGD with momentum" and (cell.model in CASES or cell.model in SGD_RATES):
+        return functools.partial(OPTIMIZERS[name], lr=SGD_RATES.get(cell.model, 0.03))
     return OPTIMIZERS[name]
 
 
