@@ -58,13 +58,11 @@ def first_difference(worlds, baseline_worlds, engine, cell, folder):
     expected, rounded = (
         baseline_worlds(cell.world_size).run(run, name, cell) for name in (baseline_of(cell), "baseline:OtherRounding")
     )
-    before = None
-    for at in range(len(expected[0]["events"])):
-        what, _ = expected[0]["events"][at]
+    buffers, before = expected[0]["buffers"], None
+    for at, (what, value) in enumerate(expected[0]["events"]):
         values = [[rank["events"][at][1] for rank in side] for side in (ours, expected, rounded)]
-        if isinstance(values[1][0], dict):
-            said = _weights_off(*values, before)
-            before = values[1]
+        if isinstance(value, dict):
+            said, before = _weights_off(*values, before, buffers), values[1]
         else:
             said = _number_off(*values, EPS[cell.precision])
         if said:
@@ -83,12 +81,18 @@ def _number_off(ours, expected, rounded, eps):
     return None
 
 
-def _weights_off(ours, expected, rounded, before):
-    """All weights, of each rank: {name: tensor}. `before` are those expected after the step before, None at first."""
+def _weights_off(ours, expected, rounded, before, buffers):
+    """All weights, of each rank: {name: tensor}.
+
+    Args:
+        before: those expected after the step before; None at first.
+        buffers: their names. On other ranks than 0 they are each rank's own, as DDP has it.
+    """
     excess = {
         (rank, name): _excess(one[name], other, rounded[rank], name, before and before[rank])
         for rank, (one, other) in enumerate(zip(ours, expected, strict=True))
         for name in one.keys() & other.keys()
+        if rank == 0 or name not in buffers
     }
     off = [where for where, value in excess.items() if value > 1]
     if not off:

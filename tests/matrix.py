@@ -163,8 +163,7 @@ class Notes:
 
     def weights(self, what, engine):
         if self.traced:
-            weights = engine.full_state_dict()
-            self.events.append((what, {name: weights[name] for name, _ in engine.module.named_parameters()}))
+            self.events.append((what, engine.full_state_dict()))
 
 
 def train_cell(world, engine, cell, folder=None, traced=False):
@@ -246,6 +245,8 @@ def _train_zoo(world, engine, cell, folder, notes):
             scheduler.step()
         if option.evaluated:
             notes.loss(f"the loss of an evaluation after step {step + 1}", _evaluate(world, made, step))
+    if any(True for _ in made.module.buffers()):  # running statistics are read in evaluation only
+        notes.loss("the loss of an evaluation at the end", _evaluate(world, made, cell.steps))
     return made, start
 
 
