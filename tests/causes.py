@@ -38,19 +38,15 @@ def grouped(cells):
         cells: {cell: its cause, or None where it passes}.
 
     Returns:
-        [(which cells, cause, the cells)], the largest group first. Cells of one cause are named by what they have in
-        common and no cell without that cause has; else by their number.
+        {cause: [(which cells, the cells)]}, the most frequent first. Cells are named by what they have in common and no
+        cell without that cause has; else by their number.
     """
-    found = []
     by_cause = defaultdict(list)
     for cell, cause in cells.items():
         if cause is not None:
             by_cause[cause].append(cell)
-    for cause, failed in by_cause.items():
-        found += (
-            (which, cause, some) for which, some in _named(failed, [cell for cell in cells if cell not in failed])
-        )
-    return sorted(found, key=lambda group: -len(group[2]))
+    causes = sorted(by_cause, key=lambda cause: -len(by_cause[cause]))
+    return {c: _named(by_cause[c], [cell for cell in cells if cell not in by_cause[c]]) for c in causes}
 
 
 def _named(failed, others):

@@ -4,6 +4,7 @@ import json
 import os
 from collections import Counter, defaultdict
 from pathlib import Path
+from textwrap import shorten
 
 import pytest
 import torch
@@ -313,11 +314,12 @@ def summarize(terminalreporter, engine, whole):
         terminalreporter.write(as_text(verdict_table(cells, [engine])))
     if failures or bytes_off:
         terminalreporter.section("failures by cause")
-    for which, cause, failed in failures:
-        reason = cells[engine, failed[0]]["reason"]
-        line(f"{which}: {cause}\n    first {failed[0]}: {reason}")
-    for said, number in bytes_off.items():
-        line(f"{number} of the tests of bytes: {said}")
+    for cause, groups in failures.items():
+        line(f"{sum(len(some) for _, some in groups)} cells: {cause}")
+        for which, some in groups:
+            line(f"    {which}, first {some[0]}: {shorten(cells[engine, some[0]]['reason'], 400)}")
+    for name, messages in bytes_off.items():
+        line(f"{len(messages)} of the tests of bytes: {name}, first: {messages[0]}")
     skips = Counter(
         report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])
     )
@@ -330,13 +332,13 @@ def summarize(terminalreporter, engine, whole):
 
 
 def failures_of_bytes(terminalreporter, engine):
-    """{what a test that counts bytes said: how many said so}."""
-    said = Counter()
+    """{test: what it said, each time that it failed}, of those that count bytes."""
+    said = defaultdict(list)
     for report in terminalreporter.stats.get("failed", []):
-        name, message = report.nodeid.split("::")[-1].split("[")[0], getattr(report.longrepr, "reprcrash", None)
-        if message is not None and "test_accounting" in report.nodeid:
-            text = crash(message.message, engine) if "RankFailed" in message.message else message.message
-            said[f"{name}: {text.splitlines()[0]}"] += 1
+        if "test_accounting" in report.nodeid:
+            message = getattr(report.longrepr, "reprcrash", report.longrepr).message
+            text = crash(message, engine) if "RankFailed" in message else message
+            said[report.nodeid.split("::")[-1].split("[")[0]].append(text.splitlines()[0])
     return said
 
 
@@ -351,8 +353,8 @@ def in_one_line(engine, failures, bytes_off):
     if _equivalence.skipped:
         said += f"; {len(_equivalence.skipped)} are not claimed"
     if failed:
-        which, cause, some = failures[0]
-        return f"{said}. Look first at {some[0]}: {which} fail like it ({cause})"
+        cause, groups = next(iter(failures.items()))
+        return f"{said}. Look first at {groups[0][1][0]}: most fail as it does ({cause})."
     if bytes_off:
         return f"{said}. Look first at the bytes: {next(iter(bytes_off))}"
     return f"{said}. Nothing fails."
