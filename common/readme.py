@@ -11,7 +11,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-from common import activations, bench, capacity, models
+from common import activations, bench_results, capacity, models
 from common.compare import as_markdown
 from common.engine.mixed_precision import DTYPES
 from common.train import ENGINES, show_bytes
@@ -37,8 +37,8 @@ def pages():
         "results/README.md": {
             "reduction": reduction_table(_read("memory_reduction.json")),
             "activations": activations.as_markdown(_read("activations.json")),
-            "bench": bench.as_markdown(benches[0]),
-            "alone": bench.alone_as_markdown(*map(_read, ALONE)),
+            "bench": bench_results.as_markdown(benches[0]),
+            "alone": bench_results.alone_as_markdown(*map(_read, ALONE)),
             "capacity": capacity.as_markdown(_read("capacity_cpu.json")),
             "accumulated": as_markdown(_read("accumulated.json")),
         },
@@ -90,7 +90,7 @@ def _times(stage, benches):
         for row in record["rows"]:
             if (row["engine"], row["model"], row["precision"], row["world_size"]) == (stage, model, precision, size):
                 for peer, ratio in row["ratios_to_peers"].items():
-                    told.setdefault(peer, []).append(bench.show_ratio(**ratio))
+                    told.setdefault(peer, []).append(bench_results.show_ratio(**ratio))
     return "<br>".join(f"{peer} {' and '.join(ratios)}" for peer, ratios in told.items()) or "-"
 
 

@@ -165,9 +165,17 @@ def find_engine(name):
         InputError: there is none.
     """
     path, _, attribute = name.partition(":")
-    found = importlib.util.find_spec(path.partition(".")[0]) and importlib.import_module(path)
+    try:
+        found = importlib.util.find_spec(path.partition(".")[0]) and importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if not path.startswith(error.name):  # a module that this one imports
+            raise
+        found = None
     if not hasattr(found, attribute or "Engine"):
-        raise InputError(f"unknown engine {name!r}; known engines: {', '.join(ENGINES)}")
+        raise InputError(
+            f"unknown engine {name!r}; known engines: {', '.join(ENGINES)}; a class of your own is called "
+            "package.module:Name, where Python finds the module: in this folder, or along PYTHONPATH"
+        )
     return getattr(found, attribute or "Engine")
 
 

@@ -4,17 +4,21 @@ import json
 import os
 from collections import Counter, defaultdict
 from pathlib import Path
+from textwrap import shorten
 
 import pytest
 import torch
+from causes import grouped
+from faults import crash, hung
 from harness import STAGES, choose_exact_kernels
-from matrix import CELLS
+from matrix import CELLS, QUICK
 from rich.console import Console
 
 from common import models
+from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.tables import show, table
-from common.ranks.world import LocalWorld
+from common.ranks.world import LocalWorld, RankFailed
 from common.train import find_engine, show_bytes
 
 RECORDS = Path(__file__).parent.parent / "results"  # what the pages show, written with --record
@@ -26,29 +30,58 @@ if torch.cuda.is_available():
 class Worlds:
     """`worlds(n)` is a world of n ranks: started when first asked for, and again after a failure closed it."""
 
-    def __init__(self, timeout=60, log=None):
-        self._worlds, self._timeout, self._log = {}, timeout, log
+    def __init__(self, timeout=60):
+        self._worlds, self._timeout = {}, timeout
 
     def __call__(self, size):
         if size not in self._worlds or not self._worlds[size].alive:
-            self._worlds[size] = LocalWorld(size, oversubscribe=True, timeout=self._timeout, log=self._log)
+            self._worlds[size] = self.open(size)
             self._worlds[size].run(choose_exact_kernels)
         return self._worlds[size]
+
+    def open(self, size):
+        return LocalWorld(size, oversubscribe=True, timeout=self._timeout)
 
     def close(self):
         for world in self._worlds.values():
             world.close()
 
 
-@pytest.fixture(scope="session")
-def worlds(request):
-    if request.config.getoption("--engine"):
-        log = log_of(request.config.getoption("--engine"))
+class WorldsThatMayHang(Worlds):
+    """Those of an engine that --engine names: ranks that wait in vain give up soon, and are counted.
+
+    What they print goes to a log: libraries have much to say.
+    """
+
+    def __init__(self, log):
+        super().__init__(timeout=20)
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("")
-        pool = Worlds(timeout=20, log=log)  # others may hang more often, and have more to say
-    else:
-        pool = Worlds()
+        self._log = log
+
+    def open(self, size):
+        return WorldThatMayHang(size, oversubscribe=True, timeout=self._timeout, log=self._log)
+
+
+class WorldThatMayHang(LocalWorld):
+    def run(self, function, *args, timeout=60):
+        try:
+            return super().run(function, *args, timeout=timeout)
+        except RankFailed as failure:
+            if hung(failure):
+                _hangs.append(str(failure))
+            raise
+
+
+def pytest_runtest_setup(item):
+    if len(_hangs) >= HANGS:
+        pytest.skip(f"not run: {HANGS} trainings before it hung")
+
+
+@pytest.fixture(scope="session")
+def worlds(request):
+    named = request.config.getoption("--engine")
+    pool = WorldsThatMayHang(log_of(named)) if named else Worlds()
     yield pool
     pool.close()
 
@@ -101,11 +134,20 @@ class MemoryReduction:
 class Equivalence:
     """The verdicts of the equivalence matrix."""
 
-    def __init__(self):
-        self.cells, self.skipped = {}, {}
+    looks = 20  # at failures, each of which trains the cell three times more
 
-    def record(self, engine, cell, verdict, reason):
+    def __init__(self):
+        self.cells, self.skipped, self.causes = {}, {}, {}
+
+    def record(self, engine, cell, verdict, reason, cause):
+        """`cause` is what failures are grouped by, None if this is none."""
         self.cells[engine, cell] = {"verdict": verdict, "reason": reason}
+        self.causes[cell] = cause
+
+    def may_look_closer(self):
+        """Whether there is time to find out where one more cell goes wrong."""
+        self.looks -= 1
+        return self.looks >= 0
 
     def skip(self, engine, cell, reason):
         self.skipped[engine, cell] = reason
@@ -173,6 +215,10 @@ class Score:
         (folder / f"{results['name']}.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
+HANGS = 3  # so many trainings may hang before the rest is skipped
+ABOUT_ANY_ENGINE = ("test_equivalence.py", "test_accounting.py")
+
+_hangs = []
 _equivalence = Equivalence()
 _score = Score()
 _reduction = MemoryReduction()
@@ -180,6 +226,7 @@ _reduction = MemoryReduction()
 
 def pytest_addoption(parser):
     parser.addoption("--engine", metavar="PACKAGE.MODULE:NAME", help="hold this engine to the suite, not the stages")
+    parser.addoption("--quick", action="store_true", help="with --engine: one cell of each kind, in half a minute")
     parser.addoption("--scores", type=Path, default=LOCAL / "scores", help="where its score is written")
     parser.addoption("--record", action="store_true", help="write what the pages show, results/, not results/local/")
 
@@ -191,12 +238,40 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("engine", [named] if named else STAGES)
 
 
+def pytest_configure(config):
+    engine = config.getoption("--engine")
+    if engine:
+        try:
+            find_engine(engine)
+        except InputError as error:
+            raise pytest.UsageError(str(error)) from None
+        if config.option.tbstyle == "auto":
+            config.option.tbstyle = "short"  # the suite's own code says little about an engine
+        config.option.reportchars = "N"  # failures are shown by cause
+
+
+def pytest_ignore_collect(collection_path, config):
+    """With --engine only the files that are about any engine: the others need packages that these do not."""
+    others = collection_path.name.startswith("test_") and collection_path.name not in ABOUT_ANY_ENGINE
+    return True if config.getoption("--engine") and others else None
+
+
 def pytest_collection_modifyitems(config, items):
-    """With --engine only what is about any engine."""
+    """With --engine only what is about any engine; of that, with --quick, a sample."""
     if config.getoption("--engine"):
-        about_others = [item for item in items if "engine" not in item.fixturenames]
-        config.hook.pytest_deselected(items=about_others)
-        items[:] = [item for item in items if "engine" in item.fixturenames]
+        chosen = [item for item in items if "engine" in item.fixturenames]
+        if config.getoption("--quick"):
+            chosen = [item for item in chosen if is_quick(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+
+
+def is_quick(item):
+    """Whether a test is in the sample: a cell of `QUICK`, or what counts bytes at 2 ranks in fp32."""
+    how = item.callspec.params
+    if "cell" in how:
+        return how["cell"] in QUICK
+    return how["size"] == 2 and how.get("precision", "fp32") == "fp32" and how.get("model", "gpt-tiny") == "gpt-tiny"
 
 
 @pytest.fixture(scope="session")
@@ -216,20 +291,81 @@ def memory_reduction():
 
 def pytest_terminal_summary(terminalreporter, config):
     engine = config.getoption("--engine")
-    if engine and _equivalence.cells:
-        _score.write(engine, config.getoption("--scores"))
-        tables = {f"score of {engine}": verdict_table(_equivalence.cells, [engine])}
-        terminalreporter.write_line(f"what its ranks printed went to {log_of(engine)}")
-    else:
-        folder = RECORDS if config.getoption("--record") else LOCAL
-        folder.mkdir(exist_ok=True)
-        tables = {"equivalence": _equivalence.close(folder), "memory reduction": _reduction.close(folder)}
-        for stage in STAGES if all(tables.values()) else ():
-            _score.write(stage, folder / "scores")
+    if engine:
+        whole = not config.getoption("--quick") and len(_hangs) < HANGS
+        if whole and _equivalence.cells:
+            _score.write(engine, config.getoption("--scores"))
+        summarize(terminalreporter, engine, whole)
+        terminalreporter.write_line(f"What its ranks printed went to {log_of(engine)}.")
+        return
+    folder = RECORDS if config.getoption("--record") else LOCAL
+    folder.mkdir(exist_ok=True)
+    tables = {"equivalence": _equivalence.close(folder), "memory reduction": _reduction.close(folder)}
+    for stage in STAGES if all(tables.values()) else ():
+        _score.write(stage, folder / "scores")
     for name, made in tables.items():
         if made is not None:
             terminalreporter.section(name)
-            console = Console()
-            with console.capture() as capture:
-                show(made, console)
-            terminalreporter.write(capture.get())
+            terminalreporter.write(as_text(made))
+
+
+def as_text(made):
+    console = Console()
+    with console.capture() as capture:
+        show(made, console)
+    return capture.get()
+
+
+def summarize(terminalreporter, engine, whole):
+    """What --engine shows: verdicts of the `whole` suite, failures by cause, skips by reason, and what that means."""
+    line, cells = terminalreporter.write_line, _equivalence.cells
+    failures, bytes_off = grouped(_equivalence.causes), failures_of_bytes(terminalreporter, engine)
+    if cells and whole:
+        terminalreporter.section(f"score of {engine}")
+        terminalreporter.write(as_text(verdict_table(cells, [engine])))
+    if failures or bytes_off:
+        terminalreporter.section("failures by cause")
+    for cause, groups in failures.items():
+        line(f"{sum(len(some) for _, some in groups)} cells: {cause}")
+        for which, some in groups:
+            line(f"    {which}, first {some[0]}: {shorten(cells[engine, some[0]]['reason'], 400)}")
+    for name, messages in bytes_off.items():
+        line(f"{len(messages)} of the tests of bytes: {name}, first: {messages[0]}")
+    skips = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])
+    )
+    if skips:
+        terminalreporter.section("skipped")
+    for reason, number in skips.most_common():
+        line(f"{number}: {reason}")
+    line("")
+    line(in_one_line(engine, failures, bytes_off))
+
+
+def failures_of_bytes(terminalreporter, engine):
+    """{test: what it said, each time that it failed}, of those that count bytes."""
+    said = defaultdict(list)
+    for report in terminalreporter.stats.get("failed", []):
+        if "test_accounting" in report.nodeid:
+            message = getattr(report.longrepr, "reprcrash", report.longrepr).message
+            text = crash(message, engine) if "RankFailed" in message else message
+            said[report.nodeid.split("::")[-1].split("[")[0]].append(text.splitlines()[0])
+    return said
+
+
+def in_one_line(engine, failures, bytes_off):
+    """What the score means, and what to look at first."""
+    cells, causes = _equivalence.cells, _equivalence.causes
+    failed = [cell for cell, cause in causes.items() if cause is not None]
+    bits = sum(found["verdict"] == "bitwise" for found in cells.values())
+    said = (
+        f"{len(cells) - len(failed)} of {len(cells)} trainings end where the baseline does, {bits} of them to the bit"
+    )
+    if _equivalence.skipped:
+        said += f"; {len(_equivalence.skipped)} are not claimed"
+    if failed:
+        cause, groups = next(iter(failures.items()))
+        return f"{said}. Look first at {groups[0][1][0]}: most fail as it does ({cause})."
+    if bytes_off:
+        return f"{said}. Look first at the bytes: {next(iter(bytes_off))}"
+    return f"{said}. Nothing fails."

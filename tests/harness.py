@@ -27,6 +27,14 @@ def follows(engine):
     return stage
 
 
+def or_reason(function, *args, **options):
+    """Call a function; what an engine does not claim, by raising NotImplementedError, comes back as its reason."""
+    try:
+        return function(*args, **options)
+    except NotImplementedError as error:
+        return str(error) or "it raises NotImplementedError"
+
+
 def claimed(answers):
     """What ranks answered; skip where the answer is a reason why the engine does not claim it."""
     if isinstance(answers[0], str):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import STAGES, batch, claimed, follows, make_engine, train_step
+from harness import STAGES, batch, claimed, follows, make_engine, or_reason, train_step
 from papers import bytes_held, bytes_sent
 from probes import inputs, small_engine
 from trap_models import CASES, InputsRequireGrad
@@ -26,6 +26,10 @@ PARAMETERS = sum(p.numel() for p in models.build("gpt-nano").parameters())
 
 def counts(world, engine, model, steps=2, **options):
     """What a rank holds and sends in the last of some steps, counted by the engine and foreseen by it."""
+    return or_reason(_counts, world, engine, model, steps, **options)
+
+
+def _counts(world, engine, model, steps, **options):
     made = make_engine(engine, model, **options)
     if not hasattr(made, "comm") or not hasattr(made, "predicted_model_state_bytes"):
         return "it foresees no bytes: predicted_model_state_bytes(), predicted_wire_bytes_per_step()"
@@ -61,31 +65,35 @@ def test_a_unit_in_whose_result_gradients_begin_is_not_foreseen_to_be_gathered_a
 
 def holds(world, engine, **options):
     """The bytes of model states that a rank holds after a step on gpt-nano."""
-    try:
-        made = make_engine(engine, "gpt-nano", bucket_mb=0.5, **options)
-        train_step(made, world)
-        return made.model_state_bytes()
-    except (AttributeError, NotImplementedError) as error:
-        return str(error)
+    return or_reason(_holds, world, engine, **options)
+
+
+def _holds(world, engine, **options):
+    made = make_engine(engine, "gpt-nano", bucket_mb=0.5, **options)
+    train_step(made, world)
+    return made.model_state_bytes()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_bytes_held_follow_the_papers_formula(worlds, score, memory_reduction, size, engine, precision):
-    held = claimed(worlds(size).run(functools.partial(holds, precision=precision), engine))[0]
     formula = bytes_held(follows(engine), size, precision) * PARAMETERS
-    score.held(engine, size, precision, held, formula)
+    ranks = claimed(worlds(size).run(functools.partial(holds, precision=precision), engine))
+    fullest = max(ranks, key=lambda held: sum(held.values()))
+    score.held(engine, size, precision, fullest, formula)
     if precision == "fp32":
-        memory_reduction.record(engine, size, held)
-    assert sum(held.values()) == pytest.approx(formula, rel=5e-3)  # padding, step counts
+        memory_reduction.record(engine, size, fullest)
+    held = [sum(rank.values()) for rank in ranks]
+    assert held == pytest.approx([formula] * size, rel=5e-3)  # padding, step counts
 
 
 def sends(world, engine, **options):
     """The bytes that the kernel saw a rank send in a step on gpt-nano."""
-    try:
-        made = make_engine(engine, "gpt-nano", bucket_mb=0.5, **options)
-    except NotImplementedError as error:
-        return str(error)
+    return or_reason(_sends, world, engine, **options)
+
+
+def _sends(world, engine, **options):
+    made = make_engine(engine, "gpt-nano", bucket_mb=0.5, **options)
     before = 0
     for step in range(3):  # the first ones set up connections and record orders
         dist.barrier()
@@ -100,10 +108,10 @@ def sends(world, engine, **options):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_bytes_on_the_wire_follow_the_papers_formula(worlds, score, size, engine, precision):
-    sent = max(claimed(worlds(size).run(functools.partial(sends, precision=precision), engine)))
     formula = bytes_sent(follows(engine), size, precision) * PARAMETERS
-    score.sent(engine, size, precision, sent, formula)
-    assert sent <= 1.04 * formula  # what the kernel adds to messages of this size
+    sent = claimed(worlds(size).run(functools.partial(sends, precision=precision), engine))
+    score.sent(engine, size, precision, max(sent), formula)
+    assert all(0 < rank <= 1.04 * formula for rank in sent), sent  # what the kernel adds to messages of this size
 
 
 def phases(world, stage, **options):

@@ -11,7 +11,8 @@ from test_commands import run
 
 import stage1_os
 from common import bench, peers
-from common.bench import Case, Contestant, loss_difference, paired_ratio, row
+from common.bench import Case, Contestant
+from common.bench_results import SAME_LOSS, loss_difference, paired_ratio, row
 from common.errors import InputError
 
 SMALL = ("--nproc", 2, "--models", "gpt-tiny", "--worlds", 1, "--rounds", 11, "--steps", 1)
@@ -115,7 +116,7 @@ def test_who_does_not_compute_the_same_gets_no_time():
 
 @pytest.mark.parametrize("losses", [[1.0, 1.1], [1.0, float("nan")], [1.0, float("inf")]])
 def test_any_step_may_show_a_difference(losses):
-    assert not loss_difference(losses, [1.0, 1.0]) <= bench.SAME_LOSS["bf16"]
+    assert not loss_difference(losses, [1.0, 1.0]) <= SAME_LOSS["bf16"]
     found = row(contestant([1.0] * 11, losses), [], contestant([1.0] * 11, [1.0, 1.0]), CASE)
     assert found["median_seconds"] is None
 

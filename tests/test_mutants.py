@@ -4,8 +4,9 @@ import functools
 
 import pytest
 import torch
-from matrix import Cell, baseline_of, expected, train_cell, verdict
+from matrix import Cell, expected, train_cell
 from mutants import MUTANTS, healthy
+from verdicts import judge
 
 from common.train import find_engine
 
@@ -19,17 +20,12 @@ def planted(world, plant, stage, run, *args):
             return f"raised {error!r}"
 
 
-@functools.cache
-def reference(worlds, cell):
-    return worlds(cell.world_size).run(train_cell, baseline_of(cell), cell)[0]
-
-
 def broken_promises(worlds, folder, plant, stage, probe):
     """What a probe finds wrong, on any rank."""
     if isinstance(probe, Cell):
         ranks = worlds(probe.world_size).run(planted, plant, stage, train_cell, probe)
         raised = [rank for rank in ranks if isinstance(rank, str)]
-        found, reason = ("fail", raised[0]) if raised else verdict(ranks, reference(worlds, probe), probe.precision)
+        found, reason = ("fail", raised[0]) if raised else judge(worlds, probe, ranks)
         return [] if found in expected(stage, probe) else [reason]
     found = worlds(3).run(planted, plant, stage, probe, str(folder))
     return [promise for rank in found for promise in ([rank] if isinstance(rank, str) else rank)]

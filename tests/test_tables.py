@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from common import activations, bench, capacity, compare
+from common import activations, bench_results, capacity, compare
 from common.measure.tables import fit, needed, show, table
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -20,7 +20,7 @@ def recorded(name):
     results = json.loads((RESULTS / f"{name}.json").read_text())
     if name in COMMANDS:
         return [COMMANDS[name].as_table(results)]
-    return [bench.as_table(title, rows) for title, rows in bench.by_case(results)]
+    return [bench_results.as_table(title, rows) for title, rows in bench_results.by_case(results)]
 
 
 def words(made):

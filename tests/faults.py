@@ -1,0 +1,140 @@
+"""Where an engine goes wrong: the first step, rank and parameter that are off; the line it crashed in."""
+
+import functools
+import inspect
+import math
+import re
+from pathlib import Path
+
+import torch
+from matrix import baseline_of, train_cell
+from verdicts import EPS, MULTIPLE, UNITS
+
+from common.ranks.world import RankFailed
+from common.train import find_engine
+
+FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$')
+
+
+# ---- a crash --------------------------------------------------------------------------------------------------------
+
+
+def hung(failure):
+    """Whether ranks waited in vain: in a collective, or for an answer."""
+    return bool(re.search(r"[Tt]imed out|[Tt]imeout|gave no answer", str(failure)))
+
+
+def crash(failure, engine):
+    """What a RankFailed says, in one line: the innermost frame in the engine's own file, and the error.
+
+    Where no frame is there, the engine lacks what the suite asked for, or a library below failed at once: then the
+    innermost frame of all.
+    """
+    lines = str(failure).splitlines()
+    frames = [(number, match) for number, match in ((n, FRAME.match(line)) for n, line in enumerate(lines)) if match]
+    if not frames:
+        return " ".join(str(failure).split())
+    own = Path(inspect.getsourcefile(find_engine(engine))).resolve()
+    inside = [match for _, match in frames if Path(match["file"]).resolve() == own] or [frames[-1][1]]
+    said = [line for line in lines[frames[-1][0] + 1 :] if line.strip() and not line.startswith(" ")]
+    frame = inside[-1]
+    return f"{Path(frame['file']).name}:{frame['line']} in {frame['function']}: {' '.join(said[:1])}"
+
+
+# ---- the first difference -------------------------------------------------------------------------------------------
+
+
+def first_difference(worlds, baseline_worlds, engine, cell, folder):
+    """Train a cell again, reading all weights after every step, and say what is off first.
+
+    Returns:
+        A sentence: step, rank and parameter, found and expected.
+    """
+    run = functools.partial(train_cell, folder=folder, traced=True)
+    try:
+        ours = worlds(cell.world_size).run(run, engine, cell)
+    except RankFailed as failure:
+        return f"read after every step, it fails: {crash(failure, engine)}"
+    expected, rounded = (
+        baseline_worlds(cell.world_size).run(run, name, cell) for name in (baseline_of(cell), "baseline:OtherRounding")
+    )
+    buffers, before = expected[0]["buffers"], None
+    for at, (what, value) in enumerate(expected[0]["events"]):
+        values = [[rank["events"][at][1] for rank in side] for side in (ours, expected, rounded)]
+        if isinstance(value, dict):
+            said, before = _weights_off(*values, before, buffers), values[1]
+        else:
+            said = _number_off(*values, EPS[cell.precision])
+        if said:
+            return f"{what}: {said}"
+    return "not so where all weights are read after every step: is something stale that full_state_dict() mends?"
+
+
+def _number_off(ours, expected, rounded, eps):
+    """A loss or a norm, of each rank."""
+    noise = max((abs(a - b) for a, b in zip(rounded, expected, strict=True) if None not in (a, b)), default=0)
+    for rank, (one, other) in enumerate(zip(ours, expected, strict=True)):
+        if one != other and (
+            None in (one, other) or not abs(one - other) <= MULTIPLE * noise + UNITS * eps * abs(other)
+        ):
+            return f"{one} on rank {rank}, not {other}"
+    return None
+
+
+def _weights_off(ours, expected, rounded, before, buffers):
+    """All weights, of each rank: {name: tensor}.
+
+    Args:
+        before: those expected after the step before; None at first.
+        buffers: their names. On other ranks than 0 they are each rank's own, as DDP has it.
+    """
+    excess = {
+        (rank, name): _excess(one[name], other, rounded[rank], name, before and before[rank])
+        for rank, (one, other) in enumerate(zip(ours, expected, strict=True))
+        for name in one.keys() & other.keys()
+        if rank == 0 or name not in buffers
+    }
+    off = [where for where, value in excess.items() if value > 1]
+    if not off:
+        return None
+    rank, name = max(off, key=excess.get)
+    one, other = ours[rank][name].double(), expected[rank][name].double()
+    index = torch.unravel_index((one - other).abs().nan_to_num(math.inf).argmax(), one.shape)
+    names = {name for _, name in off}
+    said = f"{name}{[int(i) for i in index]} is {one[index]:.6g}, not {other[index]:.6g}, on rank {rank}"
+    ranks = sorted({rank for rank, _ in off})
+    said += f" ({len(names)} of {len(expected[0])} tensors are off, on {_ranks(ranks, len(ours))})"
+    if before is None:
+        return said + "; is `init` called for every parameter and buffer, and do tied weights stay tied?"
+    start = before[rank][name].double()
+    step = (other - start).flatten()
+    if not step.any():
+        return said + "; this step should not have moved it"
+    return (
+        said + f"; the step moved it {((one - start).flatten() @ step / (step @ step)):.2f} times as far as it should"
+    )
+
+
+def _excess(one, expected, rounded, name, before):
+    """What a weight is off over what it may be; above 1 it is off."""
+    other = expected[name]
+    if not other.is_floating_point():
+        return 0.0 if torch.equal(one, other) else math.inf
+    off = _distance(one, other)
+    floor = UNITS * EPS["fp32"] * other.double().norm().item()
+    noise = _distance(rounded[name], other)
+    if before is not None:  # a small tensor may happen to be rounded alike: then what all of them are, for their way
+        floating = [key for key, tensor in expected.items() if tensor.is_floating_point()]
+        noises = sum(_distance(rounded[key], expected[key]) for key in floating)
+        ways = sum(_distance(expected[key], before[key]) for key in floating)
+        noise += noises / max(ways, 1e-300) * _distance(other, before[name])
+    ratio = off / max(MULTIPLE * noise + floor, 1e-300)
+    return math.inf if math.isnan(ratio) else ratio
+
+
+def _distance(one, other):
+    return (one.double() - other.double()).norm().item()
+
+
+def _ranks(ranks, size):
+    return "every rank" if len(ranks) == size else f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

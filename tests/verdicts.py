@@ -1,0 +1,149 @@
+"""The verdict on a cell: the bits of the baseline, or as near as rounding allows, or not."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from harness import same_bits
+from matrix import baseline_of, train_cell
+
+# How much more than other rounding alone an engine may be off. Engines round in other places than the second baseline
+# does, and more than one of them; a fault is off by a good part of what was trained, which is thousands of times more.
+MULTIPLE = 8
+UNITS = 4  # in the last place that any engine may be off, where rounding otherwise happens to change nothing
+EPS = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+@functools.cache
+def reference(worlds, cell):
+    """What every rank of the baseline came to."""
+    return worlds(cell.world_size).run(train_cell, baseline_of(cell), cell)
+
+
+@functools.cache
+def other_rounding(worlds, cell):
+    """What it comes to with the same mathematics, rounded otherwise."""
+    return worlds(cell.world_size).run(train_cell, "baseline:OtherRounding", cell)
+
+
+def judge(worlds, cell, ranks):
+    """Compare what `train_cell` returned on every rank with the baselines: see `verdict`."""
+    return verdict(ranks, reference(worlds, cell), lambda: other_rounding(worlds, cell), cell.precision)
+
+
+def verdict(ranks, expected, rounded_otherwise, precision):
+    """Compare a training with another.
+
+    Args:
+        ranks: what `train_cell` returned on every rank.
+        expected: what it returned on every rank of the other.
+        rounded_otherwise: returns what it returned on every rank where rounding alone differs; not called for where
+            the bits are equal.
+        precision: of the cell.
+
+    Returns:
+        "bitwise", "ulp" (no weight is off by more than one unit in the last place), "tolerance" (within `MULTIPLE`
+        times what rounding does) or "fail"; and the reason why it is not "bitwise".
+    """
+    one, other = ranks[0], expected[0]
+    differ = [number for number, rank in enumerate(ranks) if rank["digest"] != one["digest"]]
+    if differ:
+        return "fail", f"ranks 0 and {differ[0]} end with different parameters"
+    same = same_bits(one["weights"], other["weights"]) and same_bits(one["buffers"], other["buffers"])
+    if same and _told(ranks, "losses") == _told(expected, "losses") and _same_norms(ranks, expected):
+        return "bitwise", ""
+    if _shapes(one) != _shapes(other):
+        return "fail", _shapes_differ(_shapes(one), _shapes(other))
+    if [norm is None for norm in _told(ranks, "norms")] != [norm is None for norm in _told(expected, "norms")]:
+        return "fail", "step() tells a norm where there is none, or none where there is one: `StepResult.norm`"
+    noise = rounded_otherwise()
+    measures = [
+        _tensors("weights", one, other, noise[0]),
+        _tensors("buffers", one, other, noise[0]),
+        _numbers("losses", ranks, expected, noise, EPS[precision]),
+        _numbers("norms", ranks, expected, noise, EPS[precision]),
+    ]
+    worst = max(measures, key=lambda measure: measure.excess)
+    reason = f"{worst.what} off by {worst.off:.1e} of {worst.unit}, rounding by {worst.noise:.1e}"
+    if worst.excess > 1:
+        return "fail", reason
+    near = all(_within_an_ulp(one["weights"][name], tensor) for name, tensor in other["weights"].items())
+    return ("ulp" if near else "tolerance"), reason
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How far something is off, and what rounding alone does to it, both in a unit; and the floor of what it may be."""
+
+    what: str
+    off: float
+    noise: float
+    floor: float
+    unit: str
+
+    @property
+    def excess(self):
+        """Above 1 it is too far. Not a number, as a loss that is none, is too far as well."""
+        if self.off == 0:
+            return 0.0
+        ratio = self.off / max(MULTIPLE * self.noise + self.floor, 1e-300)
+        return math.inf if math.isnan(ratio) else ratio
+
+
+def _tensors(what, one, expected, noise):
+    other = expected[what]
+    size = _distance(other, {name: torch.zeros_like(tensor) for name, tensor in other.items()})
+    trained = _distance(other, {name: expected["start"][name] for name in other}) or 1.0
+    off, rounding = _distance(one[what], other), _distance(noise[what], other)
+    floor = UNITS * EPS["fp32"] * size  # masters are in fp32 in every precision
+    return Measure(what, off / trained, rounding / trained, floor / trained, "the distance trained")
+
+
+def _numbers(what, ranks, expected, noise, eps):
+    one, other, third = (
+        torch.tensor([number for number in _told(side, what) if number is not None], dtype=torch.float64)
+        for side in (ranks, expected, noise)
+    )
+    if other.shape != third.shape:  # in fp16 it skipped another step
+        third = other
+    size = other.norm().item() or 1.0
+    off, rounding = (value.sub(other).norm().item() / size for value in (one, third))
+    return Measure(what, off, rounding, UNITS * eps, "their size")
+
+
+def _told(ranks, what):
+    """The losses or norms of all ranks, one after the other."""
+    return [number for rank in ranks for number in rank[what]]
+
+
+def _same_norms(ranks, expected):
+    pairs = zip(_told(ranks, "norms"), _told(expected, "norms"), strict=True)
+    return all(a == b or (None not in (a, b) and math.isclose(a, b, rel_tol=1e-6)) for a, b in pairs)
+
+
+def _shapes(rank):
+    return {name: tensor.shape for name, tensor in (rank["weights"] | rank["buffers"]).items()}
+
+
+def _shapes_differ(ours, expected):
+    odd = sorted(name for name in ours.keys() | expected.keys() if ours.get(name) != expected.get(name))
+    name = odd[0]
+    return (
+        f"full_state_dict(): {name} is {_shown(ours.get(name))}, not {_shown(expected.get(name))}, of {len(odd)} such"
+    )
+
+
+def _shown(shape):
+    return "missing" if shape is None else f"of shape {list(shape)}"
+
+
+def _distance(one, other):
+    return math.sqrt(
+        sum((one[name].double() - tensor.double()).square().sum().item() for name, tensor in other.items())
+    )
+
+
+def _within_an_ulp(one, other):
+    neighbour = torch.nextafter(one, other) if one.dtype == torch.float32 else one
+    return bool(((one == other) | (neighbour == other)).all())
