@@ -52,14 +52,14 @@ class WorldsThatMayHang(Worlds):
     """Those of an engine that --engine names: ranks that wait in vain give up soon, and are counted."""
 
     def __init__(self):
-        super().__init__(timeout=10)
+        super().__init__(timeout=20)
 
     def open(self, size):
         return WorldThatMayHang(size, oversubscribe=True, timeout=self._timeout)
 
 
 class WorldThatMayHang(LocalWorld):
-    def run(self, function, *args, timeout=60):
+    def run(self, function, *args, timeout=120):
         try:
             return super().run(function, *args, timeout=timeout)
         except RankFailed as failure:

@@ -171,8 +171,8 @@ def train_cell(world, engine, cell, folder=None, traced=False):
 
     Returns:
         On every rank {"digest": of the parameters, "losses", "norms"}, traced {"events"} besides (`Notes`); on rank 0
-        also all weights before and after, and the buffers after: "start", "weights", "buffers". A string is the reason
-        why the engine does not claim the cell.
+        also the whole state before, "start", and after it the "weights", the "frozen" ones and the "buffers". A string
+        is the reason why the engine does not claim the cell.
     """
     return or_reason(_train_cell, world, engine, cell, folder, traced)
 
@@ -188,8 +188,11 @@ def _train_cell(world, engine, cell, folder, traced):
     if traced:
         result["events"] = notes.events
     if world.rank == 0:
-        buffers = {name: weights.pop(name) for name, _ in made.module.named_buffers() if name in weights}
-        result |= {"start": start, "weights": weights, "buffers": buffers}
+        named = made.module.named_parameters(remove_duplicate=False)
+        frozen = {name: weights.pop(name) for name, parameter in named if not parameter.requires_grad}
+        names = [name for name, _ in made.module.named_buffers(remove_duplicate=False)]
+        buffers = {name: weights.pop(name) for name in names if name in weights}
+        result |= {"start": start, "weights": weights, "frozen": frozen, "buffers": buffers}
     return result
 
 
