@@ -106,7 +106,10 @@ MORE_CELLS += [
 ]
 
 
-# A sample: the zoo and each precision at 2 ranks, each option at 3, and some of the traps.
+# A sample: the zoo and each precision at 2 ranks, options at 3, and some of the traps.
+QUICK_OPTIONS = {"fused AdamW", "groups and a scheduler", "clipped", "accumulated", "accumulated under no_sync"}
+QUICK_OPTIONS |= {"two forwards, one backward", "activation checkpoints", "reentrant activation checkpoints"}
+QUICK_OPTIONS |= {"evaluated between steps", "resumed from a checkpoint"}
 QUICK_TRAPS = {
     "tied",
     "tiny",
@@ -125,7 +128,7 @@ QUICK = {
     for cell in CELLS
     if (cell.model in ZOO and cell.option == "plain" and cell.precision == "fp32" and cell.world_size == 2)
     or (cell.model == "gpt-tiny" and cell.option == "plain" and cell.world_size == 2)
-    or (cell.model == "gpt-tiny" and cell.precision == "fp32" and cell.world_size == 3)
+    or (cell.model == "gpt-tiny" and cell.option in QUICK_OPTIONS and (cell.precision, cell.world_size) == ("fp32", 3))
     or (cell.model in QUICK_TRAPS and cell.precision == "fp32")
 }
 
