@@ -64,7 +64,9 @@ class WorldsThatMayHang(Worlds):
 
 
 class WorldThatMayHang(LocalWorld):
-    def run(self, function, *args, timeout=60):
+    """A collective gives up by itself; so much time beside it is for an engine that compiles something first."""
+
+    def run(self, function, *args, timeout=300):
         try:
             return super().run(function, *args, timeout=timeout)
         except RankFailed as failure:

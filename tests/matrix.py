@@ -106,7 +106,10 @@ MORE_CELLS += [
 ]
 
 
-# A sample: the zoo and each precision at 2 ranks, each option at 3, and some of the traps.
+# A sample: the zoo and each precision at 2 ranks, options at 3, and some of the traps.
+QUICK_OPTIONS = {"fused AdamW", "groups and a scheduler", "clipped", "accumulated", "accumulated under no_sync"}
+QUICK_OPTIONS |= {"two forwards, one backward", "activation checkpoints", "reentrant activation checkpoints"}
+QUICK_OPTIONS |= {"evaluated between steps", "resumed from a checkpoint"}
 QUICK_TRAPS = {
     "tied",
     "tiny",
@@ -125,7 +128,7 @@ QUICK = {
     for cell in CELLS
     if (cell.model in ZOO and cell.option == "plain" and cell.precision == "fp32" and cell.world_size == 2)
     or (cell.model == "gpt-tiny" and cell.option == "plain" and cell.world_size == 2)
-    or (cell.model == "gpt-tiny" and cell.precision == "fp32" and cell.world_size == 3)
+    or (cell.model == "gpt-tiny" and cell.option in QUICK_OPTIONS and (cell.precision, cell.world_size) == ("fp32", 3))
     or (cell.model in QUICK_TRAPS and cell.precision == "fp32")
 }
 
@@ -171,8 +174,8 @@ def train_cell(world, engine, cell, folder=None, traced=False):
 
     Returns:
         On every rank {"digest": of the parameters, "losses", "norms"}, traced {"events"} besides (`Notes`); on rank 0
-        also all weights before and after, and the buffers after: "start", "weights", "buffers". A string is the reason
-        why the engine does not claim the cell.
+        also the whole state before, "start", and after it the "weights", the "frozen" ones and the "buffers". A string
+        is the reason why the engine does not claim the cell.
     """
     return or_reason(_train_cell, world, engine, cell, folder, traced)
 
@@ -188,8 +191,11 @@ def _train_cell(world, engine, cell, folder, traced):
     if traced:
         result["events"] = notes.events
     if world.rank == 0:
-        buffers = {name: weights.pop(name) for name, _ in made.module.named_buffers() if name in weights}
-        result |= {"start": start, "weights": weights, "buffers": buffers}
+        named = made.module.named_parameters(remove_duplicate=False)
+        frozen = {name: weights.pop(name) for name, parameter in named if not parameter.requires_grad}
+        names = [name for name, _ in made.module.named_buffers(remove_duplicate=False)]
+        buffers = {name: weights.pop(name) for name in names if name in weights}
+        result |= {"start": start, "weights": weights, "frozen": frozen, "buffers": buffers}
     return result
 
 

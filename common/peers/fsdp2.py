@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import models
 from common.engine.base import StepResult
+from common.engine.door import BATCH_NORMS
 from common.engine.tensors import host_value, tensors_of_state
 from common.peers.base import Peer, blocks, regroup
 from common.ranks.collectives import Collectives
@@ -23,8 +24,9 @@ class FSDP2(Peer):
     """`fully_shard` on every block and on the root; parameters are freed after a block's forward.
 
     Every parameter is sharded along its first dimension, padded to a multiple of the world size. In bf16 the shards
-    are the fp32 masters, cast when they are gathered, and gradients are reduced in fp32. Buffers are each rank's own:
-    FSDP2 does not broadcast them. A meta-device model is sharded first and then filled shard by shard.
+    are the fp32 masters, cast when they are gathered, and gradients are reduced in fp32; batch norms are units of their
+    own, in fp32. Buffers are each rank's own: FSDP2 does not broadcast them. A meta-device model is sharded first and
+    then filled shard by shard.
 
     Args:
         As `EngineBase`; `bucket_mb` and `deterministic` have no meaning here.
@@ -63,7 +65,10 @@ class FSDP2(Peer):
             "mp_policy": POLICIES[precision],
             "reshard_after_forward": self.reshard_after_forward,
         }
-        self.units = [fully_shard(module, **how) for module in [*blocks(model), model]]
+        norms = [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
+        in_fp32 = {**how, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+        self.units = [fully_shard(norm, **in_fp32) for norm in norms]  # torch runs them with fp32 statistics only
+        self.units += [fully_shard(module, **how) for module in [*blocks(model), model]]
         self._syncing, self._unreduced = True, False
         if not getattr(model, "uses_every_parameter", True):
             if not hasattr(model, "set_reduce_scatter_unused_params"):
