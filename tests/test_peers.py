@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ADAMW, BUCKET_MB, batch, train_step
+from torch.distributed.fsdp import FSDPModule
 
 from common import models, peers
 from common.compare import relative_difference
@@ -68,6 +69,8 @@ def test_ten_adamw_steps_end_with_the_weights_of_ddp(worlds, peer):
 
 @pytest.mark.parametrize("peer", parameters([peer for peer in HOLDS if peer not in NEED_EVERY_PARAMETER]))
 def test_parameters_that_a_rank_does_not_use_are_trained_as_ddp_does(worlds, peer):
+    if issubclass(peer, peers.FSDP2) and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip(f"FSDP2 of torch {torch.__version__} cannot")
     weights = worlds(2).run(train, peer, "moe-tiny")[0]["weights"]
     assert relative_difference(weights, ddp(worlds, "moe-tiny")["weights"]) < 1e-5
 

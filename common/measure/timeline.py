@@ -42,7 +42,8 @@ class Recording:
         if self._comm.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would tell stderr that it starts and stops
-        self._profiler = profile(activities=activities, experimental_config=_all_threads())
+        # Without acc_events torch 2.11 warns that events of an earlier cycle are gone; there is one cycle.
+        self._profiler = profile(activities=activities, acc_events=True, experimental_config=_all_threads())
         self._hooks = []
 
     def start(self):
