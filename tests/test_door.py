@@ -99,14 +99,22 @@ CASES = {
     "LBFGS": (optimizer(optim.LBFGS), NOT_ELEMENTWISE.format("it fails on a flat shard: .*closure")),
     "Adafactor": (optimizer(optim.Adafactor), NOT_ELEMENTWISE.format("Adafactor steps 64 elements otherwise")),
     "Muon": (optimizer(optim.Muon), NOT_ELEMENTWISE.format("it fails on a flat shard: .*2D")),
-    "a learning rate below 0": (optimizer(partial(optim.SGD, lr=-1.0)), "Invalid learning rate: -1.0"),
-    "a learning rate that is nan": (
-        optimizer(partial(optim.AdamW, lr=float("nan"))),
-        "cannot be built: Invalid learning rate: nan",
+    "a learning rate below 0": (
+        optimizer(partial(optim.SGD, lr=-1.0)),
+        "the optimizer cannot be built: Invalid learning rate: -1.0",
     ),
-    "a learning rate that SGD takes for one": (
+    "no learning rate": (
+        optimizer(partial(optim.AdamW, lr=float("nan"))),
+        "the optimizer cannot be built: Invalid learning rate: nan",
+    ),
+    "no learning rate, which torch takes": (
         optimizer(partial(optim.SGD, lr=float("nan"))),
-        "the optimizer's lr is nan; give a number",
+        "the optimizer's lr is nan; give a finite learning rate",
+    ),
+    "an infinite learning rate": (optimizer(partial(optim.AdamW, lr=float("inf"))), "the optimizer's lr is inf"),
+    "a group without a learning rate": (
+        groups(lambda parameters: [{"params": parameters, "lr": float("nan")}]),
+        "the optimizer's lr is nan",
     ),
     "a norm below 0": (
         lambda world: {"module": a_model(world), "clip_norm": -1.0},

@@ -37,13 +37,7 @@ def check_elementwise(optimizer, device):
             "optimizer is an optimizer, not a factory; give what builds one over the shards, such as "
             "functools.partial(torch.optim.AdamW, lr=3e-4)"
         )
-    try:
-        built = optimizer([nn.Parameter(torch.zeros(8, 8, device=device))])  # a matrix, as models have them
-    except Exception as error:
-        raise InputError(f"the optimizer cannot be built: {error}") from error
-    for name, value in built.defaults.items():
-        if isinstance(value, float) and (math.isnan(value) or (name == "lr" and math.isinf(value))):
-            raise InputError(f"the optimizer's {name} is {value}; give a number")
+    _check_settings(optimizer, device)
     generator = torch.Generator().manual_seed(0)
     values, *gradients = torch.randn(4, 64, generator=generator).to(device)
     stepped, state_bytes = {}, {}
@@ -64,6 +58,21 @@ def check_elementwise(optimizer, device):
         raise InputError(_not_elementwise(f"{type(probe).__name__} steps 64 elements otherwise than their two halves"))
     per_element = (state_bytes[64] - state_bytes[32]) // 32
     return (per_element, state_bytes[64] - 64 * per_element), f"{type(probe).__name__}{plain(probe.defaults)}"
+
+
+def _check_settings(optimizer, device):
+    """Refuse what no model could be trained with: lr=nan is no matter of elements and shards."""
+    try:
+        built = optimizer([nn.Parameter(torch.zeros(8, 8, device=device))])  # a matrix, as models have them
+    except Exception as error:
+        raise InputError(f"the optimizer cannot be built: {error}") from error
+    _check_rates(built.param_groups)
+
+
+def _check_rates(groups):
+    for rate in (float(group["lr"]) for group in groups if "lr" in group):
+        if not 0 <= rate < math.inf:
+            raise InputError(f"the optimizer's lr is {rate}; give a finite learning rate, of 0 or more")
 
 
 def plain(options):
@@ -87,6 +96,7 @@ def check_groups(model, param_groups):
     groups = [{"params": list(trainable)}] if param_groups is None else param_groups
     if not all(isinstance(group, dict) and "params" in group for group in groups):
         raise InputError("param_groups is not a list of dicts that have 'params'; give what torch's optimizers take")
+    _check_rates(groups)
     groups = [{**group, "params": list(group["params"])} for group in groups]
     listed = Counter(parameter for group in groups for parameter in group["params"])
     for parameter, times in listed.items():
