@@ -106,6 +106,9 @@ def _weights_off(ours, expected, rounded, before, buffers):
     ranks = sorted({rank for rank, _ in off})
     said += f" ({len(names)} of {len(expected[0])} tensors are off, on {_ranks(ranks, len(ours))})"
     if before is None:
+        rounded_start = any(torch.equal(one, other.to(dtype).double()) for dtype in (torch.bfloat16, torch.float16))
+        if rounded_start:
+            return said + "; it is rounded to 16-bit: a master has to be made of what was not"
         return said + "; is `init` called for every parameter and buffer, and do tied weights stay tied?"
     start = before[rank][name].double()
     step = (other - start).flatten()

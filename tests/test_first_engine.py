@@ -137,4 +137,4 @@ def test_after_a_few_hangs_the_rest_is_skipped():
     said = suite("first_engine:Hangs", "--quick")
     assert "hangs" in said
     assert "not run: 3 trainings before it hung" in said
-    assert time.monotonic() - began < 90
+    assert time.monotonic() - began < 180  # 60 of them for the three
