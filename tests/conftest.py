@@ -291,10 +291,11 @@ def memory_reduction():
     return _reduction
 
 
-def pytest_terminal_summary(terminalreporter, config):
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
     engine = config.getoption("--engine")
     if engine:
-        whole = not config.getoption("--quick") and len(_hangs) < HANGS
+        part = config.getoption("--quick") or config.option.keyword or len(_hangs) >= HANGS
+        whole = not part and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         if whole and _equivalence.cells:
             _score.write(engine, config.getoption("--scores"))
         summarize(terminalreporter, engine, whole)
