@@ -78,6 +78,10 @@ class Peer:
             return None
         return {**self._state_bytes, "optimizer": storage_bytes(self.optimizer_tensors())}
 
+    def full_state_dict(self):
+        """The weights, on the CPU: here every rank has them all."""
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
+
     def save(self, path, extra=None):
         """Not offered.
 
