@@ -124,7 +124,8 @@ class OtherRounding(AverageAfterBackward):
     """The same mathematics, rounded otherwise: how far that alone leads is what an engine may be off.
 
     Pieces are added from the last rank to the first. As two numbers have one sum only, and one rank adds nothing, the
-    loss is also a little smaller and the mean larger by as much, which rounds otherwise all over backward.
+    loss is also a little smaller and the mean larger by as much, which rounds otherwise all over backward. How much
+    that changes is a matter of chance, by Adam above all: so there are others of its kind.
     """
 
     name = "other_rounding"
@@ -135,3 +136,15 @@ class OtherRounding(AverageAfterBackward):
 
     def mean(self, gradient):
         return mean_in_rank_order(gradient, order=-1, factor=1 / self.smaller)
+
+
+class SecondRounding(OtherRounding):
+    """Rounded otherwise again."""
+
+    smaller = 13 / 16
+
+
+class ThirdRounding(OtherRounding):
+    """And again."""
+
+    smaller = 11 / 16

@@ -329,7 +329,8 @@ def summarize(terminalreporter, engine, whole):
     if failures or bytes_off:
         terminalreporter.section("failures by cause")
     for cause, groups in failures.items():
-        line(f"{sum(len(some) for _, some in groups)} cells: {cause}")
+        number = sum(len(some) for _, some in groups)
+        line(f"{number} cell{'s' * (number > 1)}: {cause}")
         for which, some in groups:
             line(f"    {which}, first {some[0]}: {shorten(cells[engine, some[0]]['reason'], 400)}")
     for name, messages in bytes_off.items():

@@ -50,7 +50,8 @@ def test_the_two_baselines_agree(worlds, model, size):
 def test_under_no_sync_stages_that_reduce_at_once_agree_bitwise(worlds, precision):
     cell = Cell("gpt-tiny", precision, 3, "accumulated under no_sync")
     zero, one, two, three = [worlds(3).run(train_cell, stage, cell) for stage in STAGES]
-    compared = functools.partial(verdict, rounded_otherwise=lambda: other_rounding(worlds, cell), precision=precision)
+    rounded = functools.partial(other_rounding, worlds, cell)
+    compared = functools.partial(verdict, rounded_otherwise=rounded, precision=precision)
     assert compared(one, zero)[0] == "bitwise"
     assert compared(three, two)[0] == "bitwise"
     assert compared(two, zero)[0] == "tolerance"
