@@ -9,8 +9,8 @@
 #                 to results/local/scores
 # make record     record anew what the pages show, in some hours, and write it
 #                 into them. In parts: make record-suite, -demo, -activations,
-#                 -accumulated, -scores, -bench, -small-send-buffers, -growth,
-#                 -alone, -capacity
+#                 -accumulated, -scores, -bench, -second-machine,
+#                 -small-send-buffers, -growth, -alone, -capacity
 # make readme     write the recorded results into the READMEs
 # make lint       ruff's checks and its format
 # make clean      remove .venv
@@ -26,7 +26,7 @@ RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters DeepSpeed1 DeepSpeed2 DeepSpeed3
-RECORDS := suite demo activations accumulated scores bench small-send-buffers growth alone capacity
+RECORDS := suite demo activations accumulated scores bench second-machine small-send-buffers growth alone capacity
 
 .PHONY: help demo test test-gpu test-all lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
@@ -71,6 +71,10 @@ record-scores:
 
 record-bench: $(INSTALLED)
 	$(BIN)/python -m common.bench --nproc 2,4 --oversubscribe --worlds 5 --rounds 4 --json results/bench_cpu.json
+
+# For a machine of another kind than the one above.
+record-second-machine: $(INSTALLED)
+	$(BIN)/python -m common.bench --precisions fp32 --nproc 2 --worlds 3 --rounds 5 --json results/bench_cpu_second_machine.json
 
 record-small-send-buffers: $(INSTALLED)
 	$(BIN)/python -m common.bench --nproc 2,4 --oversubscribe --engines stage0_ddp,stage1_os,stage2_grad --peers TorchDDP --precisions fp32 --small-send-buffers --worlds 3 --rounds 4 --json results/bench_cpu_small_send_buffers.json

@@ -18,7 +18,7 @@ from common.train import ENGINES, show_bytes
 
 AT_RANKS = 4  # of the scores' bytes
 ALONE = ("alone_cpu.json", "alone_cpu_batch128.json")  # two batches
-BENCHES = ("bench_cpu.json",)  # one for each machine
+BENCHES = ("bench_cpu.json", "bench_cpu_second_machine.json")
 BENCH_CASE = ("gpt-mini", "fp32", 2)  # of the first page
 STAGES = {  # what is sharded; model states with Adam in fp32 and 16-bit, in bytes; elements sent
     "stage0_ddp": ("nothing: data parallelism", "16 Ψ", "16 Ψ", "2 (N-1)/N Ψ"),
@@ -38,6 +38,7 @@ def pages():
             "reduction": reduction_table(_read("memory_reduction.json")),
             "activations": activations.as_markdown(_read("activations.json")),
             "bench": bench_results.as_markdown(benches[0]),
+            "bench_second_machine": bench_results.as_markdown(benches[1]),
             "alone": bench_results.alone_as_markdown(*map(_read, ALONE)),
             "capacity": capacity.as_markdown(_read("capacity_cpu.json")),
             "accumulated": as_markdown(_read("accumulated.json")),
@@ -78,8 +79,9 @@ def stages_table(demo, benches):
         cells += [f"{in_fp32}: {show_bytes(held)}", in_16_bit, f"{traffic}: {show_bytes(sent)}", _times(stage, benches)]
         lines.append("| " + " | ".join(cells) + " |")
     where = f"{demo['model']}, {demo['parameters']:,} parameters, {demo['precision']}, {demo['world_size']} ranks"
-    machines = " and ".join(_processor(record["hardware"]) for record in benches)
-    return "\n".join([*lines, "", f"Bytes: {where}. Times: {BENCH_CASE[0]}, {BENCH_CASE[1]}, on {machines}."])
+    model, precision, size = BENCH_CASE
+    machines = " and on ".join(_processor(record["hardware"]) for record in benches)
+    return "\n".join([*lines, "", f"Bytes: {where}. Times: {model}, {precision}, {size} ranks, on {machines}."])
 
 
 def _times(stage, benches):
