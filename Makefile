@@ -10,7 +10,7 @@
 # make record     record anew what the pages show, in some hours, and write it
 #                 into them. In parts: make record-suite, -demo, -activations,
 #                 -accumulated, -scores, -bench, -second-machine,
-#                 -small-send-buffers, -growth, -alone, -capacity
+#                 -small-send-buffers, -growth, -alone, -capacity, -offload
 # make readme     write the recorded results into the READMEs
 # make lint       ruff's checks and its format
 # make clean      remove .venv
@@ -26,7 +26,7 @@ RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters DeepSpeed1 DeepSpeed2 DeepSpeed3
-RECORDS := suite demo activations accumulated scores bench second-machine small-send-buffers growth alone capacity
+RECORDS := suite demo activations accumulated scores bench second-machine small-send-buffers growth alone capacity offload
 
 .PHONY: help demo test test-gpu test-all lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
@@ -89,6 +89,15 @@ record-alone: $(INSTALLED)
 
 record-capacity: $(INSTALLED)
 	$(BIN)/python -m common.capacity --cap 1GB --nproc 4 --oversubscribe --json results/capacity_cpu.json
+
+# DeepSpeed takes part where it is installed, and compiles its optimizer then.
+CAPACITY := --cap 600MB --precisions bf16 --engines stage0_ddp,stage2_grad,offload
+record-offload: $(INSTALLED)
+	$(BIN)/python -m common.capacity $(CAPACITY) --nproc 1 --json results/offload_capacity_1.json
+	$(BIN)/python -m common.capacity $(CAPACITY) --nproc 4 --oversubscribe --json results/offload_capacity_4.json
+	$(BIN)/python -m offload.step_time --json results/offload_step_time.json
+	$(BIN)/python -m offload.delay --nproc 2 --steps 600 --json results/offload_delay.json
+	$(BIN)/python -m common.bench --nproc 2 --worlds 3 --rounds 5 --engines stage2_grad,offload --peers TorchDDP,DeepSpeed2,DeepSpeedOffload --json results/bench_offload.json
 
 readme: $(INSTALLED)
 	$(BIN)/python -m common.readme

@@ -20,7 +20,7 @@ from common.measure import figures, tables
 from common.measure.hardware import hardware
 from common.models.recompute import KINDS
 from common.ranks.collectives import Collectives
-from common.train import ENGINES, add_arguments, build_model, command, rank_count, show_bytes, train, write_json
+from common.train import STAGES, add_arguments, build_model, command, rank_count, show_bytes, train, write_json
 
 CHECKPOINTS = (None, KINDS[0])
 
@@ -36,7 +36,7 @@ def main(arguments=None):
     parser.add_argument("--nproc", type=int, default=defaults.nproc, help="local ranks (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
     parser.add_argument("--model", default=defaults.model, help="a name of the model zoo (default: %(default)s)")
-    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all stages)")
+    parser.add_argument("--engines", default=",".join(STAGES), help="comma-separated (default: all stages)")
     parser.add_argument("--precision", default=defaults.precision, help="fp32 (default) or bf16")
     parser.add_argument(
         "--batches", type=int, nargs="+", default=[1, 2, 4, 8], help="samples per rank (default: 1 2 4 8)"
@@ -185,8 +185,7 @@ def as_table(results):
 def as_markdown(results):
     """The results as a Markdown table."""
     header, *rows = cells(results)
-    lines = [header, ["---", "---", *["---:"] * (len(header) - 2)], *rows]
-    return "\n".join([_title(results).replace("\n", "; "), "", *("| " + " | ".join(line) + " |" for line in lines)])
+    return tables.markdown(_title(results), header, rows, left=2)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def main(arguments=None):
     )
     parser.add_argument("--nproc", default=str(default_nproc()), help="world sizes (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
-    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all stages)")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all)")
     parser.add_argument("--peers", default="all", help="names in common.peers, comma-separated (default: all)")
     parser.add_argument("--models", default="gpt-mini", help="names of the model zoo (default: %(default)s)")
     parser.add_argument("--precisions", default="fp32,bf16", help="(default: %(default)s)")

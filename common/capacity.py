@@ -63,8 +63,11 @@ SIMULATED = (8, 16)  # layers of the two models that a prediction is drawn throu
 DDP_BYTES = 16  # of model states per parameter, with Adam: 4 + 4 + 8 in fp32, 2 + 2 + 12 in 16-bit
 TRIAL_SECONDS = 600  # without an answer in this time a trial is an error
 # How a rank that ran out of memory ends: Python's, torch's and C++'s own words, an abort, a crash.
-OUT_OF_MEMORY = re.compile(r"can't allocate memory|MemoryError|bad_alloc|died with exit code -(6|11)$", re.MULTILINE)
-HEADER = ("", "precision", "measured", "predicted", "of predicted", "to stage 0", "ideal")
+OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory|MemoryError|bad_alloc|RLIMIT_DATA leaves|died with exit code -(6|11)$", re.MULTILINE
+)
+HEADER = ("", "precision", "measured", "predicted", "of that", "to stage 0", "ideal")
+ON_HOST = "host"  # a column more, where some engine keeps something there
 
 
 def main(arguments=None):
@@ -75,7 +78,7 @@ def main(arguments=None):
     parser.add_argument("--cap", default="1GB", help="what a rank may hold: 800MB, 1.5GB (default: %(default)s)")
     parser.add_argument("--nproc", type=int, default=default_nproc(), help="local ranks (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
-    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all stages)")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all)")
     parser.add_argument("--precisions", default="fp32,bf16", help="(default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results here")
     parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
@@ -200,6 +203,7 @@ def row(engine, precision, cap, world_size):
         "measured_over_predicted": _ratio(parameters(layers), parameters(predicted)),
         "ideal_ratio": DDP_BYTES / line.states_per_parameter,
         "state_bytes_per_parameter": line.states_per_parameter,
+        "host_bytes": tries[layers].on_host if layers else 0,
         "predicted_bytes": {"fixed": line.fixed, "per_layer": line.per_layer},
         "tries": {str(layers): tries[layers].fits for layers in sorted(tries)},
     }
@@ -294,10 +298,11 @@ def simulate(engine, precision, layers, world_size):
 
 @dataclass(frozen=True)
 class Attempt:
-    """How a trial went: whether the model trained, and what a rank held before it was built."""
+    """How a trial went: whether the model trained, what a rank held before it was built, and keeps on the host."""
 
     fits: bool
     held_before: int
+    on_host: int = 0
 
 
 def attempt(engine, precision, layers, cap, world_size):
@@ -311,14 +316,13 @@ def attempt(engine, precision, layers, cap, world_size):
     """
     with LocalWorld(world_size, oversubscribe=True) as world:
         held_before = max(world.run(_warm_up, engine, precision, timeout=TRIAL_SECONDS))
-        fits = True
         try:
-            world.run(_train_under, cap, engine, precision, layers, timeout=TRIAL_SECONDS)
-        except RankFailed as failure:
+            on_host = max(world.run(_train_under, cap, engine, precision, layers, timeout=TRIAL_SECONDS))
+        except (RankFailed, InputError) as failure:
             if not ran_out_of_memory(failure):
                 raise
-            fits = False
-    return Attempt(fits, held_before)
+            return Attempt(False, held_before)
+    return Attempt(True, held_before, on_host)
 
 
 def ran_out_of_memory(failure):
@@ -336,15 +340,17 @@ def _warm_up(world, engine, precision):
 
 
 def _train(engine, precision, layers):
+    """Train two steps; return the bytes of model states that the rank keeps on the host."""
     made = make_engine(engine, precision, layers)
     for _ in range(2):
         take_step(made)
     made.synchronize()
+    return sum(made.host_state_bytes().values()) if hasattr(made, "host_state_bytes") else 0
 
 
 def _train_under(world, cap, engine, precision, layers):
     with hard_limit(world.device, cap):
-        _train(engine, precision, layers)
+        return _train(engine, precision, layers)
 
 
 def _give_back_freed_memory():
@@ -385,6 +391,11 @@ def hard_limit(device, cap):
 # ---- results --------------------------------------------------------------------------------------------------
 
 
+def header(results):
+    """The names of the columns."""
+    return (*HEADER, ON_HOST) if any(found.get("host_bytes") for found in results["rows"]) else HEADER
+
+
 def cells(results):
     """The table's rows of strings, without the header."""
     for found in results["rows"]:
@@ -396,6 +407,7 @@ def cells(results):
             _percent(found["measured_over_predicted"]),
             _times(found["ratio_to_stage0"]),
             _times(found["ideal_ratio"]),
+            *([show_bytes(found["host_bytes"] or None)] if header(results) != HEADER else []),
         )
 
 
@@ -422,13 +434,12 @@ def _title(results):
 
 def as_table(results):
     """The results as a table for the terminal."""
-    return tables.table(_title(results), HEADER, cells(results), left=2)
+    return tables.table(_title(results), header(results), cells(results), left=2)
 
 
 def as_markdown(results):
     """The results as a Markdown table."""
-    lines = [HEADER, ["---", "---", *["---:"] * (len(HEADER) - 2)], *cells(results)]
-    return "\n".join([_title(results).replace("\n", "; "), "", *("| " + " | ".join(line) + " |" for line in lines)])
+    return tables.markdown(_title(results), header(results), cells(results), left=2)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from common.train import (
 )
 
 BASELINE = "stage0_ddp"
+COUNTS = ("model_state_bytes", "wire_bytes_per_step", "host_state_bytes", "bus_bytes_per_step")
 
 
 def main(arguments=None):
@@ -35,7 +36,7 @@ def main(arguments=None):
         prog="python -m common.compare", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add_arguments(parser)
-    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all stages)")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all)")
     parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
     options = parser.parse_args(arguments)
     if options.json and not options.figure:
@@ -114,11 +115,7 @@ def holds(row):
         equal = row["bitwise_equal_to_stage0"] is not False
     else:
         equal = row["relative_norm_diff_to_torch_ddp"] < 1e-2
-    return (
-        equal
-        and row["model_state_bytes"] == row["predicted_model_state_bytes"]
-        and row["wire_bytes_per_step"] == row["predicted_wire_bytes_per_step"]
-    )
+    return equal and all(row[count] == row[f"predicted_{count}"] for count in COUNTS if count in row)
 
 
 def cells(results):
@@ -133,6 +130,10 @@ def cells(results):
     yield ("  as predicted", *(_agree(row, "model_state_bytes") for row in rows))
     yield ("sent per step", *(show_bytes(sum(row["wire_bytes_per_step"].values())) for row in rows))
     yield ("  as predicted", *(_agree(row, "wire_bytes_per_step") for row in rows))
+    if any("host_state_bytes" in row for row in rows):
+        for title, count in (("on the host", "host_state_bytes"), ("over the bus per step", "bus_bytes_per_step")):
+            yield (title, *(show_bytes(sum(row[count].values())) if count in row else "-" for row in rows))
+            yield ("  as predicted", *(_agree(row, count) if count in row else "-" for row in rows))
     yield ("peak of live bytes", *(show_bytes(row["peak_bytes"]) for row in rows))
     speeds = [row["tokens_per_second"] for row in rows]
     yield ("tokens/s, all ranks", *(f"{speed:,.0f}" if speed else "-" for speed in speeds))

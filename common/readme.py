@@ -4,6 +4,7 @@ So every figure there comes from a file under results/, which names its hardware
 """
 
 import ast
+import importlib
 import io
 import json
 import re
@@ -14,18 +15,20 @@ from pathlib import Path
 from common import activations, bench_results, capacity, models
 from common.compare import as_markdown
 from common.engine.mixed_precision import DTYPES
-from common.train import ENGINES, show_bytes
+from common.train import ENGINES, STAGES, show_bytes
 
 AT_RANKS = 4  # of the scores' bytes
 ALONE = ("alone_cpu.json", "alone_cpu_batch128.json")  # two batches
 BENCHES = ("bench_cpu.json", "bench_cpu_second_machine.json")
 BENCH_CASE = ("gpt-mini", "fp32", 2)  # of the first page
-STAGES = {  # what is sharded; model states with Adam in fp32 and 16-bit, in bytes; elements sent
+IDEAS = {  # what is sharded; model states with Adam in fp32 and 16-bit, in bytes; elements sent
     "stage0_ddp": ("nothing: data parallelism", "16 Ψ", "16 Ψ", "2 (N-1)/N Ψ"),
     "stage1_os": ("optimizer states", "(8 + 8/N) Ψ", "(4 + 12/N) Ψ", "2 (N-1)/N Ψ"),
     "stage2_grad": ("and gradients", "(4 + 12/N) Ψ", "(2 + 14/N) Ψ", "2 (N-1)/N Ψ"),
     "stage3_param": ("and parameters", "16/N Ψ", "16/N Ψ", "up to 3 (N-1)/N Ψ"),
+    "offload": ("as stage 2, beside the device", "4 Ψ", "2 Ψ", "2 (N-1)/N Ψ"),
 }
+SOURCES = {"offload": "offload/cpu.py"}  # others have an engine.py
 ROOT = Path(__file__).parent.parent
 
 
@@ -49,7 +52,18 @@ def pages():
         },
     }
     texts |= {f"{row['engine']}/README.md": {"measured": stage_table(demo, row)} for row in demo["rows"]}
+    texts["offload/README.md"] |= {
+        "capacity": "\n\n".join(capacity.as_markdown(_read(f"offload_capacity_{n}.json")) for n in (1, 4)),
+        "step_time": _module("offload.step_time").as_markdown(_read("offload_step_time.json")),
+        "delay": _module("offload.delay").as_markdown(_read("offload_delay.json")),
+        "bench": bench_results.as_markdown(_read("bench_offload.json")),
+    }
     return {ROOT / page: fill((ROOT / page).read_text(), parts) for page, parts in texts.items()}
+
+
+def _module(name):
+    """A command of an engine's own: here, as anywhere in common/, engines go by their names."""
+    return importlib.import_module(name)
 
 
 def _read(name):
@@ -73,9 +87,13 @@ def stages_table(demo, benches):
     ]
     for row in demo["rows"]:
         stage = row["engine"]
-        idea, in_fp32, in_16_bit, traffic = STAGES[stage]
+        idea, in_fp32, in_16_bit, traffic = IDEAS[stage]
         held, sent = sum(row["model_state_bytes"].values()), sum(row["wire_bytes_per_step"].values())
-        cells = [f"[`{stage}`]({stage}/README.md)", idea, str(code_lines((ROOT / stage / "engine.py").read_text()))]
+        cells = [
+            f"[`{stage}`]({stage}/README.md)",
+            idea,
+            str(code_lines((ROOT / SOURCES.get(stage, f"{stage}/engine.py")).read_text())),
+        ]
         cells += [f"{in_fp32}: {show_bytes(held)}", in_16_bit, f"{traffic}: {show_bytes(sent)}", _times(stage, benches)]
         lines.append("| " + " | ".join(cells) + " |")
     where = f"{demo['model']}, {demo['parameters']:,} parameters, {demo['precision']}, {demo['world_size']} ranks"
@@ -121,15 +139,22 @@ def stage_table(demo, row):
         measured = row["wire_bytes_per_step"].get(collective, 0)
         lines.append(f"| {collective}, sent per step | {measured:,} B | {predicted:,} B |")
     where = f"{demo['model']}, {demo['parameters']:,} parameters, {demo['precision']}, {demo['world_size']} ranks"
+    for state, measured in row.get("host_state_bytes", {}).items():
+        if measured:
+            lines.append(f"| {state}, on the host | {measured:,} B | {row['predicted_host_state_bytes'][state]:,} B |")
+    for direction, predicted in row.get("predicted_bus_bytes_per_step", {}).items():
+        lines.append(
+            f"| {direction} the bus per step | {row['bus_bytes_per_step'].get(direction, 0):,} B | {predicted:,} B |"
+        )
     return "\n".join([f"Measured by `make demo` ({where}; {demo['hardware']}):", "", *lines])
 
 
 def reduction_table(results):
     """The memory reduction by stage and world size, as Markdown."""
-    lines = ["| ranks | " + " | ".join(ENGINES) + " |", "| ---: |" + " ---: |" * len(ENGINES)]
+    lines = ["| ranks | " + " | ".join(STAGES) + " |", "| ---: |" + " ---: |" * len(STAGES)]
     cells = {(row["world_size"], row["engine"]): row for row in results["rows"]}
     for size in sorted({size for size, _ in cells}):
-        row = [cells[size, engine] for engine in ENGINES]
+        row = [cells[size, engine] for engine in STAGES]
         held = [f"{show_bytes(sum(c['model_state_bytes'].values()))} ({c['reduction']:.2f}x)" for c in row]
         lines.append(f"| {size} | " + " | ".join(held) + " |")
     return "\n".join(lines)
@@ -138,11 +163,12 @@ def reduction_table(results):
 def equivalence_table(results):
     """How many cells of the matrix have which verdict, by precision and stage, as Markdown."""
     cells = results["cells"]
-    lines = ["| precision | " + " | ".join(ENGINES) + " |", "| --- |" + " --- |" * len(ENGINES)]
+    engines = [engine for engine in ENGINES if any(cell["engine"] == engine for cell in cells)]
+    lines = ["| precision | " + " | ".join(engines) + " |", "| --- |" + " --- |" * len(engines)]
     for precision in DTYPES:
         counts = (
             Counter(c["verdict"] for c in cells if (c["engine"], c["precision"]) == (engine, precision))
-            for engine in ENGINES
+            for engine in engines
         )
         lines.append(f"| {precision} | " + " | ".join(_in_words(count) for count in counts) + " |")
     sizes = ", ".join(map(str, sorted({cell["world_size"] for cell in cells})))

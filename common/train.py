@@ -30,20 +30,31 @@ from common.measure.memory import Timeline
 from common.measure.timeline import Recording, overlap
 from common.ranks.world import launch
 
-ENGINES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
+STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
+ENGINES = (*STAGES, "offload")
 WARM_UP = 2  # steps that a throughput does not count
 TRACED = 2  # steps in a trace: what one leaves in flight travels beside the next
 
 
-def main(package, arguments=None):
-    """Entry of `python -m <package>`: parse the arguments, train, print what was measured."""
+def main(package, arguments=None, add_own=None):
+    """Entry of `python -m <package>`: parse the arguments, train, print what was measured.
+
+    Args:
+        package: exports `Engine`.
+        arguments: None are the command line's.
+        add_own: called with the parser, adds the options of this engine alone, and returns a function from the parsed
+            options to what the engine takes of them: {name: value}. It raises InputError for what cannot be.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=importlib.import_module(package).__doc__)
     add_arguments(parser)
     parser.add_argument("--generate", metavar="PROMPT", help="after training, continue this text")
     parser.add_argument(
         "--trace", metavar="FILE", help="record two steps here, for ui.perfetto.dev; not counted in timings"
     )
+    own = add_own(parser) if add_own else lambda options: {}
     options = parser.parse_args(arguments)
+    with one_line_errors():
+        options.own = own(options)
     command(_train_and_report, package, options, options=options)
 
 
@@ -203,6 +214,7 @@ def train(world, name, options, progress=None):
         bucket_mb=options.bucket_mb,
         init=models.initial_values(options.seed),
         deterministic=options.deterministic,
+        **getattr(options, "own", {}),
     )
     ours = hasattr(engine, "comm")
     run = _run_steps(world, engine, module, options, progress)
@@ -220,6 +232,11 @@ def train(world, name, options, progress=None):
         row["wire_bytes_per_step"] = run.sent
         row["wire_bytes_by_phase"] = run.by_phase
         row["predicted_wire_bytes_per_step"] = engine.predicted_wire_bytes_per_step()
+        if hasattr(engine, "host_state_bytes"):
+            row["host_state_bytes"] = engine.host_state_bytes()
+            row["predicted_host_state_bytes"] = engine.predicted_host_state_bytes()
+            row["bus_bytes_per_step"] = run.moved
+            row["predicted_bus_bytes_per_step"] = engine.predicted_bus_bytes_per_step()
     tokens = options.batch * (module.window - 1)
     timed = run.seconds[WARM_UP:]
     row["tokens_per_second"] = tokens / statistics.median(timed) if timed else None
@@ -238,7 +255,8 @@ def train(world, name, options, progress=None):
 def _run_steps(world, engine, module, options, progress):
     """Train, and return what was seen on the way."""
     batches, ours = make_batches(options), hasattr(engine, "comm")
-    run = SimpleNamespace(losses=[], seconds=[], skipped=0, sent=None, by_phase=None, timeline=None, recording=None)
+    run = SimpleNamespace(losses=[], seconds=[], skipped=0, sent=None, by_phase=None, moved=None)
+    run.timeline = run.recording = None
     last = options.steps - 1
     traced = range(last - TRACED, last) if getattr(options, "trace", None) else ()
     for step in range(options.steps):
@@ -255,7 +273,7 @@ def _run_steps(world, engine, module, options, progress):
         with run.timeline or nullcontext():
             loss, result = train_step(engine, micro_batches, options.no_sync)
         if step not in traced[:-1]:  # else what is in flight goes on beside the next step
-            _finish_step(engine, world.device)
+            finish(world.device)
         if step in traced[-1:]:
             run.recording.stop()
         if step not in traced and run.timeline is None:
@@ -263,16 +281,11 @@ def _run_steps(world, engine, module, options, progress):
         run.losses.append(loss.item())
         run.skipped += result.skipped
         if ours and not result.skipped:  # a step that is skipped sends no parameters
-            run.sent, run.by_phase = engine.comm.traffic.by_collective(), engine.comm.traffic.by_phase()
+            traffic = engine.comm.traffic
+            run.sent, run.by_phase, run.moved = traffic.by_collective(), traffic.by_phase(), traffic.on_bus()
         if progress:
             progress(step + 1, run.losses[-1])
     return run
-
-
-def _finish_step(engine, device):
-    if hasattr(engine, "comm"):
-        engine.synchronize()
-    finish(device)
 
 
 def train_step(engine, micro_batches, no_sync=False):
@@ -362,6 +375,12 @@ def _train_and_report(world, package, options):
         for states in ("model_state_bytes", "predicted_model_state_bytes")
     )
     lines.append(("model states, bytes per parameter", *per_parameter))
+    for state in ("gradients", "optimizer") if "host_state_bytes" in row else ():
+        counts = (str(row[count][state]) for count in ("host_state_bytes", "predicted_host_state_bytes"))
+        lines.append((f"{state} on the host, bytes per rank", *counts))
+    for direction, predicted in row.get("predicted_bus_bytes_per_step", {}).items():
+        measured = row["bus_bytes_per_step"].get(direction, 0)
+        lines.append((f"{direction} the bus, bytes per step", str(measured), str(predicted)))
     lines.append(("peak of live bytes", str(row["peak_bytes"]), "-"))
     speed = row["tokens_per_second"]
     lines.append(("tokens per second", f"{speed:.0f}" if speed else "- (too few steps)", "-"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from causes import grouped
 from faults import crash, hung
-from harness import STAGES, choose_exact_kernels
+from harness import ENGINES, STAGES, choose_exact_kernels
 from matrix import CELLS, QUICK
 from rich.console import Console
 
@@ -164,7 +164,7 @@ class Equivalence:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         results = {"hardware": hardware(device), "cells": list(self.rows())}
         (folder / "equivalence.json").write_text(json.dumps(results, indent=1) + "\n")
-        return verdict_table(self.cells, STAGES)
+        return verdict_table(self.cells, ENGINES)
 
 
 def verdict_table(cells, engines):
@@ -234,10 +234,11 @@ def pytest_addoption(parser):
 
 
 def pytest_generate_tests(metafunc):
-    """`engine` runs over the stages, or is the one that --engine names."""
+    """`engine` runs over the stages, and over offload in the matrix; or is the one that --engine names."""
     if "engine" in metafunc.fixturenames:
         named = metafunc.config.getoption("--engine")
-        metafunc.parametrize("engine", [named] if named else STAGES)
+        ours = ENGINES if "equivalence" in metafunc.fixturenames else STAGES
+        metafunc.parametrize("engine", [named] if named else ours)
 
 
 def pytest_configure(config):
@@ -259,13 +260,25 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """With --engine only what is about any engine; of that, with --quick, a sample."""
+    """With --engine only what is about any engine; of that, with --quick, a sample.
+
+    Offload is stage 2 in another place: a sample does for it too, but for a record and `make test-all`.
+    """
+    sampled = not config.getoption("--record") and config.option.markexpr == "not exhaustive"
+    others = [item for item in items if sampled and is_of_offload(item) and not is_quick(item)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
     if config.getoption("--engine"):
         chosen = [item for item in items if "engine" in item.fixturenames]
         if config.getoption("--quick"):
             chosen = [item for item in chosen if is_quick(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+
+
+def is_of_offload(item):
+    """Whether a test is a cell of the matrix that offload trains."""
+    return hasattr(item, "callspec") and item.callspec.params.get("engine") == "offload"
 
 
 def is_quick(item):

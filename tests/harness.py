@@ -10,6 +10,7 @@ from common.data import Batches, load_text
 from common.train import find_engine
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
+ENGINES = (*STAGES, "offload")
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
 BUCKET_MB = 0.01  # several buckets even in tiny models
 
@@ -21,7 +22,7 @@ def text():
 
 def follows(engine):
     """The stage whose formulas an engine claims: its own, or what its attribute `follows` names."""
-    stage = engine if engine in STAGES else getattr(find_engine(engine), "follows", None)
+    stage = engine if engine in ENGINES else getattr(find_engine(engine), "follows", None)
     if stage is None:
         pytest.skip("it does not say which stage's formulas it follows: set `follows`, to 'stage2_grad' for instance")
     return stage

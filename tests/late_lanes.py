@@ -5,8 +5,9 @@ import random
 import time
 from unittest import mock
 
+from common.engine import bus, tiers
 from common.ranks import collectives
-from common.ranks.lanes import Handle, ThreadLane
+from common.ranks.lanes import Handle, InlineLane, ThreadLane
 
 
 class LateLane:
@@ -49,9 +50,22 @@ class DrowsyLane(ThreadLane):
 
 
 @contextlib.contextmanager
-def on_lane(kind, rank):
-    """Within it, what is built on this rank communicates on a "late" or a "drowsy" lane of its own."""
-    lane = LateLane() if kind == "late" else DrowsyLane(rank)
-    with mock.patch.object(collectives, "lane_of", lambda group, backend: lane):
+def on_lane(kind, rank, prompt=()):
+    """Within it, what is built on this rank communicates, copies and steps on "late" or "drowsy" lanes of its own.
+
+    Those that `prompt` names run what they are given at once.
+    """
+    lanes = {}
+
+    def lane_of(group, backend, name="collectives"):
+        if name not in lanes:
+            late = LateLane() if kind == "late" else DrowsyLane(rank)
+            lanes[name] = InlineLane() if name in prompt else late
+        return lanes[name]
+
+    with contextlib.ExitStack() as patched:
+        for module in (collectives, bus, tiers):
+            patched.enter_context(mock.patch.object(module, "lane_of", lane_of))
         yield
-    lane.finish()
+    for lane in lanes.values():
+        lane.finish()

@@ -5,7 +5,7 @@ import functools
 from dataclasses import dataclass, field, replace
 
 import torch
-from harness import BUCKET_MB, STAGES, batch, or_reason
+from harness import BUCKET_MB, ENGINES, batch, or_reason
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from trap_models import CASES, LEAVE_UNUSED, STEEP, WIDTH
@@ -14,6 +14,7 @@ from common import models
 from common.engine.mixed_precision import LossScaler
 from common.train import find_engine, sha256
 
+REDUCE_AT_ONCE = ("stage2_grad", "stage3_param", "offload")  # under no_sync too
 ZOO = ("mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny", "lora-tiny")
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -298,7 +299,7 @@ def _evaluate(world, engine, step):
 
 def is_exact(engine):
     """Whether an engine claims the bits of the baseline."""
-    return engine in STAGES or getattr(find_engine(engine), "exact", False)
+    return engine in ENGINES or getattr(find_engine(engine), "exact", False)
 
 
 def as_judged(engine, cell):
@@ -315,7 +316,7 @@ def as_judged(engine, cell):
 
 def expected(engine, cell):
     """The verdicts that a cell may have. The stages promise the same bits wherever every backward reduces."""
-    if OPTIONS[cell.option].no_sync and engine in ("stage2_grad", "stage3_param"):
+    if OPTIONS[cell.option].no_sync and engine in REDUCE_AT_ONCE:
         return {"tolerance"}
     if is_exact(engine):
         return {"bitwise"}

@@ -17,7 +17,13 @@ def bytes_held(stage, ranks, precision="fp32", accumulated=False):
         "stage1_os": parameters + gradients + (total + optimizer) / ranks,
         "stage2_grad": parameters + ((total or gradients) + optimizer) / ranks,
         "stage3_param": (parameters + (total or gradients) + optimizer) / ranks,
+        "offload": parameters,  # on the device
     }[stage]
+
+
+def bytes_on_host(ranks, precision="fp32", ratio=0.0):
+    """What ZeRO-Offload keeps beside the device, in bytes per parameter: arXiv 2101.06840, sec. 3, in 16-bit 14."""
+    return (BYTES[precision] + 12) / ranks * (1 - ratio)
 
 
 def bytes_sent(stage, ranks, precision="fp32"):

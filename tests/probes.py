@@ -153,6 +153,13 @@ def no_bit_depends_on_when_the_lane_runs(world, engine, folder):
         return broken(weights=same_bits(trained(world, engine), reference))
 
 
+def no_bit_depends_on_when_the_bus_runs(world, engine, folder):
+    """Where copies run late, and the host steps as soon as it may, a training ends with the baseline's bits."""
+    reference = trained(world, "baseline:AverageAfterBackward")
+    with on_lane("late", world.rank, prompt=("host",)):
+        return broken(weights=same_bits(trained(world, engine), reference))
+
+
 def old_graphs_do_not_go_backward(world, engine, folder):
     """A graph of before a step was computed with weights that are gone: its backward raises."""
     made = small_engine(world, engine)

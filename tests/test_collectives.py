@@ -18,6 +18,8 @@ import torch.distributed as dist
 from harness import make_engine, train_step
 
 from common.engine import Bucket
+from common.engine.bus import Bus
+from common.engine.stepping import Stepper
 from common.errors import InputError
 from common.measure.traffic import Traffic
 from common.ranks import collectives
@@ -324,7 +326,8 @@ def fake_cuda(monkeypatch):
 
     def event():
         record = lambda: log.append(f"event on {current[-1].name}")  # noqa: E731
-        return SimpleNamespace(name="the event", record=record)
+        held = lambda: log.append("the host waits for the event")  # noqa: E731
+        return SimpleNamespace(name="the event", record=record, synchronize=held)
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda: FakeStream("lane", log))
     monkeypatch.setattr(torch.cuda, "stream", on)
@@ -390,6 +393,79 @@ def test_a_gather_waits_for_what_was_queued_before_it_and_not_for_the_unit_that_
     ]
 
 
+class FakeCopy:
+    """A tensor that records on which stream it is copied into."""
+
+    nbytes = 8
+
+    def __init__(self, name, cuda):
+        self.name, self.cuda = name, cuda
+
+    def copy_(self, source, non_blocking):
+        assert non_blocking
+        self.cuda.log.append(f"{self.name} is copied into on {self.cuda.current[-1].name}")
+
+
+@pytest.fixture
+def fake_bus(fake_cuda, monkeypatch):
+    """Two lanes, the collectives' and the bus', and a bucket of one piece on the host."""
+    names = iter(["collectives", "bus"])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: FakeStream(next(names), fake_cuda.log))
+    collectives, bus = StreamLane(), Bus.__new__(Bus)
+    bus._comm, bus.lane = SimpleNamespace(rank=0, owner="", traffic=Traffic()), StreamLane()
+    piece = SimpleNamespace(
+        part=slice(0, 4),
+        reduced=FakeCopy("pinned memory", fake_cuda),
+        stepped=FakeCopy("the room of parameters", fake_cuda),
+    )
+    piece.tier, piece.is_apart, piece.fresh = SimpleNamespace(on_host=True), True, None
+    bucket = SimpleNamespace(name="bucket 0", pieces=[piece], shard=lambda rank: slice(0, 4))
+    return SimpleNamespace(collectives=collectives, bus=bus, bucket=bucket, piece=piece)
+
+
+def test_a_gradient_goes_down_behind_its_reduction_and_the_host_waits_for_the_copy(fake_cuda, fake_bus):
+    log, mean = fake_cuda.log, torch.zeros(4)
+    with fake_cuda.on("main"):
+        reduction = fake_bus.collectives.submit(lambda: log.append("reduced"))
+        copied = fake_bus.bus.down(fake_bus.bucket, mean, reduction)
+        log.append("backward goes on")
+        copied.wait_on_host()
+    assert log == [
+        "collectives waits for all of main",
+        "reduced",
+        "event on collectives",
+        "bus waits for all of main",
+        "bus waits for the event",
+        "pinned memory is copied into on bus",
+        "event on bus",
+        "backward goes on",
+        "the host waits for the event",
+    ]
+
+
+def test_parameters_are_gathered_behind_the_copy_that_brings_them(fake_cuda, fake_bus):
+    log = fake_cuda.log
+    with fake_cuda.on("main"):
+        raised = fake_bus.bus.up(fake_bus.bucket)
+        fake_bus.collectives.submit(lambda: (raised.wait(), log.append("gathered")))
+    assert [line for line in log if "all of" not in line] == [
+        "the room of parameters is copied into on bus",
+        "event on bus",
+        "collectives waits for the event",
+        "gathered",
+        "event on collectives",
+    ]
+
+
+def test_the_hosts_next_step_waits_until_what_it_writes_over_has_come_up(fake_cuda, fake_bus):
+    with fake_cuda.on("main"):
+        raised = fake_bus.bus.up(fake_bus.bucket)
+    step = Stepper.__new__(Stepper)
+    step._step = lambda: fake_cuda.log.append("the host steps")
+    step.take("bucket 0", after=raised)
+    assert fake_cuda.log[-2:] == ["the host waits for the event", "the host steps"]
+
+
 def test_at_the_end_the_caller_itself_waits_for_the_stream_lane(fake_cuda):
     StreamLane().finish()
     assert fake_cuda.log == ["the caller waits for all of lane"]
@@ -421,9 +497,9 @@ def order_on_the_lane(world, stage):
     engine.synchronize()
     submit = engine.comm._submit
 
-    def logged(collective, tensor, label, *rest):
+    def logged(collective, tensor, label, *rest, **options):
         log.append(f"{collective} of {label}")
-        return submit(collective, tensor, label, *rest)
+        return submit(collective, tensor, label, *rest, **options)
 
     engine.comm._submit = logged
     for number, block in enumerate(engine.module.blocks):

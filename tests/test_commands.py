@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import STAGES, batch, make_engine
+from harness import ENGINES, batch, make_engine
 
 from common import compare, train
 
@@ -54,12 +54,14 @@ def test_compare_writes_json_markdown_and_a_picture(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     results = json.loads(path.read_text())
-    assert [row["engine"] for row in results["rows"]] == list(STAGES)
+    assert [row["engine"] for row in results["rows"]] == list(ENGINES)
     for row in results["rows"]:
         assert row["bitwise_equal_to_stage0"] is True
         assert row["relative_norm_diff_to_torch_ddp"] < 1e-2
         assert row["model_state_bytes"] == row["predicted_model_state_bytes"]
         assert row["wire_bytes_per_step"] == row["predicted_wire_bytes_per_step"]
+        assert row.get("bus_bytes_per_step") == row.get("predicted_bus_bytes_per_step")
+        assert row.get("host_state_bytes") == row.get("predicted_host_state_bytes")
         assert row["tokens_per_second"] > 0
     assert len({row["param_sha256"] for row in results["rows"]}) == 1
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -41,6 +41,7 @@ PARTS = [sorted(CASES)[part::4] for part in range(4)]
 # In stages 0 to 2 nothing is under way but what backward and step wait for themselves. So there chance adds little.
 LANES = [(stage, "late") for stage in STAGES] + [("stage3_param", "drowsy")]
 LANES += [pytest.param(stage, "drowsy", marks=pytest.mark.exhaustive) for stage in STAGES[:3]]
+LANES += [pytest.param("offload", lane, marks=pytest.mark.exhaustive) for lane in ("late", "drowsy")]
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -48,3 +49,8 @@ LANES += [pytest.param(stage, "drowsy", marks=pytest.mark.exhaustive) for stage 
 def test_a_late_lane_changes_no_bit(worlds, stage, lane, part):
     for rank in worlds(2).run(digests, stage, lane, PARTS[part]):
         assert rank == expected(worlds, part)
+
+
+def test_a_late_bus_and_a_late_host_change_no_bit(worlds):
+    for rank in worlds(2).run(digests, "offload", "late", PARTS[0]):
+        assert rank == expected(worlds, 0)

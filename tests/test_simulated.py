@@ -22,16 +22,17 @@ def simulate(stage, model, world_size, precision):
     return json.loads(run.stdout)
 
 
-CASES = [*((stage, "fp32") for stage in STAGES), ("stage2_grad", "fp16"), ("stage3_param", "fp16")]
+CASES = [*((stage, "fp32", "gpt-mini") for stage in STAGES)]
+CASES += [("stage2_grad", "fp16", "gpt-mini"), ("stage3_param", "fp16", "gpt-mini"), ("offload", "fp16", "gpt-nano")]
 
 
-@pytest.mark.parametrize(("stage", "precision"), CASES)
-def test_a_simulated_rank_of_64_counts_what_the_formula_says(stage, precision):
-    counts = simulate(stage, "gpt-mini", 64, precision)
+@pytest.mark.parametrize(("stage", "precision", "model"), CASES)
+def test_a_simulated_rank_of_64_counts_what_the_formula_says(stage, precision, model):
+    counts = simulate(stage, model, 64, precision)
     assert counts["model_state_bytes"] == counts["predicted_model_state_bytes"]
     assert counts["wire_bytes"] == counts["predicted_wire_bytes"]
     formula = bytes_held(stage, 64, precision, accumulated=precision != "fp32") * sum(
-        p.numel() for p in models.build("gpt-mini").parameters()
+        p.numel() for p in models.build(model).parameters()
     )
     assert sum(counts["model_state_bytes"].values()) == pytest.approx(formula, rel=5e-3)
     assert counts["peaks"]["activations"] > 0

@@ -6,8 +6,9 @@ Conventions as in `common.measure`: model states as they stand just before an up
 import weakref
 from collections import Counter
 
+import torch
+
 from common.engine.layout import length
-from common.engine.tensors import tensors_of_state
 from common.measure.memory import storage_bytes, storage_id
 
 
@@ -36,34 +37,26 @@ class Accounts:
             "parameters": storage_bytes(live["parameters"] + live["gathered units"]),
             "gradients": storage_bytes(live["gradients"] + live["buckets in flight"]),
         }
-        self._summed = {bucket for bucket in self._engine.buckets if bucket.carried is not None}
+        self._held_on_host = {"parameters": 0, "gradients": storage_bytes(self.live_on_host()["gradients"])}
+        self._summed = {b for b in self._engine.buckets if any(piece.carried is not None for piece in b.pieces)}
         self._last_step = max(1, self.backwards), self.reductions
 
     def forget(self):
         """The gradients since the last step are gone."""
         self.backwards = self.reductions = 0
 
-    def held(self):
+    def held(self, on_host=False):
         """See `EngineBase.model_state_bytes`."""
         if self._held is None:
             return None
+        if on_host:
+            return {**self._held_on_host, "optimizer": storage_bytes(self.live_on_host()["optimizer"])}
         return {**self._held, "optimizer": storage_bytes(self.live()["optimizer"])}
 
-    def predicted_held(self):
+    def predicted_held(self, on_host=False):
         """See `EngineBase.predicted_model_state_bytes`."""
-        engine, predicted = self._engine, {"parameters": 0, "gradients": 0, "optimizer": 0}
-        for bucket in engine.buckets + engine.frozen:
-            owned, itemsize = engine.owned(bucket), bucket.kind.dtype.itemsize
-            predicted["parameters"] += length(owned.parameters) * itemsize
-            if bucket.kind.trainable:
-                per_element, per_tensor = self._optimizer_bytes
-                masters = 4 if bucket.sixteen_bit else 0
-                summed = bucket in self._summed
-                predicted["gradients"] += length(owned.optimizer) * 4 if summed else 0
-                if bucket.packs_in_place or not summed:
-                    predicted["gradients"] += length(owned.gradients) * itemsize
-                predicted["optimizer"] += length(owned.optimizer) * (masters + per_element) + per_tensor
-        return predicted
+        buckets = self._engine.buckets + self._engine.frozen
+        return predicted_states(self._engine, buckets, self._optimizer_bytes, self._summed, on_host)
 
     def predicted_sent(self):
         """See `EngineBase.predicted_wire_bytes_per_step`."""
@@ -82,10 +75,20 @@ class Accounts:
         predicted["broadcast"] += backwards * engine.buffers.nbytes * engine.comm.broadcast_copies()
         return {collective: sent for collective, sent in sorted(predicted.items()) if sent}
 
+    def predicted_on_bus(self):
+        """Bytes that cross the bus in a step, by direction: summed from the engine's table `moves`."""
+        engine, predicted = self._engine, Counter()
+        for bucket in engine.buckets:
+            numel = sum(length(part) for part, tier in engine.placed(bucket) if tier.on_host)
+            for direction, times in engine.moves(bucket, self._last_step[1]).items():
+                predicted[direction] += times * numel * bucket.kind.dtype.itemsize
+        return {direction: moved for direction, moved in sorted(predicted.items()) if moved}
+
     def live(self):
         """See `EngineBase.live`."""
         engine = self._engine
         buckets, everything = engine.buckets, engine.buckets + engine.frozen
+        pieces = [p for b in buckets for p in b.pieces if p.tier is None or not p.tier.on_host]
         handles = [h for b in everything for h in (b.handle, b.gathering) if h is not None]
         # What freed weights read as, a number for each, is not counted.
         nothing = {storage_id(b.nothing.numbers) for b in everything if b.nothing is not None}
@@ -93,13 +96,63 @@ class Accounts:
         live = {
             "gathered units": [b.full for b in everything],
             "parameters": [b.parameters for b in everything] + parameters,
-            "gradients": [b.gradients for b in buckets] + [b.carried for b in buckets],
-            "optimizer": [b.master for b in buckets if b.sixteen_bit] + tensors_of_state(engine.optimizer),
+            "gradients": [b.gradients for b in buckets] + [p.carried for p in pieces] + _rooms(pieces),
+            "optimizer": [p.master for p in pieces if p.is_apart] + _states(engine, pieces),
             "receive buffer": [engine.comm.room],
             "buckets in flight": [b.local for b in buckets]
             + [total for b in buckets for total in b.sums.values()]
-            + [b.master.grad for b in buckets]
+            + [p.master.grad for p in pieces]
             + [p.grad for p in engine.bucket_of]
             + [tensor for handle in handles for tensor in handle.buffers],
         }
         return {name: [tensor for tensor in tensors if tensor is not None] for name, tensors in live.items()}
+
+    def live_on_host(self):
+        """The tensors of pieces that lie on the host, by class, its buffers last."""
+        pieces = [p for b in self._engine.buckets for p in b.pieces if p.tier is not None and p.tier.on_host]
+        live = {
+            "gradients": [p.carried for p in pieces] + _rooms(pieces),
+            "optimizer": [p.master for p in pieces] + _states(self._engine, pieces),
+            "buffers": [p.tier.room for p in pieces],
+        }
+        return {name: [tensor for tensor in tensors if tensor is not None] for name, tensors in live.items()}
+
+
+def _rooms(pieces):
+    return [room for piece in pieces if piece.tier is not None for room in (piece.reduced, piece.spare)]
+
+
+def _states(engine, pieces):
+    states = [engine.optimizer.state.get(piece.master, {}) for piece in pieces]
+    return [value for state in states for value in list(state.values()) if torch.is_tensor(value)]
+
+
+def predicted_states(engine, buckets, optimizer_bytes, summed=(), on_host=False):
+    """Bytes of model states that the ownership and placement tables foresee, padding included.
+
+    Args:
+        engine: whose tables they are.
+        buckets: trainable ones, and frozen ones.
+        optimizer_bytes: of the optimizer's state, per element and per tensor.
+        summed: the buckets in which 16-bit gradients of several backwards add up, in fp32.
+        on_host: what lies on the host instead of the device.
+
+    Returns:
+        {"parameters": n, "gradients": n, "optimizer": n}
+    """
+    (per_element, per_tensor), predicted = optimizer_bytes, {"parameters": 0, "gradients": 0, "optimizer": 0}
+    for bucket in buckets:
+        owned, itemsize = engine.owned(bucket), bucket.kind.dtype.itemsize
+        if not on_host:
+            predicted["parameters"] += length(owned.parameters) * itemsize
+        for part, tier in engine.placed(bucket) if bucket.kind.trainable else ():
+            if on_host != (tier is not None and tier.on_host):
+                continue
+            apart = bucket.sixteen_bit or (tier is not None and tier.apart)
+            predicted["optimizer"] += length(part) * ((4 if apart else 0) + per_element) + per_tensor
+            predicted["gradients"] += length(part) * 4 if bucket in summed else 0
+            if tier is not None:
+                predicted["gradients"] += length(part) * itemsize * (1 + tier.spares)
+            elif bucket.packs_in_place or bucket not in summed:
+                predicted["gradients"] += length(owned.gradients) * itemsize
+    return predicted

@@ -27,6 +27,7 @@ from common.engine.hooks import Hook, remove_with
 from common.engine.mixed_precision import LossScaler, dtype_of, gradient_norm, overflow_flag
 from common.engine.tensors import host_value, map_tensors
 from common.engine.uses import Uses
+from common.engine.whole import whole_state
 from common.errors import InputError
 from common.measure.memory import storage_id
 from common.ranks.collectives import Collectives
@@ -107,7 +108,7 @@ class EngineBase:
         try:
             self.dtype = dtype_of(precision)
             door.check_numbers(clip_norm, bucket_mb)
-            optimizer_bytes, settings["the optimizer"] = door.check_elementwise(optimizer, self.comm.device)
+            self.optimizer_bytes, settings["the optimizer"] = self.check_optimizer(optimizer)
             self.param_groups = door.check_groups(model, param_groups)
             settings["param_groups"] = [door.plain(group) for group in self.param_groups]
             self._kept_fp32 = door.check_kept(model, keep_fp32)
@@ -125,6 +126,7 @@ class EngineBase:
         self.handles = []  # of the hooks on the model
         remove_with(self, self.handles)
         self.syncing, self.recording, self.reducing = True, False, False
+        self.updates = 0  # of the parameters, in all; checkpoints keep the number
         self.naming = self.stepping = self._failed = False
         self._initial = building.InitialValues(model, self.param_groups, init, self.comm)
         self.partition()
@@ -136,9 +138,10 @@ class EngineBase:
         engine_of.update((id(parameter), self) for parameter in self.bucket_of)
         self.begin_backward()
         self.buffers = Buffers(model, self.comm, broadcast_buffers)
-        self.uses, self.guards, self.accounts = Uses(self), Guards(self), Accounts(self, optimizer_bytes)
+        self.uses, self.guards, self.accounts = Uses(self), Guards(self), Accounts(self, self.optimizer_bytes)
         self._factor = None  # what the step's gradients are multiplied by
         self.optimizer = optimizer(self._shard_groups(param_groups))
+        building.adopt_states(self.optimizer, self.buckets)
         self.optimizer.register_step_pre_hook(Hook(self.guards.before_optimizer))
 
     # ---- the calls of a training loop -------------------------------------------------------------------------
@@ -153,7 +156,7 @@ class EngineBase:
         """The module's own forward; floating inputs are cast to the precision."""
         self.comm.traffic.phase = "forward"
         if self._failed:
-            self.synchronize()
+            self.settle()
             self.zero_grad()
         self.guards.check_parameters()
         self._begin_gradients()
@@ -228,6 +231,7 @@ class EngineBase:
         if not all(bucket.has_gradient for bucket in self.buckets):
             raise RuntimeError("step() without a backward() since the last step")
         self.comm.traffic.phase = "step"
+        self.begin_step()
         norm, scale, self._factor = None, self._scale, None
         if any(bucket.scales - {scale} for bucket in self.buckets):
             raise RuntimeError(
@@ -242,10 +246,12 @@ class EngineBase:
             self._factor = 1 / scale
         if self.clip_norm is not None:
             norm = gradient_norm(self.buckets, self.comm) / scale
-            self._factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0) / scale
+            # On the CPU, where a number multiplies a tensor on any device.
+            self._factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0).cpu() / scale
             norm = host_value(norm, 0.0)
         self.accounts.before_update()
         self.update()
+        self.updates += 1
         # A graph of before this step computes with weights that are gone: its backward raises, as without an engine.
         torch.autograd.graph.increment_version([p for p in self.bucket_of if p.requires_grad])
         if self.loss_scaler is not None:
@@ -268,13 +274,21 @@ class EngineBase:
             gradient = self.comm.scratch(len(gradient), torch.float32).copy_(gradient)
         if self._factor is not None:
             gradient.mul_(self._factor)
-        bucket.master.grad, self.stepping = gradient, True
+        bucket.master.grad = gradient
         try:
-            self.optimizer.step()  # passes over the shards that have no gradient
+            self.show_step()  # passes over the shards that have no gradient
         finally:
-            bucket.master.grad, self.stepping = None, False
+            bucket.master.grad = None
         if bucket.sixteen_bit:
             bucket.stepped.copy_(bucket.master.detach())
+
+    def show_step(self):
+        """The optimizer's own step. Schedulers and hooks watch it, so it is called where pieces step by themselves."""
+        self.stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self.stepping = False
 
     def zero_grad(self):
         """Drop the gradients since the last step."""
@@ -306,6 +320,10 @@ class EngineBase:
 
     # ---- phases that not every stage has ----------------------------------------------------------------------
 
+    def check_optimizer(self, optimizer):
+        """At the door: whether it can step where its states will lie; see `door.check_elementwise`."""
+        return door.check_elementwise(optimizer, self.comm.device)
+
     def begin_forward(self):
         """Before the module runs."""
 
@@ -315,8 +333,15 @@ class EngineBase:
     def begin_backward(self):
         """Before autograd runs."""
 
+    def begin_step(self):
+        """Before the step decides."""
+
     def synchronize(self):
         """Return when the module's parameters may be read."""
+
+    def settle(self):
+        """Wait for what is under way, and begin nothing."""
+        self.synchronize()
 
     @contextlib.contextmanager
     def gathered(self, *modules):
@@ -360,15 +385,7 @@ class EngineBase:
         """
         self.synchronize()
         self.buffers.broadcast()
-        values = {}
-        for bucket in self.buckets + self.frozen:
-            whole = self._whole(bucket)
-            for name, parameter in bucket.members.items():
-                values[parameter] = bucket.view(whole, name).detach().cpu().clone()
-        state = self.state_as_it_stands()
-        return {
-            key: values[tensor] if tensor in values else tensor.detach().cpu().clone() for key, tensor in state.items()
-        }
+        return whole_state(self)
 
     def state_as_it_stands(self):
         """model.state_dict() with the parameters and buffers themselves, whole or not: for its keys."""
@@ -377,14 +394,6 @@ class EngineBase:
             return self._module.state_dict(keep_vars=True)
         finally:
             self.naming = False
-
-    def _whole(self, bucket):
-        kept = bucket.master.detach() if bucket.kind.trainable and bucket.sixteen_bit else bucket.parameters
-        if len(kept) == bucket.padded_numel:
-            return kept
-        whole = torch.empty(bucket.padded_numel, dtype=kept.dtype, device=kept.device)
-        self.comm.all_gather(kept, whole, bucket.name).wait()
-        return whole
 
     def save(self, path, extra=None):
         """Write a checkpoint that any stage at any world size can load. A collective; see `checkpoint.py`."""
@@ -408,7 +417,11 @@ class EngineBase:
         for parameter in bucket.members.values():
             parameter.grad = None  # of a time before the engine
             self.bucket_of[parameter] = bucket
-        building.allocate(bucket, self.owned(bucket), whole)
+        building.allocate(bucket, self.owned(bucket), self.placed(bucket), whole)
+
+    def placed(self, bucket):
+        """The placement table: what `owned` gives the optimizer, cut into (part, tier). Here uncut, on the device."""
+        return [(self.owned(bucket).optimizer, None)]
 
     def dtype_of(self, name, parameter):
         """What a parameter is kept in: the precision, if it was built in fp32 and `keep_fp32` does not name it."""
@@ -430,7 +443,7 @@ class EngineBase:
     def _shard_groups(self, param_groups):
         shards = [[] for _ in self.param_groups]
         for bucket in self.buckets:
-            shards[bucket.kind.group].append(bucket.master)
+            shards[bucket.kind.group] += [piece.master for piece in bucket.pieces]
         if param_groups is None:
             return shards[0]
         return [{**group, "params": own} for group, own in zip(self.param_groups, shards, strict=True)]

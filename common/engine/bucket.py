@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from common.engine.layout import Run
+from common.engine.piece import Piece
 
 
 @dataclass(frozen=True)
@@ -17,20 +18,18 @@ class Owned:
     optimizer: slice
 
 
-class Bucket(Run):
+class Bucket(Run, Piece):
     """A run, with the tensors that this rank holds of it.
 
     `scale_of_backward`, one for all buckets of a process, is the loss scale of the backward that runs, of whichever
     engine; None while none does.
 
     Attributes:
-        parameters, gradients: flat tensors, as long as `owned` says. None for the gradients of frozen parameters.
-        stepped: the optimizer's part of `parameters`.
-        master: what the optimizer steps, an nn.Parameter: `stepped` itself or, if that is 16-bit, a copy in fp32.
-        reduced: the optimizer's part of `gradients`, where the mean gradient arrives.
-        carried: the sum of the step's earlier means, in fp32, where `reduced` does not hold it.
+        parameters, gradients: flat tensors, as long as `owned` says. None for the gradients of frozen parameters, and
+            where they lie in pieces.
         handle: the reduction under way in this backward.
         gathering: the all-gather of parameters under way.
+        stepping, rising: of a bucket in tiers, the steps of its pieces under way, and the copy of what they made.
         full, unit: the whole run of parameters where it is not kept, and the unit it belongs to.
         views, nothing: what each parameter, by name, is where `full` holds it, and a `units.Nothing` for where it does
             not.
@@ -40,9 +39,12 @@ class Bucket(Run):
     scale_of_backward = None
 
     def __init__(self, named_parameters, kind, world_size):
-        super().__init__(named_parameters, kind, world_size)
+        Run.__init__(self, named_parameters, kind, world_size)
         self.members = dict(named_parameters)  # name -> the model's own parameter
-        self.parameters = self.gradients = self.stepped = self.master = self.reduced = self.local = None
+        Piece.__init__(self)
+        self.cut_into = ()  # pieces
+        self.parameters = self.gradients = self.local = None
+        self.stepping = self.rising = None
         self.full = self.handle = self.gathering = self._unit = self.views = self.nothing = None
         self.storages = set()
         self.fires_in_parts = False  # reentrant checkpoints give a weight they share its gradient in parts
@@ -53,14 +55,13 @@ class Bucket(Run):
         self.reported = set()  # names whose gradient came in this backward
         self._filled = set()  # names whose place in `local` holds a gradient
         self.sums = {}  # name -> fp32 sum of gradients that came one by one, and have not travelled
-        self.carried = None
         self.has_gradient = False
         self.handle = None
         self.scales = set()  # the loss scales under which its gradients came
         if self.local is not self.gradients:
             self.local = None
-        if self.master is not None:
-            self.master.grad = None
+        for piece in self.pieces:
+            piece.carried = None
 
     @property
     def local(self):
@@ -91,19 +92,24 @@ class Bucket(Run):
         return bool(self._filled) or self.handle is not None
 
     @property
+    def pieces(self):
+        """What the optimizer steps, end to end: the bucket as it is or, where a placement table cuts it, several."""
+        return self.cut_into or (self,)
+
+    @property
     def sixteen_bit(self):
         """The parameters are rounded, so that the optimizer needs fp32 master weights beside them."""
         return self.kind.dtype != torch.float32
 
     @property
-    def packs_in_place(self):
-        """Gradients are packed where they are kept."""
-        return self.local is self.gradients
+    def masters_are_apart(self):
+        """What is written to its parameters is lost in the next step, which makes them from masters elsewhere."""
+        return self.kind.trainable and any(piece.is_apart for piece in self.pieces)
 
     @property
-    def mean(self):
-        """The mean gradient since the last step: of one backward as it arrived, of several the sum, in fp32."""
-        return self.reduced if self.carried is None else self.carried
+    def packs_in_place(self):
+        """Gradients are packed where they are kept."""
+        return self.gradients is not None and self.local is self.gradients
 
     def pack(self, name, gradient):
         """Move a gradient to its place in `local`. One that finds another there, left by `no_sync`, adds in fp32."""
@@ -131,12 +137,13 @@ class Bucket(Run):
             if name not in self._filled:
                 self._places[name].zero_()
         self.local[self.numel :].zero_()
-        self._resize_gradients(self.gradients.nbytes)
+        if self.gradients is not None:
+            self._resize_gradients(self.gradients.nbytes)
 
     def _make_room(self):
-        # An earlier backward's mean stands aside before this one's gradients or their mean arrive in its place.
-        if self.has_gradient and self.carried is None:
-            self.carried = self.reduced.to(torch.float32, copy=True)
+        if self.has_gradient:
+            for piece in self.pieces:
+                piece.set_aside()
         self.has_gradient = False
 
     def arrive(self):
@@ -145,15 +152,14 @@ class Bucket(Run):
         16-bit gradients would lose small ones in a growing sum. So they add up in fp32, and where their own room has
         no other use it gives way to that sum.
         """
+        if self.cut_into:  # some of it is the host's
+            self.handle.wait_on_host()
         self.handle.wait()
         self.handle = None
-        if self.carried is not None and self.sixteen_bit:
-            self.carried.add_(self.reduced)
-            if not self.packs_in_place:
-                self._resize_gradients(0)
-        elif self.carried is not None:
-            self.reduced.add_(self.carried)
-            self.carried = None
+        for piece in self.pieces:
+            piece.add_up()
+        if self.carried is not None and not self.packs_in_place:
+            self._resize_gradients(0)
         self._filled.clear()
         self.has_gradient = True
 

@@ -34,7 +34,8 @@ from safetensors.torch import save_file
 
 from common.engine.checkpoint_index import FILE_NAME, flush, read_index, replace_index
 from common.engine.encoding import decode, detached, encode
-from common.engine.layout import distinct, within
+from common.engine.layout import distinct, length, within
+from common.engine.piece import end_to_end
 from common.errors import InputError
 
 
@@ -138,8 +139,9 @@ def _shards(engine):
         owned, shard = engine.owned(bucket), bucket.shard(rank)
         if bucket.kind.trainable:
             kept = owned.optimizer
-            flats = {"parameters": bucket.master.detach()}
-            flats |= {f"optimizer/{name}": values for name, values in _states(engine, bucket)[0].items()}
+            flats = {"parameters": end_to_end([piece.master for piece in bucket.pieces], "cpu")}
+            states = [_states(engine, piece)[0] for piece in bucket.pieces]
+            flats |= {f"optimizer/{name}": end_to_end([s[name] for s in states], "cpu") for name in states[0]}
         else:
             kept = owned.parameters
             flats = {"parameters": bucket.parameters}
@@ -156,8 +158,8 @@ def _index(engine, tensors):
     """What the files hold. Rank 0 writes it, and adds the tensors among scalars and options to its own `tensors`."""
     parameters = {}
     for bucket in engine.buckets + engine.frozen:
-        elementwise, scalars = _states(engine, bucket)
-        values = bucket.master if bucket.kind.trainable else bucket.parameters
+        elementwise, scalars = _states(engine, bucket.pieces[0])
+        values = bucket.pieces[0].master if bucket.kind.trainable else bucket.parameters
         for slot in bucket.slots.values():
             parameters[slot.name] = {
                 "shape": list(slot.shape),
@@ -176,16 +178,17 @@ def _index(engine, tensors):
         "world_size": engine.world_size,
         "optimizer": type(engine.optimizer).__name__,
         "groups": encode(groups, tensors, "the optimizer's groups"),
+        "updates": engine.updates,
         "loss_scaler": engine.loss_scaler and engine.loss_scaler.state_dict(),
         "buffers": {name: list(buffer.shape) for name, buffer in _buffers(engine)},
         "parameters": parameters,
     }
 
 
-def _states(engine, bucket):
-    """The optimizer's states of a bucket: those with a number for each element, and the others, such as `step`."""
-    states = engine.optimizer.state.get(bucket.master, {})
-    elementwise = {k: v for k, v in states.items() if torch.is_tensor(v) and v.shape == bucket.master.shape}
+def _states(engine, piece):
+    """The optimizer's states of a piece: those with a number for each element, and the others, such as `step`."""
+    states = engine.optimizer.state.get(piece.master, {})
+    elementwise = {k: v for k, v in states.items() if torch.is_tensor(v) and v.shape == piece.master.shape}
     return elementwise, {k: v for k, v in states.items() if k not in elementwise}
 
 
@@ -261,9 +264,11 @@ def _overlaps(bucket, part, index):
                 yield rank, f"{slot.name}@{start}", slice(common.start - at, common.stop - at), within(common, part)
 
 
-def _read(kind, bucket, part, index, files):
-    """Elements `part` of a bucket's parameters or states, on the CPU; padding is zero."""
-    values = torch.zeros(part.stop - part.start, dtype=torch.float32 if bucket.kind.trainable else bucket.kind.dtype)
+def _read(kind, bucket, part, index, files, values=None):
+    """Elements `part` of a bucket's parameters or states, on the CPU, in `values` if given; padding is zero."""
+    if values is None:
+        values = torch.empty(length(part), dtype=torch.float32 if bucket.kind.trainable else bucket.kind.dtype)
+    values.zero_()
     for rank, name, there, here in _overlaps(bucket, part, index):
         values[here] = files[rank].get_slice(f"{kind}/{name}")[there]
     return values
@@ -276,7 +281,9 @@ def _fill_model(engine, index, files):
         values = _read("parameters", bucket, owned.parameters, index, files)
         bucket.parameters.copy_(values)
         if bucket.kind.trainable:  # a view of the parameters, or an fp32 master of its own
-            bucket.master.copy_(values[within(owned.optimizer, owned.parameters)])
+            for piece in bucket.pieces:
+                piece.master.copy_(values[within(piece.part, owned.parameters)])
+    engine.updates = index.get("updates", 0)  # checkpoints of before offload/ do not have it
     if engine.loss_scaler and index["loss_scaler"]:
         engine.loss_scaler.load_state_dict(index["loss_scaler"])
     for name, buffer in _buffers(engine):
@@ -290,13 +297,14 @@ def _fill_optimizer(engine, index, files):
     fresh = optimizer.state_dict()
     groups = decode(index["groups"], files[0])
     fresh["param_groups"] = [{**now, **then} for now, then in zip(fresh["param_groups"], groups, strict=True)]
-    bucket_of = {bucket.master: bucket for bucket in engine.buckets}
+    place_of = {piece.master: (bucket, piece) for bucket in engine.buckets for piece in bucket.pieces}
     masters = [master for group in optimizer.param_groups for master in group["params"]]
-    for number, bucket in enumerate(bucket_of[master] for master in masters):
+    for number, (bucket, piece) in enumerate(place_of[master] for master in masters):
         saved = index["parameters"][next(iter(bucket.slots))]  # all parameters have been stepped equally often
         states = decode(saved["scalars"], files[0])
         for name in saved["states"]:
-            states[name] = _read(f"optimizer/{name}", bucket, engine.owned(bucket).optimizer, index, files)
+            room = None if piece.tier is None else piece.tier.empty_like(piece.master)
+            states[name] = _read(f"optimizer/{name}", bucket, piece.part, index, files, room)
         fresh["state"][number] = states
     optimizer.load_state_dict(fresh)  # moves them to the device
 

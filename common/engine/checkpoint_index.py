@@ -54,6 +54,8 @@ def _intact(contents):
     """Whether `save` can have written this index. A digest is soon made anew, so names must stay in the folder too."""
     if not _has_form(contents, INDEX) or contents["sha256"] != digest(contents["index"]):
         return False
+    if not isinstance(contents["index"].get("updates", 0), int):
+        return False
     names = [entry["name"] for entry in contents["index"]["files"]]
     return len(names) == contents["index"]["world_size"] and all(map(FILE_NAME.fullmatch, names))
 

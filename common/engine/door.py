@@ -26,8 +26,13 @@ def check_numbers(clip_norm, bucket_mb):
         raise InputError(f"bucket_mb={bucket_mb}: a bucket needs a size above 0")
 
 
-def check_elementwise(optimizer, device):
+def check_elementwise(optimizer, device, refusal="the optimizer does not work element by element"):
     """Probe that the optimizer steps 64 elements as it steps their two halves, one after the other, as engines do.
+
+    Args:
+        optimizer: the factory.
+        device: where it is to step.
+        refusal: what to say where it fails there.
 
     Returns:
         Bytes of state per element and per tensor; what it is, as text.
@@ -51,7 +56,7 @@ def check_elementwise(optimizer, device):
                     probe.step()
                     part.grad = None
         except Exception as error:
-            raise InputError(_not_elementwise(f"it fails on a flat shard: {error}")) from error
+            raise InputError(_not_elementwise(f"it fails on a flat shard: {error}", refusal)) from error
         stepped[length] = torch.cat([part.detach() for part in parts])
         state_bytes[length] = storage_bytes(tensors_of_state(probe)) // len(parts)
     if not host_value((stepped[64] == stepped[32]).all(), True):
@@ -82,9 +87,9 @@ def plain(options):
     return {name: value for name, value in options.items() if isinstance(value, plain) and name != "params"}
 
 
-def _not_elementwise(why):
+def _not_elementwise(why, refusal="the optimizer does not work element by element"):
     return (
-        f"the optimizer does not work element by element ({' '.join(why.split())}), so its step on a shard would "
+        f"{refusal} ({' '.join(why.split())}), so its step on a shard would "
         "depend on what other ranks hold; use AdamW, Adam, SGD, Adagrad or RMSprop"
     )
 

@@ -52,7 +52,7 @@ class Guards:
     def _before_load_state_dict(self, module, *_):
         bucket_of = self._engine.bucket_of
         own = [bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of]
-        if any(bucket.full is not None or (bucket.sixteen_bit and bucket.kind.trainable) for bucket in own):
+        if any(bucket.full is not None or bucket.masters_are_apart for bucket in own):
             raise RuntimeError(
                 "load_state_dict() reaches the model's weights, which this engine only makes from those it keeps; load "
                 "before the engine is built, or use engine.save() and engine.load()"

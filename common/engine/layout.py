@@ -144,6 +144,12 @@ def length(part):
     return part.stop - part.start
 
 
+def cut_in_two(part, fraction):
+    """The first `fraction` of a slice, in whole multiples of ALIGNMENT, and the rest of it."""
+    at = part.start + round(fraction * length(part) / ALIGNMENT) * ALIGNMENT
+    return slice(part.start, at), slice(at, part.stop)
+
+
 def within(part, kept):
     """The slice `part` of a run, counted from where `kept` begins."""
     return slice(part.start - kept.start, part.stop - kept.start)

@@ -11,6 +11,7 @@ import torch
 
 from common.errors import InputError
 
+CHUNK = 2**20  # elements of a gradient whose squares are added at a time: a float64 copy of 8 MB
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -84,8 +85,8 @@ def overflow_flag(buckets, comm):
         fp32 tensor [1].
     """
     finite = torch.ones(1, device=comm.device)
-    for bucket in buckets:
-        finite *= bucket.mean.isfinite().all()
+    for piece in (piece for bucket in buckets for piece in bucket.pieces):
+        finite *= piece.mean.isfinite().all()
     return comm.maximum(1 - finite, "the overflow flag")
 
 
@@ -96,18 +97,19 @@ def gradient_norm(buckets, comm):
     whole gradient adds the same numbers in the same order, so all stages get the same norm.
 
     Args:
-        buckets: their `mean` gradients are one shard each, or all N of them end to end.
+        buckets: the `mean` gradients of their pieces are one shard each, or all N of them end to end.
         comm: the `Collectives`; asked only when a rank holds one shard.
 
     Returns:
         fp32 scalar tensor.
     """
-    held = len(buckets[0].reduced) // buckets[0].shard_numel  # 1 or N
+    held = sum(len(piece.mean) for piece in buckets[0].pieces) // buckets[0].shard_numel  # 1 or N
     squares = torch.zeros(held, dtype=torch.float64, device=comm.device)
     for bucket in buckets:
-        for index, shard in enumerate(bucket.mean.split(bucket.shard_numel)):
-            for chunk in shard.split(2**20):  # a float64 copy of 8 MB at a time
-                squares[index] += chunk.double().square().sum()
+        for index in range(held):
+            for start in range(0, bucket.shard_numel, CHUNK):
+                chunk = slice(start, min(start + CHUNK, bucket.shard_numel))
+                squares[index] += _in_float64(bucket, index * bucket.shard_numel, chunk).square().sum()
     if held < comm.size:
         own, squares = squares, torch.empty(comm.size, dtype=torch.float64, device=comm.device)
         comm.all_gather(own, squares, "the gradient norm").wait()
@@ -115,3 +117,13 @@ def gradient_norm(buckets, comm):
     for square in squares[1:]:
         total += square
     return total.sqrt().float()
+
+
+def _in_float64(bucket, begin, chunk):
+    """A chunk of the mean gradient from element `begin` on, put together from the pieces that hold it."""
+    parts, reached = [], 0
+    for piece in bucket.pieces:
+        part = slice(max(0, begin + chunk.start - reached), max(0, begin + chunk.stop - reached))
+        parts.append(piece.mean[part].double())
+        reached += len(piece.mean)
+    return parts[0] if len(parts) == 1 else torch.cat([part.cpu() for part in parts])

@@ -7,17 +7,19 @@ import textwrap
 
 import matplotlib.pyplot as plt
 
-from common.measure.memory import CLASSES
+from common.measure.memory import CLASSES, HOST
 
 # One colour per class in every picture; a palette that colour-blind readers can tell apart.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", "#CC79A7", "#BBBBBB")
 COLORS = dict(zip(CLASSES, PALETTE, strict=True))
+HOST_COLOR = "#F0E442"  # what lies on the host, and what crosses the bus to it: drawn apart, or below the axis
 PHASE_COLORS = {"forward": "#0072B2", "backward": "#D55E00", "step": "#009E73"}
 LABELS = {
     "stage0_ddp": "stage 0\nDDP",
     "stage1_os": "stage 1\n$P_{os}$",
     "stage2_grad": "stage 2\n$P_{os+g}$",
     "stage3_param": "stage 3\n$P_{os+g+p}$",
+    "offload": "offload\n$P_{os+g}$ + host",
 }
 STEP_COLORS = {"ours": "#0072B2", "others": "#BBBBBB"}
 MARKERS = "osD^vPX*<>h"
@@ -45,6 +47,7 @@ def memory_by_stage(axes, rows):
                 )
                 bottoms[kind] += size
         axes.text(position - 0.2, bottoms["measured"], f"{bottoms['measured']:.2f}", ha="center", va="bottom")
+        _below(axes, position, row)
     axes.bar(0, 0, color="white", edgecolor="black", hatch="///", label="predicted")
     _stage_axis(axes, rows, headroom=1.12)
     axes.set_ylabel("MB per rank")
@@ -52,10 +55,26 @@ def memory_by_stage(axes, rows):
     axes.legend(frameon=False)
 
 
+def _below(axes, position, row):
+    """What the rank keeps on the host, below the axis."""
+    if "host_state_bytes" in row:
+        sizes = [-sum(row[key].values()) / 1e6 for key in ("host_state_bytes", "predicted_host_state_bytes")]
+        axes.bar(position - 0.2, sizes[0], 0.36, color=HOST_COLOR, edgecolor=HOST_COLOR, label=HOST)
+        axes.bar(position + 0.2, sizes[1], 0.36, color="white", edgecolor=HOST_COLOR, hatch="///")
+        axes.text(position - 0.2, sizes[0], f"{-sizes[0]:.2f}", ha="center", va="top")
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.set_ylim(bottom=1.15 * sizes[0])
+
+
 def memory_timeline(axes, samples, title):
     """Live bytes by class through one step; the phases are marked."""
-    totals = [[now[name] / 1e6 for _, now in samples] for name in CLASSES]
+    totals = [[now.get(name, 0) / 1e6 for _, now in samples] for name in (*CLASSES, HOST)]
+    *totals, on_host = totals
     axes.stackplot(range(len(samples)), totals, labels=CLASSES, colors=[COLORS[name] for name in CLASSES], step="post")
+    if any(on_host):
+        below = [-size for size in on_host]
+        axes.fill_between(range(len(samples)), below, color=HOST_COLOR, step="post", label=HOST)
+        axes.axhline(0, color="black", linewidth=0.8)
     phases = [phase for phase, _ in samples]
     for line, phase in enumerate(PHASES):
         if phase in phases:
@@ -65,8 +84,9 @@ def memory_timeline(axes, samples, title):
             axes.axvline(first, color="black", linewidth=0.8, linestyle=":")
             axes.text(first, height, f" {phase} ", va="top", ha=side, transform=axes.get_xaxis_transform())
     axes.set_xlim(0, len(samples) - 1)
-    highest = max(sum(now.values()) for _, now in samples) / 1e6
-    axes.set_ylim(0, max(axes.get_ylim()[1], 1.1 * highest))  # beside others the highest of all counts
+    highest, lowest = max(map(sum, zip(*totals, strict=True))), -1.1 * max(on_host)
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(min(bottom, lowest), max(top, 1.1 * highest))  # beside others the highest of all counts
     axes.set_xlabel("operations")
     axes.set_ylabel("live MB")
     axes.set_title(title)
@@ -87,6 +107,9 @@ def wire_by_phase(axes, rows):
                 label=phase if position == 0 else None,
             )
             bottom += size
+        if "bus_bytes_per_step" in row:
+            moved = sum(row["bus_bytes_per_step"].values()) / 1e6
+            axes.bar(position + 0.38, moved, 0.2, color=HOST_COLOR, label="down and up the bus")
         predicted = sum(row["predicted_wire_bytes_per_step"].values()) / 1e6
         label = "predicted" if position == 0 else None
         axes.plot(position, predicted, "D", color="white", markeredgecolor="black", label=label)
@@ -125,8 +148,9 @@ def comparison(results, timelines):
     wire_by_phase(right, rows)
     for axes, row in zip(bottom.subplots(1, len(rows), sharey=True, squeeze=False)[0], rows, strict=True):
         memory_timeline(axes, timelines[row["engine"]], LABELS.get(row["engine"], row["engine"]))
-    handles, labels = axes.get_legend_handles_labels()
-    bottom.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    shown = [axes.get_legend_handles_labels() for axes in bottom.get_axes()]
+    legend = dict(pair for handles, labels in shown for pair in zip(labels, handles, strict=True))
+    bottom.legend(legend.values(), legend, loc="outside lower center", ncols=len(legend), frameon=False)
     figure.suptitle(
         f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
         f"{results['world_size']} ranks\n{results['hardware']}",

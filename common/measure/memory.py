@@ -26,6 +26,7 @@ CLASSES = (
     "receive buffer",
     "activations",
 )
+HOST = "on the host"  # what an engine keeps there, of any class: it is no part of a peak
 
 
 def storage_bytes(tensors):
@@ -93,15 +94,15 @@ class Timeline(TorchDispatchMode):
                 key = storage_id(tensor)
                 if key not in seen:
                     seen.add(key)
-                    now[name] += tensor.untyped_storage().nbytes()
+                    now[name] = now.get(name, 0) + tensor.untyped_storage().nbytes()
         now["activations"] = sum(size for key, (_, size) in self._others.items() if key not in seen)
         phase = self.engine.comm.traffic.phase
         if not self.samples or self.samples[-1] != (phase, now):
             self.samples.append((phase, now))
 
     def peak_bytes(self):
-        """The largest total over the step."""
-        return max(sum(now.values()) for _, now in self.samples)
+        """The largest total on the device over the step."""
+        return max(sum(now.values()) - now.get(HOST, 0) for _, now in self.samples)
 
     def peak_of(self, *classes):
         """The largest sum of some classes over the step."""

@@ -1,4 +1,7 @@
-"""Tables for the terminal: words stay whole and nothing is left out, in 80 columns where the words have room."""
+"""Tables, for the terminal and for pages.
+
+In the terminal words stay whole and nothing is left out, in 80 columns where the words have room.
+"""
 
 from rich.box import SIMPLE_HEAVY
 from rich.console import Console
@@ -16,6 +19,13 @@ def table(title, header, rows, left=1, caption=None):
     for row in rows:
         made.add_row(*row)
     return made
+
+
+def markdown(title, header, rows, left=1):
+    """The same table as Markdown, below its title in one line."""
+    rule = ["---"] * left + ["---:"] * (len(header) - left)
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)]
+    return "\n".join([title.replace("\n", "; "), "", *lines])
 
 
 def show(made, console=None):

@@ -7,6 +7,8 @@ since the question is often which of them the others waited for. A rank has thes
     modules        which part of the model runs, forward and backward
     compute        the phases, each operation, and where the rank waits for a collective
     collectives    what the lane runs: on CPU a thread, on CUDA a stream of "rank 0, GPU"
+    bus            what goes down to the host and comes up again, where an engine has one
+    host           the steps of its optimizer
 """
 
 import contextlib
@@ -25,7 +27,8 @@ from torch.utils._pytree import tree_leaves
 PHASES = ("forward", "backward", "step")
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 MODULES = 0  # the row of the parts of the model, beside threads, whose numbers are above 0
-ROWS = ("modules", "compute", "collectives")  # in the order they are shown; other rows follow
+LANES = {"collectives": COLLECTIVES, "bus": ("down of", "up of"), "host": ("optimizer's step of",)}  # by their labels
+ROWS = ("modules", "compute", *LANES)  # in the order they are shown; other rows follow
 
 
 class Recording:
@@ -162,7 +165,7 @@ def _rows(rank, events):
     events = [e for e in events if e["ph"] != "M" and not e["name"].startswith("gloo:")]
     phases = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in PHASES]
     compute = {e["tid"] for e in phases}
-    collectives = {(e["pid"], e["tid"]) for e in events if _is_collective(e)}
+    lanes = {(e["pid"], e["tid"]): name for e in events for name in LANES if _is_of_lane(e, name)}
     marks = sorted((e for e in events if _is_of_module(e, "backward")), key=lambda e: e["ts"])
     ends = [e["ts"] for e in marks] + [_span(e)[1] for e in phases if e["name"] == "backward"]
     for mark in marks:  # the next part's backward begins, or all of backward ends
@@ -174,11 +177,11 @@ def _rows(rank, events):
         if _is_of_module(event, "forward") or _is_of_module(event, "backward"):
             event["tid"], name = MODULES, "modules"
         elif on_gpu:
-            name = f"{'collectives, ' if row in collectives else ''}stream {event['tid']}"
+            name = f"{lanes[row] + ', ' if row in lanes else ''}stream {event['tid']}"
         elif event["tid"] in compute:
             name = "compute"
         else:
-            name = "collectives" if row in collectives else f"thread {event['tid']}"
+            name = lanes.get(row, f"thread {event['tid']}")
         event["pid"] = 2 * rank + on_gpu
         names[event["pid"], event["tid"]] = name
     for pid in sorted({pid for pid, _ in names}):
@@ -194,9 +197,13 @@ def _metadata(kind, pid, tid, **args):
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
+def _is_of_lane(event, lane):
+    """Whether an event is the range of what a lane runs, on the host or on the GPU."""
+    return event.get("cat") in ("user_annotation", "gpu_user_annotation") and event["name"].startswith(LANES[lane])
+
+
 def _is_collective(event):
-    """Whether an event is a collective's own range, on the host or on the GPU."""
-    return event.get("cat") in ("user_annotation", "gpu_user_annotation") and event["name"].startswith(COLLECTIVES)
+    return _is_of_lane(event, "collectives")
 
 
 def _is_of_module(event, phase):
@@ -216,11 +223,11 @@ def overlap(trace):
         A fraction for each rank that ran collectives: {0: 0.7, 1: 0.68}.
     """
     collectives, computation = defaultdict(list), defaultdict(list)
-    rows = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if _is_collective(e)}
+    lanes = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if _is_collective(e) or _is_of_lane(e, "bus")}
     for event in trace["traceEvents"]:
         if _is_collective(event):
             collectives[event["pid"]].append(_span(event))
-        elif (event["pid"], event["tid"]) not in rows and _computes(event):
+        elif (event["pid"], event["tid"]) not in lanes and _computes(event):
             computation[event["pid"]].append(_span(event))
     beside = {}
     for pid in sorted(collectives):

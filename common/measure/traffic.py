@@ -2,17 +2,21 @@
 
 The convention is bytes sent by one rank per step, everything included. A tensor of M bytes over N ranks costs
 (N-1)/N M as a reduce-scatter or an all-gather and twice that as an all-reduce (ZeRO, arXiv 1910.02054, sec. 7).
+
+What crosses the bus between a rank's device and its host is counted apart, by direction: nobody sends it.
 """
 
 from collections import Counter
 
+BUS = ("down", "up")  # from the device to the host, and back
+
 
 class Traffic:
-    """Bytes that this rank sent, by phase (setup, forward, backward, step) and collective."""
+    """Bytes that this rank sent, by phase (setup, forward, backward, step) and collective; and moved, by direction."""
 
     def __init__(self):
         self.phase = "setup"
-        self.sent = Counter()  # (phase, collective) -> bytes
+        self.sent = Counter()  # (phase, collective or direction) -> bytes
 
     def record(self, collective, sent):
         self.sent[self.phase, collective] += sent
@@ -28,8 +32,13 @@ class Traffic:
         """Bytes by phase: {"forward": n, ...}, those without a byte left out."""
         return self._sum(lambda phase, collective: phase)
 
-    def _sum(self, key):
+    def on_bus(self):
+        """Bytes that crossed the bus: {"down": n, "up": n}, those without a byte left out."""
+        return self._sum(lambda phase, direction: direction, of_bus=True)
+
+    def _sum(self, key, of_bus=False):
         total = Counter()
-        for (phase, collective), sent in self.sent.items():
-            total[key(phase, collective)] += sent
+        for (phase, kind), count in self.sent.items():
+            if (kind in BUS) == of_bus:
+                total[key(phase, kind)] += count
         return {name: total[name] for name in sorted(total) if total[name]}

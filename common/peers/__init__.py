@@ -6,7 +6,7 @@ the reason. The surface is that of `common.engine.base.EngineBase`.
 """
 
 from common.peers.bare_loop import BareLoop
-from common.peers.deepspeed import DeepSpeed1, DeepSpeed2, DeepSpeed3
+from common.peers.deepspeed import DeepSpeed1, DeepSpeed2, DeepSpeed3, DeepSpeedOffload
 from common.peers.fsdp2 import FSDP2, FSDP2KeepParameters
 from common.peers.torch_ddp import Replicated, TorchDDP
 from common.peers.zero_redundancy import ZeroRedundancy
@@ -17,6 +17,7 @@ __all__ = [
     "DeepSpeed1",
     "DeepSpeed2",
     "DeepSpeed3",
+    "DeepSpeedOffload",
     "FSDP2KeepParameters",
     "Replicated",
     "TorchDDP",

@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+from functools import partial
 from itertools import chain
 
 import torch
@@ -189,6 +190,40 @@ class DeepSpeed2(DeepSpeed1):
     name, follows = "deepspeed2", "stage2_grad"
     settings = "zero_optimization: stage 2, buckets of bucket_mb, otherwise DeepSpeed's defaults"
     stage = 2
+
+
+class DeepSpeedOffload(DeepSpeed2):
+    """DeepSpeed's ZeRO-Offload: stage 2 with the optimizer on the CPU, stepped by its own DeepSpeedCPUAdam.
+
+    That is compiled when it is first used, which takes a C++ compiler and some minutes.
+    """
+
+    name, follows = "deepspeed_offload", "offload"
+    settings = (
+        "zero_optimization: stage 2, offload_optimizer: cpu, DeepSpeedCPUAdam, buckets of bucket_mb, otherwise "
+        "DeepSpeed's defaults"
+    )
+
+    def __init__(self, model, optimizer, **options):
+        super().__init__(model, partial(_cpu_adam, optimizer), **options)
+
+    def _config(self, precision, bucket_elements):
+        config = super()._config(precision, bucket_elements)
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        return config
+
+
+def _cpu_adam(optimizer, parameters):
+    """DeepSpeedCPUAdam with the settings of a torch AdamW."""
+    made = optimizer(parameters)
+    if type(made) is not torch.optim.AdamW:
+        raise NotImplementedError("DeepSpeed offloads its own Adam; others it steps slowly, and warns of that")
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415  it compiles itself
+
+    groups = [
+        {name: group[name] for name in ("params", "lr", "betas", "eps", "weight_decay")} for group in made.param_groups
+    ]
+    return DeepSpeedCPUAdam(groups, adamw_mode=True)
 
 
 class DeepSpeed3(DeepSpeed1):

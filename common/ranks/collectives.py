@@ -46,6 +46,7 @@ class Collectives:
 
     Attributes:
         rank, size: of this process within the group.
+        backend: "nccl", "gloo" or "fake".
         device: where the tensors live: the current CUDA device with NCCL, else the CPU.
         traffic: the meter, a `Traffic`.
         room: the receive buffer of all reductions, as large as the largest so far needed; None before the first.
@@ -61,7 +62,7 @@ class Collectives:
         self._group = weakref.ref(group if group is not None else dist.group.WORLD)
         self.owner = ""
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        backend = backend_of(self.group)
+        self.backend = backend = backend_of(self.group)
         cuda = backend == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.point_to_point = backend == "gloo"
@@ -113,14 +114,14 @@ class Collectives:
         work = partial(self._reduce_in_nccls_order, partial(_reduce_scatter, shard), tensor, shard)
         return self._submit("reduce_scatter", tensor, label, work, tensor, shard)
 
-    def all_gather(self, shard, tensor, label=""):
+    def all_gather(self, shard, tensor, label="", after=None):
         """Fill `tensor` [N x shard] with every rank's `shard`, which may be its own part of it.
 
-        Sends (N-1)/N of the tensor.
+        Sends (N-1)/N of the tensor. It begins when `after`, a Handle of what makes the shard, is done.
         """
         self.traffic.record("all_gather", self._remote(tensor))
         work = partial(self._exchange, shard, tensor)
-        return self._submit("all_gather", tensor, label, work, shard, tensor)
+        return self._submit("all_gather", tensor, label, work, shard, tensor, after=after)
 
     def all_to_all(self, tensor, received, label=""):
         """Send part k of `tensor` to rank k; part k of `received` comes from there. Sends (N-1)/N of the tensor."""
@@ -180,12 +181,14 @@ class Collectives:
             self.room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self.room[:nbytes].view(dtype)
 
-    def _submit(self, collective, tensor, label, work, *buffers):
+    def _submit(self, collective, tensor, label, work, *buffers, after=None):
         label = self.owner + label
         if self.tracer is not None:
             work = self.tracer.checked(collective, tensor.nbytes, label, self.traffic.phase, work)
 
         def labelled(group=self.group):  # which lives until this is done
+            if after is not None:
+                after.wait()
             # For a profiler; where none looks, this costs some microseconds.
             with record_function(f"{collective} of {label}" if label else collective):
                 work()

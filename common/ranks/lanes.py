@@ -1,13 +1,17 @@
 """Lanes: what runs collectives in the order of the calls, beside the computation. A thread on CPU, a stream on CUDA.
 
-One lane serves all who use a process group. torch holds a group until it is destroyed, and a lane holds it no longer
-than what it was given to do takes: a group that is left over when Python ends aborts the process. So does a thread that
-waits in a collective then, and whoever exits waits a little for his own.
+Copies between a device and its host have a lane of their own, and so have the steps of the host. `submit` takes the
+work and the buffers that it uses until it is done.
+
+One lane of each kind serves all who use a process group. torch holds a group until it is destroyed, and a lane holds it
+no longer than what it was given to do takes: a group that is left over when Python ends aborts the process. So does a
+thread that waits in a collective then, and whoever exits waits a little for his own.
 """
 
 import atexit
 import queue
 import threading
+import time
 import weakref
 from contextlib import suppress
 
@@ -27,11 +31,12 @@ class Handle:
     Args:
         buffers: those.
         wait: called with the buffers; returns when what the caller runs next may use them.
+        event: of CUDA, for whoever is the host, which no stream holds back; None where `wait` holds it back too.
     """
 
-    def __init__(self, buffers, wait):
+    def __init__(self, buffers, wait, event=None):
         self.buffers = buffers
-        self._wait = wait
+        self._wait, self._event = wait, event
 
     def wait(self):
         """Return when what the caller runs next may use the result; raise what the collective raised."""
@@ -39,17 +44,25 @@ class Handle:
             self._wait(self.buffers)
         self.buffers = ()
 
+    def wait_on_host(self):
+        """Return when the host may read and write what the work used."""
+        if self._event is None:
+            self.wait()
+        else:
+            self._event.synchronize()
+
 
 class ThreadLane:
     """The lane on CPU: one thread, so that gloo and the additions run beside forward and backward.
 
     After an error the ranks may be out of step, and the next collective would meet the messages of the failed one:
-    so nothing runs on the lane any more, and every later `wait` raises that error.
+    so nothing runs on the lane any more, and every later `wait` raises that error. A step of the host meets no other
+    rank: where one fails, only who waits for it is told.
     """
 
-    def __init__(self):
-        self._queue = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="collectives", daemon=True).start()
+    def __init__(self, name="collectives"):
+        self._queue, self._goes_on = queue.SimpleQueue(), name == "host"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, work, *buffers):
         done, errors = threading.Event(), []
@@ -84,6 +97,8 @@ class ThreadLane:
             except Exception as error:
                 failure.append(error)
             errors += failure
+            if self._goes_on:
+                failure.clear()
             # The buffers go before the waiter wakes: whoever counts memory then counts without them.
             del work
             handle.buffers = ()
@@ -99,7 +114,7 @@ class StreamLane:
     still read: so the allocator is told of it. On a buffer's own stream that costs nothing.
     """
 
-    def __init__(self):
+    def __init__(self, name=""):
         self._stream = torch.cuda.Stream()
 
     def submit(self, work, *buffers):
@@ -115,7 +130,7 @@ class StreamLane:
             for buffer in buffers:
                 buffer.record_stream(waiting)
 
-        return Handle(buffers, wait)
+        return Handle(buffers, wait, done)
 
     def follow(self):
         """Wait for the caller's stream. Called for each gradient, since backward may run on several streams."""
@@ -129,6 +144,9 @@ class StreamLane:
 class InlineLane:
     """The lane where nothing travels, in a simulated world and on one CPU rank: the work is done at once."""
 
+    def __init__(self, name=""):
+        pass
+
     def submit(self, work, *buffers):
         work()
         return Handle((), lambda buffers: None)
@@ -141,7 +159,7 @@ class InlineLane:
 
 
 LANES = {"gloo": ThreadLane, "nccl": StreamLane, "fake": InlineLane}
-_lanes = weakref.WeakKeyDictionary()  # group -> lane, as long as the group lives
+_lanes = weakref.WeakKeyDictionary()  # group -> {name: lane}, as long as the group lives
 
 
 def backend_of(group):
@@ -153,12 +171,24 @@ def backend_of(group):
     return backend
 
 
-def lane_of(group, backend):
-    """One lane for a group, shared by all who use it: two would issue their collectives in an order of chance."""
-    if group not in _lanes:
+def lane_of(group, backend, name="collectives"):
+    """One lane for a group, shared by all who use it: two would issue their collectives in an order of chance.
+
+    Args:
+        group: the process group.
+        backend: of LANES.
+        name: "collectives", "bus" or, for steps of the host, "host": a thread beside a GPU, or one CPU rank, too.
+    """
+    lanes = _lanes.setdefault(group, {})
+    if name not in lanes:
         alone = backend == "gloo" and dist.get_world_size(group) == 1
-        _lanes[group] = InlineLane() if alone else LANES[backend]()
-    return _lanes[group]
+        kind = LANES[backend] if name != "host" or backend == "fake" else ThreadLane
+        lanes[name] = InlineLane() if alone and name != "host" else kind(name)
+    return lanes[name]
+
+
+def _all_lanes():
+    return [lane for lanes in list(_lanes.values()) for lane in lanes.values()]
 
 
 def finish():
@@ -169,14 +199,15 @@ def finish():
     Raises:
         Exception: what a collective raised that nobody waited for.
     """
-    for lane in list(_lanes.values()):
+    for lane in _all_lanes():
         lane.finish()
     trace.leave()
 
 
 @atexit.register
 def _finish_threads():
-    for lane in list(_lanes.values()):
+    deadline = time.monotonic() + AT_EXIT
+    for lane in _all_lanes():
         if isinstance(lane, ThreadLane):
             with suppress(Exception):  # an error is that of the program that ends
-                lane.finish(AT_EXIT)
+                lane.finish(max(0.0, deadline - time.monotonic()))

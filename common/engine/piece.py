@@ -1,0 +1,57 @@
+"""A piece: the part of a rank's shard that one step of the optimizer changes, and the tier that it lies in."""
+
+import torch
+
+
+class Piece:
+    """A part of a run: its master weights, where its mean gradient arrives, and what is rounded from them.
+
+    A bucket is its own only piece, unless an engine's placement table cuts it.
+
+    Attributes:
+        part: its elements, as a slice of the run.
+        tier: where its master weights, gradient and optimizer states lie, one of `tiers`; None where no table says.
+        stepped: the same part of the bucket's parameters, on the device.
+        master: what the optimizer steps, an nn.Parameter: `stepped` itself or, if that is 16-bit or in another tier, a
+            copy in fp32.
+        reduced: where its mean gradient arrives, in the parameters' dtype.
+        carried: the sum of the step's earlier means, in fp32, where `reduced` does not hold it.
+        spare: room for another mean, where a step over one may run while the next arrives.
+        stepper: what steps it alone, where a tier does; made with its first step.
+        fresh: the new parameters, in their dtype, once a step in another tier is taken.
+    """
+
+    def __init__(self, part=None, tier=None):
+        self.part, self.tier = part, tier
+        self.stepped = self.master = self.reduced = self.carried = self.spare = self.fresh = None
+        self.stepper = None
+
+    @property
+    def mean(self):
+        """The mean gradient since the last step: of one backward as it arrived, of several the sum, in fp32."""
+        return self.reduced if self.carried is None else self.carried
+
+    @property
+    def is_apart(self):
+        """The master weights are a copy, and no part of the parameters."""
+        return self.master.dtype != self.stepped.dtype or (self.tier is not None and self.tier.apart)
+
+    def set_aside(self):
+        """An earlier backward's mean stands aside, before this one's gradients or their mean arrive in its place."""
+        if self.carried is None:
+            copied = torch.empty_like if self.tier is None else self.tier.empty_like
+            self.carried = copied(self.reduced, dtype=torch.float32).copy_(self.reduced)
+
+    def add_up(self):
+        """Add a mean that has arrived to those of the step's earlier backwards, in fp32."""
+        if self.carried is not None and self.reduced.dtype != torch.float32:
+            self.carried.add_(self.reduced)
+        elif self.carried is not None:
+            self.reduced.add_(self.carried)
+            self.carried = None
+
+
+def end_to_end(tensors, device):
+    """Flat tensors, one for each piece, as one on `device`; a single one that is there already is not copied."""
+    tensors = [tensor.detach().to(device) for tensor in tensors]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

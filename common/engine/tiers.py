@@ -1,0 +1,191 @@
+"""Tiers: where master weights, gradients and optimizer states lie, and on which lane they are stepped.
+
+    device      where the model computes: a GPU's memory, or a CPU rank's private memory
+    host        beside it: pinned memory, which a GPU reads and writes by itself, or a CPU rank's shared mappings
+
+A CPU rank has one kind of RAM. But Linux's RLIMIT_DATA limits what a process maps privately, and not what it maps
+shared: under that limit private memory is as scarce as a GPU's, and shared mappings are a host beside it.
+"""
+
+import mmap
+import os
+import re
+import socket
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+from common.engine.accounting import predicted_states
+from common.engine.door import check_agreement
+from common.errors import InputError
+from common.measure.memory import storage_bytes
+from common.ranks.collectives import SEGMENT
+from common.ranks.lanes import InlineLane, lane_of
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+
+class Device:
+    """The tier that the model computes in.
+
+    Args:
+        comm: the engine's `Collectives`.
+        delayed: what a step makes shows in the parameters after the next backward only.
+
+    Attributes:
+        lane: what steps the tier's pieces: here the caller.
+        on_host: whether what goes there and comes from there crosses the bus.
+        apart: masters are copies in fp32 too, not the parameters themselves.
+        spares: rooms for the next backward's mean while the last one's step is under way.
+    """
+
+    on_host = False
+
+    def __init__(self, comm, *, delayed=False):
+        self._comm, self.apart, self.spares, self.lane = comm, delayed, int(delayed), InlineLane()
+
+    def empty(self, numel, dtype):
+        """A tensor [numel] in this tier, with anything in it."""
+        return torch.empty(numel, dtype=dtype, device=self._comm.device)
+
+    def empty_like(self, tensor, dtype=None):
+        """A tensor as long as a flat one, with anything in it."""
+        return self.empty(len(tensor), dtype or tensor.dtype)
+
+    def scratch(self, numel, dtype):
+        """A tensor [numel] with anything in it, until the lane's next step, while no reduction is under way."""
+        return self._comm.scratch(numel, dtype)
+
+    def adopt(self, states):
+        """Nothing to move: an optimizer makes its states beside the weights."""
+
+
+class Host(Device):
+    """Memory beside the device.
+
+    Attributes:
+        lane: a thread.
+        room: the buffer in which 16-bit gradients become fp32, one piece at a time; None before the first.
+    """
+
+    on_host = True
+
+    def __init__(self, comm, *, delayed=False):
+        super().__init__(comm, delayed=delayed)
+        self.apart, self.room = True, None
+        self.lane = lane_of(comm.group, comm.backend, "host")
+
+    def empty(self, numel, dtype):
+        """A tensor [numel] on the host, with anything in it.
+
+        Raises:
+            InputError: the system does not give it.
+        """
+        if self._comm.simulated:
+            return torch.empty(numel, dtype=dtype)
+        if self._comm.device.type == "cuda":
+            return torch.empty(numel, dtype=dtype, pin_memory=True)
+        return shared(numel, dtype)
+
+    def scratch(self, numel, dtype):
+        """A tensor [numel] with anything in it, until the lane's next step."""
+        nbytes = numel * dtype.itemsize
+        if self.room is None or self.room.nbytes < nbytes:
+            self.room = self.empty(nbytes, torch.uint8)
+        return self.room[:nbytes].view(dtype)
+
+    def adopt(self, states):
+        """Move into shared mappings what an optimizer has made in private memory: {name: state}."""
+        if self._comm.simulated or self._comm.device.type == "cuda":  # where any memory of the CPU is beside the device
+            return
+        for name, value in states.items():
+            if torch.is_tensor(value) and value.dim() and value.untyped_storage().resizable():  # a mapping is not
+                states[name] = self.empty(value.numel(), value.dtype).view_as(value).copy_(value)
+
+
+def shared(numel, dtype):
+    """A tensor [numel] in an anonymous shared mapping, which lives as long as the tensor.
+
+    Raises:
+        InputError: the system does not give it.
+    """
+    nbytes = max(1, numel) * dtype.itemsize
+    try:
+        mapping = mmap.mmap(-1, nbytes)
+    except OSError as error:
+        raise InputError(
+            f"the host tier needs {nbytes} bytes more of shared memory, and the system refuses ({error.strerror}); "
+            f"{available() // 2**20} MiB are free"
+        ) from error
+    return torch.frombuffer(mapping, dtype=dtype, count=numel)
+
+
+# ---- at the door ------------------------------------------------------------------------------------------------
+
+
+def check_room(engine, buckets, optimizer_bytes):
+    """Refuse, on every rank alike, what neither the host nor the device can hold.
+
+    Args:
+        engine: its placement table says what lies where.
+        buckets: the trainable ones and the frozen ones, before they have storage.
+        optimizer_bytes: of the optimizer's state, per element and per tensor.
+
+    Raises:
+        InputError: a machine has too little shared memory for its ranks; or a rank may hold too little privately.
+    """
+    comm = engine.comm
+    if comm.simulated:
+        return
+    trained = [bucket for bucket in buckets if bucket.kind.trainable]
+    needed = sum(predicted_states(engine, buckets, optimizer_bytes, on_host=True).values())
+    needed += max(bucket.shard_numel * 4 * bucket.sixteen_bit for bucket in trained)  # in which gradients become fp32
+    on_device = sum(predicted_states(engine, buckets, optimizer_bytes).values())
+    on_device -= storage_bytes(parameter for bucket in buckets for parameter in bucket.members.values())  # give way
+    in_flight = sorted(bucket.padded_numel * bucket.kind.dtype.itemsize for bucket in trained)[-2:]
+    on_device = max(0, on_device) + sum(in_flight) + min(in_flight[-1] // comm.size, SEGMENT) * (comm.size > 1)
+    left, problem = private_left() if comm.device.type == "cpu" else None, None
+    if left is not None and on_device > left:
+        problem = InputError(
+            f"RLIMIT_DATA leaves {left / 1e6:.0f} MB for the device's part, and parameters and buffers take "
+            f"{on_device / 1e6:.0f} MB; raise the limit, or choose a smaller model or bucket"
+        )
+    machines = defaultdict(list)
+    for machine, theirs, free in comm.gather_objects((socket.gethostname(), needed, available()), "the host's memory"):
+        machines[machine].append((theirs, free))
+    for ranks in machines.values():
+        together, free = sum(theirs for theirs, _ in ranks), min(free for _, free in ranks)
+        if together > free:
+            problem = problem or InputError(
+                f"the host tier needs {together / 1e9:.3g} GB of shared memory for {len(ranks)} ranks of a machine and "
+                f"finds {free / 1e9:.3g} GB; take more machines, a larger ratio= or a smaller model"
+            )
+    check_agreement(problem or [], comm, "the check of the tiers")
+
+
+def available():
+    """Bytes of this machine's memory that can be had without swapping, within the limits of its control group."""
+    if not Path("/proc/meminfo").exists():
+        return 2**63
+    free = int(re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    if (group / "memory.max").exists() and (group / "memory.max").read_text().strip() != "max":
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = int(re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)[1])
+        free = min(free, limit - used + cached)
+    return free
+
+
+def private_left():
+    """Bytes that this process may still map privately; None without a limit."""
+    if resource is None or not os.path.exists("/proc/self/status"):
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    held = int(re.search(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+    return max(0, limit - held)

@@ -1,0 +1,55 @@
+"""Offload engines with their options set, by name, and what they are held to where that is not a stage."""
+
+import torch
+from baseline import AverageAfterBackward
+
+from offload import OffloadEngine
+
+WARM_UP = 1  # updates before the first delayed one
+
+
+def with_options(name, base=OffloadEngine, **chosen):
+    """A subclass that takes what the engine takes, and these options besides."""
+
+    def __init__(self, model, optimizer, **options):
+        base.__init__(self, model, optimizer, **chosen, **options)
+
+    return type(name, (base,), {"__init__": __init__, "exact": True, "follows": "offload", "__module__": __name__})
+
+
+Third = with_options("Third", ratio=1 / 3)
+Half = with_options("Half", ratio=0.5)
+AllOnDevice = with_options("AllOnDevice", ratio=1.0)
+Delayed = with_options("Delayed", delayed_update=True, warmup_steps=WARM_UP)
+DelayedHalf = with_options("DelayedHalf", delayed_update=True, warmup_steps=WARM_UP, ratio=0.5)
+
+
+class DelayedLoop(AverageAfterBackward):
+    """A plain loop that applies the same delay: after update i the model holds what update i-1 has made."""
+
+    name = "delayed_loop"
+    updates, ahead = 0, None  # ahead: the newest parameters, where the model does not hold them yet
+
+    def step(self):
+        self.synchronize()
+        before = [parameter.detach().clone() for parameter in self.masters]
+        result = super().step()
+        if not result.skipped and self.updates >= WARM_UP:
+            self.ahead = [parameter.detach().clone() for parameter in self.masters]
+            self.fill(before)
+        self.updates += not result.skipped
+        return result
+
+    def synchronize(self):
+        if self.ahead is not None:
+            self.fill(self.ahead)
+            self.ahead = None
+
+    @torch.no_grad()
+    def fill(self, values):
+        for parameter, value in zip(self.masters, values, strict=True):
+            parameter.copy_(value)
+
+    def full_state_dict(self):
+        self.synchronize()
+        return super().full_state_dict()
