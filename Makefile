@@ -97,7 +97,8 @@ record-offload: $(INSTALLED)
 	$(BIN)/python -m common.capacity $(CAPACITY) --nproc 4 --oversubscribe --json results/offload_capacity_4.json
 	$(BIN)/python -m offload.step_time --json results/offload_step_time.json
 	$(BIN)/python -m offload.delay --nproc 2 --steps 600 --json results/offload_delay.json
-	$(BIN)/python -m common.bench --nproc 2 --worlds 3 --rounds 5 --engines stage2_grad,offload --peers TorchDDP,DeepSpeed2,DeepSpeedOffload --json results/bench_offload.json
+	$(BIN)/python -m offload.delay --nproc 2 --steps 600 --lr 2e-4 --json results/offload_delay_slow.json
+	$(BIN)/python -m common.bench --nproc 2 --precisions bf16 --worlds 1 --rounds 11 --engines stage2_grad,offload --peers TorchDDP,DeepSpeed2,DeepSpeedOffload --json results/bench_offload.json
 
 readme: $(INSTALLED)
 	$(BIN)/python -m common.readme

@@ -17,6 +17,7 @@ from common.compare import as_markdown
 from common.engine.mixed_precision import DTYPES
 from common.train import ENGINES, STAGES, show_bytes
 
+DELAYS = ("offload_delay.json", "offload_delay_slow.json")  # two learning rates
 AT_RANKS = 4  # of the scores' bytes
 ALONE = ("alone_cpu.json", "alone_cpu_batch128.json")  # two batches
 BENCHES = ("bench_cpu.json", "bench_cpu_second_machine.json")
@@ -55,8 +56,7 @@ def pages():
     texts["offload/README.md"] |= {
         "capacity": "\n\n".join(capacity.as_markdown(_read(f"offload_capacity_{n}.json")) for n in (1, 4)),
         "step_time": _module("offload.step_time").as_markdown(_read("offload_step_time.json")),
-        "delay": _module("offload.delay").as_markdown(_read("offload_delay.json")),
-        "bench": bench_results.as_markdown(_read("bench_offload.json")),
+        "delay": "\n\n".join(_module("offload.delay").as_markdown(_read(name)) for name in DELAYS),
     }
     return {ROOT / page: fill((ROOT / page).read_text(), parts) for page, parts in texts.items()}
 

@@ -69,6 +69,7 @@ def compare(world, options):
         "model": options.model,
         "parameters": row["parameters"],
         "precision": options.precision,
+        "lr": options.lr,
         "steps": options.steps,
         "warmup_steps": options.warmup_steps,
         **how(options),
@@ -88,8 +89,8 @@ def cells(results):
 def title(results):
     """What was trained, and where."""
     return (
-        f"{results['model']}, {results['precision']}, {results['world_size']} ranks, {results['steps']} steps, delayed "
-        f"from {results['warmup_steps']} updates on\n{results['hardware']}"
+        f"{results['model']}, {results['precision']}, {results['world_size']} ranks, "
+        f"{results['steps']} steps, delayed from {results['warmup_steps']} updates on\n{results['hardware']}"
     )
 
 

@@ -63,7 +63,6 @@ def _below(axes, position, row):
         axes.bar(position + 0.2, sizes[1], 0.36, color="white", edgecolor=HOST_COLOR, hatch="///")
         axes.text(position - 0.2, sizes[0], f"{-sizes[0]:.2f}", ha="center", va="top")
         axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_ylim(bottom=1.15 * sizes[0])
 
 
 def memory_timeline(axes, samples, title):
@@ -350,5 +349,5 @@ def save(figure, path):
 
 def _stage_axis(axes, rows, headroom):
     axes.set_xticks(range(len(rows)), [LABELS.get(row["engine"], row["engine"]) for row in rows])
-    axes.set_ylim(0, axes.dataLim.ymax * headroom)
+    axes.set_ylim(min(0, 1.3 * axes.dataLim.ymin), axes.dataLim.ymax * headroom)
     axes.spines[["top", "right"]].set_visible(False)
