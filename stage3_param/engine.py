@@ -53,7 +53,7 @@ class Engine(EngineBase):
         """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""
         unit = bucket.unit
         gathers = 1 if not unit.reached or (self.keep_last and unit in self.ended) else 2
-        return {"all_gather": backwards * gathers, "reduce_scatter": backwards * bucket.kind.trainable}
+        return {"all_gather": backwards * (gathers + unit.again), "reduce_scatter": backwards * bucket.kind.trainable}
 
     def partition(self):
         """Before training: cut the parameters into units and each unit into shards, of which this rank keeps one."""
@@ -180,7 +180,7 @@ class Engine(EngineBase):
         self.travelling = []
 
     def before_recomputation(self, unit):
-        """A checkpoint is about to run a unit's forward again. Nothing is freed before its backward."""
+        """A checkpoint is about to run a unit's forward again. Nothing but tiles is freed before its backward."""
         self.use(unit, self.backward_order)
 
     def before_backward(self, unit, first):

@@ -2,6 +2,8 @@
 
 This file finds out *that* a unit is about to run, forward or backward; what happens then is the engine's:
 `before_forward`, `after_forward`, `before_backward`. The engine calls nothing here but `Order`.
+
+A module may ask for units of its own inside that of another: `gathered_apart`, see `make_units`.
 """
 
 import weakref
@@ -28,20 +30,22 @@ class Unit:
 
     Attributes:
         name, module: the module whose forward the unit spans.
+        apart: it lies in a module that is `gathered_apart`, and is freed when a checkpoint has run it again.
         buckets: one run for each kind of parameter in it.
         gathered: its parameters are whole on this rank, or on their way.
         pins: contexts that hold it gathered; found_whole: as the first of them found it.
         depth: its forwards that run now; more than one where a module calls itself.
         inside: the units that were running when it ran, itself among them.
         reached: gradients reach what its last recorded forward returned.
+        again: it was freed after a checkpoint had run it again, so that its backward gathers it once more.
         visits: forwards that have not met their backward yet.
         open: its backward has begun and not ended.
     """
 
-    def __init__(self, name, module, buckets):
-        self.name, self.module, self.buckets = name, module, buckets
+    def __init__(self, name, module, buckets, apart=False):
+        self.name, self.module, self.buckets, self.apart = name, module, buckets, apart
         self.pins = self.depth = self.visits = 0
-        self.gathered = self.open = self.found_whole = False
+        self.gathered = self.open = self.found_whole = self.again = False
         self.reached = True
         self.inside = weakref.WeakSet()
         for number, bucket in enumerate(buckets):
@@ -66,6 +70,9 @@ def make_units(model, param_groups, dtype_of, world_size, make):
     are taken instead. Every other module with parameters of its own is a unit, but for small ones, which the root
     takes: a norm, say. A parameter that several modules use, or that one uses which stands in several places, belongs
     to the innermost module that holds all of those.
+
+    Where a module has the attribute `gathered_apart = True`, elements of lists inside it are units wherever it stands,
+    within another unit too. It promises that all ranks run them, in the same order, whenever they run that unit.
     """
     homes, paths = _homes(model), {module: path for path, module in model.named_modules()}
     sizes = Counter()
@@ -81,7 +88,7 @@ def make_units(model, param_groups, dtype_of, world_size, make):
     units = []
     for module, named in members.items():
         runs = [make(same, kind, world_size) for kind, same in layout.kinds(named, param_groups, dtype_of).items()]
-        units.append(Unit(paths[module], module, runs))
+        units.append(Unit(paths[module], module, runs, any(map(_apart, _stops(model, paths[module])))))
     return units
 
 
@@ -98,22 +105,36 @@ def _homes(model):
 
 
 def _road(model, path):
-    """The modules from the model to that at `path`, or to the outermost list element on the way there."""
-    road, in_list = [], False
-    for name in ["", *path.split(".")] if path else [""]:
-        module = road[-1].get_submodule(name) if road else model
-        road.append(module)
-        if (in_list and _runs(module)) or isinstance(module, READ_THEIR_CHILDREN):
+    """The modules from the model to that at `path`, or to the outermost list element on the way there.
+
+    A module that is gathered apart begins the way anew.
+    """
+    road, ended, in_list = [], False, False
+    for module in _stops(model, path):
+        if _apart(module):
+            ended = in_list = False
+        if not ended:
+            road.append(module)
+            ended = in_list and _runs(module)
+            in_list = in_list or isinstance(module, LISTS)
+        if isinstance(module, READ_THEIR_CHILDREN):
             break
-        in_list = in_list or isinstance(module, LISTS)
     return road
 
 
 def _in_list(model, path):
     """Whether `path` lies in a ModuleList or Sequential."""
-    parts = path.split(".")
-    around = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts)))
-    return any(isinstance(module, LISTS) for module in around)
+    return any(isinstance(module, LISTS) for module in _stops(model, path)[:-1])
+
+
+def _stops(model, path):
+    """The modules on the way from the model to that at `path`, both among them."""
+    names = path.split(".") if path else []
+    return [model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
+
+
+def _apart(module):
+    return getattr(module, "gathered_apart", False)
 
 
 def _runs(module):
@@ -145,6 +166,11 @@ class Order:
         """The unit that came next the last time; None where that is not known."""
         return self._recorded[self._position] if self._position < len(self._recorded) else None
 
+    def upcoming(self, number, anew=False):
+        """Up to so many units as they came next the last time; `anew` from the beginning."""
+        begin = 0 if anew else self._position
+        return self._recorded[begin : begin + number]
+
 
 def watch(engine, units):
     """Call the engine's phases as the units' modules run, forward and backward. Look after who reads their weights.
@@ -174,6 +200,7 @@ class _Watch:
         """Before a forward: end what an interrupt left, and surround the hooks that others have added since."""
         for reader in self.readers:
             reader.give_up()
+        self.unit.again = False
         self.surround()
 
     def surround(self):
@@ -201,6 +228,9 @@ class _Watch:
             if unit.depth > 0:  # a module called itself: the outermost call counts
                 return output
             self.engine.after_forward(unit, traced=bool(tensors))
+        elif unit.apart and not unit.open:  # else a checkpoint that runs it again would gather all of its kind
+            self.engine.free(unit)
+            unit.again = not unit.gathered
         if torch.is_grad_enabled():
             unit.reached = _watch_backward(self.engine, unit, tensors)
         return output
@@ -330,7 +360,7 @@ class Nothing:
     """
 
     def __init__(self, bucket):
-        self.numbers = bucket.parameters.new_empty(len(bucket.slots))
+        self.numbers = bucket.full.new_empty(len(bucket.slots))
         shapes = zip(self.numbers, bucket.slots.values(), strict=True)
         self.views = {slot.name: number.expand(slot.shape) for number, slot in shapes}
 
