@@ -10,7 +10,9 @@
 # make record     record anew what the pages show, in some hours, and write it
 #                 into them. In parts: make record-suite, -demo, -activations,
 #                 -accumulated, -scores, -bench, -second-machine,
-#                 -small-send-buffers, -growth, -alone, -capacity, -offload
+#                 -small-send-buffers, -growth, -alone, -capacity, -offload,
+#                 -infinity
+# make infinity   train the largest model that this machine's free disk holds
 # make readme     write the recorded results into the READMEs
 # make lint       ruff's checks and its format
 # make clean      remove .venv
@@ -26,9 +28,9 @@ RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters DeepSpeed1 DeepSpeed2 DeepSpeed3
-RECORDS := suite demo activations accumulated scores bench second-machine small-send-buffers growth alone capacity offload
+RECORDS := suite demo activations accumulated scores bench second-machine small-send-buffers growth alone capacity offload infinity
 
-.PHONY: help demo test test-gpu test-all lint readme scores record $(RECORDS:%=record-%) clean
+.PHONY: help demo infinity test test-gpu test-all lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
 
 # The comment at the top of this file.
@@ -99,6 +101,19 @@ record-offload: $(INSTALLED)
 	$(BIN)/python -m offload.delay --nproc 2 --steps 600 --json results/offload_delay.json
 	$(BIN)/python -m offload.delay --nproc 2 --steps 600 --lr 2e-4 --json results/offload_delay_slow.json
 	$(BIN)/python -m common.bench --nproc 2 --precisions bf16 --worlds 1 --rounds 11 --engines stage2_grad,offload --peers TorchDDP,DeepSpeed2,DeepSpeedOffload --json results/bench_offload.json
+
+# fio is what the disk is measured by: apt-get install fio
+WALL := --cap 600MB --precisions bf16 --engines stage0_ddp,offload.nvme --up-to 128 --compare
+record-infinity: $(INSTALLED)
+	$(BIN)/python -m common.capacity $(WALL) --nproc 1 --json results/infinity_capacity.json
+	$(BIN)/python -m offload.disk_step --json results/infinity_disk_step.json
+	$(BIN)/python -m offload.ablation --oversubscribe --json results/infinity_ablation.json
+	$(BIN)/python -m offload.tiling --nproc 4 --oversubscribe --json results/infinity_tiling.json
+	$(MAKE) infinity RESULTS=results
+
+infinity: $(INSTALLED)
+	mkdir -p $(RESULTS)
+	$(BIN)/python -m offload.largest --json $(RESULTS)/infinity_largest.json
 
 readme: $(INSTALLED)
 	$(BIN)/python -m common.readme

@@ -19,7 +19,7 @@ import gc
 import os
 import re
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common import models
 from common.activations import largest_fitting
+from common.capacity_results import as_table
 from common.compare import BASELINE
 from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
@@ -46,6 +47,7 @@ from common.train import (
     default_nproc,
     find_engine,
     one_line_errors,
+    sha256,
     show_bytes,
     train_step,
     write_json,
@@ -66,8 +68,7 @@ TRIAL_SECONDS = 600  # without an answer in this time a trial is an error
 OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|MemoryError|bad_alloc|RLIMIT_DATA leaves|died with exit code -(6|11)$", re.MULTILINE
 )
-HEADER = ("", "precision", "measured", "predicted", "of that", "to stage 0", "ideal")
-ON_HOST = "host"  # a column more, where some engine keeps something there
+UP_TO = 256  # layers that a search ends at: where everything lies on disk, memory sets no bound for long
 
 
 def main(arguments=None):
@@ -80,6 +81,8 @@ def main(arguments=None):
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all)")
     parser.add_argument("--precisions", default="fp32,bf16", help="(default: %(default)s)")
+    parser.add_argument("--up-to", type=int, default=UP_TO, help="layers to search up to (default: %(default)s)")
+    parser.add_argument("--compare", action="store_true", help="train each largest model without the limit, too")
     parser.add_argument("--json", metavar="FILE", help="write the results here")
     parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
     options = parser.parse_args(arguments)
@@ -106,7 +109,10 @@ def survey(options):
     rows = []
     for precision in precisions:
         for engine in engines:
-            rows.append(row(engine, precision, cap, options.nproc))
+            rows.append(row(engine, precision, cap, options.nproc, options.up_to))
+            if options.compare and rows[-1]["layers"]:
+                alike = ends_alike(rows[-1], cap, options.nproc)
+                rows[-1]["bits_without_limit"] = "the same" if alike else "others"
     for found in rows:
         base = next((r for r in rows if (r["engine"], r["precision"]) == (BASELINE, found["precision"])), None)
         found["ratio_to_stage0"] = _ratio(found["parameters"], base["parameters"]) if base else None
@@ -167,8 +173,10 @@ def size_of(text):
     return size
 
 
-def row(engine, precision, cap, world_size):
+def row(engine, precision, cap, world_size, up_to=UP_TO):
     """The largest model that trains under the cap, measured and predicted; a row of the results.
+
+    A search that reached `up_to` layers leaves open how many more would train.
 
     Raises:
         InputError: a rank holds more than the cap before there is a model.
@@ -178,6 +186,8 @@ def row(engine, precision, cap, world_size):
 
     @cache
     def fits(layers):
+        if layers > up_to:
+            return False
         with console.status(f"{engine}, {precision}, {layers} layers"):
             tries[layers] = attempt(engine, precision, layers, cap, world_size)
         return tries[layers].fits
@@ -191,22 +201,33 @@ def row(engine, precision, cap, world_size):
         )
     line = predict(engine, precision, world_size)
     predicted = line.layers(usable)
-    layers = largest_fitting(fits, near=max(1, predicted))
+    layers = largest_fitting(fits, near=min(max(1, predicted), up_to))
     return {
         "engine": engine,
         "precision": precision,
         "layers": layers,
+        "or_more": layers == up_to,
         "parameters": parameters(layers),
         "usable_bytes": usable,
         "predicted_layers": predicted,
         "predicted_parameters": parameters(predicted),
-        "measured_over_predicted": _ratio(parameters(layers), parameters(predicted)),
-        "ideal_ratio": DDP_BYTES / line.states_per_parameter,
+        "measured_over_predicted": None if layers == up_to else _ratio(parameters(layers), parameters(predicted)),
+        "ideal_ratio": _ratio(DDP_BYTES, line.states_per_parameter),
         "state_bytes_per_parameter": line.states_per_parameter,
         "host_bytes": tries[layers].on_host if layers else 0,
+        "disk_bytes": tries[layers].on_disk if layers else 0,
         "predicted_bytes": {"fixed": line.fixed, "per_layer": line.per_layer},
         "tries": {str(layers): tries[layers].fits for layers in sorted(tries)},
     }
+
+
+def ends_alike(found, cap, world_size):
+    """Whether the model of a row of the results ends with the same bits under the cap and without."""
+    digests = [
+        attempt(found["engine"], found["precision"], found["layers"], limit, world_size, digest=True).digest
+        for limit in (cap, None)
+    ]
+    return digests[0] is not None and digests[0] == digests[1]
 
 
 def _ratio(one, other):
@@ -298,15 +319,24 @@ def simulate(engine, precision, layers, world_size):
 
 @dataclass(frozen=True)
 class Attempt:
-    """How a trial went: whether the model trained, what a rank held before it was built, and keeps on the host."""
+    """How a trial went.
+
+    Attributes:
+        fits: the model trained.
+        held_before: bytes that a rank held before it was built.
+        on_host, on_disk: bytes of model states that a rank keeps there.
+        digest: of the weights at the end, where it was asked for.
+    """
 
     fits: bool
     held_before: int
     on_host: int = 0
+    on_disk: int = 0
+    digest: str | None = None
 
 
-def attempt(engine, precision, layers, cap, world_size):
-    """Train a model of so many layers for two steps, each rank under the cap, in a world of its own.
+def attempt(engine, precision, layers, cap, world_size, digest=False):
+    """Train a model of so many layers for two steps, each rank under the cap if there is one, in a world of its own.
 
     Returns:
         Attempt.
@@ -317,12 +347,13 @@ def attempt(engine, precision, layers, cap, world_size):
     with LocalWorld(world_size, oversubscribe=True) as world:
         held_before = max(world.run(_warm_up, engine, precision, timeout=TRIAL_SECONDS))
         try:
-            on_host = max(world.run(_train_under, cap, engine, precision, layers, timeout=TRIAL_SECONDS))
+            kept = world.run(_train_under, cap, engine, precision, layers, digest, timeout=TRIAL_SECONDS)
         except (RankFailed, InputError) as failure:
             if not ran_out_of_memory(failure):
                 raise
             return Attempt(False, held_before)
-    return Attempt(True, held_before, on_host)
+    on_host, on_disk, digests = zip(*kept, strict=True)
+    return Attempt(True, held_before, max(on_host), max(on_disk), digests[0])
 
 
 def ran_out_of_memory(failure):
@@ -340,17 +371,21 @@ def _warm_up(world, engine, precision):
 
 
 def _train(engine, precision, layers):
-    """Train two steps; return the bytes of model states that the rank keeps on the host."""
+    """Train two steps; return the engine."""
     made = make_engine(engine, precision, layers)
     for _ in range(2):
         take_step(made)
     made.synchronize()
-    return sum(made.host_state_bytes().values()) if hasattr(made, "host_state_bytes") else 0
+    return made
 
 
-def _train_under(world, cap, engine, precision, layers):
-    with hard_limit(world.device, cap):
-        return _train(engine, precision, layers)
+def _train_under(world, cap, engine, precision, layers, digest):
+    """Train under the cap; return the bytes kept on the host and on disk, and a digest of the weights or None."""
+    with nullcontext() if cap is None else hard_limit(world.device, cap):
+        torch.manual_seed(0)  # of the sample
+        made = _train(engine, precision, layers)
+    kept = [getattr(made, name, dict)() for name in ("host_state_bytes", "disk_state_bytes")]
+    return *(sum(there.values()) for there in kept), sha256(made.full_state_dict()) if digest else None
 
 
 def _give_back_freed_memory():
@@ -386,60 +421,6 @@ def hard_limit(device, cap):
         yield
     finally:  # telling of an error takes memory too
         resource.setrlimit(resource.RLIMIT_DATA, before)
-
-
-# ---- results --------------------------------------------------------------------------------------------------
-
-
-def header(results):
-    """The names of the columns."""
-    return (*HEADER, ON_HOST) if any(found.get("host_bytes") for found in results["rows"]) else HEADER
-
-
-def cells(results):
-    """The table's rows of strings, without the header."""
-    for found in results["rows"]:
-        yield (
-            found["engine"],
-            found["precision"],
-            _millions(found["parameters"]),
-            _millions(found["predicted_parameters"]),
-            _percent(found["measured_over_predicted"]),
-            _times(found["ratio_to_stage0"]),
-            _times(found["ideal_ratio"]),
-            *([show_bytes(found["host_bytes"] or None)] if header(results) != HEADER else []),
-        )
-
-
-def _millions(count):
-    return f"{count / 1e6:.1f} M" if count else "none fits"
-
-
-def _percent(ratio):
-    return "-" if ratio is None else f"{100 * ratio:.0f} %"
-
-
-def _times(ratio):
-    return "-" if ratio is None else f"{ratio:.2f}x"
-
-
-def _title(results):
-    usable = min(row["usable_bytes"] for row in results["rows"])
-    return (
-        f"Largest GPT of width {results['model']['width']} that trains, {results['world_size']} ranks of "
-        f"{show_bytes(results['cap_bytes'])}, of which {show_bytes(usable)} or more are left for the model"
-        f"\n{results['hardware']}"
-    )
-
-
-def as_table(results):
-    """The results as a table for the terminal."""
-    return tables.table(_title(results), header(results), cells(results), left=2)
-
-
-def as_markdown(results):
-    """The results as a Markdown table."""
-    return tables.markdown(_title(results), header(results), cells(results), left=2)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,13 @@ from common.train import (
 )
 
 BASELINE = "stage0_ddp"
-COUNTS = ("model_state_bytes", "wire_bytes_per_step", "host_state_bytes", "bus_bytes_per_step")
+BESIDE = {  # what only some engines have beside the device, or move there
+    "on the host": "host_state_bytes",
+    "over the bus per step": "bus_bytes_per_step",
+    "on disk": "disk_state_bytes",
+    "to and from disk per step": "disk_bytes_per_step",
+}
+COUNTS = ("model_state_bytes", "wire_bytes_per_step", *BESIDE.values())
 
 
 def main(arguments=None):
@@ -127,13 +133,11 @@ def cells(results):
     for state in ("parameters", "gradients", "optimizer"):
         yield (state, *(show_bytes(row["model_state_bytes"][state]) for row in rows))
     yield ("model states", *(show_bytes(sum(row["model_state_bytes"].values())) for row in rows))
-    yield ("  as predicted", *(_agree(row, "model_state_bytes") for row in rows))
     yield ("sent per step", *(show_bytes(sum(row["wire_bytes_per_step"].values())) for row in rows))
-    yield ("  as predicted", *(_agree(row, "wire_bytes_per_step") for row in rows))
-    if any("host_state_bytes" in row for row in rows):
-        for title, count in (("on the host", "host_state_bytes"), ("over the bus per step", "bus_bytes_per_step")):
+    for title, count in BESIDE.items():
+        if any(count in row for row in rows):
             yield (title, *(show_bytes(sum(row[count].values())) if count in row else "-" for row in rows))
-            yield ("  as predicted", *(_agree(row, count) if count in row else "-" for row in rows))
+    yield ("all as predicted", *(_agree(row) for row in rows))
     yield ("peak of live bytes", *(show_bytes(row["peak_bytes"]) for row in rows))
     speeds = [row["tokens_per_second"] for row in rows]
     yield ("tokens/s, all ranks", *(f"{speed:,.0f}" if speed else "-" for speed in speeds))
@@ -148,8 +152,9 @@ def _verdict(row):
     return "NO" if row["bitwise_promised"] else "by norm"
 
 
-def _agree(row, count):
-    return "to the byte" if row[count] == row[f"predicted_{count}"] else "NO"
+def _agree(row):
+    off = [count for count in COUNTS if count in row and row[count] != row[f"predicted_{count}"]]
+    return f"NOT {', '.join(off)}" if off else "to the byte"
 
 
 def _title(results):
@@ -166,6 +171,7 @@ def _how(results):
         text += f", {results['accumulate']} micro-batches{' under no_sync' if results['no_sync'] else ''}"
     if results.get("checkpoint_activations"):
         text += f", {results['checkpoint_activations']} activation checkpoints"
+        text += " on the host" if results.get("offload_activations") else ""
     return text
 
 

@@ -12,7 +12,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-from common import activations, bench_results, capacity, models
+from common import activations, bench_results, capacity_results, models
 from common.compare import as_markdown
 from common.engine.mixed_precision import DTYPES
 from common.train import ENGINES, STAGES, show_bytes
@@ -28,8 +28,10 @@ IDEAS = {  # what is sharded; model states with Adam in fp32 and 16-bit, in byte
     "stage2_grad": ("and gradients", "(4 + 12/N) Ψ", "(2 + 14/N) Ψ", "2 (N-1)/N Ψ"),
     "stage3_param": ("and parameters", "16/N Ψ", "16/N Ψ", "up to 3 (N-1)/N Ψ"),
     "offload": ("as stage 2, beside the device", "4 Ψ", "2 Ψ", "2 (N-1)/N Ψ"),
+    "offload.nvme": ("as stage 3, on disk", "0", "0", "up to 3 (N-1)/N Ψ"),
 }
-SOURCES = {"offload": "offload/cpu.py"}  # others have an engine.py
+SOURCES = {"offload": "offload/cpu.py", "offload.nvme": "offload/nvme.py"}  # others have an engine.py
+PAGES = {"offload.nvme": "offload/INFINITY.md"}  # others have a README.md
 ROOT = Path(__file__).parent.parent
 
 
@@ -44,7 +46,7 @@ def pages():
             "bench": bench_results.as_markdown(benches[0]),
             "bench_second_machine": bench_results.as_markdown(benches[1]),
             "alone": bench_results.alone_as_markdown(*map(_read, ALONE)),
-            "capacity": capacity.as_markdown(_read("capacity_cpu.json")),
+            "capacity": capacity_results.as_markdown(_read("capacity_cpu.json")),
             "accumulated": as_markdown(_read("accumulated.json")),
         },
         "tests/README.md": {
@@ -52,13 +54,18 @@ def pages():
             "scores": scores_table([_read(path) for path in (ROOT / "results/scores").glob("*.json")]),
         },
     }
-    texts |= {f"{row['engine']}/README.md": {"measured": stage_table(demo, row)} for row in demo["rows"]}
+    texts |= {page_of(row["engine"]): {"measured": stage_table(demo, row)} for row in demo["rows"]}
     texts["offload/README.md"] |= {
-        "capacity": "\n\n".join(capacity.as_markdown(_read(f"offload_capacity_{n}.json")) for n in (1, 4)),
+        "capacity": "\n\n".join(capacity_results.as_markdown(_read(f"offload_capacity_{n}.json")) for n in (1, 4)),
         "step_time": _module("offload.step_time").as_markdown(_read("offload_step_time.json")),
         "delay": "\n\n".join(_module("offload.delay").as_markdown(_read(name)) for name in DELAYS),
     }
     return {ROOT / page: fill((ROOT / page).read_text(), parts) for page, parts in texts.items()}
+
+
+def page_of(engine):
+    """The page about an engine."""
+    return PAGES.get(engine, f"{engine}/README.md")
 
 
 def _module(name):
@@ -90,7 +97,7 @@ def stages_table(demo, benches):
         idea, in_fp32, in_16_bit, traffic = IDEAS[stage]
         held, sent = sum(row["model_state_bytes"].values()), sum(row["wire_bytes_per_step"].values())
         cells = [
-            f"[`{stage}`]({stage}/README.md)",
+            f"[`{stage}`]({page_of(stage)})",
             idea,
             str(code_lines((ROOT / SOURCES.get(stage, f"{stage}/engine.py")).read_text())),
         ]
@@ -139,13 +146,16 @@ def stage_table(demo, row):
         measured = row["wire_bytes_per_step"].get(collective, 0)
         lines.append(f"| {collective}, sent per step | {measured:,} B | {predicted:,} B |")
     where = f"{demo['model']}, {demo['parameters']:,} parameters, {demo['precision']}, {demo['world_size']} ranks"
-    for state, measured in row.get("host_state_bytes", {}).items():
-        if measured:
-            lines.append(f"| {state}, on the host | {measured:,} B | {row['predicted_host_state_bytes'][state]:,} B |")
+    for where, name in (("on the host", "host_state_bytes"), ("on disk", "disk_state_bytes")):
+        for state, measured in row.get(name, {}).items():
+            if measured:
+                lines.append(f"| {state}, {where} | {measured:,} B | {row[f'predicted_{name}'][state]:,} B |")
     for direction, predicted in row.get("predicted_bus_bytes_per_step", {}).items():
         lines.append(
             f"| {direction} the bus per step | {row['bus_bytes_per_step'].get(direction, 0):,} B | {predicted:,} B |"
         )
+    for way, predicted in row.get("predicted_disk_bytes_per_step", {}).items():
+        lines.append(f"| disk {way} per step | {row['disk_bytes_per_step'].get(way, 0):,} B | {predicted:,} B |")
     return "\n".join([f"Measured by `make demo` ({where}; {demo['hardware']}):", "", *lines])
 
 

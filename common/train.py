@@ -9,6 +9,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.profiler import record_function
 from common import models
 from common.data import Batches, load_text
 from common.engine.mixed_precision import dtype_of
+from common.engine.saved import HostActivations
 from common.errors import InputError
 from common.generate import generate
 from common.measure import tables
@@ -31,7 +33,7 @@ from common.measure.timeline import Recording, overlap
 from common.ranks.world import launch
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
-ENGINES = (*STAGES, "offload")
+ENGINES = (*STAGES, "offload", "offload.nvme")
 WARM_UP = 2  # steps that a throughput does not count
 TRACED = 2  # steps in a trace: what one leaves in flight travels beside the next
 
@@ -42,8 +44,9 @@ def main(package, arguments=None, add_own=None):
     Args:
         package: exports `Engine`.
         arguments: None are the command line's.
-        add_own: called with the parser, adds the options of this engine alone, and returns a function from the parsed
-            options to what the engine takes of them: {name: value}. It raises InputError for what cannot be.
+        add_own: called with the parser, adds the options of this package alone, and returns a function from the parsed
+            options to the engine's name and what it takes of them, {name: value}. It raises InputError for what cannot
+            be.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=importlib.import_module(package).__doc__)
     add_arguments(parser)
@@ -51,11 +54,11 @@ def main(package, arguments=None, add_own=None):
     parser.add_argument(
         "--trace", metavar="FILE", help="record two steps here, for ui.perfetto.dev; not counted in timings"
     )
-    own = add_own(parser) if add_own else lambda options: {}
+    own = add_own(parser) if add_own else lambda options: (package, {})
     options = parser.parse_args(arguments)
     with one_line_errors():
-        options.own = own(options)
-    command(_train_and_report, package, options, options=options)
+        engine, options.own = own(options)
+    command(_train_and_report, engine, options, options=options)
 
 
 def add_arguments(parser):
@@ -75,6 +78,9 @@ def add_arguments(parser):
         const="non-reentrant",
         metavar="KIND",
         help="compute each block again in backward: non-reentrant (default) or reentrant",
+    )
+    parser.add_argument(
+        "--offload-activations", action="store_true", help="keep on the host what these checkpoints save"
     )
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default: %(default)s)")
     parser.add_argument("--precision", default="fp32", help="fp32 (default), bf16 or fp16")
@@ -138,6 +144,8 @@ def check_options(options):
             f"--accumulate {options.accumulate}: a global batch of {options.batch} cannot be divided into so many "
             f"micro-batches over {ranks} ranks; choose a positive divisor of the samples per rank"
         )
+    if options.offload_activations and options.checkpoint_activations is None:
+        raise InputError("--offload-activations: what checkpoints save goes to the host; add --checkpoint-activations")
     if options.no_sync and options.accumulate == 1:
         raise InputError("--no-sync: a step of one micro-batch has nothing to put off; add --accumulate")
     prompt = getattr(options, "generate", None)
@@ -217,6 +225,8 @@ def train(world, name, options, progress=None):
         **getattr(options, "own", {}),
     )
     ours = hasattr(engine, "comm")
+    if ours and options.offload_activations:
+        module.saving = HostActivations(engine)
     run = _run_steps(world, engine, module, options, progress)
     if run.skipped == options.steps:
         raise InputError(
@@ -235,8 +245,14 @@ def train(world, name, options, progress=None):
         if hasattr(engine, "host_state_bytes"):
             row["host_state_bytes"] = engine.host_state_bytes()
             row["predicted_host_state_bytes"] = engine.predicted_host_state_bytes()
+        if hasattr(engine, "disk_state_bytes"):
+            row["disk_state_bytes"] = engine.disk_state_bytes()
+            row["predicted_disk_state_bytes"] = engine.predicted_disk_state_bytes()
+            row["disk_bytes_per_step"] = run.on_disk
+            row["predicted_disk_bytes_per_step"] = engine.predicted_disk_bytes_per_step()
+        if hasattr(engine, "host_state_bytes") or options.offload_activations:
             row["bus_bytes_per_step"] = run.moved
-            row["predicted_bus_bytes_per_step"] = engine.predicted_bus_bytes_per_step()
+            row["predicted_bus_bytes_per_step"] = predicted_on_bus(engine, module, options, world)
     tokens = options.batch * (module.window - 1)
     timed = run.seconds[WARM_UP:]
     row["tokens_per_second"] = tokens / statistics.median(timed) if timed else None
@@ -252,11 +268,23 @@ def train(world, name, options, progress=None):
     return row, weights, run.timeline.samples if run.timeline else []
 
 
+def predicted_on_bus(engine, module, options, world):
+    """Bytes that cross the bus in a step, {"down": n, "up": n}: an offload engine's own, and activations.
+
+    Of each block its input goes down and comes up, [samples of a rank, sequence, width] in the engine's precision.
+    """
+    predicted = Counter(engine.predicted_bus_bytes_per_step() if hasattr(engine, "host_state_bytes") else {})
+    if options.offload_activations:
+        inputs = options.batch // world.size * module.saved_per_sample * engine.dtype.itemsize
+        predicted.update(down=inputs, up=inputs)
+    return dict(predicted)
+
+
 def _run_steps(world, engine, module, options, progress):
     """Train, and return what was seen on the way."""
     batches, ours = make_batches(options), hasattr(engine, "comm")
-    run = SimpleNamespace(losses=[], seconds=[], skipped=0, sent=None, by_phase=None, moved=None)
-    run.timeline = run.recording = None
+    run = SimpleNamespace(losses=[], seconds=[], skipped=0)
+    run.sent = run.by_phase = run.moved = run.on_disk = run.timeline = run.recording = None
     last = options.steps - 1
     traced = range(last - TRACED, last) if getattr(options, "trace", None) else ()
     for step in range(options.steps):
@@ -265,7 +293,7 @@ def _run_steps(world, engine, module, options, progress):
         if ours:
             engine.comm.traffic.reset()
         if ours and step == last:
-            run.timeline = Timeline(engine)
+            run.timeline = Timeline(module.saving if options.offload_activations else engine)
         if step in traced[:1]:
             run.recording = Recording(engine)
             run.recording.start()
@@ -283,6 +311,7 @@ def _run_steps(world, engine, module, options, progress):
         if ours and not result.skipped:  # a step that is skipped sends no parameters
             traffic = engine.comm.traffic
             run.sent, run.by_phase, run.moved = traffic.by_collective(), traffic.by_phase(), traffic.on_bus()
+            run.on_disk = traffic.on_disk()
         if progress:
             progress(step + 1, run.losses[-1])
     return run
@@ -333,7 +362,8 @@ def show_bytes(count):
 
 def how(options):
     """How a step was cut and what it kept, as results are labelled with."""
-    return {name: getattr(options, name) for name in ("checkpoint_activations", "accumulate", "no_sync")}
+    kept = ("checkpoint_activations", "offload_activations", "accumulate", "no_sync")
+    return {name: getattr(options, name) for name in kept}
 
 
 def write_json(path, results):
@@ -375,12 +405,15 @@ def _train_and_report(world, package, options):
         for states in ("model_state_bytes", "predicted_model_state_bytes")
     )
     lines.append(("model states, bytes per parameter", *per_parameter))
-    for state in ("gradients", "optimizer") if "host_state_bytes" in row else ():
-        counts = (str(row[count][state]) for count in ("host_state_bytes", "predicted_host_state_bytes"))
-        lines.append((f"{state} on the host, bytes per rank", *counts))
+    for where, name in (("on the host", "host_state_bytes"), ("on disk", "disk_state_bytes")):
+        for state, held in row.get(name, {}).items():
+            if held or row[f"predicted_{name}"][state]:
+                lines.append((f"{state} {where}, bytes per rank", str(held), str(row[f"predicted_{name}"][state])))
     for direction, predicted in row.get("predicted_bus_bytes_per_step", {}).items():
         measured = row["bus_bytes_per_step"].get(direction, 0)
         lines.append((f"{direction} the bus, bytes per step", str(measured), str(predicted)))
+    for way, predicted in row.get("predicted_disk_bytes_per_step", {}).items():
+        lines.append((f"disk {way}, bytes per step", str(row["disk_bytes_per_step"].get(way, 0)), str(predicted)))
     lines.append(("peak of live bytes", str(row["peak_bytes"]), "-"))
     speed = row["tokens_per_second"]
     lines.append(("tokens per second", f"{speed:.0f}" if speed else "- (too few steps)", "-"))

@@ -262,7 +262,7 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
     """With --engine only what is about any engine; of that, with --quick, a sample.
 
-    Offload is stage 2 in another place: a sample does for it too, but for a record and `make test-all`.
+    Offload is stage 2 or 3 in another place: a sample does for it too, but for a record and `make test-all`.
     """
     sampled = not config.getoption("--record") and config.option.markexpr == "not exhaustive"
     others = [item for item in items if sampled and is_of_offload(item) and not is_quick(item)]
@@ -277,8 +277,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def is_of_offload(item):
-    """Whether a test is a cell of the matrix that offload trains."""
-    return hasattr(item, "callspec") and item.callspec.params.get("engine") == "offload"
+    """Whether a test is a cell of the matrix that an engine of offload trains."""
+    return hasattr(item, "callspec") and item.callspec.params.get("engine") in ENGINES[len(STAGES) :]
 
 
 def is_quick(item):

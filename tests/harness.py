@@ -10,7 +10,7 @@ from common.data import Batches, load_text
 from common.train import find_engine
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
-ENGINES = (*STAGES, "offload")
+ENGINES = (*STAGES, "offload", "offload.nvme")
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
 BUCKET_MB = 0.01  # several buckets even in tiny models
 

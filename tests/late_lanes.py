@@ -5,7 +5,7 @@ import random
 import time
 from unittest import mock
 
-from common.engine import bus, tiers
+from common.engine import bus, swap, tiers
 from common.ranks import collectives
 from common.ranks.lanes import Handle, InlineLane, ThreadLane
 
@@ -32,6 +32,32 @@ class LateLane:
     def finish(self, within=None):
         if self.given:
             self.run_up_to(self.given[-1][0])
+
+
+class LateThreads:
+    """A disk's threads, which begin no block before somebody waits for it, and then all those before it."""
+
+    def __init__(self, *_, **__):
+        self.given = []
+
+    def submit(self, work, *args):
+        block = LateBlock(self, work, args)
+        self.given.append(block)
+        return block
+
+    def shutdown(self, **_):
+        """Nothing runs."""
+
+
+class LateBlock:
+    def __init__(self, threads, work, args):
+        self.threads, self.work, self.args = threads, work, args
+
+    def result(self):
+        given = self.threads.given
+        while any(self is other for other in given):
+            block = given.pop(0)
+            block.work(*block.args)
 
 
 class DrowsyLane(ThreadLane):
@@ -66,6 +92,8 @@ def on_lane(kind, rank, prompt=()):
     with contextlib.ExitStack() as patched:
         for module in (collectives, bus, tiers):
             patched.enter_context(mock.patch.object(module, "lane_of", lane_of))
+        if kind == "late" and "disk" not in prompt:
+            patched.enter_context(mock.patch.object(swap, "ThreadPoolExecutor", LateThreads))
         yield
     for lane in lanes.values():
         lane.finish()

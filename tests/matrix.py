@@ -14,7 +14,7 @@ from common import models
 from common.engine.mixed_precision import LossScaler
 from common.train import find_engine, sha256
 
-REDUCE_AT_ONCE = ("stage2_grad", "stage3_param", "offload")  # under no_sync too
+REDUCE_AT_ONCE = ("stage2_grad", "stage3_param", "offload", "offload.nvme")  # under no_sync too
 ZOO = ("mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny", "lora-tiny")
 PRECISIONS = ("fp32", "bf16", "fp16")
 

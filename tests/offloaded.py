@@ -3,18 +3,18 @@
 import torch
 from baseline import AverageAfterBackward
 
-from offload import OffloadEngine
+from offload import InfinityEngine, OffloadEngine
 
 WARM_UP = 1  # updates before the first delayed one
 
 
-def with_options(name, base=OffloadEngine, **chosen):
+def with_options(name, base=OffloadEngine, follows="offload", **chosen):
     """A subclass that takes what the engine takes, and these options besides."""
 
     def __init__(self, model, optimizer, **options):
         base.__init__(self, model, optimizer, **chosen, **options)
 
-    return type(name, (base,), {"__init__": __init__, "exact": True, "follows": "offload", "__module__": __name__})
+    return type(name, (base,), {"__init__": __init__, "exact": True, "follows": follows, "__module__": __name__})
 
 
 Third = with_options("Third", ratio=1 / 3)
@@ -22,6 +22,17 @@ Half = with_options("Half", ratio=0.5)
 AllOnDevice = with_options("AllOnDevice", ratio=1.0)
 Delayed = with_options("Delayed", delayed_update=True, warmup_steps=WARM_UP)
 DelayedHalf = with_options("DelayedHalf", delayed_update=True, warmup_steps=WARM_UP, ratio=0.5)
+
+
+def in_tiers(name, tiers):
+    """An engine with its states in these tiers, and several sub-groups even in tiny models."""
+    return with_options(name, InfinityEngine, "offload.nvme", tiers=tiers, sub_group_mb=0.02)
+
+
+OnDisk = in_tiers("OnDisk", "nvme")
+OnHost = in_tiers("OnHost", "cpu")
+OnDevice = in_tiers("OnDevice", "device")
+Spread = in_tiers("Spread", {"parameters": "cpu", "gradients": "device", "optimizer": "nvme"})
 
 
 class DelayedLoop(AverageAfterBackward):

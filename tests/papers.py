@@ -18,6 +18,7 @@ def bytes_held(stage, ranks, precision="fp32", accumulated=False):
         "stage2_grad": parameters + ((total or gradients) + optimizer) / ranks,
         "stage3_param": (parameters + (total or gradients) + optimizer) / ranks,
         "offload": parameters,  # on the device
+        "offload.nvme": 0,  # on the device
     }[stage]
 
 

@@ -8,7 +8,7 @@ import torch
 from harness import STAGES
 from papers import bytes_held
 
-from common import capacity
+from common import capacity, capacity_results
 from common.activations import largest_fitting
 from common.errors import InputError
 from common.ranks.world import LocalWorld, RankFailed
@@ -117,7 +117,7 @@ def test_two_stages_for_real(tmp_path, small_simulations):
         assert row["measured_over_predicted"] == pytest.approx(1, abs=0.15)
     assert (replicated["ratio_to_stage0"], replicated["ideal_ratio"]) == (1, pytest.approx(1, rel=1e-3))
     assert sharded["ratio_to_stage0"] == pytest.approx(2, rel=0.2)
-    assert capacity.as_markdown(results).count("\n|") == 4
+    assert capacity_results.as_markdown(results).count("\n|") == 4
 
 
 def test_what_does_not_fit_is_said(monkeypatch, small_simulations):

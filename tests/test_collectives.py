@@ -19,6 +19,7 @@ from harness import make_engine, train_step
 
 from common.engine import Bucket
 from common.engine.bus import Bus
+from common.engine.disk import Staging
 from common.engine.stepping import Stepper
 from common.errors import InputError
 from common.measure.traffic import Traffic
@@ -412,7 +413,7 @@ def fake_bus(fake_cuda, monkeypatch):
     names = iter(["collectives", "bus"])
     monkeypatch.setattr(torch.cuda, "Stream", lambda: FakeStream(next(names), fake_cuda.log))
     collectives, bus = StreamLane(), Bus.__new__(Bus)
-    bus._comm, bus.lane = SimpleNamespace(rank=0, owner="", traffic=Traffic()), StreamLane()
+    bus._comm, bus.lane, bus.rate = SimpleNamespace(rank=0, owner="", traffic=Traffic()), StreamLane(), None
     piece = SimpleNamespace(
         part=slice(0, 4),
         reduced=FakeCopy("pinned memory", fake_cuda),
@@ -464,6 +465,25 @@ def test_the_hosts_next_step_waits_until_what_it_writes_over_has_come_up(fake_cu
     step._step = lambda: fake_cuda.log.append("the host steps")
     step.take("bucket 0", after=raised)
     assert fake_cuda.log[-2:] == ["the host waits for the event", "the host steps"]
+
+
+def test_a_shard_from_disk_rises_once_it_is_read_and_its_buffer_is_taken_again_once_it_has_risen(fake_cuda, fake_bus):
+    log, unit = fake_cuda.log, FakeCopy("the unit", fake_cuda)
+    staging = Staging(SimpleNamespace(empty=lambda numel, dtype: torch.empty(numel, dtype=dtype)))
+    staging.number, buffer = 1, staging.take()
+    read = Handle((), lambda buffers: log.append("the shard is read"))
+    with fake_cuda.on("main"):
+        risen = fake_bus.bus.carry("up", "block 0", unit, buffer, after=read)
+        staging.give_back(buffer, risen)
+        log.append("another block computes")
+        assert staging.take() is buffer
+    assert log[-5:] == [
+        "the shard is read",
+        "the unit is copied into on bus",
+        "event on bus",
+        "another block computes",
+        "the host waits for the event",
+    ]
 
 
 def test_at_the_end_the_caller_itself_waits_for_the_stream_lane(fake_cuda):

@@ -11,8 +11,11 @@ from harness import ENGINES, STAGES
 from common.readme import code_lines
 
 ROOT = Path(__file__).parent.parent
-CODE_LINES = {"stage0_ddp": 80, "stage1_os": 110, "stage2_grad": 125, "stage3_param": 200, "offload": 150}
-CHANGED_LINES = {"stage1_os": 60, "stage2_grad": 45, "stage3_param": 300, "offload": 215}  # prose included
+CODE_LINES = {"stage0_ddp": 80, "stage1_os": 110, "stage2_grad": 125, "stage3_param": 200}
+CODE_LINES |= {"offload": 150, "offload.nvme": 290}
+CHANGED_LINES = {"stage1_os": 60, "stage2_grad": 45, "stage3_param": 300}  # prose included
+CHANGED_LINES |= {"offload": 215, "offload.nvme": 240}
+SOURCES = {"offload": "offload/cpu.py", "offload.nvme": "offload/nvme.py"}  # others have an engine.py
 # What a stage has changed of the methods it shares with the stage before. All others are the same text.
 CHANGED_METHODS = {
     "stage1_os": {"owned", "sends", "reduce", "update"},
@@ -20,12 +23,14 @@ CHANGED_METHODS = {
     "stage3_param": {"owned", "sends", "partition", "begin_backward", "gradient_ready", "reduce", "finish_backward"}
     | {"no_sync", "update", "gather"},
     "offload": {"sends", "partition", "reduce", "update", "gather", "synchronize"},
+    "offload.nvme": {"__init__", "partition", "gather", "prefetch", "begin_forward", "end_forward", "reduce_bucket"}
+    | {"update", "free_all"},
 }
-NEIGHBOURS = [*itertools.pairwise(STAGES), ("stage2_grad", "offload")]
+NEIGHBOURS = [*itertools.pairwise(STAGES), ("stage2_grad", "offload"), ("stage3_param", "offload.nvme")]
 
 
 def source(stage):
-    return (ROOT / ("offload/cpu.py" if stage == "offload" else f"{stage}/engine.py")).read_text()
+    return (ROOT / SOURCES.get(stage, f"{stage}/engine.py")).read_text()
 
 
 def methods(stage):

@@ -312,7 +312,9 @@ BAD_OPTIONS = {
     "--ratio 1.5": "ratio=1.5",
     "--ratio nan": "ratio=nan",
     "--warmup-steps -1": "warmup_steps=-1",
-    "--tier tape": "--tier tape: unknown; choose one of: cpu",
+    "--tier tape": "tiers=tape: give one of device, cpu, nvme",
+    "--tier nvme --ratio 0.5": "are for --tier cpu",
+    "--tier parameters=cpu": "one for each of parameters, gradients, optimizer",
 }
 
 

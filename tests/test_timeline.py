@@ -1,5 +1,6 @@
 """The trace of a training step: valid, labelled, with communication beside computation."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -25,6 +26,7 @@ needs_threads = pytest.mark.skipif(
 
 def record(world, stage, model, path, **options):
     """Train three steps and record the last."""
+    gc.collect()  # labels name the engine where an earlier test's still lives
     engine = make_engine(stage, model, bucket_mb=0.1, **options)
     for step in range(3):
         micro_batches = [batch(engine.module, world, step, global_batch=8 * world.size)]

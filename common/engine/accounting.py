@@ -32,12 +32,16 @@ class Accounts:
 
     def before_update(self):
         """Take stock. Nothing is in flight now: what is gathered or holds gradients is a model state, kept."""
+        self.note_step()
         live = self.live()
         self._held = {
             "parameters": storage_bytes(live["parameters"] + live["gathered units"]),
             "gradients": storage_bytes(live["gradients"] + live["buckets in flight"]),
         }
         self._held_on_host = {"parameters": 0, "gradients": storage_bytes(self.live_on_host()["gradients"])}
+
+    def note_step(self):
+        """What the predictions for a step like this one depend on."""
         self._summed = {b for b in self._engine.buckets if any(piece.carried is not None for piece in b.pieces)}
         self._last_step = max(1, self.backwards), self.reductions
 
@@ -88,24 +92,31 @@ class Accounts:
         """See `EngineBase.live`."""
         engine = self._engine
         buckets, everything = engine.buckets, engine.buckets + engine.frozen
-        pieces = [p for b in buckets for p in b.pieces if p.tier is None or not p.tier.on_host]
         handles = [h for b in everything for h in (b.handle, b.gathering) if h is not None]
         # What freed weights read as, a number for each, is not counted.
         nothing = {storage_id(b.nothing.numbers) for b in everything if b.nothing is not None}
-        parameters = [p for p in engine.bucket_of if storage_id(p) not in nothing]
         live = {
             "gathered units": [b.full for b in everything],
-            "parameters": [b.parameters for b in everything] + parameters,
-            "gradients": [b.gradients for b in buckets] + [p.carried for p in pieces] + _rooms(pieces),
-            "optimizer": [p.master for p in pieces if p.is_apart] + _states(engine, pieces),
+            **self.kept(),
             "receive buffer": [engine.comm.room],
             "buckets in flight": [b.local for b in buckets]
             + [total for b in buckets for total in b.sums.values()]
-            + [p.master.grad for p in pieces]
+            + [p.master.grad for b in buckets for p in b.pieces]
             + [p.grad for p in engine.bucket_of]
             + [tensor for handle in handles for tensor in handle.buffers],
         }
+        live["parameters"] += [p for p in engine.bucket_of if storage_id(p) not in nothing]
         return {name: [tensor for tensor in tensors if tensor is not None] for name, tensors in live.items()}
+
+    def kept(self):
+        """The model states on the device, by class."""
+        engine, buckets = self._engine, self._engine.buckets
+        pieces = [p for b in buckets for p in b.pieces if p.tier is None or not p.tier.on_host]
+        return {
+            "parameters": [b.parameters for b in buckets + engine.frozen],
+            "gradients": [b.gradients for b in buckets] + [p.carried for p in pieces] + _rooms(pieces),
+            "optimizer": [p.master for p in pieces if p.is_apart] + _states(engine, pieces),
+        }
 
     def live_on_host(self):
         """The tensors of pieces that lie on the host, by class, its buffers last."""

@@ -75,6 +75,7 @@ class EngineBase:
     """
 
     own_options = ()  # names of what a stage takes besides, and has set as attributes
+    books = Accounts
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class EngineBase:
         engine_of.update((id(parameter), self) for parameter in self.bucket_of)
         self.begin_backward()
         self.buffers = Buffers(model, self.comm, broadcast_buffers)
-        self.uses, self.guards, self.accounts = Uses(self), Guards(self), Accounts(self, self.optimizer_bytes)
+        self.uses, self.guards, self.accounts = Uses(self), Guards(self), self.books(self, self.optimizer_bytes)
         self._factor = None  # what the step's gradients are multiplied by
         self.optimizer = optimizer(self._shard_groups(param_groups))
         building.adopt_states(self.optimizer, self.buckets)
@@ -269,9 +270,9 @@ class EngineBase:
     def step_shard(self, bucket):
         """Step the optimizer over one bucket's shard. 16-bit gradients are cast to fp32 for it, a bucket at a time."""
         self._failed = True  # until all shards are stepped
-        gradient = bucket.mean
+        gradient, lender = bucket.mean, bucket.tier or self.comm
         if gradient.dtype != torch.float32:
-            gradient = self.comm.scratch(len(gradient), torch.float32).copy_(gradient)
+            gradient = lender.scratch(len(gradient), torch.float32).copy_(gradient)
         if self._factor is not None:
             gradient.mul_(self._factor)
         bucket.master.grad = gradient
@@ -279,7 +280,7 @@ class EngineBase:
             self.show_step()  # passes over the shards that have no gradient
         finally:
             bucket.master.grad = None
-        if bucket.sixteen_bit:
+        if bucket.is_apart:
             bucket.stepped.copy_(bucket.master.detach())
 
     def show_step(self):
@@ -417,7 +418,7 @@ class EngineBase:
         for parameter in bucket.members.values():
             parameter.grad = None  # of a time before the engine
             self.bucket_of[parameter] = bucket
-        building.allocate(bucket, self.owned(bucket), self.placed(bucket), whole)
+        bucket.lay(self.owned(bucket), self.placed(bucket), whole)
 
     def placed(self, bucket):
         """The placement table: what `owned` gives the optimizer, cut into (part, tier). Here uncut, on the device."""

@@ -1,11 +1,13 @@
 """A bucket: parameters that travel together, and what this rank holds of them, whole or a shard."""
 
+import contextlib
 import weakref
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from common.engine.layout import Run
+from common.engine.layout import Run, length, within
 from common.engine.piece import Piece
 
 
@@ -49,6 +51,28 @@ class Bucket(Run, Piece):
         self.storages = set()
         self.fires_in_parts = False  # reentrant checkpoints give a weight they share its gradient in parts
         self.forget()
+
+    def lay(self, owned, placed, whole):
+        """Get the storage that the ownership table says a rank keeps, where the placement table has it.
+
+        Args:
+            owned: an `Owned`.
+            placed: [(part, tier)].
+            whole: its first values, unrounded, as `InitialValues.of` has them.
+        """
+        dtype, keeps_all = self.kind.dtype, owned.parameters == self.whole()
+        self.parameters = whole.to(dtype) if keeps_all else whole[owned.parameters].to(dtype, copy=True)
+        if not self.kind.trainable:
+            return
+        if [tier for _, tier in placed] != [None]:
+            self.cut_into = [Piece(part, tier) for part, tier in placed]
+            for piece in self.pieces:
+                piece.lay(self.parameters[within(piece.part, owned.parameters)], whole[piece.part])
+            return
+        self.part, self.stepped = owned.optimizer, self.parameters[within(owned.optimizer, owned.parameters)]
+        self.gradients = torch.zeros(length(owned.gradients), dtype=dtype, device=whole.device)
+        self.master = nn.Parameter(whole[owned.optimizer].clone() if self.sixteen_bit else self.stepped)
+        self.reduced = self.gradients[within(owned.optimizer, owned.gradients)]
 
     def forget(self):
         """Drop every gradient since the last step."""
@@ -95,6 +119,14 @@ class Bucket(Run, Piece):
     def pieces(self):
         """What the optimizer steps, end to end: the bucket as it is or, where a placement table cuts it, several."""
         return self.cut_into or (self,)
+
+    def values_at_hand(self, optimizer=None, change=False):
+        """A context in which this rank's part of the values and states can be read, or changed: here it always can."""
+        return contextlib.nullcontext()
+
+    def means_at_hand(self):
+        """A context in which the mean gradient can be read: here it always can."""
+        return contextlib.nullcontext()
 
     @property
     def sixteen_bit(self):

@@ -1,10 +1,8 @@
-"""Before training: a model leaves the meta device, every parameter gets its first values, every bucket its storage."""
+"""Before training: a model leaves the meta device, and every parameter gets its first values."""
 
 import torch
 from torch import nn
 
-from common.engine.layout import length, within
-from common.engine.piece import Piece
 from common.engine.tensors import checksum
 
 
@@ -64,42 +62,7 @@ class InitialValues:
             self.filled.append((what, checksum(tensor), "init= must fill it alike on every rank"))
 
 
-def allocate(bucket, owned, placed, whole):
-    """Give a bucket the storage that the ownership table says a rank keeps, where the placement table has it.
-
-    Args:
-        bucket: has none yet.
-        owned: an `Owned`.
-        placed: [(part, tier)].
-        whole: its first values, unrounded, as `InitialValues.of` has them.
-    """
-    dtype = bucket.kind.dtype
-    keeps_all = owned.parameters == bucket.whole()
-    bucket.parameters = whole.to(dtype) if keeps_all else whole[owned.parameters].to(dtype, copy=True)
-    if not bucket.kind.trainable:
-        return
-    tiers = [tier for _, tier in placed]
-    if tiers != [None]:
-        bucket.cut_into = [Piece(part, tier) for part, tier in placed]
-        for piece in bucket.pieces:
-            _lay(piece, bucket.parameters[within(piece.part, owned.parameters)], whole[piece.part])
-        return
-    bucket.part, bucket.stepped = owned.optimizer, bucket.parameters[within(owned.optimizer, owned.parameters)]
-    bucket.gradients = torch.zeros(length(owned.gradients), dtype=dtype, device=whole.device)
-    bucket.master = nn.Parameter(whole[owned.optimizer].clone() if bucket.sixteen_bit else bucket.stepped)
-    bucket.reduced = bucket.gradients[within(owned.optimizer, owned.gradients)]
-
-
 def adopt_states(optimizer, buckets):
     """Move the states that an optimizer makes with its first breath, such as Adagrad's, to where their pieces lie."""
-    for piece in (piece for bucket in buckets for piece in bucket.pieces if piece.tier is not None):
-        piece.tier.adopt(optimizer.state.get(piece.master, {}))
-
-
-def _lay(piece, stepped, values):
-    """Give a piece its storage in its tier: room for the mean gradient, and master weights in fp32."""
-    tier = piece.tier
-    piece.stepped, piece.reduced = stepped, tier.empty_like(stepped).zero_()
-    piece.spare = tier.empty_like(stepped).zero_() if tier.spares else None
-    apart = tier.apart or stepped.dtype != torch.float32
-    piece.master = nn.Parameter(tier.empty_like(values).copy_(values) if apart else stepped)
+    for piece in (piece for bucket in buckets for piece in bucket.pieces):
+        piece.adopt(optimizer.state.get(piece.master, {}))

@@ -4,6 +4,9 @@ On CUDA a stream of its own copies between the GPU and pinned memory, on several
 at once. Copies run in the order of the calls, so one never overtakes another that uses the same room.
 """
 
+import time
+
+import torch
 from torch.profiler import record_function
 
 from common.engine.layout import within
@@ -15,10 +18,13 @@ class Bus:
 
     Args:
         comm: the engine's `Collectives`, whose meter counts what crosses: "down" and "up".
+
+    Attributes:
+        rate: bytes a second that `carry` keeps to, on a thread's lane; None for as fast as it goes.
     """
 
     def __init__(self, comm):
-        self._comm = comm
+        self._comm, self.rate, self._free_at = comm, None, 0.0
         self.lane = lane_of(comm.group, comm.backend, "bus")
 
     def down(self, bucket, mean, after):
@@ -56,6 +62,36 @@ class Bus:
                     piece.stepped.copy_(piece.fresh, non_blocking=True)
 
         return self._submit("up", bucket, None, copy)
+
+    def carry(self, direction, name, on_device, on_host, after=None):
+        """Copy one tensor into another: "down" to the host, or "up" to the device.
+
+        Args:
+            direction: one of these two.
+            name: which tensor it is, for a trace.
+            on_device, on_host: tensors of one shape and dtype.
+            after: the Handle of what writes the one that is read; None if it is written.
+
+        Returns:
+            A Handle.
+        """
+        self._comm.traffic.record(direction, on_device.nbytes)
+        source, target = (on_device, on_host) if direction == "down" else (on_host, on_device)
+
+        def work():
+            if after is not None:
+                after.wait()
+            with torch.no_grad(), record_function(f"{direction} of {self._comm.owner}{name}"):
+                target.copy_(source, non_blocking=True)
+                self._keep_to_rate(target.nbytes)
+
+        return self.lane.submit(work, on_device)
+
+    def _keep_to_rate(self, nbytes):
+        """A token bucket: after so many bytes the bus is busy until the rate allows for them."""
+        if self.rate is not None:
+            self._free_at = max(self._free_at, time.monotonic()) + nbytes / self.rate
+            time.sleep(max(0.0, self._free_at - time.monotonic()))
 
     def _submit(self, direction, bucket, after, copy, *buffers):
         self._comm.traffic.record(direction, sum(p.reduced.nbytes for p in bucket.pieces if p.tier.on_host))

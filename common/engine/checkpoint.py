@@ -136,17 +136,10 @@ def _shards(engine):
     """The pieces that this rank writes: {name in the file: tensor on the CPU}."""
     tensors, rank = {}, engine.rank
     for bucket in engine.buckets + engine.frozen:
-        owned, shard = engine.owned(bucket), bucket.shard(rank)
-        if bucket.kind.trainable:
-            kept = owned.optimizer
-            flats = {"parameters": end_to_end([piece.master for piece in bucket.pieces], "cpu")}
-            states = [_states(engine, piece)[0] for piece in bucket.pieces]
-            flats |= {f"optimizer/{name}": end_to_end([s[name] for s in states], "cpu") for name in states[0]}
-        else:
-            kept = owned.parameters
-            flats = {"parameters": bucket.parameters}
+        with bucket.values_at_hand(engine.optimizer):
+            kept, flats = _kept(engine, bucket)
         for kind, flat in flats.items():
-            values = flat[within(shard, kept)].cpu()
+            values = flat[within(bucket.shard(rank), kept)].cpu()
             for part in bucket.segments(rank):
                 tensors[f"{kind}/{part.name}@{part.start}"] = values[part.at : part.at + part.stop - part.start]
     if rank == 0:
@@ -154,16 +147,27 @@ def _shards(engine):
     return tensors
 
 
+def _kept(engine, bucket):
+    """The part of a bucket that this rank keeps, a slice of the run, and its values: {kind: flat tensor}."""
+    owned = engine.owned(bucket)
+    if not bucket.kind.trainable:
+        return owned.parameters, {"parameters": bucket.parameters}
+    flats = {"parameters": end_to_end([piece.master for piece in bucket.pieces], "cpu")}
+    states = [_states(engine, piece)[0] for piece in bucket.pieces]
+    flats |= {f"optimizer/{name}": end_to_end([s[name] for s in states], "cpu") for name in states[0]}
+    return owned.optimizer, flats
+
+
 def _index(engine, tensors):
     """What the files hold. Rank 0 writes it, and adds the tensors among scalars and options to its own `tensors`."""
     parameters = {}
     for bucket in engine.buckets + engine.frozen:
         elementwise, scalars = _states(engine, bucket.pieces[0])
-        values = bucket.pieces[0].master if bucket.kind.trainable else bucket.parameters
+        dtype = bucket.pieces[0].master.dtype if bucket.kind.trainable else bucket.kind.dtype
         for slot in bucket.slots.values():
             parameters[slot.name] = {
                 "shape": list(slot.shape),
-                "dtype": str(values.dtype).removeprefix("torch."),
+                "dtype": str(dtype).removeprefix("torch."),
                 "group": bucket.kind.group if bucket.kind.trainable else None,
                 "states": list(elementwise),
                 # once per parameter: the reader's buckets are others
@@ -279,9 +283,10 @@ def _fill_model(engine, index, files):
     for bucket in engine.buckets + engine.frozen:
         owned = engine.owned(bucket)
         values = _read("parameters", bucket, owned.parameters, index, files)
-        bucket.parameters.copy_(values)
-        if bucket.kind.trainable:  # a view of the parameters, or an fp32 master of its own
-            for piece in bucket.pieces:
+        with bucket.values_at_hand(change=True):
+            bucket.parameters.copy_(values)
+            for piece in bucket.pieces if bucket.kind.trainable else ():
+                # A view of the parameters, or an fp32 master of its own.
                 piece.master.copy_(values[within(piece.part, owned.parameters)])
     engine.updates = index.get("updates", 0)  # checkpoints of before offload/ do not have it
     if engine.loss_scaler and index["loss_scaler"]:
@@ -304,7 +309,8 @@ def _fill_optimizer(engine, index, files):
         states = decode(saved["scalars"], files[0])
         for name in saved["states"]:
             room = None if piece.tier is None else piece.tier.empty_like(piece.master)
-            states[name] = _read(f"optimizer/{name}", bucket, piece.part, index, files, room)
+            values = _read(f"optimizer/{name}", bucket, piece.part, index, files, room)
+            states[name] = piece.keep_state(name, values)
         fresh["state"][number] = states
     optimizer.load_state_dict(fresh)  # moves them to the device
 

@@ -5,10 +5,12 @@ part alone: 2 bytes for a parameter, 2 for its gradient, 4 for its master and 8 
 1910.02054, sec. 3.1). In fp32 the parameters are their own master weights.
 """
 
+import itertools
 from dataclasses import asdict, dataclass
 
 import torch
 
+from common.engine.layout import length
 from common.errors import InputError
 
 CHUNK = 2**20  # elements of a gradient whose squares are added at a time: a float64 copy of 8 MB
@@ -85,8 +87,10 @@ def overflow_flag(buckets, comm):
         fp32 tensor [1].
     """
     finite = torch.ones(1, device=comm.device)
-    for piece in (piece for bucket in buckets for piece in bucket.pieces):
-        finite *= piece.mean.isfinite().all()
+    for bucket in buckets:
+        with bucket.means_at_hand():
+            for piece in bucket.pieces:
+                finite *= piece.mean.isfinite().all()
     return comm.maximum(1 - finite, "the overflow flag")
 
 
@@ -103,11 +107,11 @@ def gradient_norm(buckets, comm):
     Returns:
         fp32 scalar tensor.
     """
-    held = sum(len(piece.mean) for piece in buckets[0].pieces) // buckets[0].shard_numel  # 1 or N
+    held = sum(length(piece.part) for piece in buckets[0].pieces) // buckets[0].shard_numel  # 1 or N
     squares = torch.zeros(held, dtype=torch.float64, device=comm.device)
     for bucket in buckets:
-        for index in range(held):
-            for start in range(0, bucket.shard_numel, CHUNK):
+        with bucket.means_at_hand():
+            for index, start in itertools.product(range(held), range(0, bucket.shard_numel, CHUNK)):
                 chunk = slice(start, min(start + CHUNK, bucket.shard_numel))
                 squares[index] += _in_float64(bucket, index * bucket.shard_numel, chunk).square().sum()
     if held < comm.size:

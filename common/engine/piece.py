@@ -1,6 +1,7 @@
 """A piece: the part of a rank's shard that one step of the optimizer changes, and the tier that it lies in."""
 
 import torch
+from torch import nn
 
 
 class Piece:
@@ -32,14 +33,41 @@ class Piece:
         return self.reduced if self.carried is None else self.carried
 
     @property
+    def gradient_tier(self):
+        """The tier of its mean gradient."""
+        return self.tier
+
+    @property
     def is_apart(self):
         """The master weights are a copy, and no part of the parameters."""
         return self.master.dtype != self.stepped.dtype or (self.tier is not None and self.tier.apart)
 
+    def lay(self, stepped, values):
+        """Get storage in the tier: room for the mean gradient, and master weights in fp32.
+
+        Args:
+            stepped: the part of the bucket's parameters.
+            values: its first values, unrounded.
+        """
+        tier = self.tier
+        self.stepped, self.reduced = stepped, tier.empty_like(stepped).zero_()
+        self.spare = tier.empty_like(stepped).zero_() if tier.spares else None
+        apart = tier.apart or stepped.dtype != torch.float32
+        self.master = nn.Parameter(tier.empty_like(values).copy_(values) if apart else stepped)
+
+    def adopt(self, states):
+        """Take states that the optimizer has made, {name: state}, to where they are to lie."""
+        if self.tier is not None:
+            self.tier.adopt(states)
+
+    def keep_state(self, name, values):
+        """What stands in the optimizer for one of its states: the values themselves."""
+        return values
+
     def set_aside(self):
         """An earlier backward's mean stands aside, before this one's gradients or their mean arrive in its place."""
         if self.carried is None:
-            copied = torch.empty_like if self.tier is None else self.tier.empty_like
+            copied = torch.empty_like if self.gradient_tier is None else self.gradient_tier.empty_like
             self.carried = copied(self.reduced, dtype=torch.float32).copy_(self.reduced)
 
     def add_up(self):

@@ -21,7 +21,9 @@ from common.engine.door import check_agreement
 from common.errors import InputError
 from common.measure.memory import storage_bytes
 from common.ranks.collectives import SEGMENT
-from common.ranks.lanes import InlineLane, lane_of
+from common.ranks.lanes import Handle, InlineLane, lane_of
+
+HERE = Handle((), lambda buffers: None)  # nothing to wait for
 
 try:
     import resource
@@ -43,6 +45,7 @@ class Device:
         spares: rooms for the next backward's mean while the last one's step is under way.
     """
 
+    name = "device"
     on_host = False
 
     def __init__(self, comm, *, delayed=False):
@@ -60,6 +63,10 @@ class Device:
         """A tensor [numel] with anything in it, until the lane's next step, while no reduction is under way."""
         return self._comm.scratch(numel, dtype)
 
+    def keep(self, numel, dtype, label):
+        """A place for a state [numel]."""
+        return InMemory(self, self.empty(numel, dtype))
+
     def adopt(self, states):
         """Nothing to move: an optimizer makes its states beside the weights."""
 
@@ -72,6 +79,7 @@ class Host(Device):
         room: the buffer in which 16-bit gradients become fp32, one piece at a time; None before the first.
     """
 
+    name = "cpu"
     on_host = True
 
     def __init__(self, comm, *, delayed=False):
@@ -105,6 +113,39 @@ class Host(Device):
         for name, value in states.items():
             if torch.is_tensor(value) and value.dim() and value.untyped_storage().resizable():  # a mapping is not
                 states[name] = self.empty(value.numel(), value.dtype).view_as(value).copy_(value)
+
+
+class InMemory:
+    """A state at rest in memory, the device's or the host's.
+
+    Args:
+        tier: whose memory it is.
+        tensor: the state [shard].
+    """
+
+    def __init__(self, tier, tensor):
+        self.tier, self.tensor, self.nbytes = tier, tensor, tensor.nbytes
+
+    def ahead(self, part):
+        """Begin to bring a part: it is there."""
+
+    def lend(self, part, fresh=False):
+        """A part itself, and a Handle after which it may be used."""
+        return self.tensor[part], HERE
+
+    def put_back(self, part, after=None):
+        """A part was changed: it is where it belongs."""
+
+    def drop(self, part, after=None):
+        """A part was read: nothing to give back."""
+
+    def copy(self, part):
+        """A part to read at leisure: itself."""
+        return self.tensor[part]
+
+    def store(self, part, values):
+        """Become these values; they may be the part itself."""
+        self.tensor[part].copy_(values)
 
 
 def shared(numel, dtype):
@@ -154,6 +195,22 @@ def check_room(engine, buckets, optimizer_bytes):
             f"RLIMIT_DATA leaves {left / 1e6:.0f} MB for the device's part, and parameters and buffers take "
             f"{on_device / 1e6:.0f} MB; raise the limit, or choose a smaller model or bucket"
         )
+    check_shared(needed, comm, problem)
+
+
+def check_shared(needed, comm, problem=None):
+    """Refuse, on every rank alike, what the ranks of a machine need of its memory and it does not have.
+
+    Args:
+        needed: bytes of this rank.
+        comm: the engine's `Collectives`.
+        problem: an InputError of this rank alone, if there is one.
+
+    Raises:
+        InputError: it is that, or some rank's own.
+    """
+    if comm.simulated:
+        return
     machines = defaultdict(list)
     for machine, theirs, free in comm.gather_objects((socket.gethostname(), needed, available()), "the host's memory"):
         machines[machine].append((theirs, free))

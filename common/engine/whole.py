@@ -9,9 +9,10 @@ def whole_state(engine):
     """See `EngineBase.full_state_dict`. A collective; one bucket at a time is whole."""
     values = {}
     for bucket in engine.buckets + engine.frozen:
-        whole = _whole(engine.comm, bucket)
-        for name, parameter in bucket.members.items():
-            values[parameter] = bucket.view(whole, name).detach().cpu().clone()
+        with bucket.values_at_hand():
+            whole = _whole(engine.comm, bucket)
+            for name, parameter in bucket.members.items():
+                values[parameter] = bucket.view(whole, name).detach().cpu().clone()
     state = engine.state_as_it_stands()
     return {key: values[tensor] if tensor in values else tensor.detach().cpu().clone() for key, tensor in state.items()}
 

@@ -13,6 +13,7 @@ from common.measure.memory import CLASSES, HOST
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", "#CC79A7", "#BBBBBB")
 COLORS = dict(zip(CLASSES, PALETTE, strict=True))
 HOST_COLOR = "#F0E442"  # what lies on the host, and what crosses the bus to it: drawn apart, or below the axis
+DISK_COLOR = "#999999"
 PHASE_COLORS = {"forward": "#0072B2", "backward": "#D55E00", "step": "#009E73"}
 LABELS = {
     "stage0_ddp": "stage 0\nDDP",
@@ -20,6 +21,7 @@ LABELS = {
     "stage2_grad": "stage 2\n$P_{os+g}$",
     "stage3_param": "stage 3\n$P_{os+g+p}$",
     "offload": "offload\n$P_{os+g}$ + host",
+    "offload.nvme": "infinity\n$P_{os+g+p}$ + disk",
 }
 STEP_COLORS = {"ours": "#0072B2", "others": "#BBBBBB"}
 MARKERS = "osD^vPX*<>h"
@@ -56,13 +58,19 @@ def memory_by_stage(axes, rows):
 
 
 def _below(axes, position, row):
-    """What the rank keeps on the host, below the axis."""
-    if "host_state_bytes" in row:
-        sizes = [-sum(row[key].values()) / 1e6 for key in ("host_state_bytes", "predicted_host_state_bytes")]
-        axes.bar(position - 0.2, sizes[0], 0.36, color=HOST_COLOR, edgecolor=HOST_COLOR, label=HOST)
-        axes.bar(position + 0.2, sizes[1], 0.36, color="white", edgecolor=HOST_COLOR, hatch="///")
-        axes.text(position - 0.2, sizes[0], f"{-sizes[0]:.2f}", ha="center", va="top")
-        axes.axhline(0, color="black", linewidth=0.8)
+    """What the rank keeps on the host or on disk, below the axis."""
+    for name, where, color in (("host_state_bytes", HOST, HOST_COLOR), ("disk_state_bytes", "on disk", DISK_COLOR)):
+        sizes = [-sum(row[key].values()) / 1e6 for key in (name, f"predicted_{name}") if row.get(key)]
+        if any(sizes):
+            axes.bar(position - 0.2, sizes[0], 0.36, color=color, edgecolor=color, label=_once(axes, where))
+            axes.bar(position + 0.2, sizes[1], 0.36, color="white", edgecolor=color, hatch="///")
+            axes.text(position - 0.2, sizes[0], f"{-sizes[0]:.2f}", ha="center", va="top")
+            axes.axhline(0, color="black", linewidth=0.8)
+
+
+def _once(axes, label):
+    """A label for the legend, unless it has it."""
+    return None if label in axes.get_legend_handles_labels()[1] else label
 
 
 def memory_timeline(axes, samples, title):
@@ -108,7 +116,7 @@ def wire_by_phase(axes, rows):
             bottom += size
         if "bus_bytes_per_step" in row:
             moved = sum(row["bus_bytes_per_step"].values()) / 1e6
-            axes.bar(position + 0.38, moved, 0.2, color=HOST_COLOR, label="down and up the bus")
+            axes.bar(position + 0.38, moved, 0.2, color=HOST_COLOR, label=_once(axes, "down and up the bus"))
         predicted = sum(row["predicted_wire_bytes_per_step"].values()) / 1e6
         label = "predicted" if position == 0 else None
         axes.plot(position, predicted, "D", color="white", markeredgecolor="black", label=label)

@@ -9,6 +9,7 @@ since the question is often which of them the others waited for. A rank has thes
     collectives    what the lane runs: on CPU a thread, on CUDA a stream of "rank 0, GPU"
     bus            what goes down to the host and comes up again, where an engine has one
     host           the steps of its optimizer
+    disk           what is read and written, a row for each of its threads
 """
 
 import contextlib
@@ -27,7 +28,12 @@ from torch.utils._pytree import tree_leaves
 PHASES = ("forward", "backward", "step")
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 MODULES = 0  # the row of the parts of the model, beside threads, whose numbers are above 0
-LANES = {"collectives": COLLECTIVES, "bus": ("down of", "up of"), "host": ("optimizer's step of",)}  # by their labels
+LANES = {  # by their labels
+    "collectives": COLLECTIVES,
+    "bus": ("down of", "up of"),
+    "host": ("optimizer's step of",),
+    "disk": ("read of", "write of"),
+}
 ROWS = ("modules", "compute", *LANES)  # in the order they are shown; other rows follow
 
 

@@ -5,6 +5,7 @@ Every model is an nn.Module with
     inputs_and_targets(windows)    uint8 [batch, window] -> what forward takes, what `loss` compares with
     forward(inputs)                logits [..., classes]
     checkpoint_activations         None, or the kind of checkpoint around each block; models without blocks lack it
+    saving, saved_per_sample       the context in which those save, and how many elements of each sample they save
     predicts_text                  True where inputs are bytes and the logits those of every next byte; else missing
 """
 

@@ -1,5 +1,6 @@
 """GPT-2 on bytes: pre-LayerNorm blocks, learned positions, a head tied to the token embedding."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -75,10 +76,12 @@ class GPT(nn.Module):
 
     predicts_text = True
     checkpoint_activations = None
+    saving = nullcontext()
 
     def __init__(self, config, feed_forward=FeedForward):
         super().__init__()
         self.window = config.sequence + 1
+        self.saved_per_sample = config.layers * config.sequence * config.width
         self.wte = nn.Embedding(config.vocabulary, config.width)
         self.wpe = nn.Embedding(config.sequence, config.width)
         self.blocks = nn.ModuleList(Block(config, feed_forward) for _ in range(config.layers))
@@ -93,6 +96,6 @@ class GPT(nn.Module):
 
     def forward(self, inputs):
         positions = torch.arange(inputs.shape[1], device=inputs.device)
-        x = self.wte(inputs) + self.wpe(positions)
-        x = run_blocks(self.blocks, x, self.checkpoint_activations)
+        # Without a name here, so that the first block's input may leave the device.
+        x = run_blocks(self.blocks, self.wte(inputs) + self.wpe(positions), self.checkpoint_activations, self.saving)
         return self.head(self.ln_f(x))

@@ -1,5 +1,6 @@
 """Llama on bytes: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases, an untied head."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -115,10 +116,12 @@ class Llama(nn.Module):
 
     predicts_text = True
     checkpoint_activations = None
+    saving = nullcontext()
 
     def __init__(self, config):
         super().__init__()
         self.window = config.sequence + 1
+        self.saved_per_sample = config.layers * config.sequence * config.width
         self.wte = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
         self.norm_f = nn.RMSNorm(config.width, eps=1e-5)
@@ -130,5 +133,5 @@ class Llama(nn.Module):
         return tokens[:, :-1], tokens[:, 1:]
 
     def forward(self, inputs):
-        x = run_blocks(self.blocks, self.wte(inputs), self.checkpoint_activations)
+        x = run_blocks(self.blocks, self.wte(inputs), self.checkpoint_activations, self.saving)
         return self.head(self.norm_f(x))

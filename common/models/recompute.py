@@ -17,13 +17,14 @@ from common.engine.tensors import inside_backward
 KINDS = ("non-reentrant", "reentrant")
 
 
-def run_blocks(blocks, x, kind):
+def run_blocks(blocks, x, kind, saving):
     """Run `x` through blocks, one after the other; with a kind of KINDS each of them is recomputed in backward.
 
     Args:
         blocks: modules from a tensor to a tensor that draw no random numbers.
         x: a tensor.
         kind: one of KINDS; None recomputes nothing.
+        saving: a context in which checkpoints save the input of each block, and nothing else is saved.
 
     Returns:
         A tensor, with the same bits for every kind, as have the gradients.
@@ -34,10 +35,12 @@ def run_blocks(blocks, x, kind):
         # A reentrant checkpoint is part of the graph only if its input is, whatever trains inside it: below a
         # frozen embedding (LoRA) there would be no gradient.
         x.requires_grad_()
-    for block in blocks:
-        if kind is None:
+    if kind is None:
+        for block in blocks:
             x = block(x)
-        else:
+        return x
+    with saving:
+        for block in blocks:
             once = partial(_run_once, block)
             x = checkpoint(once, x, use_reentrant=kind == "reentrant", preserve_rng_state=False)
     return x

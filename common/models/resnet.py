@@ -1,5 +1,7 @@
 """A residual network in the CIFAR style: convolutions, and BatchNorm with buffers to keep in step."""
 
+from contextlib import nullcontext
+
 import torch.nn.functional as F
 from torch import nn
 
@@ -41,6 +43,7 @@ class ResNet(nn.Module):
     """
 
     checkpoint_activations = None
+    saving = nullcontext()
 
     def __init__(self, side, channels, depth, classes=10):
         super().__init__()
@@ -49,12 +52,15 @@ class ResNet(nn.Module):
         self.classes = classes
         self.stem = nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
         self.bn = nn.BatchNorm2d(channels[0])
+        self.saved_per_sample = 0
         blocks = []
         before = channels[0]
         for group, after in enumerate(channels):
             for index in range(depth):
-                blocks.append(ResidualBlock(before, after, stride=2 if group > 0 and index == 0 else 1))
-                before = after
+                stride = 2 if group > 0 and index == 0 else 1
+                blocks.append(ResidualBlock(before, after, stride))
+                self.saved_per_sample += before * side * side
+                before, side = after, -(-side // stride)
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(before, classes)
 
@@ -64,5 +70,6 @@ class ResNet(nn.Module):
         return images, windows[:, -1].long() % self.classes
 
     def forward(self, inputs):
-        x = run_blocks(self.blocks, F.relu(self.bn(self.stem(inputs))), self.checkpoint_activations)
+        x = F.relu(self.bn(self.stem(inputs)))
+        x = run_blocks(self.blocks, x, self.checkpoint_activations, self.saving)
         return self.head(x.mean(dim=(2, 3)))

@@ -129,8 +129,11 @@ class Collectives:
         work = partial(dist.all_to_all_single, received, tensor, group=self.group)
         return self._submit("all_to_all", tensor, label, work, tensor, received)
 
-    def broadcast(self, tensor, source=0, label=""):
-        """Give every rank the `tensor` of rank `source`. Sends `broadcast_copies(source)` of it."""
+    def broadcast(self, tensor, source=0, label="", after=None):
+        """Give every rank the `tensor` of rank `source`. Sends `broadcast_copies(source)` of it.
+
+        It begins when `after`, a Handle of what makes the tensor, is done.
+        """
         self.traffic.record("broadcast", self.broadcast_copies(source) * tensor.nbytes)
 
         def work():
@@ -141,7 +144,7 @@ class Collectives:
             else:
                 self._transfer({source: tensor}, {})
 
-        return self._submit(f"broadcast from rank {source}", tensor, label, work, tensor)
+        return self._submit(f"broadcast from rank {source}", tensor, label, work, tensor, after=after)
 
     def maximum(self, tensor, label=""):
         """The element-wise maximum of every rank's small `tensor` [n], such as a flag: the same on every rank.

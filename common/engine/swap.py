@@ -1,0 +1,281 @@
+"""A rank's swap file: what the disk tier keeps there, read and written by a few threads beside the computation.
+
+O_DIRECT passes the system's cache by, which would hold a second copy of everything and write it back when it likes. It
+asks for addresses, places and lengths in whole multiples of 4096 bytes, and so does everything here. A request is cut
+into blocks, and `os.preadv` and `os.pwritev` let go of Python's lock: four threads reach the disk's bandwidth.
+
+What fails on a rank's disk is no news to the others, which would wait for it in the next collective. So a request never
+raises: the first failure is kept in `problem`, what could not be read is NaN, and the engine has its ranks agree.
+
+A lock on the file says that its owner lives; it goes with the process, however that ends.
+"""
+
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+from torch.profiler import record_function
+
+from common.engine.tiers import HERE
+from common.errors import InputError
+from common.ranks.lanes import Handle
+
+PAGE = 4096  # bytes that O_DIRECT wants everything in multiples of
+BLOCK = 8 * 2**20  # bytes that a thread moves at a time
+SMALL = 256 * 2**10  # a smaller request is not shared between the threads
+THREADS = 4
+NAME = re.compile(r"rank-\d{5}(-\d+-\d+)?\.swap")
+
+
+def padded(nbytes):
+    """Bytes in whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+class SwapFile:
+    """Bytes of one rank on disk, removed with the object, or when the process ends.
+
+    Args:
+        path: an existing folder, of this run alone. None is one among the system's temporary files, shared with others.
+        rank: names the file.
+
+    Attributes:
+        path: of the file.
+        direct: whether O_DIRECT is used.
+
+    Raises:
+        InputError: the folder is missing, cannot be written to, or is another run's.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, path, rank):
+        folder, name = path, f"rank-{rank:05}"
+        if path is None:
+            folder, name = _temporary_folder(), f"{name}-{os.getpid()}-{next(self._numbers)}"
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise InputError(f"path={str(path)!r}: there is no such folder; make it first, on the disk to be used")
+        self.path, self._given = folder / f"{name}.swap", 0
+        for file in folder.iterdir():  # of runs that were killed: nobody holds their locks
+            if NAME.fullmatch(file.name) and file != self.path and not _is_alive(file):
+                file.unlink(missing_ok=True)
+        self._file = _File(self.path)
+        self.direct = _set_direct(self._file.fd)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="disk")
+        remove = _Removal(self._file, self._threads)
+        self.close = Finalize(self, remove, exitpriority=10)  # of a process that Python's multiprocessing ends, too
+
+    @property
+    def problem(self):
+        """The first failure, as text; None while there is none."""
+        return self._file.problem
+
+    def reserve(self, nbytes):
+        """Take room on the disk for so many bytes, so that a full one shows before training begins.
+
+        Raises:
+            InputError: there is less.
+        """
+        try:
+            self._file.grow(padded(nbytes))
+        except OSError as error:
+            free = shutil.disk_usage(self.path.parent).free
+            raise InputError(
+                f"path={str(self.path.parent)!r}: {nbytes / 1e9:.3g} GB are needed for this rank, and the disk refuses "
+                f"({error.strerror}); it has {free / 1e9:.3g} GB left"
+            ) from error
+
+    def notice(self):
+        """Say on stderr that the file is not read and written directly."""
+        print(f"note: {self.path.parent}: no O_DIRECT here, so the system keeps a copy in memory", file=sys.stderr)
+
+    def allocate(self, nbytes):
+        """A place for so many bytes, within what was reserved or behind it; returns where it begins."""
+        offset, self._given = self._given, self._given + padded(nbytes)
+        if self._given > self._file.size:
+            try:
+                self._file.grow(self._given)
+            except OSError as error:
+                self._file.fail("grow", error)
+        return offset
+
+    def read(self, offset, buffer, label, after):
+        """Begin to fill a buffer.
+
+        Args:
+            offset: where to read, a multiple of PAGE.
+            buffer: uint8 [n] on the CPU, aligned, n a multiple of PAGE.
+            label: what a trace calls it.
+            after: a Handle, submitted before this, of what writes there.
+
+        Returns:
+            A Handle.
+        """
+        return self._submit("read", os.preadv, offset, buffer, label, after)
+
+    def write(self, offset, buffer, label, after):
+        """Begin to write a buffer, once `after` is done, a Handle of what fills it. Returns a Handle."""
+        return self._submit("write", os.pwritev, offset, buffer, label, after)
+
+    def _submit(self, what, move, offset, buffer, label, after):
+        data = memoryview(buffer.numpy())
+        step = min(BLOCK, max(SMALL, padded(-(-len(data) // THREADS))))
+        blocks = [(offset + begin, data[begin : begin + step]) for begin in range(0, len(data), step)]
+        taken = [self._threads.submit(self._file.move, what, move, *block, label, after) for block in blocks]
+        return Handle((buffer,), lambda buffers: [block.result() for block in taken])
+
+
+class _File:
+    """The open file, as the threads know it: they do not hold the `SwapFile`, which ends them when it goes."""
+
+    def __init__(self, path):
+        self.path, self.fd, self.size, self.problem = path, _own(path), 0, None
+        self._lock = threading.Lock()
+
+    def grow(self, size):
+        os.posix_fallocate(self.fd, 0, max(PAGE, size))
+        self.size = max(PAGE, size)
+
+    def fail(self, what, error):
+        said = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+        with self._lock:
+            self.problem = self.problem or f"cannot {what} {str(self.path)!r}: {said}"
+
+    def move(self, what, move, offset, data, label, after):
+        """Read or write one block."""
+        try:
+            after.wait_on_host()
+            with record_function(f"{what} of {label}"):
+                self._check()
+                moved = 0
+                while moved < len(data):
+                    step = move(self.fd, [data[moved:]], offset + moved)
+                    if step == 0:
+                        raise OSError(errno.EIO, "the file is shorter than it was")
+                    moved += step
+        except Exception as error:
+            self.fail(what, error)
+            if what == "read":
+                data[:] = b"\xff" * len(data)  # NaN, in fp32 and in both 16-bit formats
+
+    def _check(self):
+        """Refuse a file that somebody else has changed: to write beyond its end would fill it with zeros."""
+        now = os.fstat(self.fd)
+        if now.st_nlink == 0:
+            raise OSError(errno.ENOENT, "the file was removed")
+        if now.st_size < self.size:
+            raise OSError(errno.EIO, f"the file was cut from {self.size} bytes to {now.st_size}")
+
+
+class CountedFile:
+    """The swap file of a simulated rank: it gives out places, and moves nothing."""
+
+    direct, problem, _given = True, None, 0
+
+    def allocate(self, nbytes):
+        """A place for so many bytes."""
+        self._given += padded(nbytes)
+        return self._given - padded(nbytes)
+
+    def reserve(self, nbytes):
+        """There is room for everything."""
+
+    def read(self, offset, buffer, label, after):
+        """Nothing to fill."""
+        return HERE
+
+    def write(self, offset, buffer, label, after):
+        """Nothing to keep."""
+        return HERE
+
+    def close(self):
+        """Nothing to remove."""
+
+
+class _Removal:
+    """Ends the threads and removes the file."""
+
+    def __init__(self, file, threads):
+        self._file, self._threads, self._process = file, threads, os.getpid()
+
+    def __call__(self):
+        if os.getpid() != self._process:  # a fork's, which has only a copy
+            return
+        self._threads.shutdown(cancel_futures=True)
+        if os.fstat(self._file.fd).st_nlink:  # else somebody removed it, and the name may be another's by now
+            self._file.path.unlink(missing_ok=True)
+        os.close(self._file.fd)
+
+
+def _temporary_folder():
+    """This user's folder for swap files among the system's temporary files."""
+    folder = Path(tempfile.gettempdir()) / f"zero-swap-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _is_alive(file):
+    """Whether some process holds the lock of a swap file; one that cannot be opened is none of ours."""
+    try:
+        fd = os.open(file, os.O_RDWR)
+    except OSError:
+        return True
+    alive = not _lock(fd)
+    os.close(fd)
+    return alive
+
+
+def _lock(fd, patience=0.0):
+    """Lock a file for this process, if within so many seconds nobody else holds it; returns whether it is locked."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if time.monotonic() > deadline:
+                return False
+        time.sleep(0.02)
+
+
+def _own(path):
+    """Open a swap file and lock it, empty; returns its descriptor."""
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise InputError(f"path={str(path.parent)!r}: no file can be made there ({error.strerror})") from error
+        if not _lock(fd, patience=1.0):  # another rank may hold it for a moment, to see whether its owner lives
+            os.close(fd)
+            raise InputError(
+                f"path={str(path.parent)!r}: another engine that lives keeps its swap files there; give each a folder "
+                "of its own"
+            )
+        if os.fstat(fd).st_nlink:  # else somebody removed it between the two, as the remains of a dead run
+            os.ftruncate(fd, 0)
+            return fd
+        os.close(fd)
+
+
+def _set_direct(fd):
+    """Have a file pass the system's cache by, where its file system can; returns whether it does."""
+    flags, page = fcntl.fcntl(fd, fcntl.F_GETFL), mmap.mmap(-1, PAGE)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        os.pwritev(fd, [page], 0)  # some take the flag, and refuse what is asked of them later
+        return True
+    except (OSError, AttributeError):  # of another system than Linux
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        return False

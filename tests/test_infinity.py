@@ -1,0 +1,349 @@
+"""Infinity: the bits of stage 3 wherever its states lie, bytes as predicted in every tier, and disks that fail."""
+
+import errno
+import functools
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from harness import batch, make_engine, same_bits, train_step
+from infinity_mutants import INFINITY_MUTANTS, counts
+from late_lanes import on_lane
+from mutants import healthy
+from test_mutants import broken_promises, label
+from test_offload import handed_on
+from test_timeline import record, row_names
+
+from common import capacity, models
+from common.engine import swap
+from common.engine.disk import OnDisk
+from common.engine.swap import SwapFile
+from common.errors import InputError
+from common.models.gpt import GPT, GPTConfig
+from common.train import sha256
+from offload import InfinityEngine
+from offload.nvme import STATES, TIERS
+
+PLACEMENTS = list(itertools.product(TIERS, repeat=3))
+# Each state in each tier, and each pair of tiers for two states, once.
+SAMPLE = [(one, other, TIERS[(TIERS.index(one) + TIERS.index(other)) % 3]) for one in TIERS for other in TIERS]
+TINY = 0.02  # MiB of a sub-group: several even in tiny models
+ROOT = Path(__file__).parent.parent
+MB = 10**6
+
+
+# ---- exact, and measured = predicted ------------------------------------------------------------------------------
+
+
+def trained(world, tiers, precision, backwards, clip_norm):
+    """Train stage 3, or Infinity with its states in these tiers; return all that can be compared."""
+    options = {"precision": precision, "clip_norm": clip_norm}
+    if tiers is not None:
+        options |= {"tiers": dict(zip(STATES, tiers, strict=True)), "sub_group_mb": TINY}
+    made, losses = make_engine("stage3_param" if tiers is None else "offload.nvme", **options), []
+    for step in range(3):
+        made.comm.traffic.reset()
+        for micro in range(backwards):
+            inputs, targets = batch(made.module, world, 2 * step + micro)
+            loss = models.loss(made(inputs), targets) / backwards
+            made.backward(loss)
+            losses.append(loss.item())
+        made.step()
+    counted = {} if tiers is None else counts(made)
+    return (losses, sha256(made.full_state_dict())), counted
+
+
+CASES = [("fp32", 1, None), ("bf16", 2, 0.5), ("fp16", 1, None), ("fp32", 3, 0.5)]
+
+
+@pytest.mark.parametrize(("precision", "backwards", "clip_norm"), CASES)
+@pytest.mark.parametrize(
+    "placements", [SAMPLE, pytest.param(PLACEMENTS, marks=pytest.mark.exhaustive)], ids=["sample", "all"]
+)
+def test_wherever_states_lie_the_bits_are_stage_3s_and_the_bytes_those_predicted(
+    worlds, placements, precision, backwards, clip_norm
+):
+    expected = [found for found, _ in worlds(2).run(trained, None, precision, backwards, clip_norm)]
+    for placement in placements:
+        answers = worlds(2).run(trained, placement, precision, backwards, clip_norm)
+        assert [found for found, _ in answers] == expected, placement
+        for _, counted in answers:
+            for what, (measured, predicted) in counted.items():
+                assert measured == predicted, (placement, what)
+
+
+@pytest.mark.parametrize("other", ["stage0_ddp", "offload", "offloaded:Spread", "offloaded:OnDisk"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_checkpoints_go_to_disk_and_come_from_there(worlds, tmp_path, other, precision):
+    for number, pair in enumerate([("offloaded:OnDisk", other), (other, "offloaded:OnDisk")]):
+        assert all(worlds(2).run(handed_on, *pair, str(tmp_path / str(number)), precision))
+
+
+OPTIMIZERS = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.1),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.01),
+    "AMSGrad": functools.partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
+}
+
+
+def stepped_by(world, engine, optimizer):
+    made = make_engine(engine, optimizer=OPTIMIZERS[optimizer])
+    return [train_step(made, world, step) for step in range(3)], sha256(made.full_state_dict())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_optimizers_states_go_to_disk(worlds, optimizer):
+    assert worlds(2).run(stepped_by, "offloaded:OnDisk", optimizer) == worlds(2).run(
+        stepped_by, "stage3_param", optimizer
+    )
+
+
+# ---- ahead --------------------------------------------------------------------------------------------------------
+
+
+def reads_and_uses(world):
+    """In what order units are read from disk and needed, in a step whose order is known."""
+    made, order = make_engine("offloaded:OnDisk", GPT(GPTConfig(layers=6, width=32, heads=2, sequence=32))), []
+    for step in range(2):
+        train_step(made, world, step)
+    of = {bucket.parameters_at: unit.name for unit in made.units for bucket in unit.buckets}
+    read, use = OnDisk._read, type(made).use
+
+    def noted_read(place, part, buffer):
+        if place in of:
+            order.append(("read", of[place]))
+        return read(place, part, buffer)
+
+    def noted_use(engine, unit, known):
+        order.append(("use", unit.name))
+        use(engine, unit, known)
+
+    with mock.patch.object(OnDisk, "_read", noted_read), mock.patch.object(InfinityEngine, "use", noted_use):
+        inputs, targets = batch(made.module, world, 2)
+        made.backward(models.loss(made(inputs), targets))
+    return order
+
+
+def test_a_unit_is_read_at_least_two_units_before_it_is_needed(worlds):
+    order = worlds(1).run(reads_and_uses)[0]
+    uses = [n for n, (what, name) in enumerate(order) if what == "use" and ("use", name) != order[n - 1]]
+    seen = 0
+    for before, now in itertools.pairwise(uses):
+        reads = [n for n, event in enumerate(order[:now]) if event == ("read", order[now][1])]
+        fresh = [n for n in reads if order[now] not in order[n:now]]  # not used since
+        assert all(n < before for n in fresh), order
+        seen += bool(fresh)
+    assert seen >= 8, order  # in forward and in backward
+
+
+def lanes_end(world, lane):
+    with on_lane(lane, world.rank):
+        return stepped_by(world, "offloaded:OnDisk", "momentum")
+
+
+@pytest.mark.parametrize("lane", ["late", "drowsy"])
+def test_late_disks_and_lanes_change_no_bit(worlds, lane):
+    assert worlds(2).run(lanes_end, lane) == worlds(2).run(stepped_by, "stage3_param", "momentum")
+
+
+def test_a_trace_has_rows_for_disk_bus_collectives_and_computation(worlds, tmp_path):
+    trace = worlds(2).run(record, "offload.nvme", "gpt-nano", tmp_path / "trace.json")[0]
+    rows = row_names(trace)
+    assert {f"rank {rank}/{row}" for rank in (0, 1) for row in ("disk", "bus", "collectives", "compute")} <= set(
+        rows.values()
+    )
+    for what, row in {"read of": "disk", "write of": "disk", "up of": "bus", "down of": "bus"}.items():
+        found = [event for event in trace["traceEvents"] if event["name"].startswith(what)]
+        assert {rows[event["pid"], event["tid"]].split("/")[1] for event in found} == {row}
+
+
+# ---- disks that fail ----------------------------------------------------------------------------------------------
+
+
+def refusal(world, **options):
+    try:
+        make_engine("offload.nvme", **options)
+    except InputError as error:
+        return str(error)
+
+
+REFUSED = {
+    "there is no such folder": {"path": "/nowhere"},
+    "no file can be made there": {"path": "/proc"},
+    "give one of device, cpu, nvme": {"tiers": "tape"},
+    "one for each of parameters, gradients, optimizer": {"tiers": {"parameters": "cpu"}},
+    "sub_group_mb=0": {"sub_group_mb": 0},
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_cannot_be_is_refused_on_every_rank_in_one_line(worlds, said):
+    for found in worlds(2).run(functools.partial(refusal, **REFUSED[said])):
+        assert said in found
+        assert "\n" not in found
+
+
+def full_at_the_door(world, folder):
+    with mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
+        return refusal(world, path=folder), os.listdir(folder)
+
+
+def test_a_full_disk_is_refused_before_training_and_nothing_is_left_there(worlds, tmp_path):
+    for said, _ in worlds(2).run(full_at_the_door, str(tmp_path)):
+        assert "No space left" in said
+        assert "are needed for this rank" in said
+
+
+def fails_in_a_step(world, folder, fault):
+    """Train, save, and train on with a disk that fails on the last rank; then in a new engine from what was saved."""
+    disk, saved = Path(folder) / "disk", Path(folder) / "saved"
+    disk.mkdir(exist_ok=True)
+    made = make_engine("offload.nvme", path=disk, sub_group_mb=TINY)
+    train_step(made, world)
+    made.save(saved)
+    before = made.full_state_dict()
+    here = world.rank == world.size - 1
+    with FAULTS[fault](made) if here else mock.patch("os.sep", os.sep):
+        said = []
+        for step in (1, 2):  # the second is refused at once
+            try:
+                train_step(made, world, step)
+            except InputError as error:
+                said.append(str(error))
+    del made
+    again = make_engine("offload.nvme", path=disk, sub_group_mb=TINY, seed=1)
+    again.load(saved)
+    same = same_bits(before, again.full_state_dict())
+    train_step(again, world, 1)
+    return said, same
+
+
+def no_space(made):
+    return mock.patch.object(os, "pwritev", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+
+def no_read(made):
+    return mock.patch.object(os, "preadv", side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
+
+
+def cut(made):
+    file = made.tier["nvme"].file.path
+    os.truncate(file, file.stat().st_size // 2)
+    return mock.patch("os.sep", os.sep)
+
+
+def removed(made):
+    made.tier["nvme"].file.path.unlink()
+    return mock.patch("os.sep", os.sep)
+
+
+FAULTS = {"No space left": no_space, "Input/output error": no_read, "the file was cut": cut, "was removed": removed}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_disk_that_fails_in_a_step_is_told_on_every_rank_and_the_checkpoint_stands(worlds, tmp_path, fault):
+    for said, same in worlds(2).run(fails_in_a_step, str(tmp_path), fault):
+        assert len(said) == 2
+        assert all(fault in one and "rank 1 cannot" in one and "checkpoint" in one for one in said)
+        assert same
+
+
+def two_in_one_folder(world, folder):
+    made = make_engine("offload.nvme", path=folder)
+    train_step(made, world)
+    said = refusal(world, path=folder)
+    train_step(made, world, 1)
+    return said, sha256(made.full_state_dict())
+
+
+def alone(world):
+    made = make_engine("stage3_param")
+    for step in range(2):
+        train_step(made, world, step)
+    return sha256(made.full_state_dict())
+
+
+def test_a_folder_in_use_is_refused_and_its_owner_trains_on(worlds, tmp_path):
+    expected = worlds(2).run(alone)
+    for (said, digest), other in zip(worlds(2).run(two_in_one_folder, str(tmp_path)), expected, strict=True):
+        assert "another engine that lives" in said
+        assert digest == other
+
+
+def left_behind(world, folder):
+    made = make_engine("offload.nvme", path=folder)
+    train_step(made, world)
+    during = sorted(os.listdir(folder))
+    del made
+    return during, os.listdir(folder)
+
+
+def test_swap_files_go_with_their_engine(worlds, tmp_path):
+    during, after = worlds(1).run(left_behind, str(tmp_path))[0]
+    assert during == ["rank-00000.swap"]
+    assert after == []
+
+
+def test_what_a_killed_run_left_goes_at_the_next_start_and_a_living_ones_files_stay(tmp_path):
+    program = textwrap.dedent(f"""
+        import time
+        from common.engine.swap import SwapFile
+        files = [SwapFile({str(tmp_path)!r}, rank) for rank in (3, 4)]
+        print("there", flush=True)
+        time.sleep(60)
+    """)
+    runs = [subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)]
+    assert runs[0].stdout.readline() == b"there\n"
+    living = SwapFile(tmp_path, 0)
+    assert sorted(os.listdir(tmp_path)) == ["rank-00000.swap", "rank-00003.swap", "rank-00004.swap"]
+    runs[0].send_signal(signal.SIGKILL)
+    runs[0].wait()
+    other = SwapFile(tmp_path, 1)
+    assert sorted(os.listdir(tmp_path)) == ["rank-00000.swap", "rank-00001.swap"]
+    living.close(), other.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_o_direct_it_works_and_says_so_once(worlds, tmp_path, capfd):
+    assert all(worlds(2).run(without_o_direct, str(tmp_path)))
+
+
+def without_o_direct(world, folder):
+    with mock.patch.object(swap, "_set_direct", lambda fd: False):
+        made = make_engine("offload.nvme", path=folder)
+    for step in range(2):
+        train_step(made, world, step)
+    return sha256(made.full_state_dict()) == alone(world)
+
+
+# ---- under the wall -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the wall is Linux's, on private memory")
+@pytest.mark.parametrize("times", [1.5, pytest.param(6, marks=pytest.mark.exhaustive)])
+def test_under_a_wall_that_stage_0_hits_the_disk_trains_a_larger_model(times):
+    layers, before = 14, capacity.attempt("offload.nvme", "bf16", 1, 10**11, world_size=1).held_before
+    cap = before + 110 * MB
+    assert not capacity.attempt("stage0_ddp", "bf16", layers, cap, world_size=1).fits
+    assert capacity.attempt("offload.nvme", "bf16", int(times * layers), cap, world_size=1).fits
+
+
+# ---- mutants ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("plant", "probe", "name"), INFINITY_MUTANTS, ids=label)
+def test_a_mutant_of_infinity_is_caught(worlds, tmp_path, plant, probe, name):
+    assert broken_promises(worlds, tmp_path, plant, name, probe) != []
+
+
+@pytest.mark.parametrize(("probe", "name"), dict.fromkeys((p, e) for _, p, e in INFINITY_MUTANTS), ids=label)
+def test_no_probe_finds_fault_with_the_healthy_infinity(worlds, tmp_path, probe, name):
+    assert broken_promises(worlds, tmp_path, healthy, name, probe) == []
