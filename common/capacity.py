@@ -364,7 +364,7 @@ def ran_out_of_memory(failure):
 def _warm_up(world, engine, precision):
     """Load all that a step needs, by training a model of one layer; return the bytes held when it is gone."""
     if world.device.type == "cpu":
-        _give_back_freed_memory()
+        give_back_freed_memory()
     _train(engine, precision, layers=1)
     gc.collect()
     return held(world.device)
@@ -388,7 +388,7 @@ def _train_under(world, cap, engine, precision, layers, digest):
     return *(sum(there.values()) for there in kept), sha256(made.full_state_dict()) if digest else None
 
 
-def _give_back_freed_memory():
+def give_back_freed_memory():
     """Have malloc return what is freed to the system, as otherwise it keeps pieces that count and fit nothing.
 
     Called in the rank: a rank is forked, and malloc reads MALLOC_MMAP_THRESHOLD_ only where a program starts.

@@ -226,7 +226,7 @@ def trains(tiles, cap, world_size, steps):
 def _warm_up(world):
     """Load all that a step needs, by training a small model; return the bytes held when it is gone."""
     if world.device.type == "cpu":
-        capacity._give_back_freed_memory()
+        capacity.give_back_freed_memory()
     train(world, width=STEP, tiles=2)
     gc.collect()
     return capacity.held(world.device)

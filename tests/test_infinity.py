@@ -3,6 +3,7 @@
 import errno
 import functools
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from common.engine.swap import SwapFile
 from common.errors import InputError
 from common.models.gpt import GPT, GPTConfig
 from common.train import sha256
-from offload import InfinityEngine
+from offload import InfinityEngine, ablation, largest
 from offload.nvme import STATES, TIERS
 
 PLACEMENTS = list(itertools.product(TIERS, repeat=3))
@@ -334,6 +335,51 @@ def test_under_a_wall_that_stage_0_hits_the_disk_trains_a_larger_model(times):
     cap = before + 110 * MB
     assert not capacity.attempt("stage0_ddp", "bf16", layers, cap, world_size=1).fits
     assert capacity.attempt("offload.nvme", "bf16", int(times * layers), cap, world_size=1).fits
+
+
+# ---- commands -----------------------------------------------------------------------------------------------------
+
+
+def test_split_or_owned_parameters_are_the_same_bytes_and_bits_and_split_is_faster_over_slow_buses(tmp_path):
+    path = tmp_path / "ablation.json"
+    options = ["--nproc", "2", "--model", "gpt-tiny", "--batch", "2", "--rate", "0.2", "--steps", "3"]
+    ablation.main([*options, "--json", str(path)])
+    split, owned = json.loads(path.read_text())["rows"]
+    assert split["param_sha256"] == owned["param_sha256"]
+    assert split["up_bytes"][0] == split["up_bytes"][1]
+    assert sum(split["up_bytes"]) == sum(owned["up_bytes"])
+    assert split["seconds"] < owned["seconds"]
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_largest_model_lies_on_disk_and_leaves_nothing_there(tmp_path):
+    path = tmp_path / "largest.json"
+    (tmp_path / "disk").mkdir()
+    largest.main(["--path", str(tmp_path / "disk"), "--width", "128", "--layers", "3", "--json", str(path)])
+    found = json.loads(path.read_text())
+    assert found["disk_state_bytes"] == found["predicted_disk_state_bytes"]
+    assert sum(found["disk_state_bytes"].values()) == pytest.approx(largest.BYTES * found["parameters"], rel=0.05)
+    assert not any((tmp_path / "disk").iterdir())
+
+
+BAD = {
+    "--rate 0": (ablation, "--rate 0.0: give MB a second"),
+    "--nproc one": (ablation, "--nproc one: give numbers of ranks"),
+    "--batch 3": (ablation, "--batch 3: it cannot be divided over 2 ranks"),
+    "--width 0": (largest, "--width 0: at least 1"),
+    "--path /proc": (largest, "are free there"),
+}
+
+
+@pytest.mark.parametrize("options", BAD)
+def test_bad_options_get_one_line_and_exit_status_2(options, capfd):
+    command, said = BAD[options]
+    with pytest.raises(SystemExit) as exit:
+        command.main([*options.split(), *(["--oversubscribe"] if command is ablation else [])])
+    output = capfd.readouterr()
+    assert exit.value.code == 2
+    assert said in output.err
+    assert len(output.err.strip().splitlines()) == 1
 
 
 # ---- mutants ------------------------------------------------------------------------------------------------------

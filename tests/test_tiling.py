@@ -223,7 +223,7 @@ def test_of_a_whole_layer_all_is_gathered(worlds):
 
 def steps_under(world, tiles, room):
     """Train a layer of 34 MB with so much room beside its shard."""
-    capacity._give_back_freed_memory()
+    capacity.give_back_freed_memory()
     tiling.train(world, width=128, tiles=2)  # loads what a step needs
     model = nn.Sequential(nn.Linear(8, 1024), TiledLinear(1024, 8192, tiles=tiles))
     engine = make_engine("stage3_param", model.to(world.device), functools.partial(torch.optim.SGD, lr=0.1))

@@ -82,6 +82,7 @@ class OnDisk:
         self.tier.finish()
 
     def _take(self, part):
+        self.drop(part)
         staging = self.tier.stepping if length(part) <= self.tier.sub_group else self.tier.shards
         self._lent[part.start, part.stop] = staging.take(), staging, HERE
 

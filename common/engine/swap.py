@@ -11,7 +11,6 @@ A lock on the file says that its owner lives; it goes with the process, however 
 """
 
 import errno
-import fcntl
 import itertools
 import mmap
 import os
@@ -30,6 +29,11 @@ from torch.profiler import record_function
 from common.engine.tiers import HERE
 from common.errors import InputError
 from common.ranks.lanes import Handle
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 PAGE = 4096  # bytes that O_DIRECT wants everything in multiples of
 BLOCK = 8 * 2**20  # bytes that a thread moves at a time
@@ -62,6 +66,8 @@ class SwapFile:
 
     def __init__(self, path, rank):
         folder, name = path, f"rank-{rank:05}"
+        if fcntl is None or not hasattr(os, "preadv"):
+            raise InputError("the disk tier needs preadv() and flock(), which this system does not have")
         if path is None:
             folder, name = _temporary_folder(), f"{name}-{os.getpid()}-{next(self._numbers)}"
         folder = Path(folder)
@@ -145,8 +151,12 @@ class _File:
         self._lock = threading.Lock()
 
     def grow(self, size):
-        os.posix_fallocate(self.fd, 0, max(PAGE, size))
-        self.size = max(PAGE, size)
+        size = max(PAGE, size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self.fd, 0, size)
+        else:  # macOS: a full disk shows later
+            os.ftruncate(self.fd, size)
+        self.size = size
 
     def fail(self, what, error):
         said = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
