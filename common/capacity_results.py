@@ -24,7 +24,7 @@ def cells(results):
             found["engine"],
             found["precision"],
             _millions(found["parameters"]) + (" or more" if found.get("or_more") else ""),
-            _millions(found["predicted_parameters"]),
+            "-" if found.get("or_more") else _millions(found["predicted_parameters"]),
             _percent(found["measured_over_predicted"]),
             _times(found["ratio_to_stage0"]),
             _times(found["ideal_ratio"]),

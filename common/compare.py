@@ -178,6 +178,7 @@ def _how(results):
 def as_table(results):
     """The results as a table for the terminal."""
     header, *rows = cells(results)
+    header = [name.replace("_", " ").replace(".", " ") for name in header]  # lines of 80 columns break between words
     return tables.table(_title(results), header, rows, caption=_footnote(results))
 
 

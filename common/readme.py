@@ -18,6 +18,7 @@ from common.engine.mixed_precision import DTYPES
 from common.train import ENGINES, STAGES, show_bytes
 
 DELAYS = ("offload_delay.json", "offload_delay_slow.json")  # two learning rates
+INFINITY = ("disk_step", "ablation", "tiling", "largest")  # commands of offload/
 AT_RANKS = 4  # of the scores' bytes
 ALONE = ("alone_cpu.json", "alone_cpu_batch128.json")  # two batches
 BENCHES = ("bench_cpu.json", "bench_cpu_second_machine.json")
@@ -59,6 +60,10 @@ def pages():
         "capacity": "\n\n".join(capacity_results.as_markdown(_read(f"offload_capacity_{n}.json")) for n in (1, 4)),
         "step_time": _module("offload.step_time").as_markdown(_read("offload_step_time.json")),
         "delay": "\n\n".join(_module("offload.delay").as_markdown(_read(name)) for name in DELAYS),
+    }
+    texts["offload/INFINITY.md"] |= {
+        "capacity": capacity_results.as_markdown(_read("infinity_capacity.json")),
+        **{name: _module(f"offload.{name}").as_markdown(_read(f"infinity_{name}.json")) for name in INFINITY},
     }
     return {ROOT / page: fill((ROOT / page).read_text(), parts) for page, parts in texts.items()}
 
