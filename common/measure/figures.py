@@ -262,6 +262,8 @@ def largest_models(axes, rows):
     for position, row in enumerate(rows):
         for key, shift in (("parameters", -0.2), ("predicted_parameters", 0.2)):
             measured = key == "parameters"
+            if row.get("or_more") and not measured:  # the search ended before memory did
+                continue
             bar = axes.bar(
                 position + shift,
                 row[key] / 1e6,
