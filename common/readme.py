@@ -60,6 +60,7 @@ def pages():
         "capacity": "\n\n".join(capacity_results.as_markdown(_read(f"offload_capacity_{n}.json")) for n in (1, 4)),
         "step_time": _module("offload.step_time").as_markdown(_read("offload_step_time.json")),
         "delay": "\n\n".join(_module("offload.delay").as_markdown(_read(name)) for name in DELAYS),
+        "bench": bench_results.as_markdown(_read("bench_offload.json")),
     }
     texts["offload/INFINITY.md"] |= {
         "capacity": capacity_results.as_markdown(_read("infinity_capacity.json")),
