@@ -10,6 +10,7 @@ import torch
 
 from common.engine.layout import length
 from common.measure.memory import storage_bytes, storage_id
+from common.ranks.nodes import ACROSS_NODES, IN_NODE
 
 
 class Accounts:
@@ -67,10 +68,8 @@ class Accounts:
         engine, predicted, (backwards, reductions) = self._engine, Counter(), self._last_step
         others = engine.world_size - 1
         for bucket in engine.buckets + engine.frozen:
-            shard = bucket.shard_numel * bucket.kind.dtype.itemsize
             for collective, times in engine.sends(bucket, reductions).items():
-                shards = 2 if collective == "all_reduce" else 1  # a reduce-scatter and an all-gather
-                predicted[collective] += times * shards * shard * others
+                predicted[collective] += times * self.sent_once(bucket, collective)
         if engine.loss_scaler is not None:
             predicted["all_gather"] += 4 * others  # one fp32 flag for the overflow
         first = engine.buckets[0]
@@ -78,6 +77,21 @@ class Accounts:
             predicted["all_gather"] += 8 * others  # one float64 for the norm
         predicted["broadcast"] += backwards * engine.buffers.nbytes * engine.comm.broadcast_copies()
         return {collective: sent for collective, sent in sorted(predicted.items()) if sent}
+
+    def sent_once(self, bucket, collective):
+        """Bytes that this rank sends when a collective of the table `sends` runs over a bucket once."""
+        shards = 2 if collective == "all_reduce" else 1  # a reduce-scatter and an all-gather
+        return shards * bucket.shard_numel * bucket.kind.dtype.itemsize * (self._engine.world_size - 1)
+
+    def predicted_between_nodes(self):
+        """What of `predicted_sent` leaves this rank's node, as `Traffic.between_nodes` counts it."""
+        comm, predicted = self._engine.comm, {}
+        for collective, sent in self.predicted_sent().items():
+            if collective.endswith(ACROSS_NODES):
+                predicted[collective] = sent
+            elif not collective.endswith(IN_NODE) and comm.size > comm.ranks_per_node:
+                predicted[collective] = sent * (comm.size - comm.ranks_per_node) // (comm.size - 1)
+        return predicted
 
     def predicted_on_bus(self):
         """Bytes that cross the bus in a step, by direction: summed from the engine's table `moves`."""
@@ -113,8 +127,10 @@ class Accounts:
         engine, buckets = self._engine, self._engine.buckets
         pieces = [p for b in buckets for p in b.pieces if p.tier is None or not p.tier.on_host]
         return {
-            "parameters": [b.parameters for b in buckets + engine.frozen],
-            "gradients": [b.gradients for b in buckets] + [p.carried for p in pieces] + _rooms(pieces),
+            "parameters": [kept for b in buckets + engine.frozen for kept in (b.parameters, b.second)],
+            "gradients": [kept for b in buckets for kept in (b.gradients, *b.residuals)]
+            + [p.carried for p in pieces]
+            + _rooms(pieces),
             "optimizer": [p.master for p in pieces if p.is_apart] + _states(engine, pieces),
         }
 
@@ -155,7 +171,8 @@ def predicted_states(engine, buckets, optimizer_bytes, summed=(), on_host=False)
     for bucket in buckets:
         owned, itemsize = engine.owned(bucket), bucket.kind.dtype.itemsize
         if not on_host:
-            predicted["parameters"] += length(owned.parameters) * itemsize
+            predicted["parameters"] += (length(owned.parameters) + length(owned.second)) * itemsize
+            predicted["gradients"] += sum(owned.residuals) * itemsize
         for part, tier in engine.placed(bucket) if bucket.kind.trainable else ():
             if on_host != (tier is not None and tier.on_host):
                 continue

@@ -15,23 +15,33 @@ DISK = ("read", "write")
 
 
 class Traffic:
-    """Bytes that this rank sent, by phase (setup, forward, backward, step) and collective; and moved, by direction."""
+    """Bytes that this rank sent, by phase (setup, forward, backward, step) and collective; and moved, by direction.
+
+    Where ranks live in nodes it tells apart what left the node: the part that a slower network has to carry.
+    """
 
     def __init__(self):
         self.phase = "setup"
         self.sent = Counter()  # (phase, collective or direction) -> bytes
+        self.left = Counter()  # the same, of what left this rank's node
         self._lock = threading.Lock()  # lanes count too
 
-    def record(self, collective, sent):
+    def record(self, collective, sent, left=0):
         with self._lock:
             self.sent[self.phase, collective] += sent
+            self.left[self.phase, collective] += left
 
     def reset(self):
         self.sent.clear()
+        self.left.clear()
 
     def by_collective(self):
         """Bytes by collective: {"reduce_scatter": n, ...}, those without a byte left out."""
         return self._sum(lambda phase, collective: collective, _is_sent)
+
+    def between_nodes(self):
+        """What of those bytes left this rank's node, by collective."""
+        return self._sum(lambda phase, collective: collective, _is_sent, self.left)
 
     def by_phase(self):
         """Bytes by phase: {"forward": n, ...}, those without a byte left out."""
@@ -45,9 +55,9 @@ class Traffic:
         """Bytes read from disk and written there: {"read": n, "write": n}, those without a byte left out."""
         return self._sum(lambda phase, direction: direction, DISK.__contains__)
 
-    def _sum(self, key, counts):
+    def _sum(self, key, counts, book=None):
         total = Counter()
-        for (phase, kind), count in self.sent.items():
+        for (phase, kind), count in (self.sent if book is None else book).items():
             if counts(kind):
                 total[key(phase, kind)] += count
         return {name: total[name] for name in sorted(total) if total[name]}

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from common.measure.traffic import Traffic
-from common.ranks import trace
+from common.ranks import nodes, trace
 from common.ranks.lanes import backend_of, lane_of
 
 CHUNK = 2**17  # elements that are added at a time
@@ -43,9 +43,13 @@ class Collectives:
     Args:
         group: a process group; None is the default one.
         deterministic: take the exact path on NCCL too.
+        whole: the Collectives that these are a part of, as `part` makes them; None for those of an engine.
+        where: stands behind each name in the meter: " in the node", for instance.
 
     Attributes:
         rank, size: of this process within the group.
+        ranks_per_node: how many ranks in a row share a machine. The meter tells by it what leaves the node: as if every
+            byte went straight to the rank that it is for, which on NCCL a ring may do otherwise.
         backend: "nccl", "gloo" or "fake".
         device: where the tensors live: the current CUDA device with NCCL, else the CPU.
         traffic: the meter, a `Traffic`.
@@ -58,9 +62,9 @@ class Collectives:
         InputError: the group's backend is neither NCCL nor gloo (nor torch's fake one, which simulates).
     """
 
-    def __init__(self, group=None, *, deterministic=False):
+    def __init__(self, group=None, *, deterministic=False, whole=None, where=""):
         self._group = weakref.ref(group if group is not None else dist.group.WORLD)
-        self.owner = ""
+        self.owner, self._where = "" if whole is None else whole.owner, where
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.backend = backend = backend_of(self.group)
         cuda = backend == "nccl"
@@ -68,8 +72,10 @@ class Collectives:
         self.point_to_point = backend == "gloo"
         self.ordered = backend == "gloo" or deterministic
         self.simulated = backend == "fake"
-        self.lane = lane_of(self.group, backend)
-        self.traffic = Traffic()
+        self.ranks_per_node = nodes.ranks_per_node(self.group)
+        # One lane and one meter for an engine, whatever its groups: all ranks then run its collectives in one order.
+        self.lane = lane_of(self.group, backend) if whole is None else whole.lane
+        self.traffic = Traffic() if whole is None else whole.traffic
         self.room = None
         self.tracer = None if self.simulated else trace.tracer_of(self.group)
 
@@ -85,9 +91,19 @@ class Collectives:
             raise RuntimeError("the process group was destroyed; make another one, and engines of its own")
         return group
 
+    def by_nodes(self):
+        """The collectives (inside this rank's node, across nodes) by `ranks_per_node`: see `nodes`. A collective."""
+        inside, across = nodes.groups_of(self.group, self.ranks_per_node)
+        inside, across = (
+            Collectives(group, deterministic=self.ordered, whole=self, where=where)
+            for group, where in ((inside, nodes.IN_NODE), (across, nodes.ACROSS_NODES))
+        )
+        inside.ranks_per_node, across.ranks_per_node = inside.size, 1
+        return inside, across
+
     def all_reduce(self, tensor, label=""):
         """Replace `tensor` [N x shard] by its mean over ranks, in place. Sends 2(N-1)/N of it."""
-        self.traffic.record("all_reduce", 2 * self._remote(tensor))
+        self._count("all_reduce", 2 * self._remote(tensor))
         if self.ordered:
             received, shard = self._receive_buffer(tensor), tensor.view(self.size, -1)[self.rank]
 
@@ -105,7 +121,7 @@ class Collectives:
 
         Uses `tensor` up. Sends (N-1)/N of it.
         """
-        self.traffic.record("reduce_scatter", self._remote(tensor))
+        self._count("reduce_scatter", self._remote(tensor))
         if self.ordered:
             received = self._receive_buffer(tensor)
             work = partial(self._reduce_in_rank_order, tensor, received, shard)
@@ -119,13 +135,13 @@ class Collectives:
 
         Sends (N-1)/N of the tensor. It begins when `after`, a Handle of what makes the shard, is done.
         """
-        self.traffic.record("all_gather", self._remote(tensor))
+        self._count("all_gather", self._remote(tensor))
         work = partial(self._exchange, shard, tensor)
         return self._submit("all_gather", tensor, label, work, shard, tensor, after=after)
 
     def all_to_all(self, tensor, received, label=""):
         """Send part k of `tensor` to rank k; part k of `received` comes from there. Sends (N-1)/N of the tensor."""
-        self.traffic.record("all_to_all", self._remote(tensor))
+        self._count("all_to_all", self._remote(tensor))
         work = partial(dist.all_to_all_single, received, tensor, group=self.group)
         return self._submit("all_to_all", tensor, label, work, tensor, received)
 
@@ -134,7 +150,7 @@ class Collectives:
 
         It begins when `after`, a Handle of what makes the tensor, is done.
         """
-        self.traffic.record("broadcast", self.broadcast_copies(source) * tensor.nbytes)
+        self._count("broadcast", self.broadcast_copies(source) * tensor.nbytes)
 
         def work():
             if not self.point_to_point:
@@ -184,6 +200,15 @@ class Collectives:
             self.room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self.room[:nbytes].view(dtype)
 
+    def work(self, label, work, *buffers):
+        """Run plain work on the lane, between collectives; return its Handle."""
+
+        def labelled():
+            with torch.no_grad(), record_function(self.owner + label):
+                work()
+
+        return self.lane.submit(labelled, *buffers)
+
     def _submit(self, collective, tensor, label, work, *buffers, after=None):
         label = self.owner + label
         if self.tracer is not None:
@@ -197,6 +222,11 @@ class Collectives:
                 work()
 
         return self.lane.submit(labelled, *buffers)
+
+    def _count(self, collective, sent):
+        """Enter bytes that go to the other ranks, to each as many, in the meter."""
+        leaving = sent * (self.size - self.ranks_per_node) // max(1, self.size - 1)
+        self.traffic.record(collective + self._where, sent, leaving)
 
     def _remote(self, tensor):
         """The bytes of `tensor` that belong to other ranks."""

@@ -1,0 +1,72 @@
+"""Nodes: which ranks share a machine, and the groups that schedules in two hops need.
+
+Between the GPUs of one machine bytes are cheap, between machines they are not. Ranks are laid out machine by machine,
+the same number on each, as torchrun does:
+
+    node 0: ranks 0 1 2 3      the group inside a node: 4 5 6 7, for each of these four
+    node 1: ranks 4 5 6 7      the group across nodes: 1 5, for each of these two: the same place in every node
+"""
+
+import os
+import weakref
+from collections import Counter
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from common.errors import InputError
+from common.ranks.sockets import small_send_buffers
+
+IN_NODE, ACROSS_NODES = " in the node", " across nodes"  # what the meter adds to the names of their collectives
+_groups = weakref.WeakKeyDictionary()  # group -> {ranks per node: (group inside, group across)}
+
+
+def ranks_per_node(group):
+    """How many ranks of a group share a machine, as torchrun tells it (LOCAL_WORLD_SIZE); without it all of them.
+
+    Also all of them where the group does not lie node by node, with as many ranks on each.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    on_node = Counter(rank // local for rank in ranks)
+    even = len(set(on_node.values())) == 1 and ranks == sorted(ranks)
+    return next(iter(on_node.values())) if even else len(ranks)
+
+
+def check_ranks_per_node(count, size):
+    """Refuse a number that does not divide the ranks.
+
+    Raises:
+        InputError: it does not.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1 or size % count:
+        raise InputError(f"ranks_per_node {count!r}: {size} ranks cannot be divided into nodes of so many")
+    return count
+
+
+def groups_of(group, per_node):
+    """This rank's groups (inside its node, across nodes), made once for a process group. A collective."""
+    made = _groups.setdefault(group, {})
+    if per_node not in made:
+        ranks, (node, place) = dist.get_process_group_ranks(group), divmod(group.rank(), per_node)
+        made[per_node] = (
+            _part(group, ranks[node * per_node : (node + 1) * per_node]),
+            _part(group, ranks[place::per_node]),
+        )
+    return made[per_node]
+
+
+def _part(group, ranks):
+    if len(ranks) == group.size():
+        return group
+    with small_send_buffers():
+        return dist.new_group(ranks, timeout=_timeout(group), use_local_synchronization=True)
+
+
+def _timeout(group):
+    """How long a group waits for a rank; None where its backend waits for nobody. torch has no public name for it."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None

@@ -1,0 +1,103 @@
+"""Block quantization: numbers to 8 or 4 bits, with a scale for each block of them.
+
+One outlier makes the steps of everybody who shares its scale coarse; so not a tensor has one scale, but every `block`
+elements. Symmetric: zero stays zero, and a code counts steps of the scale in both directions.
+
+    scale = largest absolute value of the block / 127 (or 7)
+    code  = round(value / scale)                                  |value - code * scale| <= scale / 2
+
+Two codes of 4 bits, from -7 to 7, are the two digits of a byte in base 16: byte = first + 16 * second, -119 to 119. To
+take it apart round byte / 16: that is the second, as the first is less than half of 16.
+
+A message holds what a rank needs to read some elements, as bytes:
+
+    | scale of block 0 | scale of block 1 | ... | codes of block 0 | codes of block 1 | ... | padding to 4 bytes |
+
+The last block may be shorter than the others, so that a small tensor sends no more codes than it has elements.
+
+Source: ZeRO++, arXiv 2306.10209, sec. 3.1 and 4.2.
+"""
+
+import torch
+
+CHUNK = 2**17  # elements at a time on the CPU, so that what lies between them and their codes stays in the cache
+SCALES = (torch.float32, torch.bfloat16)
+
+
+class Blocks:
+    """A way to quantize.
+
+    Args:
+        bits: 8 or 4, of a code.
+        block: elements that share a scale, an even number.
+        scales: the dtype of scales, of SCALES.
+    """
+
+    def __init__(self, bits, block=256, scales=torch.float32):
+        self.bits, self.block, self.scales = bits, block, scales
+        self.largest = {8: 127, 4: 7}[bits]
+
+    def nbytes(self, numel):
+        """The bytes of a message of so many elements."""
+        blocks, codes = -(-numel // self.block), -(-numel * self.bits // 8)
+        return -(-(blocks * self.scales.itemsize + codes) // 4) * 4
+
+    def pack(self, values, message):
+        """Quantize flat floating-point `values` [n] into a `message`, uint8 [nbytes(n)].
+
+        A block with an infinity or a NaN arrives as NaN throughout: nothing is raised, and a loss scaler sees it.
+        """
+        for elements, scales, codes in self._parts(message, values):
+            part = elements.float()
+            top = part.abs().amax(dim=1)
+            # Steps of the smallest normal number do for denormal values, and no division overflows.
+            scale = (top / self.largest).clamp_(min=torch.finfo(torch.float32).tiny).to(self.scales)
+            scales.copy_(torch.where(top.isfinite(), scale, torch.nan))
+            steps = (part / scale[:, None]).round_().clamp_(-self.largest, self.largest)
+            if self.bits == 4:
+                first, second = steps.tensor_split([codes.shape[1]], dim=1)
+                steps = first.contiguous()
+                steps[:, : second.shape[1]].add_(second, alpha=16)
+            codes.copy_(steps)
+
+    def unpack(self, message, values):
+        """Write what a `message` stands for into flat floating-point `values` [n], rounded to their dtype."""
+        for part, scales, codes in self._parts(message, values):
+            part.copy_(self._values(scales, codes, part))
+
+    def add_up(self, messages, total):
+        """Write the sum of what several messages stand for into `total`, fp32 [n]: added in their order."""
+        for first, *others in zip(*(self._parts(message, total) for message in messages), strict=True):
+            part, scales, codes = first
+            part.copy_(self._values(scales, codes, part))
+            for _, scales, codes in others:
+                part += self._values(scales, codes, part)
+
+    def _values(self, scales, codes, part):
+        """fp32 values, in the shape of `part` [blocks, elements], from scales [blocks] and codes [blocks, bytes]."""
+        steps = codes.float()
+        if self.bits == 4:
+            both, steps = steps, steps.new_empty(part.shape)
+            first, second = steps.tensor_split([codes.shape[1]], dim=1)
+            tens = torch.mul(both, 1 / 16).round_()
+            torch.sub(both, tens, alpha=16, out=first)
+            second.copy_(tens[:, : second.shape[1]])
+        # What was the largest finite number may have become an infinity by rounding; NaN stays.
+        largest = torch.finfo(part.dtype).max
+        return steps.mul_(scales.float()[:, None]).clamp_(-largest, largest)
+
+    def _parts(self, message, values):
+        """Views of both, part by part: values [blocks, elements], scales [blocks], codes [blocks, bytes]."""
+        numel = len(values)
+        blocks, whole = -(-numel // self.block), numel // self.block
+        scales = message[: blocks * self.scales.itemsize].view(self.scales)
+        codes = message[blocks * self.scales.itemsize :].view(torch.int8)
+        step = max(1, CHUNK // self.block) if values.device.type == "cpu" else max(1, whole)
+        spans = [(block, min(whole, block + step), self.block) for block in range(0, whole, step)]
+        if blocks > whole:
+            spans.append((whole, blocks, numel % self.block))
+        for start, stop, width in spans:
+            bytes_of_one = -(-width * self.bits // 8)
+            elements = values[start * self.block :][: (stop - start) * width].view(-1, width)
+            at = start * self.block * self.bits // 8
+            yield elements, scales[start:stop], codes[at : at + (stop - start) * bytes_of_one].view(-1, bytes_of_one)

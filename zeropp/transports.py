@@ -1,0 +1,338 @@
+"""How a unit's parameters come and its gradients go: stage 3's ways, and what each part of ZeRO++ puts in their place.
+
+    parameters    AllGather            stage 3: every rank's shard, as it is, to every rank
+                  QuantizedAllGather   qwZ: the shard as int8
+                  SecondShards         hpZ: one of those two once an update, and copies inside the node after that
+    gradients     ReduceScatter        stage 3: every piece, as it is, to the rank that adds them up
+                  OneHop               pieces as int4
+                  TwoHops              qgZ: pieces as int4 inside the node, their sums as int4 across nodes
+
+Plain work and collectives are handed to one lane, which runs them in the order of the calls, beside the computation. So
+the collective that follows some packing sends what was packed, and the last Handle is that of all.
+
+Source: ZeRO++, arXiv 2306.10209, sec. 3.
+"""
+
+from functools import partial
+
+import torch
+
+from common.engine.accounting import Accounts
+from common.ranks.nodes import ACROSS_NODES, IN_NODE
+from zeropp.quantize import Blocks
+
+
+class AllGather:
+    """Stage 3's way: shards as they are.
+
+    Args:
+        comm: the engine's Collectives.
+    """
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def gather(self, bucket):
+        """Begin to fill `bucket.full`; return the Handle of that."""
+        return self.comm.all_gather(bucket.parameters, bucket.full, bucket.name)
+
+    def second(self, bucket):
+        """The elements of a bucket that this rank keeps for its node, as a slice of the run: none."""
+        return slice(0, 0)
+
+    def outdate(self, bucket):
+        """The bucket's parameters are about to change."""
+
+    def begin_step(self):
+        """A step is about to decide, and ends what `sends` tells of."""
+
+    def sends(self, bucket, gathers):
+        """The collectives of so many gathers in a step: {name in the meter: times}."""
+        return {"all_gather": gathers}
+
+    def legs(self, bucket):
+        """What each of those sends once: {name: bytes of this rank}."""
+        return {"all_gather": bucket.shard_numel * bucket.kind.dtype.itemsize * (self.comm.size - 1)}
+
+
+class QuantizedAllGather(AllGather):
+    """qwZ (sec. 3.1): shards in 8 bits. A rank reads its own as the others do, so that all compute with one model.
+
+    Args:
+        comm: the engine's Collectives.
+        blocks: how to quantize, a `Blocks`.
+    """
+
+    def __init__(self, comm, blocks):
+        super().__init__(comm)
+        self.blocks = blocks
+
+    def gather(self, bucket):
+        nbytes = self.blocks.nbytes(bucket.shard_numel)
+        message = torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
+        received = message.new_empty(self.comm.size * nbytes)
+
+        def pack():
+            self.blocks.pack(bucket.parameters, message)
+
+        def unpack():
+            for arrived, shard in zip(received.split(nbytes), bucket.full.split(bucket.shard_numel), strict=True):
+                self.blocks.unpack(arrived, shard)
+
+        self.comm.work(f"quantize {bucket.name}", pack)
+        self.comm.all_gather(message, received, bucket.name)
+        return self.comm.work(f"dequantize {bucket.name}", unpack, message, received, bucket.full)
+
+    def legs(self, bucket):
+        return {"all_gather": self.blocks.nbytes(bucket.shard_numel) * (self.comm.size - 1)}
+
+
+class SecondShards(AllGather):
+    """hpZ (sec. 3.2): every node holds all parameters a second time, a part on each of its ranks.
+
+    The first gather after an update goes across nodes, and each rank keeps its part of what came. Every gather after
+    that, the backward's among them, collects those parts inside the node, until the next update. (The paper goes across
+    nodes in each forward: where a step has several micro-batches, that is once for each of them.)
+
+    Args:
+        comm: the engine's Collectives.
+        inside: those of this rank's node.
+        first: the way of the first gather.
+    """
+
+    def __init__(self, comm, inside, first):
+        super().__init__(comm)
+        self.inside, self.first = inside, first
+        self.current = set()  # the buckets whose second shards are the parameters of now
+        self.refreshed, self.crossed = set(), None  # those that went across nodes since the last step; and before it
+
+    def gather(self, bucket):
+        if bucket in self.current:
+            return self.inside.all_gather(bucket.second, bucket.full, bucket.name)
+        self.current.add(bucket)
+        self.refreshed.add(bucket)
+        arrived, handle = bucket.full[self.second(bucket)], self.first.gather(bucket)
+        keep = partial(bucket.second.copy_, arrived)
+        return self.comm.work(f"keep a part of {bucket.name}", keep, *handle.buffers, arrived, bucket.second)
+
+    def second(self, bucket):
+        numel = bucket.padded_numel // self.inside.size
+        return slice(self.inside.rank * numel, (self.inside.rank + 1) * numel)
+
+    def outdate(self, bucket):
+        self.current.discard(bucket)
+
+    def begin_step(self):
+        self.refreshed, self.crossed = set(), self.refreshed
+
+    def sends(self, bucket, gathers):
+        across = min(gathers, int(self.crossed is None or bucket in self.crossed))
+        return {"all_gather": across, "all_gather" + IN_NODE: gathers - across}
+
+    def legs(self, bucket):
+        part = bucket.padded_numel // self.inside.size * bucket.kind.dtype.itemsize
+        return {**self.first.legs(bucket), "all_gather" + IN_NODE: part * (self.inside.size - 1)}
+
+
+class ReduceScatter:
+    """Stage 3's way: pieces as they are.
+
+    Args:
+        comm: the engine's Collectives.
+    """
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def reduce(self, bucket):
+        """Begin to write this rank's shard of the mean to `bucket.reduced`; return the Handle of that.
+
+        Uses `bucket.local` up, this rank's own gradients.
+        """
+        return self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)
+
+    def residuals(self, bucket):
+        """The elements of a bucket's gradients that rounding leaves to the next step, hop by hop: none."""
+        return ()
+
+    def sends(self, bucket, reductions):
+        """The collectives of so many reductions in a step: {name in the meter: times}."""
+        return dict.fromkeys(self.legs(bucket), reductions)
+
+    def legs(self, bucket):
+        """What each of those sends once: {name: bytes of this rank}."""
+        return {"reduce_scatter": bucket.shard_numel * bucket.kind.dtype.itemsize * (self.comm.size - 1)}
+
+
+class OneHop(ReduceScatter):
+    """Pieces in 4 bits. What came is dequantized, added in fp32 in rank order, divided once and rounded once.
+
+    Codes are never added: those of two ranks count steps of different sizes.
+
+    Args:
+        comm: the engine's Collectives.
+        blocks: how to quantize, a `Blocks`.
+        error_feedback: what rounding takes from a gradient is added to the next one: see `_pack`.
+    """
+
+    def __init__(self, comm, blocks, error_feedback=False):
+        super().__init__(comm)
+        self.blocks, self.error_feedback = blocks, error_feedback
+        self._scales = {}  # (bucket, hop) -> the loss scale of what it rounded last
+
+    def reduce(self, bucket):
+        pieces = bucket.local.split(bucket.shard_numel)
+        messages = self._messages(bucket, self.comm.size)
+        received = self._messages(bucket, self.comm.size)
+        self._pack(bucket, 0, pieces, messages)
+        self.comm.all_to_all(messages.view(-1), received.view(-1), bucket.name)
+        return self._mean(bucket, received, messages, bucket.local)
+
+    def residuals(self, bucket):
+        return (bucket.padded_numel,) if self.error_feedback else ()
+
+    def legs(self, bucket):
+        return {"all_to_all": self.blocks.nbytes(bucket.shard_numel) * (self.comm.size - 1)}
+
+    def _messages(self, bucket, number):
+        """Room for so many messages of a shard each [number, bytes]."""
+        shape = number, self.blocks.nbytes(bucket.shard_numel)
+        return torch.empty(shape, dtype=torch.uint8, device=self.comm.device)
+
+    def _pack(self, bucket, hop, pieces, messages):
+        """Quantize pieces of a gradient, one by one, into their messages.
+
+        With error feedback what rounding took the last time is added first, and what it takes now is kept: nothing of a
+        gradient is lost, it comes later. A block with an overflow leaves nothing.
+        """
+        residuals, growth = [None] * len(pieces), 1.0
+        if self.error_feedback:
+            residuals, growth = bucket.residuals[hop].split(bucket.shard_numel), self._growth_of_scale(bucket, hop)
+
+        def pack():
+            for piece, message, residual in zip(pieces, messages, residuals, strict=True):
+                if residual is None:
+                    self.blocks.pack(piece, message)
+                else:
+                    wanted = piece + residual.float() * growth
+                    arrives = torch.empty_like(wanted)
+                    self.blocks.pack(wanted, message)
+                    self.blocks.unpack(message, arrives)
+                    residual.copy_(wanted.sub_(arrives).nan_to_num_(0.0, 0.0, 0.0))
+
+        self.comm.work(f"quantize the gradient of {bucket.name}", pack)
+
+    def _growth_of_scale(self, bucket, hop):
+        """What the loss scale of this backward is to that of the last one. Residuals are as much too small."""
+        before = self._scales.get((bucket, hop))
+        self._scales[bucket, hop] = scale = max(bucket.scales, default=before)
+        return 1.0 if before is None else scale / before
+
+    def _mean(self, bucket, received, *buffers):
+        """Add up the messages for this rank's shard, [number, bytes], to the mean over all ranks."""
+        reduced = bucket.reduced
+        total = torch.empty(len(reduced), dtype=torch.float32, device=self.comm.device)
+
+        def mean():
+            self.blocks.add_up(received, total)
+            reduced.copy_(total.div_(self.comm.size))
+
+        return self.comm.work(f"add up the gradient of {bucket.name}", mean, received, total, reduced, *buffers)
+
+
+class TwoHops(OneHop):
+    """qgZ (sec. 3.3): each piece crosses to another node once, whatever the number of ranks there.
+
+    N ranks, P of them on each of N/P nodes. Rank (n, p), the p-th of node n, is to have the sum of all pieces (n, p).
+
+        messages [P, N/P]    for place p all pieces of ranks (0, p), (1, p), ...: to the p-th rank of this node
+        received [P, N/P]    from each rank of this node its pieces of ranks (0, p), (1, p), ..., as they were sent
+        sums     [N/P]       over this node: for ranks (0, p), (1, p), ..., quantized again, each to its own node
+        received [N/P]       from each node its sum for this rank
+
+    Packing writes the messages in the order of the places, so that no hop needs a copy to change the order of pieces.
+
+    Args:
+        comm: the engine's Collectives.
+        inside, across: those of this rank's node, and of the ranks at its place in all nodes.
+        blocks, error_feedback: as in OneHop.
+    """
+
+    def __init__(self, comm, inside, across, blocks, error_feedback=False):
+        super().__init__(comm, blocks, error_feedback)
+        self.inside, self.across = inside, across
+
+    def reduce(self, bucket):
+        nodes, places, shard = self.across.size, self.inside.size, bucket.shard_numel
+        of_rank = bucket.local.view(nodes, places, shard)
+        pieces = [of_rank[node, place] for place in range(places) for node in range(nodes)]
+        messages, received = self._messages(bucket, self.comm.size), self._messages(bucket, self.comm.size)
+        self._pack(bucket, 0, pieces, messages)
+        self.inside.all_to_all(messages.view(-1), received.view(-1), bucket.name)
+
+        sums = torch.empty(nodes, shard, dtype=torch.float32, device=self.comm.device)
+        of_node = received.view(places, nodes, -1)
+
+        def add_up_node():
+            for node in range(nodes):
+                self.blocks.add_up(of_node[:, node], sums[node])
+
+        self.comm.work(f"add up the node's gradient of {bucket.name}", add_up_node)
+        outgoing, incoming = self._messages(bucket, nodes), self._messages(bucket, nodes)
+        self._pack(bucket, 1, sums, outgoing)
+        self.across.all_to_all(outgoing.view(-1), incoming.view(-1), bucket.name)
+        return self._mean(bucket, incoming, bucket.local, messages, received, sums, outgoing)
+
+    def residuals(self, bucket):
+        return (bucket.padded_numel, self.across.size * bucket.shard_numel) if self.error_feedback else ()
+
+    def legs(self, bucket):
+        nbytes, nodes, places = self.blocks.nbytes(bucket.shard_numel), self.across.size, self.inside.size
+        return {
+            "all_to_all" + IN_NODE: nodes * nbytes * (places - 1),
+            "all_to_all" + ACROSS_NODES: nbytes * (nodes - 1),
+        }
+
+
+class Ways:
+    """Which way each bucket takes. The switches choose here, once.
+
+    Args:
+        comm: the engine's Collectives. Its `ranks_per_node` says what a node is.
+        dtype: what is quantized: parameters and gradients of this dtype. Those that `keep_fp32` names, and integers, go
+            as they are.
+        quantize_weights, hierarchical, quantize_gradients, error_feedback, block: the engine's.
+    """
+
+    def __init__(self, comm, dtype, *, quantize_weights, hierarchical, quantize_gradients, error_feedback, block):
+        self.dtype = dtype
+        inside, across = comm.by_nodes()
+        coarse, fine = Blocks(4, block), Blocks(8, block)
+        self.plain = self.quantized = AllGather(comm)
+        if quantize_weights:
+            self.quantized = QuantizedAllGather(comm, fine)
+        if hierarchical and across.size > 1:  # one node's second shards would be its first ones
+            self.plain, self.quantized = (SecondShards(comm, inside, way) for way in (self.plain, self.quantized))
+        self.plain_back = self.quantized_back = ReduceScatter(comm)
+        if quantize_gradients and 1 in (inside.size, across.size):  # one of the hops would go nowhere
+            self.quantized_back = OneHop(comm, coarse, error_feedback)
+        elif quantize_gradients:
+            self.quantized_back = TwoHops(comm, inside, across, coarse, error_feedback)
+
+    def of(self, bucket):
+        """How its parameters come, and how its gradients go."""
+        if bucket.kind.dtype == self.dtype:
+            return self.quantized, self.quantized_back
+        return self.plain, self.plain_back
+
+    def begin_step(self):
+        """See `AllGather.begin_step`."""
+        for way in {self.plain, self.quantized}:
+            way.begin_step()
+
+
+class Books(Accounts):
+    """The books of an engine whose buckets take ways of their own."""
+
+    def sent_once(self, bucket, collective):
+        return {**bucket.comes_by.legs(bucket), **bucket.goes_by.legs(bucket)}[collective]
