@@ -39,6 +39,8 @@ SIZES = {
     "gpt-10m": partial(GPT, GPTConfig(layers=8, width=320, heads=5, sequence=64)),
     "gpt-30m": partial(GPT, GPTConfig(layers=8, width=560, heads=10, sequence=64)),
     "gpt-100m": partial(GPT, GPTConfig(layers=14, width=768, heads=12, sequence=64)),
+    # Much to send and little to compute, for slow links.
+    "gpt-link": partial(GPT, GPTConfig(layers=8, width=320, heads=5, sequence=16)),
     "gpt-124m": partial(GPT, GPTConfig(layers=12, width=768, heads=12, sequence=1024, vocabulary=50257)),
     "llama-tiny": partial(Llama, LlamaConfig(layers=2, width=16, heads=4, kv_heads=2, hidden=40, sequence=16)),
     "llama-nano": partial(Llama, LlamaConfig(layers=4, width=96, heads=6, kv_heads=2, hidden=256, sequence=128)),

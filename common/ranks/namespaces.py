@@ -1,0 +1,128 @@
+"""Two nodes on one machine: network namespaces of Linux, joined by a link whose rate the kernel limits.
+
+    node 0: ranks, loopback, 10.77.0.1 ----- a veth pair, tbf at both ends ----- 10.77.0.2, loopback, ranks: node 1
+
+What ranks of one node send each other stays on that node's loopback; what goes to the other node passes the pair, whose
+counters the kernel keeps. A program runs there under torchrun, as it would on two machines. Linux, root and iproute2.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+from common.errors import InputError
+
+INTERFACE = "zero0"  # of each node, towards the other
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = 29_577  # in a namespace of its own nobody else has it
+MTU = 65_535  # a header for so many bytes: what the kernel counts is then nearly all payload
+BURST = 2**18  # bytes that may pass at once after a pause: several packets
+QUEUE = 10**8  # bytes that wait; so that none is lost, and sent again
+
+
+class TwoNodes:
+    """Two nodes, as a context manager.
+
+    Args:
+        rate: of the link in each direction, as tc has it: "100mbit"; None for as fast as it goes.
+
+    Raises:
+        InputError: this machine or user cannot make them, or the rate is none.
+    """
+
+    def __init__(self, rate=None):
+        if sys.platform != "linux" or not shutil.which("ip") or not shutil.which("tc"):
+            raise InputError("two nodes on one machine need Linux with iproute2 (apt-get install iproute2)")
+        if os.geteuid() != 0:
+            raise InputError("two nodes on one machine need root, for network namespaces: run it with sudo")
+        self.rate = rate
+        self.names = [f"zero-{os.getpid()}-{node}" for node in range(2)]
+
+    def __enter__(self):
+        ends = [f"z{os.getpid()}{node}" for node in "ab"]
+        with contextlib.ExitStack() as undo:
+            for name in self.names:
+                _call("ip", "netns", "add", name)
+                undo.callback(_call, "ip", "netns", "delete", name)
+            _call("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+            for name, end, address in zip(self.names, ends, ADDRESSES, strict=True):
+                _call("ip", "link", "set", end, "netns", name, "name", INTERFACE)
+                _call("ip", "-n", name, "address", "add", f"{address}/30", "dev", INTERFACE)
+                _call("ip", "-n", name, "link", "set", INTERFACE, "mtu", str(MTU), "up")
+                _call("ip", "-n", name, "link", "set", "lo", "up")
+            self.limit(self.rate)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *_):
+        self._undo.close()
+
+    def limit(self, rate):
+        """Set the rate of the link; None takes the limit away.
+
+        Raises:
+            InputError: tc does not know such a rate.
+        """
+        for name in self.names:
+            qdisc = ("tc", "-n", name, "qdisc")
+            with contextlib.suppress(InputError):  # there was none
+                _call(*qdisc, "delete", "dev", INTERFACE, "root")
+            if rate is not None:
+                limits = ("rate", rate, "burst", str(BURST), "limit", str(QUEUE))
+                _call(*qdisc, "add", "dev", INTERFACE, "root", "tbf", *limits)
+
+    def run(self, module, *arguments, ranks=2, timeout=3600.0):
+        """Run `python -m module arguments...` under torchrun, on so many ranks of each node, to its end.
+
+        Raises:
+            RuntimeError: a node failed, or took longer than `timeout` seconds.
+        """
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # c10d warns that addresses here have no names
+        nodes = []
+        try:
+            for node, name in enumerate(self.names):
+                command = [
+                    *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"),
+                    *("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", str(ranks)),
+                    *("--master-addr", ADDRESSES[0], "--master-port", str(PORT), "-m", module, *arguments),
+                ]
+                nodes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            deadline = time.monotonic() + timeout
+            for node in nodes:
+                if node.wait(max(0.0, deadline - time.monotonic())):
+                    raise RuntimeError(f"a node ended with exit code {node.returncode}; what it said stands above")
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"the nodes did not end in {timeout:.0f} s") from None
+        finally:
+            for node in nodes:
+                if node.poll() is None:
+                    node.send_signal(signal.SIGTERM)  # torchrun then ends its ranks
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        node.wait(30)
+                    node.kill()
+                    node.wait()
+
+
+def bytes_left(interface):
+    """Bytes that have left this network namespace by an interface, headers included, as the kernel counts them.
+
+    Raises:
+        InputError: there is no such interface, or this is not Linux.
+    """
+    with contextlib.suppress(OSError), open("/proc/net/dev") as lines:
+        for line in lines:
+            name, _, numbers = line.partition(":")
+            if name.strip() == interface:
+                return int(numbers.split()[8])
+    raise InputError(f"there is no network interface {interface!r} whose bytes could be counted")
+
+
+def _call(*command):
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise InputError(f"{' '.join(command)}: {run.stderr.strip()}")
