@@ -5,7 +5,7 @@ import functools
 import pytest
 from faults import crash, first_difference, hung
 from harness import STAGES
-from matrix import CELLS, MORE_CELLS, ZOO, Cell, as_judged, expected, train_cell
+from matrix import CELLS, MORE_CELLS, ZOO, Cell, as_judged, expected, quantizes, train_cell
 from verdicts import judge, other_rounding, reference, verdict
 
 from common.compare import relative_difference
@@ -28,7 +28,7 @@ def test_an_engine_ends_with_the_bits_of_the_baseline(worlds, baseline_worlds, e
         if isinstance(ranks[0], str):
             equivalence.skip(engine, cell, ranks[0])
             pytest.skip(ranks[0])
-        found, reason = judge(baseline_worlds, cell, ranks)
+        found, reason = judge(baseline_worlds, cell, ranks, quantizes(engine))
         cause = OFF
     passes = found in expected(engine, cell)
     if not passes and cause == OFF and equivalence.may_look_closer():

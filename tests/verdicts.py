@@ -16,6 +16,8 @@ from common.engine.mixed_precision import DTYPES
 MULTIPLE = 4
 UNITS = 4  # in the last place that any engine may be off, where rounding otherwise happens to change nothing
 ROUNDINGS = ("baseline:OtherRounding", "baseline:SecondRounding", "baseline:ThirdRounding")
+# What an engine that sends 4 bits of each gradient may be off: of the distance trained, and of the losses' size.
+COARSE = {"weights": 0.5, "losses": 0.05}
 PARTS = ("weights", "frozen", "buffers")
 EPS = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
@@ -32,9 +34,19 @@ def other_rounding(worlds, cell, rounding=ROUNDINGS[0]):
     return worlds(cell.world_size).run(train_cell, rounding, cell)
 
 
-def judge(worlds, cell, ranks):
-    """Compare what `train_cell` returned on every rank with the baselines: see `verdict`."""
-    return verdict(ranks, reference(worlds, cell), functools.partial(other_rounding, worlds, cell), cell.precision)
+def judge(worlds, cell, ranks, quantizes=False):
+    """Compare what `train_cell` returned on every rank with the baselines: see `verdict`.
+
+    An engine that `quantizes` what it sends is off by more than rounding: "coarse" says that it trains all the same,
+    within `COARSE` of the baseline's way and losses.
+    """
+    expected = reference(worlds, cell)
+    found, reason = verdict(ranks, expected, functools.partial(other_rounding, worlds, cell), cell.precision)
+    if found == "fail" and quantizes and _ranks_agree(ranks) and not _odd(ranks, expected, cell.precision):
+        off = _coarsely_off(ranks, expected)
+        if all(off[what] <= most for what, most in COARSE.items()):
+            return "coarse", ", ".join(f"{what} off by {part:.1%}" for what, part in off.items())
+    return found, reason
 
 
 def verdict(ranks, expected, rounded_otherwise, precision):
@@ -52,8 +64,8 @@ def verdict(ranks, expected, rounded_otherwise, precision):
         times what rounding does) or "fail"; and the reason why it is not "bitwise".
     """
     one, other = ranks[0], expected[0]
-    differ = [number for number, rank in enumerate(ranks) if rank["digest"] != one["digest"]]
-    if differ:
+    if not _ranks_agree(ranks):
+        differ = [number for number, rank in enumerate(ranks) if rank["digest"] != one["digest"]]
         return "fail", f"ranks 0 and {differ[0]} end with different parameters"
     if (
         all(same_bits(one[part], other[part]) for part in PARTS)
@@ -80,6 +92,19 @@ def verdict(ranks, expected, rounded_otherwise, precision):
         return "fail", reason
     near = all(_within_an_ulp(one["weights"][name], tensor) for name, tensor in other["weights"].items())
     return ("ulp" if near else "tolerance"), reason
+
+
+def _ranks_agree(ranks):
+    return len({rank["digest"] for rank in ranks}) == 1
+
+
+def _coarsely_off(ranks, expected):
+    """How far an engine that quantizes has gone from the baseline: {"weights": of the way trained, "losses"}."""
+    one, other = ranks[0], expected[0]
+    trained = _distance(other["weights"], {name: other["start"][name] for name in other["weights"]}) or 1.0
+    losses, told = (torch.tensor(_told(side, "losses"), dtype=torch.float64) for side in (ranks, expected))
+    weights = _distance(one["weights"], other["weights"]) / trained
+    return {"weights": weights, "losses": float((losses - told).norm() / (told.norm() or 1.0))}
 
 
 def _odd(ranks, expected, precision):

@@ -69,8 +69,7 @@ class QuantizedAllGather(AllGather):
 
     def gather(self, bucket):
         nbytes = self.blocks.nbytes(bucket.shard_numel)
-        message = torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
-        received = message.new_empty(self.comm.size * nbytes)
+        message, received = self.comm.buffer(nbytes), self.comm.buffer(self.comm.size * nbytes)
 
         def pack():
             self.blocks.pack(bucket.parameters, message)
@@ -196,8 +195,7 @@ class OneHop(ReduceScatter):
 
     def _messages(self, bucket, number):
         """Room for so many messages of a shard each [number, bytes]."""
-        shape = number, self.blocks.nbytes(bucket.shard_numel)
-        return torch.empty(shape, dtype=torch.uint8, device=self.comm.device)
+        return self.comm.buffer(number, self.blocks.nbytes(bucket.shard_numel))
 
     def _pack(self, bucket, hop, pieces, messages):
         """Quantize pieces of a gradient, one by one, into their messages.
@@ -231,7 +229,7 @@ class OneHop(ReduceScatter):
     def _mean(self, bucket, received, *buffers):
         """Add up the messages for this rank's shard, [number, bytes], to the mean over all ranks."""
         reduced = bucket.reduced
-        total = torch.empty(len(reduced), dtype=torch.float32, device=self.comm.device)
+        total = self.comm.buffer(len(reduced), dtype=torch.float32)
 
         def mean():
             self.blocks.add_up(received, total)
@@ -270,7 +268,7 @@ class TwoHops(OneHop):
         self._pack(bucket, 0, pieces, messages)
         self.inside.all_to_all(messages.view(-1), received.view(-1), bucket.name)
 
-        sums = torch.empty(nodes, shard, dtype=torch.float32, device=self.comm.device)
+        sums = self.comm.buffer(nodes, shard, dtype=torch.float32)
         of_node = received.view(places, nodes, -1)
 
         def add_up_node():

@@ -200,6 +200,11 @@ class Collectives:
             self.room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self.room[:nbytes].view(dtype)
 
+    def buffer(self, *shape, dtype=torch.uint8):
+        """A tensor for the lane to write, with anything in it: also where the caller is in torch.inference_mode()."""
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
     def work(self, label, work, *buffers):
         """Run plain work on the lane, between collectives; return its Handle."""
 
