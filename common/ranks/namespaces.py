@@ -54,6 +54,8 @@ class TwoNodes:
                 _call("ip", "-n", name, "address", "add", f"{address}/30", "dev", INTERFACE)
                 _call("ip", "-n", name, "link", "set", INTERFACE, "mtu", str(MTU), "up")
                 _call("ip", "-n", name, "link", "set", "lo", "up")
+                # Nothing is lost here: so nothing need be sent again on suspicion, when an answer waits behind a queue.
+                _call("ip", "netns", "exec", name, "sh", "-c", "echo 0 > /proc/sys/net/ipv4/tcp_early_retrans")
             self.limit(self.rate)
             self._undo = undo.pop_all()
         return self
