@@ -39,7 +39,7 @@ help:
 
 demo: $(INSTALLED)
 	mkdir -p $(RESULTS)
-	$(BIN)/python -m common.compare --nproc 4 --oversubscribe --model gpt-micro --batch 8 --steps 12 --json $(RESULTS)/demo.json
+	$(BIN)/python -m common.compare --nproc 4 --oversubscribe --model gpt-micro --batch 8 --steps 12 --ranks-per-node 2 --json $(RESULTS)/demo.json
 
 test: lint
 	$(BIN)/python -m pytest

@@ -15,6 +15,7 @@ from pathlib import Path
 from common import activations, bench_results, capacity_results, models
 from common.compare import as_markdown
 from common.engine.mixed_precision import DTYPES
+from common.report import MOVED
 from common.train import ENGINES, STAGES, show_bytes
 
 DELAYS = ("offload_delay.json", "offload_delay_slow.json")  # two learning rates
@@ -30,6 +31,7 @@ IDEAS = {  # what is sharded; model states with Adam in fp32 and 16-bit, in byte
     "stage3_param": ("and parameters", "16/N Ψ", "16/N Ψ", "up to 3 (N-1)/N Ψ"),
     "offload": ("as stage 2, beside the device", "4 Ψ", "2 Ψ", "2 (N-1)/N Ψ"),
     "offload.nvme": ("as stage 3, on disk", "0", "0", "up to 3 (N-1)/N Ψ"),
+    "zeropp": ("as stage 3, in fewer bits", "(16/N + 4/P) Ψ", "(16/N + 2/P) Ψ", "see there"),
 }
 SOURCES = {"offload": "offload/cpu.py", "offload.nvme": "offload/nvme.py"}  # others have an engine.py
 PAGES = {"offload.nvme": "offload/INFINITY.md"}  # others have a README.md
@@ -156,12 +158,9 @@ def stage_table(demo, row):
         for state, measured in row.get(name, {}).items():
             if measured:
                 lines.append(f"| {state}, {where} | {measured:,} B | {row[f'predicted_{name}'][state]:,} B |")
-    for direction, predicted in row.get("predicted_bus_bytes_per_step", {}).items():
-        lines.append(
-            f"| {direction} the bus per step | {row['bus_bytes_per_step'].get(direction, 0):,} B | {predicted:,} B |"
-        )
-    for way, predicted in row.get("predicted_disk_bytes_per_step", {}).items():
-        lines.append(f"| disk {way} per step | {row['disk_bytes_per_step'].get(way, 0):,} B | {predicted:,} B |")
+    for name, said in MOVED.items():
+        for way, predicted in row.get(f"predicted_{name}", {}).items():
+            lines.append(f"| {said.format(way)} per step | {row[name].get(way, 0):,} B | {predicted:,} B |")
     return "\n".join([f"Measured by `make demo` ({where}; {demo['hardware']}):", "", *lines])
 
 

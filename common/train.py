@@ -30,10 +30,12 @@ from common.measure import tables
 from common.measure.hardware import cpus, hardware
 from common.measure.memory import Timeline
 from common.measure.timeline import Recording, overlap
+from common.ranks.nodes import check_ranks_per_node
 from common.ranks.world import launch
+from common.report import lines_of
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
-ENGINES = (*STAGES, "offload", "offload.nvme")
+ENGINES = (*STAGES, "offload", "offload.nvme", "zeropp")
 WARM_UP = 2  # steps that a throughput does not count
 TRACED = 2  # steps in a trace: what one leaves in flight travels beside the next
 
@@ -65,6 +67,7 @@ def add_arguments(parser):
     """The arguments that the training commands share."""
     parser.add_argument("--nproc", type=int, default=default_nproc(), help="local ranks (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
+    parser.add_argument("--ranks-per-node", type=int, metavar="P", help="tell ranks that they live on nodes of P")
     parser.add_argument("--model", default="gpt-nano", help="a name of the model zoo (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="training steps (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=24, help="samples of a step, all ranks (default: %(default)s)")
@@ -101,7 +104,8 @@ def command(function, *args, options):
     """Run `function(world, *args)` on every rank; bad input is one line on one rank, and exit status 2."""
     with one_line_errors():
         check_options(options)
-        return launch(function, *args, nproc=options.nproc, oversubscribe=options.oversubscribe)
+        asked = {name: getattr(options, name) for name in ("nproc", "oversubscribe", "ranks_per_node")}
+        return launch(function, *args, **asked)
 
 
 @contextmanager
@@ -139,6 +143,8 @@ def check_options(options):
         )
     ranks = rank_count(options)
     make_batches(options).of(step=0, rank=0, world_size=max(1, ranks))
+    if options.ranks_per_node is not None:
+        check_ranks_per_node(options.ranks_per_node, max(1, ranks))
     if options.accumulate < 1 or options.batch % (options.accumulate * max(1, ranks)):
         raise InputError(
             f"--accumulate {options.accumulate}: a global batch of {options.batch} cannot be divided into so many "
@@ -242,6 +248,9 @@ def train(world, name, options, progress=None):
         row["wire_bytes_per_step"] = run.sent
         row["wire_bytes_by_phase"] = run.by_phase
         row["predicted_wire_bytes_per_step"] = engine.predicted_wire_bytes_per_step()
+        if engine.comm.ranks_per_node < world.size:
+            row["internode_bytes_per_step"] = run.between_nodes
+            row["predicted_internode_bytes_per_step"] = engine.accounts.predicted_between_nodes()
         if hasattr(engine, "host_state_bytes"):
             row["host_state_bytes"] = engine.host_state_bytes()
             row["predicted_host_state_bytes"] = engine.predicted_host_state_bytes()
@@ -284,7 +293,7 @@ def _run_steps(world, engine, module, options, progress):
     """Train, and return what was seen on the way."""
     batches, ours = make_batches(options), hasattr(engine, "comm")
     run = SimpleNamespace(losses=[], seconds=[], skipped=0)
-    run.sent = run.by_phase = run.moved = run.on_disk = run.timeline = run.recording = None
+    run.sent = run.by_phase = run.between_nodes = run.moved = run.on_disk = run.timeline = run.recording = None
     last = options.steps - 1
     traced = range(last - TRACED, last) if getattr(options, "trace", None) else ()
     for step in range(options.steps):
@@ -311,7 +320,7 @@ def _run_steps(world, engine, module, options, progress):
         if ours and not result.skipped:  # a step that is skipped sends no parameters
             traffic = engine.comm.traffic
             run.sent, run.by_phase, run.moved = traffic.by_collective(), traffic.by_phase(), traffic.on_bus()
-            run.on_disk = traffic.on_disk()
+            run.on_disk, run.between_nodes = traffic.on_disk(), traffic.between_nodes()
         if progress:
             progress(step + 1, run.losses[-1])
     return run
@@ -392,36 +401,8 @@ def _train_and_report(world, package, options):
     row, _, _ = run_with_progress(world, package, options)
     if world.rank:
         return
-    lines = [
-        (f"{state}, bytes per rank", str(measured), str(row["predicted_model_state_bytes"][state]))
-        for state, measured in row["model_state_bytes"].items()
-    ]
-    sent, predicted = row["wire_bytes_per_step"], row["predicted_wire_bytes_per_step"]
-    for collective in sorted({*sent, *predicted}):
-        bytes_sent = (str(count.get(collective, 0)) for count in (sent, predicted))
-        lines.append((f"{collective}, bytes sent per step", *bytes_sent))
-    per_parameter = (
-        f"{sum(row[states].values()) / row['parameters']:.2f}"
-        for states in ("model_state_bytes", "predicted_model_state_bytes")
-    )
-    lines.append(("model states, bytes per parameter", *per_parameter))
-    for where, name in (("on the host", "host_state_bytes"), ("on disk", "disk_state_bytes")):
-        for state, held in row.get(name, {}).items():
-            if held or row[f"predicted_{name}"][state]:
-                lines.append((f"{state} {where}, bytes per rank", str(held), str(row[f"predicted_{name}"][state])))
-    for direction, predicted in row.get("predicted_bus_bytes_per_step", {}).items():
-        measured = row["bus_bytes_per_step"].get(direction, 0)
-        lines.append((f"{direction} the bus, bytes per step", str(measured), str(predicted)))
-    for way, predicted in row.get("predicted_disk_bytes_per_step", {}).items():
-        lines.append((f"disk {way}, bytes per step", str(row["disk_bytes_per_step"].get(way, 0)), str(predicted)))
-    lines.append(("peak of live bytes", str(row["peak_bytes"]), "-"))
-    speed = row["tokens_per_second"]
-    lines.append(("tokens per second", f"{speed:.0f}" if speed else "- (too few steps)", "-"))
-    if options.precision == "fp16":
-        lines.append(("steps skipped, as a gradient overflowed", str(row["skipped_steps"]), "-"))
-    lines.append(("loss, first and last step", f"{row['losses'][0]:.4f}  {row['losses'][-1]:.4f}", "-"))
     title = f"{package}: {options.model} on {world.size} ranks"
-    tables.show(tables.table(title, ("", "measured", "predicted"), lines))
+    tables.show(tables.table(title, ("", "measured", "predicted"), lines_of(row, options.precision)))
     if "overlap" in row:
         shares = ", ".join(f"rank {rank} {share:.0%}" for rank, share in row["overlap"].items())
         print(f"collectives beside computation, in {options.trace}: {shares}")

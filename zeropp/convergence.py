@@ -38,7 +38,6 @@ from zeropp.export import load_int8, save_int8
 
 HELD_OUT = 10  # one part in so many of the text
 VALIDATED = 16  # batches of it
-RANKS_PER_NODE = 2
 OFF = {"quantize_weights": False, "hierarchical": False, "quantize_gradients": False}
 RUNS = {  # what is compared: (engine, its options)
     "stage 3": ("stage3_param", {}),
@@ -59,7 +58,7 @@ def main(arguments=None):
         prog="python -m zeropp.convergence", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add_arguments(parser)
-    parser.set_defaults(steps=500, lr=1e-3, nproc=4)
+    parser.set_defaults(steps=500, batch=8, nproc=4, ranks_per_node=2)
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each row (default: %(default)s)")
     parser.add_argument("--block", type=int, default=256, help="elements that share a scale (default: %(default)s)")
     parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
@@ -100,7 +99,7 @@ def compare(world, options):
         return None
     return {
         "world_size": world.size,
-        "ranks_per_node": RANKS_PER_NODE,
+        "ranks_per_node": options.ranks_per_node,
         "model": options.model,
         "precision": options.precision,
         "lr": options.lr,
@@ -119,7 +118,7 @@ def train(world, name, own, options):
     cut = len(text) - len(text) // HELD_OUT
     batches = Batches(text[:cut], module.window, options.batch, options.seed)
     if name == "zeropp":
-        own = {**own, "ranks_per_node": RANKS_PER_NODE, "block": options.block}
+        own = {**own, "block": options.block}
     engine = find_engine(name)(
         module,
         partial(torch.optim.AdamW, lr=options.lr, fused=True),

@@ -94,7 +94,7 @@ def add_arguments(parser):
     parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16"), help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="of each engine, the first of them warms up (default: 5)")
     parser.add_argument("--block", type=int, default=256, help="elements that share a scale (default: %(default)s)")
-    parser.add_argument("--only", metavar="NAMES", help="comma-separated, of the switches in the table")
+    parser.add_argument("--only", metavar="NAMES", help="rows of the table by their switches, with ; between them")
 
 
 def chosen(options):
@@ -175,7 +175,7 @@ def measure(world, options, name, switches, own, change):
     # Of the first step to predict for: one whose order of units is known.
     everyone = comm.gather_objects((losses, left[1:], metered[1:]))
     nodes = comm.size // comm.ranks_per_node
-    predicted, one = engine.accounts.predicted_between_nodes(), engine.accounts.predicted_sent()
+    predicted, one = engine.accounts.predicted_between_nodes(), engine.predicted_wire_bytes_per_step()
     row = {
         "engine": name,
         "switches": switches,

@@ -84,9 +84,9 @@ class Accounts:
         return shards * bucket.shard_numel * bucket.kind.dtype.itemsize * (self._engine.world_size - 1)
 
     def predicted_between_nodes(self):
-        """What of `predicted_sent` leaves this rank's node, as `Traffic.between_nodes` counts it."""
+        """What of all that is predicted to be sent leaves this rank's node, as `Traffic.between_nodes` counts it."""
         comm, predicted = self._engine.comm, {}
-        for collective, sent in self.predicted_sent().items():
+        for collective, sent in self._engine.predicted_wire_bytes_per_step().items():
             if collective.endswith(ACROSS_NODES):
                 predicted[collective] = sent
             elif not collective.endswith(IN_NODE) and comm.size > comm.ranks_per_node:

@@ -44,7 +44,7 @@ class RankFailed(RuntimeError):
     """A rank raised, died or did not answer in time; the message holds its traceback."""
 
 
-def launch(function, *args, nproc, oversubscribe=False, timeout=600.0):
+def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, timeout=600.0):
     """Run `function(world, *args)` on every rank and return rank 0's result.
 
     Args:
@@ -52,6 +52,7 @@ def launch(function, *args, nproc, oversubscribe=False, timeout=600.0):
         nproc: local ranks to spawn; under torchrun the number it was given counts instead.
         oversubscribe: allow more ranks than the machine has GPUs, or CPUs when it has none; under torchrun, ranks
             that use the same GPU.
+        ranks_per_node: tell ranks that so many of them in a row share a machine; None for the truth.
         timeout: seconds without an answer in a collective, after which a rank gives up.
 
     Under torchrun it can be called once in a process: torchrun's store keeps the addresses of the first group.
@@ -65,12 +66,12 @@ def launch(function, *args, nproc, oversubscribe=False, timeout=600.0):
             traceback and exits with status 1 instead, and torchrun stops the others.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return _join(function, args, oversubscribe, timeout)
-    with LocalWorld(nproc, oversubscribe=oversubscribe, timeout=timeout) as local:
+        return _join(function, args, oversubscribe, ranks_per_node, timeout)
+    with LocalWorld(nproc, oversubscribe=oversubscribe, ranks_per_node=ranks_per_node, timeout=timeout) as local:
         return local.run(function, *args)[0]
 
 
-def _join(function, args, oversubscribe, timeout):
+def _join(function, args, oversubscribe, ranks_per_node, timeout):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if not torch.cuda.is_available():
@@ -82,6 +83,7 @@ def _join(function, args, oversubscribe, timeout):
     if not oversubscribe:
         _check_gpus(gpus)
     _prepare_environment(world, local_size, gpus)
+    os.environ.update(_told(ranks_per_node))
     _init_group(world, store, timeout)
     try:
         result = function(world, *args)
@@ -102,7 +104,7 @@ class LocalWorld:
     """Ranks on this machine, kept alive between calls of `run`. A context manager.
 
     Args:
-        size, oversubscribe, timeout: as `launch` takes them, `size` as `nproc`.
+        size, oversubscribe, ranks_per_node, timeout: as `launch` takes them, `size` as `nproc`.
         preload: names of modules that take long to import, and that ranks would each import. Of the first world of a
             process they count for all.
         small_send_buffers: let little be under way at once between ranks of gloo's (`common.ranks.sockets`).
@@ -114,7 +116,17 @@ class LocalWorld:
         RankFailed: the ranks found no way to form a group.
     """
 
-    def __init__(self, size, *, oversubscribe=False, timeout=600.0, preload=(), small_send_buffers=True, log=None):
+    def __init__(
+        self,
+        size,
+        *,
+        oversubscribe=False,
+        ranks_per_node=None,
+        timeout=600.0,
+        preload=(),
+        small_send_buffers=True,
+        log=None,
+    ):
         check_size(size, oversubscribe)
         self.size = size
         # A fork server imports torch once for all ranks. CUDA cannot follow a fork, so there each rank spawns.
@@ -130,9 +142,10 @@ class LocalWorld:
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self._pipes, self._processes = [], []
+        environment = {**os.environ, **_told(ranks_per_node)}
         for rank in range(size):
             pipe, far_end = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, far_end, dict(os.environ), log), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, far_end, environment, log), daemon=True)
             process.start()
             far_end.close()
             self._pipes.append(pipe)
@@ -311,6 +324,11 @@ def _check_gpus(gpus):
                 f"--nproc-per-node: ranks {first} and {rank} use the same GPU; start one rank for each GPU, "
                 "or add --oversubscribe to let ranks share them"
             )
+
+
+def _told(ranks_per_node):
+    """By what `nodes.ranks_per_node` knows: as torchrun would tell it."""
+    return {} if ranks_per_node is None else {"LOCAL_WORLD_SIZE": str(ranks_per_node)}
 
 
 def _prepare_environment(world, local_size, gpus):
