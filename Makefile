@@ -11,7 +11,7 @@
 #                 into them. In parts: make record-suite, -demo, -activations,
 #                 -accumulated, -scores, -bench, -second-machine,
 #                 -small-send-buffers, -growth, -alone, -capacity, -offload,
-#                 -infinity
+#                 -infinity, -zeropp (root, iproute2)
 # make infinity   train the largest model that this machine's free disk holds
 # make readme     write the recorded results into the READMEs
 # make lint       ruff's checks and its format
@@ -28,7 +28,7 @@ RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters DeepSpeed1 DeepSpeed2 DeepSpeed3
-RECORDS := suite demo activations accumulated scores bench second-machine small-send-buffers growth alone capacity offload infinity
+RECORDS := suite demo activations accumulated scores bench second-machine small-send-buffers growth alone capacity offload infinity zeropp
 
 .PHONY: help demo infinity test test-gpu test-all lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
@@ -110,6 +110,11 @@ record-infinity: $(INSTALLED)
 	$(BIN)/python -m offload.ablation --oversubscribe --json results/infinity_ablation.json
 	$(BIN)/python -m offload.tiling --nproc 4 --oversubscribe --json results/infinity_tiling.json
 	$(MAKE) infinity RESULTS=results
+
+record-zeropp: $(INSTALLED)
+	$(BIN)/python -m zeropp.two_nodes --json results/zeropp_two_nodes.json
+	$(BIN)/python -m zeropp.sweep --steps 4 --json results/zeropp_sweep.json
+	$(BIN)/python -m zeropp.convergence --oversubscribe --json results/zeropp_convergence.json
 
 infinity: $(INSTALLED)
 	mkdir -p $(RESULTS)

@@ -1,10 +1,11 @@
 """The papers' formulas, per parameter: what a rank holds with Adam, and what it sends in a step."""
 
+NODE = 8  # ranks of a node, in simulated worlds
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def bytes_held(stage, ranks, precision="fp32", accumulated=False):
-    """Model states in bytes per parameter: ZeRO, arXiv 1910.02054, sec. 5.
+    """Model states in bytes per parameter: ZeRO, arXiv 1910.02054, sec. 5; ZeRO++, arXiv 2306.10209, sec. 3.2.
 
     In fp32 4 + 4 + 8, in 16-bit 2 + 2 + 12. Where 16-bit gradients of several backwards add up, in fp32, their sum
     takes the place of a gradient shard, or lies beside gradients that are kept whole.
@@ -19,6 +20,7 @@ def bytes_held(stage, ranks, precision="fp32", accumulated=False):
         "stage3_param": (parameters + (total or gradients) + optimizer) / ranks,
         "offload": parameters,  # on the device
         "offload.nvme": 0,  # on the device
+        "zeropp": (parameters + (total or gradients) + optimizer) / ranks + parameters / NODE,
     }[stage]
 
 

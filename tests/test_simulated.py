@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from harness import STAGES
-from papers import bytes_held
+from papers import NODE, bytes_held
 
 from common import models
 
@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent
 
 def simulate(stage, model, world_size, precision):
     command = [sys.executable, TESTS / "simulated_rank.py", stage, model, str(world_size), precision]
-    environment = {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+    environment = {"PYTHONPATH": f"{TESTS.parent}:{TESTS}", "LOCAL_WORLD_SIZE": str(NODE)}
     run = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, check=False)
     assert run.returncode == 0, run.stderr.decode()
     return json.loads(run.stdout)
@@ -24,6 +24,7 @@ def simulate(stage, model, world_size, precision):
 
 CASES = [*((stage, "fp32", "gpt-mini") for stage in STAGES)]
 CASES += [("stage2_grad", "fp16", "gpt-mini"), ("stage3_param", "fp16", "gpt-mini"), ("offload", "fp16", "gpt-nano")]
+CASES += [("zeropp", "fp16", "gpt-nano")]
 
 
 @pytest.mark.parametrize(("stage", "precision", "model"), CASES)
@@ -36,4 +37,4 @@ def test_a_simulated_rank_of_64_counts_what_the_formula_says(stage, precision, m
     )
     assert sum(counts["model_state_bytes"].values()) == pytest.approx(formula, rel=5e-3)
     assert counts["peaks"]["activations"] > 0
-    assert (counts["peaks"]["gathered units"] > 0) == (stage == "stage3_param")
+    assert (counts["peaks"]["gathered units"] > 0) == (stage in ("stage3_param", "zeropp"))

@@ -19,8 +19,10 @@ from zeropp_mutants import ZEROPP_MUTANTS
 
 from common.engine.mixed_precision import DTYPES
 from common.errors import InputError
+from common.ranks.namespaces import bits_per_second
 from common.train import sha256
-from zeropp import two_nodes
+from zeropp import convergence, sweep, two_nodes
+from zeropp.export import load_int8, save_int8
 from zeropp.quantize import Blocks
 
 # ---- quantization -------------------------------------------------------------------------------------------------
@@ -322,6 +324,69 @@ def test_the_kernel_counts_what_the_meter_does_between_two_nodes(tmp_path):
         assert metered == pytest.approx(row["internode_bytes_per_step"], rel=0.01)
     assert stage3["internode_bytes_per_step"] > 4.5 * ours["internode_bytes_per_step"]
     assert ours["losses"] == pytest.approx(stage3["losses"], rel=0.01)
+
+
+# ---- commands -----------------------------------------------------------------------------------------------------
+
+
+def test_int8_weights_come_back_as_they_were_named_and_within_half_a_step(tmp_path):
+    weights = {"a": torch.randn(7, 300), "b": torch.randn(5).bfloat16(), "steps": torch.arange(3)}
+    path = tmp_path / "weights.safetensors"
+    save_int8(weights, path, block=64)
+    read = load_int8(path)
+    for name, tensor in weights.items():
+        assert (read[name].shape, read[name].dtype) == (tensor.shape, tensor.dtype)
+        most = tensor.abs().max() / 127 * 0.51 + (tensor.abs().max() * 2.0**-8 if name == "b" else 0)
+        assert (read[name].float() - tensor.float()).abs().max() <= most
+    assert torch.equal(read["steps"], weights["steps"])
+    with pytest.raises(InputError, match="int8"):
+        load_int8(__file__)
+
+
+def test_convergence_tells_of_each_run_and_draws_it(tmp_path):
+    path = tmp_path / "losses.json"
+    convergence.main(
+        [
+            *("--nproc", "2", "--ranks-per-node", "1", "--steps", "20", "--seeds", "2", "--model", "gpt-tiny"),
+            *("--only", "stage 3;all three, error_feedback", "--json", str(path)),
+        ]
+    )
+    results = json.loads(path.read_text())
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    for row in results["rows"]:
+        for seed in row["seeds"]:
+            assert seed["model_state_bytes"] == seed["predicted_model_state_bytes"]
+            assert seed["validation_loss"] < seed["losses"][0]
+            assert seed["validation_loss_of_int8_weights"] == pytest.approx(seed["validation_loss"], rel=0.01)
+    stage3, ours = ([seed["validation_loss"] for seed in row["seeds"]] for row in results["rows"])
+    assert ours == pytest.approx(stage3, rel=0.05)
+    assert ours != stage3
+
+
+def points(*steps):
+    """What a sweep measures, of a link where nothing overlaps: (rate, (seconds, bytes) of stage 3, of zeropp)."""
+    for rate, *sides in steps:
+        rows = [{"step_seconds": seconds, "internode_bytes_per_step": left} for seconds, left in sides]
+        yield {"rate": rate, "rows": rows}
+
+
+def test_a_sweep_foresees_where_sending_less_stops_paying():
+    without = {"none": 0.0, "80mbit": 1e-7, "800mbit": 1e-8}  # seconds for each byte
+    results = {"rates": list(points(*((r, (1 + 4e6 * s, 4e6), (1.2 + 1e6 * s, 1e6)) for r, s in without.items())))}
+    assert sweep.crossing(results) == pytest.approx(8 * 3e6 / 0.2)
+    for point in results["rates"][1:]:
+        nothing, everything = sweep.predicted(results, bits_per_second(point["rate"]))
+        assert sweep.ratio(point) == pytest.approx(nothing)
+        assert everything != nothing
+    assert 80e6 < sweep.measured_crossing(results) < 800e6
+
+
+@pytest.mark.parametrize("options", [["--rates", "10mbit"], ["--rates", "fast,none"], ["--blocks", "3"]], ids=str)
+def test_a_sweep_refuses_what_makes_no_sense(options, capsys):
+    with pytest.raises(SystemExit) as exit:
+        sweep.main(options)
+    assert exit.value.code == 2
+    assert options[0].strip("-")[:4] in capsys.readouterr().err
 
 
 # ---- mutants ------------------------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ def main(arguments=None):
     parser.set_defaults(steps=500, batch=8, nproc=4, ranks_per_node=2)
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each row (default: %(default)s)")
     parser.add_argument("--block", type=int, default=256, help="elements that share a scale (default: %(default)s)")
+    parser.add_argument("--only", metavar="NAMES", help="rows of the table, with ; between them")
     parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
     options = parser.parse_args(arguments)
     with one_line_errors():
@@ -68,6 +69,7 @@ def main(arguments=None):
             raise InputError(f"--seeds {options.seeds}: at least 1 is needed")
         if options.steps < SMOOTH:
             raise InputError(f"--steps {options.steps}: a curve takes {SMOOTH} or more")
+        chosen(options)
         check_folder("--figure", options.figure)
     results = command(compare, options, options=options)
     if results is None:  # a rank other than 0 under torchrun
@@ -79,6 +81,19 @@ def main(arguments=None):
         figures.save(figure(results), options.figure or Path(options.json).with_suffix(".png"))
 
 
+def chosen(options):
+    """The rows of RUNS that are asked for.
+
+    Raises:
+        InputError: there is no such row.
+    """
+    wanted = options.only.split(";") if options.only else list(RUNS)
+    for name in wanted:
+        if name not in RUNS:
+            raise InputError(f"--only {name!r}: known are {'; '.join(RUNS)}")
+    return {name: RUNS[name] for name in wanted}
+
+
 def compare(world, options):
     """Train every row from every seed.
 
@@ -87,13 +102,13 @@ def compare(world, options):
     """
     rows = []
     with progress_bar() as bar:
-        task = bar.add_task("trainings", total=len(RUNS) * options.seeds, visible=world.rank == 0)
-        for name, (engine, own) in RUNS.items():
+        task = bar.add_task("trainings", total=len(chosen(options)) * options.seeds, visible=world.rank == 0)
+        for name, (engine, own) in chosen(options).items():
             rows.append({"run": name, "engine": engine, "options": own, "seeds": []})
             for seed in range(options.seeds):
-                chosen = copy(options)
-                chosen.seed = seed
-                rows[-1]["seeds"].append(train(world, engine, own, chosen))
+                of_seed = copy(options)
+                of_seed.seed = seed
+                rows[-1]["seeds"].append(train(world, engine, own, of_seed))
                 bar.advance(task)
     if world.rank:
         return None

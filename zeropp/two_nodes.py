@@ -257,8 +257,7 @@ def as_table(results):
 def as_markdown(results):
     """The results as a Markdown table."""
     header, *rows = cells(results)
-    lines = ["| " + " | ".join(line) + " |" for line in (header, ["---"] + ["---:"] * (len(header) - 1), *rows)]
-    return "\n".join([_title(results).replace("\n", "; "), "", *lines])
+    return tables.markdown(_title(results), header, rows)
 
 
 if __name__ == "__main__":

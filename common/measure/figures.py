@@ -22,6 +22,7 @@ LABELS = {
     "stage3_param": "stage 3\n$P_{os+g+p}$",
     "offload": "offload\n$P_{os+g}$ + host",
     "offload.nvme": "infinity\n$P_{os+g+p}$ + disk",
+    "zeropp": "ZeRO++\n$P_{os+g+p}$ + node",
 }
 STEP_COLORS = {"ours": "#0072B2", "others": "#BBBBBB"}
 MARKERS = "osD^vPX*<>h"

@@ -8,6 +8,7 @@ counters the kernel keeps. A program runs there under torchrun, as it would on t
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,9 @@ INTERFACE = "zero0"  # of each node, towards the other
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 29_577  # in a namespace of its own nobody else has it
 MTU = 65_535  # a header for so many bytes: what the kernel counts is then nearly all payload
-BURST = 2**18  # bytes that may pass at once after a pause: several packets
+BURST = 2**18  # bytes that may pass at once after a pause: several packets, and
+BURST_SECONDS = 1e-3  # as many as pass in this time, for the kernel does not look up for each packet
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}  # of rates, bits per second
 QUEUE = 10**8  # bytes that wait; so that none is lost, and sent again
 
 
@@ -28,10 +31,10 @@ class TwoNodes:
     """Two nodes, as a context manager.
 
     Args:
-        rate: of the link in each direction, as tc has it: "100mbit"; None for as fast as it goes.
+        rate: of the link in each direction, such as "100mbit"; None for as fast as it goes.
 
     Raises:
-        InputError: this machine or user cannot make them, or the rate is none.
+        InputError: this machine or user cannot make them, or there is no such rate.
     """
 
     def __init__(self, rate=None):
@@ -39,6 +42,7 @@ class TwoNodes:
             raise InputError("two nodes on one machine need Linux with iproute2 (apt-get install iproute2)")
         if os.geteuid() != 0:
             raise InputError("two nodes on one machine need root, for network namespaces: run it with sudo")
+        bits_per_second(rate)
         self.rate = rate
         self.names = [f"zero-{os.getpid()}-{node}" for node in range(2)]
 
@@ -64,17 +68,14 @@ class TwoNodes:
         self._undo.close()
 
     def limit(self, rate):
-        """Set the rate of the link; None takes the limit away.
-
-        Raises:
-            InputError: tc does not know such a rate.
-        """
+        """Set the rate of the link; None takes the limit away."""
         for name in self.names:
             qdisc = ("tc", "-n", name, "qdisc")
             with contextlib.suppress(InputError):  # there was none
                 _call(*qdisc, "delete", "dev", INTERFACE, "root")
             if rate is not None:
-                limits = ("rate", rate, "burst", str(BURST), "limit", str(QUEUE))
+                burst = max(BURST, int(bits_per_second(rate) / 8 * BURST_SECONDS))
+                limits = ("rate", rate, "burst", str(burst), "limit", str(QUEUE))
                 _call(*qdisc, "add", "dev", INTERFACE, "root", "tbf", *limits)
 
     def run(self, module, *arguments, ranks=2, timeout=3600.0):
@@ -108,6 +109,20 @@ class TwoNodes:
                         node.wait(30)
                     node.kill()
                     node.wait()
+
+
+def bits_per_second(rate):
+    """A rate as tc has it, "100mbit", as a number; None stays None.
+
+    Raises:
+        InputError: it is no such rate.
+    """
+    if rate is None:
+        return None
+    parts = re.fullmatch(r"([1-9]\d*(?:\.\d+)?)([kmg]bit)", rate)
+    if parts is None:
+        raise InputError(f"rate {rate!r}: give one such as 500kbit, 100mbit or 10gbit")
+    return float(parts[1]) * UNITS[parts[2]]
 
 
 def bytes_left(interface):
