@@ -113,7 +113,8 @@ record-infinity: $(INSTALLED)
 
 record-zeropp: $(INSTALLED)
 	$(BIN)/python -m zeropp.two_nodes --json results/zeropp_two_nodes.json
-	$(BIN)/python -m zeropp.sweep --steps 4 --json results/zeropp_sweep.json
+	$(BIN)/python -m zeropp.sweep --json results/zeropp_sweep.json
+	$(BIN)/python -m zeropp.pack_time --json results/zeropp_pack_time.json
 	$(BIN)/python -m zeropp.convergence --oversubscribe --json results/zeropp_convergence.json
 
 infinity: $(INSTALLED)

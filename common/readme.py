@@ -20,6 +20,7 @@ from common.train import ENGINES, STAGES, show_bytes
 
 DELAYS = ("offload_delay.json", "offload_delay_slow.json")  # two learning rates
 INFINITY = ("disk_step", "ablation", "tiling", "largest")  # commands of offload/
+ZEROPP = ("two_nodes", "sweep", "convergence", "pack_time")  # and of zeropp/
 AT_RANKS = 4  # of the scores' bytes
 ALONE = ("alone_cpu.json", "alone_cpu_batch128.json")  # two batches
 BENCHES = ("bench_cpu.json", "bench_cpu_second_machine.json")
@@ -31,7 +32,7 @@ IDEAS = {  # what is sharded; model states with Adam in fp32 and 16-bit, in byte
     "stage3_param": ("and parameters", "16/N Ψ", "16/N Ψ", "up to 3 (N-1)/N Ψ"),
     "offload": ("as stage 2, beside the device", "4 Ψ", "2 Ψ", "2 (N-1)/N Ψ"),
     "offload.nvme": ("as stage 3, on disk", "0", "0", "up to 3 (N-1)/N Ψ"),
-    "zeropp": ("as stage 3, in fewer bits", "(16/N + 4/P) Ψ", "(16/N + 2/P) Ψ", "see there"),
+    "zeropp": ("as stage 3, in fewer bits", "(16/N + 4/P) Ψ", "(16/N + 2/P) Ψ", "a quarter of stage 3's between nodes"),
 }
 SOURCES = {"offload": "offload/cpu.py", "offload.nvme": "offload/nvme.py"}  # others have an engine.py
 PAGES = {"offload.nvme": "offload/INFINITY.md"}  # others have a README.md
@@ -67,6 +68,9 @@ def pages():
     texts["offload/INFINITY.md"] |= {
         "capacity": capacity_results.as_markdown(_read("infinity_capacity.json")),
         **{name: _module(f"offload.{name}").as_markdown(_read(f"infinity_{name}.json")) for name in INFINITY},
+    }
+    texts["zeropp/README.md"] |= {
+        name: _module(f"zeropp.{name}").as_markdown(_read(f"zeropp_{name}.json")) for name in ZEROPP
     }
     return {ROOT / page: fill((ROOT / page).read_text(), parts) for page, parts in texts.items()}
 

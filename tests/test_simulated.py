@@ -24,7 +24,7 @@ def simulate(stage, model, world_size, precision):
 
 CASES = [*((stage, "fp32", "gpt-mini") for stage in STAGES)]
 CASES += [("stage2_grad", "fp16", "gpt-mini"), ("stage3_param", "fp16", "gpt-mini"), ("offload", "fp16", "gpt-nano")]
-CASES += [("zeropp", "fp16", "gpt-nano")]
+CASES += [("zeropp", "fp16", "gpt-mini")]
 
 
 @pytest.mark.parametrize(("stage", "precision", "model"), CASES)

@@ -202,8 +202,11 @@ def title(results):
 
 
 def as_markdown(results):
-    """The results as a Markdown table."""
-    return tables.markdown(title(results), HEADER, cells(results))
+    """The results as a Markdown table, and how far apart seeds alone lie."""
+    losses = [seed["validation_loss"] for seed in results["rows"][0]["seeds"]]
+    apart = (max(losses) - min(losses)) / statistics.fmean(losses)
+    spread = f"From seed to seed stage 3's own losses lie up to {apart:.1%} apart."
+    return f"{tables.markdown(title(results), HEADER, cells(results))}\n\n{spread}"
 
 
 def figure(results):
