@@ -69,7 +69,7 @@ def test_a_stage_imports_no_other_stage(stage):
     assert not any(module and module.startswith(STAGES) for module in modules)
 
 
-def test_only_one_file_calls_collectives():
+def test_only_one_file_calls_collectives_but_for_the_pages_from_torch_alone():
     calls = ("all_reduce(", "all_gather_into_tensor(", "reduce_scatter_tensor(", "all_to_all_single(", "isend(")
     for path in [
         *ROOT.glob("common/**/*.py"),
@@ -77,5 +77,5 @@ def test_only_one_file_calls_collectives():
         *ROOT.glob("offload/*.py"),
         *ROOT.glob("zeropp/*.py"),
     ]:
-        if path.name != "collectives.py":
+        if path.name not in ("collectives.py", "minimal.py"):
             assert not any(f"dist.{call}" in path.read_text() for call in calls), path

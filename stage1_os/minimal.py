@@ -1,0 +1,103 @@
+"""Stage 1 on one page: optimizer states are sharded, from torch alone.
+
+In stage 0 all ranks take the same step over all parameters: N times the same work, from N copies of the same states.
+Here each rank steps its shard, and keeps states for no more. What it sends is what it sent: in stage 0 the mean came to
+every rank by an all-gather of gradients, and now an all-gather of parameters takes its place.
+
+    python -m stage1_os.minimal                               two ranks of this machine
+    torchrun --nproc-per-node 2 -m stage1_os.minimal          the same, started by torchrun
+
+Read this first, `engine.py` second. What the engine does that this page leaves out is listed at the end.
+"""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.run
+from torch import nn
+
+
+class ShardedOptimizer:
+    """Train `model` by `optimizer`, a function that makes one of torch's from a list of parameters."""
+
+    def __init__(self, model, optimizer):
+        # One flat tensor holds all parameters, one all gradients; the model's own become views of them. So a collective
+        # moves a single tensor. It is padded to N shards of a multiple of 32: optimizers step a shorter tail otherwise.
+        parameters, size = list(model.parameters()), dist.get_world_size()
+        numel, multiple = sum(p.numel() for p in parameters), 32 * size
+        self.parameters = torch.zeros(-(-numel // multiple) * multiple)
+        self.gradients = torch.zeros_like(self.parameters)
+        begin = 0
+        for p in parameters:
+            place = slice(begin, begin + p.numel())
+            self.parameters[place] = p.data.flatten()
+            p.data, p.grad = self.parameters[place].view_as(p), self.gradients[place].view_as(p)
+            begin += p.numel()
+        # What this rank steps: a view of its N-th of the parameters. The optimizer sees nothing else.
+        self.shard = nn.Parameter(self.parameters.chunk(size)[dist.get_rank()])
+        self.optimizer = optimizer([self.shard])
+
+    def backward(self, loss):
+        """Each rank computes the gradients of its own samples, and gets the mean of its shard of them."""
+        loss.backward()  # it adds to p.grad, and so fills self.gradients
+        self.shard.grad = mean_of_my_shard(self.gradients)
+
+    def step(self):
+        """Each rank steps its shard; then all ranks collect the new parameters."""
+        self.optimizer.step()
+        dist.all_gather(list(self.parameters.chunk(dist.get_world_size())), self.shard.data)
+        self.gradients.zero_()
+
+    def held(self):
+        """Bytes of model states on this rank; just before an update all of them are there."""
+        states = [state for state in self.optimizer.state[self.shard].values() if state.dim()]
+        kinds = {"parameters": [self.parameters], "gradients": [self.gradients], "optimizer states": states}
+        return {name: sum(tensor.nbytes for tensor in some) for name, some in kinds.items()}
+
+
+def mean_of_my_shard(tensor):
+    """Rank r gets the r-th part of the mean of `tensor` over ranks: a reduce-scatter.
+
+    Python's sum adds from left to right, in the order of the ranks. NCCL's own reduce-scatter may add in another order,
+    and then rounds otherwise.
+    """
+    received = torch.empty_like(tensor)
+    dist.all_to_all_single(received, tensor)  # to each rank its part; here arrives what all ranks have for this one
+    return sum(received.chunk(dist.get_world_size())) / dist.get_world_size()
+
+
+def train():
+    """On each rank: learn to continue Python's own os.py, and say what is held."""
+    torch.manual_seed(0)  # the same weights, and later the same draws, on every rank
+    model = nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 256))
+    engine = ShardedOptimizer(model, partial(torch.optim.AdamW, lr=3e-3, fused=True))
+    windows = torch.tensor(list(Path(os.__file__).read_bytes())).unfold(0, 9, 1)  # 8 bytes, and the one to predict
+    for step in range(101):
+        batch = windows[torch.randint(len(windows), (256,))].chunk(dist.get_world_size())[dist.get_rank()]
+        loss = nn.functional.cross_entropy(model(batch[:, :-1]), batch[:, -1])
+        engine.backward(loss)
+        held = engine.held()
+        engine.step()
+        if step % 25 == 0 and dist.get_rank() == 0:
+            print(f"step {step:3}: loss {loss.item():.3f} on rank 0")
+    if dist.get_rank() == 0:
+        print("every rank holds", ", ".join(f"{n:,} bytes of {name}" for name, n in held.items()))
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        train()
+        dist.destroy_process_group()
+    else:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        torch.distributed.run.main(["--standalone", "--nproc-per-node=2", "-m", "stage1_os.minimal"])
+
+# What engine.py adds:
+# - buckets: gradients leave in parts while backward computes the next ones, and parameters come back while the
+#   optimizer steps the next ones; here nothing runs beside anything
+# - no copy of the mean: it is made in place, within the gradients
+# - all that the end of stage0_ddp/minimal.py lists
