@@ -12,6 +12,7 @@
 #                 -accumulated, -scores, -bench, -second-machine,
 #                 -small-send-buffers, -growth, -alone, -capacity, -offload,
 #                 -infinity, -zeropp (root, iproute2)
+# make notebooks  run the notebooks from a clean kernel, and store what comes out
 # make infinity   train the largest model that this machine's free disk holds
 # make readme     write the recorded results into the READMEs
 # make lint       ruff's checks and its format
@@ -30,7 +31,7 @@ INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters DeepSpeed1 DeepSpeed2 DeepSpeed3
 RECORDS := suite demo activations accumulated scores bench second-machine small-send-buffers growth alone capacity offload infinity zeropp
 
-.PHONY: help demo infinity test test-gpu test-all lint readme scores record $(RECORDS:%=record-%) clean
+.PHONY: help demo notebooks infinity test test-gpu test-all lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
 
 # The comment at the top of this file.
@@ -120,6 +121,9 @@ record-zeropp: $(INSTALLED)
 infinity: $(INSTALLED)
 	mkdir -p $(RESULTS)
 	$(BIN)/python -m offload.largest --json $(RESULTS)/infinity_largest.json
+
+notebooks: $(INSTALLED)
+	$(BIN)/python -m common.course.execute
 
 readme: $(INSTALLED)
 	$(BIN)/python -m common.readme

@@ -1,4 +1,4 @@
-"""Notebooks run as they are, draw what they say, check their exercises, and are committed without outputs.
+"""Notebooks run as they are, draw what they say, check their exercises, and are stored with what came out.
 
 What runs is a copy in memory: the files in notebooks/ stay as they are.
 """
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
+
+from common.course.execute import METADATA, digest, execute
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -40,18 +41,12 @@ def read(path):
     return nbformat.read(path, as_version=4)
 
 
-def run(notebook, folder):
-    """Execute a notebook with its kernel in `folder`; a cell's error is raised here."""
-    resources = {"metadata": {"path": str(folder)}}
-    return NotebookClient(notebook, timeout=180, kernel_name="python3", resources=resources).execute()
-
-
 @functools.cache
 def executed(path):
     notebook = read(path)
     if path == START:
         notebook.cells += [nbformat.v4.new_code_cell(source) for source in (SOLUTIONS, MISTAKES)]
-    return run(notebook, path.parent)
+    return execute(notebook, path.parent)
 
 
 def printed(cell):
@@ -89,23 +84,20 @@ def test_a_notebook_starts_in_the_repositorys_root_too(path):
     notebook = read(path)
     notebook.cells = [cell for cell in notebook.cells if cell.id in ("setup", "imports")]
     assert len(notebook.cells) == 2
-    run(notebook, ROOT)
+    execute(notebook, ROOT)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_committed_clean(path):
+def test_a_notebook_is_stored_with_what_its_cells_gave(path):
     notebook = read(path)
     nbformat.validate(notebook)
-    assert notebook.metadata == {
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
-    }
+    assert notebook.metadata == {**METADATA, "executed": digest(notebook)}, "run `make notebooks`"
+    assert str(ROOT) not in path.read_text()
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     for cell in notebook.cells:
         assert not cell.metadata
         assert max(map(len, cell.source.splitlines())) <= 110
-        if cell.cell_type == "code":
-            assert not cell.outputs
-            assert cell.execution_count is None
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

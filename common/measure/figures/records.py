@@ -1,170 +1,11 @@
-"""Pictures of what was counted: memory by stage, memory through a step, bytes on the wire.
-
-Each function draws onto a matplotlib Axes that it is given, from the rows that `common.compare` writes.
-"""
+"""Pictures of the records: activations, the largest model, step times."""
 
 import textwrap
 
 import matplotlib.pyplot as plt
 
-from common.measure.memory import CLASSES, HOST
-
-# One colour per class in every picture; a palette that colour-blind readers can tell apart.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", "#CC79A7", "#BBBBBB")
-COLORS = dict(zip(CLASSES, PALETTE, strict=True))
-HOST_COLOR = "#F0E442"  # what lies on the host, and what crosses the bus to it: drawn apart, or below the axis
-DISK_COLOR = "#999999"
-PHASE_COLORS = {"forward": "#0072B2", "backward": "#D55E00", "step": "#009E73"}
-LABELS = {
-    "stage0_ddp": "stage 0\nDDP",
-    "stage1_os": "stage 1\n$P_{os}$",
-    "stage2_grad": "stage 2\n$P_{os+g}$",
-    "stage3_param": "stage 3\n$P_{os+g+p}$",
-    "offload": "offload\n$P_{os+g}$ + host",
-    "offload.nvme": "infinity\n$P_{os+g+p}$ + disk",
-    "zeropp": "ZeRO++\n$P_{os+g+p}$ + node",
-}
-STEP_COLORS = {"ours": "#0072B2", "others": "#BBBBBB"}
-MARKERS = "osD^vPX*<>h"
-PHASES = ("forward", "backward", "step")
-
-
-def memory_by_stage(axes, rows):
-    """Stacked bars of model states per rank, measured, beside what the formula says."""
-    states = ("parameters", "gradients", "optimizer")
-    for position, row in enumerate(rows):
-        bottoms = {"measured": 0, "predicted": 0}
-        for state in states:
-            for kind, shift in (("measured", -0.2), ("predicted", 0.2)):
-                key = "model_state_bytes" if kind == "measured" else "predicted_model_state_bytes"
-                size = row[key][state] / 1e6
-                axes.bar(
-                    position + shift,
-                    size,
-                    0.36,
-                    bottom=bottoms[kind],
-                    color=COLORS[state] if kind == "measured" else "white",
-                    edgecolor=COLORS[state],
-                    hatch=None if kind == "measured" else "///",
-                    label=state if kind == "measured" and position == 0 else None,
-                )
-                bottoms[kind] += size
-        axes.text(position - 0.2, bottoms["measured"], f"{bottoms['measured']:.2f}", ha="center", va="bottom")
-        _below(axes, position, row)
-    axes.bar(0, 0, color="white", edgecolor="black", hatch="///", label="predicted")
-    _stage_axis(axes, rows, headroom=1.12)
-    axes.set_ylabel("MB per rank")
-    axes.set_title("Model states, measured beside predicted")
-    axes.legend(frameon=False)
-
-
-def _below(axes, position, row):
-    """What the rank keeps on the host or on disk, below the axis."""
-    for name, where, color in (("host_state_bytes", HOST, HOST_COLOR), ("disk_state_bytes", "on disk", DISK_COLOR)):
-        sizes = [-sum(row[key].values()) / 1e6 for key in (name, f"predicted_{name}") if row.get(key)]
-        if any(sizes):
-            axes.bar(position - 0.2, sizes[0], 0.36, color=color, edgecolor=color, label=_once(axes, where))
-            axes.bar(position + 0.2, sizes[1], 0.36, color="white", edgecolor=color, hatch="///")
-            axes.text(position - 0.2, sizes[0], f"{-sizes[0]:.2f}", ha="center", va="top")
-            axes.axhline(0, color="black", linewidth=0.8)
-
-
-def _once(axes, label):
-    """A label for the legend, unless it has it."""
-    return None if label in axes.get_legend_handles_labels()[1] else label
-
-
-def memory_timeline(axes, samples, title):
-    """Live bytes by class through one step; the phases are marked."""
-    totals = [[now.get(name, 0) / 1e6 for _, now in samples] for name in (*CLASSES, HOST)]
-    *totals, on_host = totals
-    axes.stackplot(range(len(samples)), totals, labels=CLASSES, colors=[COLORS[name] for name in CLASSES], step="post")
-    if any(on_host):
-        below = [-size for size in on_host]
-        axes.fill_between(range(len(samples)), below, color=HOST_COLOR, step="post", label=HOST)
-        axes.axhline(0, color="black", linewidth=0.8)
-    phases = [phase for phase, _ in samples]
-    for line, phase in enumerate(PHASES):
-        if phase in phases:
-            first = phases.index(phase)
-            side = "left" if first < 0.8 * len(samples) else "right"
-            height = 0.98 - 0.05 * line  # two that begin close together stand below each other
-            axes.axvline(first, color="black", linewidth=0.8, linestyle=":")
-            axes.text(first, height, f" {phase} ", va="top", ha=side, transform=axes.get_xaxis_transform())
-    axes.set_xlim(0, len(samples) - 1)
-    highest, lowest = max(map(sum, zip(*totals, strict=True))), -1.1 * max(on_host)
-    bottom, top = axes.get_ylim()
-    axes.set_ylim(min(bottom, lowest), max(top, 1.1 * highest))  # beside others the highest of all counts
-    axes.set_xlabel("operations")
-    axes.set_ylabel("live MB")
-    axes.set_title(title)
-
-
-def wire_by_phase(axes, rows):
-    """Stacked bars of the bytes that one rank sends in a step, by phase; the diamond is the prediction."""
-    for position, row in enumerate(rows):
-        bottom = 0
-        for phase in PHASES:
-            size = row["wire_bytes_by_phase"].get(phase, 0) / 1e6
-            axes.bar(
-                position,
-                size,
-                0.5,
-                bottom=bottom,
-                color=PHASE_COLORS[phase],
-                label=phase if position == 0 else None,
-            )
-            bottom += size
-        if "bus_bytes_per_step" in row:
-            moved = sum(row["bus_bytes_per_step"].values()) / 1e6
-            axes.bar(position + 0.38, moved, 0.2, color=HOST_COLOR, label=_once(axes, "down and up the bus"))
-        predicted = sum(row["predicted_wire_bytes_per_step"].values()) / 1e6
-        label = "predicted" if position == 0 else None
-        axes.plot(position, predicted, "D", color="white", markeredgecolor="black", label=label)
-    _stage_axis(axes, rows, headroom=1.35)
-    axes.set_ylabel("MB sent by one rank, per step")
-    axes.set_title("Bytes on the wire")
-    axes.legend(frameon=False, ncols=2)
-
-
-def throughput(axes, rows):
-    """Bars of tokens per second, all ranks together."""
-    speeds = [row["tokens_per_second"] or 0 for row in rows]
-    bars = axes.bar(range(len(rows)), speeds, 0.5, color="#56B4E9")
-    axes.bar_label(bars, [f"{speed:,.0f}" if speed else "-" for speed in speeds])
-    _stage_axis(axes, rows, headroom=1.12)
-    axes.set_ylabel("tokens per second")
-    axes.set_title("Throughput")
-
-
-def comparison(results, timelines):
-    """The picture of a comparison: memory by stage, bytes on the wire, and each engine's step.
-
-    Args:
-        results: what `common.compare` writes.
-        timelines: {engine: samples of its Timeline}.
-
-    Returns:
-        A matplotlib Figure.
-    """
-    rows = results["rows"]
-    columns = max(2, len(rows))
-    figure = plt.figure(figsize=(4.2 * columns, 8.5), layout="constrained")
-    top, bottom = figure.subfigures(2, 1)
-    left, right = top.subplots(1, 2)
-    memory_by_stage(left, rows)
-    wire_by_phase(right, rows)
-    for axes, row in zip(bottom.subplots(1, len(rows), sharey=True, squeeze=False)[0], rows, strict=True):
-        memory_timeline(axes, timelines[row["engine"]], LABELS.get(row["engine"], row["engine"]))
-    shown = [axes.get_legend_handles_labels() for axes in bottom.get_axes()]
-    legend = dict(pair for handles, labels in shown for pair in zip(labels, handles, strict=True))
-    bottom.legend(legend.values(), legend, loc="outside lower center", ncols=len(legend), frameon=False)
-    figure.suptitle(
-        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
-        f"{results['world_size']} ranks\n{results['hardware']}",
-        fontsize=10,
-    )
-    return figure
+from common.measure.figures.style import COLORS, LABELS, MARKERS, STEP_COLORS, stage_axis
+from common.measure.memory import CLASSES
 
 
 def activation_memory(results):
@@ -276,7 +117,7 @@ def largest_models(axes, rows):
             )
             ratio = row["ratio_to_stage0"] if measured else None
             axes.bar_label(bar, [f"{row[key] / 1e6:.0f}" + (f"\n{ratio:.2f}x" if ratio else "")])
-    _stage_axis(axes, rows, headroom=1.15)
+    stage_axis(axes, rows, headroom=1.15)
 
 
 def bench(results):
@@ -350,15 +191,3 @@ def growth(rows):
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2 * len(cases), frameon=False)
     return figure
-
-
-def save(figure, path):
-    """Write a figure as PNG and close it."""
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def _stage_axis(axes, rows, headroom):
-    axes.set_xticks(range(len(rows)), [LABELS.get(row["engine"], row["engine"]) for row in rows])
-    axes.set_ylim(min(0, 1.3 * axes.dataLim.ymin), axes.dataLim.ymax * headroom)
-    axes.spines[["top", "right"]].set_visible(False)
