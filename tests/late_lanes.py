@@ -5,33 +5,10 @@ import random
 import time
 from unittest import mock
 
+from common.course.late import LateLane
 from common.engine import bus, swap, tiers
 from common.ranks import collectives
-from common.ranks.lanes import Handle, InlineLane, ThreadLane
-
-
-class LateLane:
-    """Runs nothing until somebody waits, and then what was given to it up to there."""
-
-    def __init__(self):
-        self.given = []
-
-    def submit(self, work, *buffers):
-        handle = Handle(buffers, lambda buffers: self.run_up_to(handle))
-        self.given.append((handle, work))
-        return handle
-
-    def run_up_to(self, handle):
-        while any(handle is other for other, _ in self.given):
-            _, work = self.given.pop(0)
-            work()
-
-    def follow(self):
-        """Nothing runs beside anything."""
-
-    def finish(self, within=None):
-        if self.given:
-            self.run_up_to(self.given[-1][0])
+from common.ranks.lanes import InlineLane, ThreadLane
 
 
 class LateThreads:

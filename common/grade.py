@@ -1,0 +1,166 @@
+"""Grade a submission of an exercise: which promise fails first, the smallest case that shows it, and a hint.
+
+    python -m common.grade notebooks/exercises/stage2.py            the first hint: the idea
+    python -m common.grade notebooks/exercises/stage2.py --hint 2   where it lives; 3: nearly how it is done
+    python -m common.grade notebooks/exercises/stage2.py --json report.json
+
+It trains on two ranks of this machine, some seconds long. The engines themselves can be graded: stage2_grad/engine.py.
+Exit status 0 says that all promises hold, 1 that one fails, 2 that there was nothing to grade.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from common.course.cases import CASES
+from common.course.grading import Finding, grade
+from common.course.hints import HINTS
+from common.errors import InputError
+from common.ranks.world import LocalWorld
+from common.train import STAGES, one_line_errors
+
+RANKS = 2
+SECONDS = 8.0  # that a case may take: one takes a tenth of a second
+SHOWN = 5  # last lines of what the submission printed
+
+
+def main(argv=None):
+    """Grade a file, print the answer, and end with its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="a submission, with the stage's number in its name or its folder's")
+    parser.add_argument("--hint", type=int, choices=(1, 2, 3), default=1, help="how much to say (default: 1)")
+    parser.add_argument("--json", metavar="FILE", help="write a report here")
+    options = parser.parse_args(argv)
+    with one_line_errors():
+        stage = stage_of(options.file)
+        report = graded(options.file, stage)
+        if options.json:
+            Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
+    show(report, options)
+    sys.exit(0 if report["passed"] else 1)
+
+
+def stage_of(file):
+    """The package of the stage that a file is a submission of.
+
+    Raises:
+        InputError: there is no such file, or no stage is named.
+    """
+    if not file.is_file():
+        raise InputError(f"{file}: there is no such file")
+    numbers = re.findall(r"stage([1-3])", str(file))
+    if not numbers:
+        raise InputError(f"{file}: which stage? Name the file stage1.py, stage2.py or stage3.py")
+    return STAGES[int(numbers[-1])]
+
+
+def graded(file, stage):
+    """Grade a file.
+
+    Returns:
+        {"file", "stage", "passed", "promises": [{"promise", "holds": True, False or None for not tried}],
+        "finding": None or {"idea", "promise", "where", "model", "hints"}, "printed": what the submission printed last}.
+    """
+    where, cases = str(file.resolve()), [name for name, case in CASES.items() if stage in case.stages]
+    try:
+        compile(file.read_text(encoding="utf-8"), where, "exec")
+    except (SyntaxError, ValueError) as error:
+        results, printed = {cases[0]: Finding("syntax", _where_reading_stopped(error))}, ""
+    else:
+        results, printed = _tried(where, stage)
+    wrong = {name: finding for name, finding in results.items() if finding is not None}
+    return {
+        "file": str(file),
+        "stage": stage,
+        "passed": not wrong,
+        "promises": [
+            {"promise": CASES[name].promise, "holds": None if name not in results else name not in wrong}
+            for name in cases
+        ],
+        "finding": next((_told(name, finding) for name, finding in wrong.items()), None),
+        "printed": printed,
+    }
+
+
+def _tried(where, stage):
+    """The cases that were tried, {name: None or a Finding}, and what the submission printed last."""
+    # Ranks then agree on each collective before it begins, and say where they part.
+    traced = {"ZERO_TRACE": "1", "ZERO_TRACE_TIMEOUT": "3"}
+    before = {name: os.environ.get(name) for name in traced}
+    os.environ.update(traced)
+    try:
+        with tempfile.NamedTemporaryFile() as log:
+            world = LocalWorld(RANKS, oversubscribe=True, preload=["common.course.cases"], log=log.name)
+            try:
+                results = dict(grade(partial(world.run, timeout=SECONDS), where, stage))
+            finally:
+                world.close(kill=True)
+            lines = Path(log.name).read_text(errors="replace").splitlines()
+            own = [line for line in lines if not re.match(r"\[rank \d+\]", line)]  # not what the tracer says
+            return results, "\n".join(own[-SHOWN:])
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+def _where_reading_stopped(error):
+    if not isinstance(error, SyntaxError):
+        return str(error)
+    line = (error.text or "").rstrip()
+    mark = " " * max((error.offset or 1) - 1, 0) + "^"
+    return f"Line {error.lineno}: {error.msg}\n\n    {line}\n    {mark}"
+
+
+def _told(name, finding):
+    case = CASES[name]
+    return {
+        "idea": finding.idea,
+        "promise": case.promise,
+        "where": finding.where,
+        "model": _model(case),
+        "hints": list(HINTS[finding.idea]),
+    }
+
+
+def _model(case):
+    """A case in words."""
+    options = ", ".join(f"{name}={value}" for name, value in case.options)
+    extras = [options] if options else []
+    if case.backwards > 1:
+        extras.append(f"{case.backwards} backwards a step")
+    if case.late:
+        extras.append("collectives as late as they may be")
+    return ", ".join([f"{RANKS} ranks, {case.model}", case.optimizer.func.__name__, *extras])
+
+
+def show(report, options):
+    """Print a report."""
+    console = Console(highlight=False, soft_wrap=True)
+    signs = {True: "[green]holds [/]", False: "[bold red]fails [/]", None: "[dim]      [/]"}
+    for promise in report["promises"]:
+        dim = "dim" if promise["holds"] is None else "default"
+        console.print(f"{signs[promise['holds']]} [{dim}]{promise['promise']}[/]")
+    finding = report["finding"]
+    if finding is None:
+        console.print(f"\nAll of it holds: this is {report['stage']}, bit for bit and byte for byte.")
+        return
+    console.print(f"\n[bold]{finding['where']}[/]", markup=True)
+    if finding["idea"] not in ("syntax", "import", "open part"):
+        console.print(f"The case: {finding['model']}.")
+    if report["printed"]:
+        console.print("\nPrinted last:")
+        console.print(report["printed"], markup=False)
+    console.print(f"\nHint {options.hint} of 3. {finding['hints'][options.hint - 1]}")
+    if options.hint < 3:
+        console.print(f"[dim]More: python -m common.grade {report['file']} --hint {options.hint + 1}[/]")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Exercise. From stage1_os/engine.py 14 lines are missing, in 5 parts.
+
+Write them, and ask as often as you like:
+
+    python -m common.grade notebooks/exercises/stage1.py
+
+What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters:
+
+    held    (8 + 8/N) Ψ bytes
+    sent    2 (N-1)/N Ψ elements, as in stage 0
+
+At hand:
+
+    Owned(parameters=, gradients=, optimizer=)      what `owned` returns: three slices of the bucket
+    self.rank, self.world_size                      r and N
+    bucket.whole()                                  all elements of a bucket, a slice
+    bucket.shard(rank)                              those of a rank's shard, a slice
+    bucket.local                                    [N x shard] this rank's own gradients, once they are in
+    bucket.reduced                                  [shard] where the mean of this rank's shard is expected
+    bucket.seal()                                   makes `local` ready to travel: zeros as padding, and where
+                                                    no gradient came
+    bucket.handle                                   the reduction under way, a Handle; None before
+    bucket.gathering                                the all-gather under way, a Handle; None if there is none
+    handle.wait()                                   returns when the collective is done
+    bucket.parameters                               [N x shard] all parameters of the bucket; the model's are
+                                                    views of it
+    self.comm.all_reduce(tensor, label)             -> Handle; every rank gets the mean, in place
+    self.comm.reduce_scatter(tensor, shard, label)  -> Handle; the mean of this rank's part of `tensor`, in
+                                                    `shard`
+    self.comm.all_gather(shard, tensor, label)      -> Handle; all ranks' shards, in `tensor`
+    self.step_shard(bucket)                         the optimizer's step over this rank's shard
+    self.buckets                                    in the order in which gradients fill them
+
+The rest stands as in the engine, and what it says of itself as well:
+
+Stage 1, P_os: optimizer states are sharded. Every rank keeps all parameters and gradients and steps its shard.
+
+A rank keeps the optimizer's states of shard `rank` of every bucket, an N-th of them. It needs the mean gradient of
+that shard only: a reduce-scatter, half of stage 0's all-reduce. It steps its shard and the new parameters travel to
+all ranks in an all-gather, the other half, beside the next forward. So the bytes sent are those of stage 0.
+
+Phases of a step, over N ranks and Ψ parameters:
+
+    1. gradient_ready    backward       a gradient moves into its bucket
+    2. reduce            backward       a full bucket: reduce-scatter to the mean     (N-1)/N Ψ sent
+    3. finish_backward   backward       send what is not full, wait for all means
+    4. update            step           every rank steps its shard, Ψ/N parameters
+    5. gather            step           all-gather of the new parameters               (N-1)/N Ψ sent
+    6. synchronize       step           wait for all parameters
+
+Source: ZeRO, arXiv 1910.02054, sec. 5.1 and 7.2.1. Model states with Adam: (8 + 8/N) Ψ bytes
+in fp32, (4 + 12/N) Ψ in 16-bit.
+"""
+
+from common.engine import Bucket, EngineBase, Owned, layout
+
+
+class Engine(EngineBase):
+    """Data parallelism with sharded optimizer states. Takes what `EngineBase` takes."""
+
+    def owned(self, bucket):
+        """The ownership table: what this rank keeps of a bucket between steps."""
+        # PART 1 of 5, 2 lines here. What must a rank keep between steps, of each of the three, to step its shard?
+        raise NotImplementedError("part 1, owned, is still open")
+
+    def sends(self, bucket, backwards):
+        """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""
+        return {"reduce_scatter": backwards, "all_gather": 1} if bucket.kind.trainable else {}
+
+    def partition(self):
+        """Before training: cut the parameters into buckets, and make each a view of its place in a bucket."""
+        named = list(self._module.named_parameters())
+        for bucket in layout.buckets(
+            named, self.param_groups, self.dtype_of, self.bucket_bytes, self.world_size, Bucket
+        ):
+            self.allocate(bucket)
+            for name, parameter in bucket.members.items():
+                parameter.data = bucket.view(bucket.parameters, name)
+                self.watch_gradient(bucket, name, parameter)
+            bucket.local = bucket.gradients  # gradients are packed where they are kept
+            (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
+
+    def begin_backward(self):
+        """Start with the bucket that fills first."""
+        self.next_bucket = 0
+
+    def gradient_ready(self, bucket, name, parameter):
+        """Phase 1. A parameter's gradient is there: move it into the bucket; send the buckets that are full now.
+
+        Ranks may get their gradients in different orders, and a collective needs all of them to agree: so buckets
+        leave in the order of the list, a full one waiting for those before it.
+        """
+        gradient, parameter.grad = parameter.grad, None
+        if bucket.handle is not None:  # a second part of the gradient, after the bucket was sent
+            bucket.arrive()
+        bucket.pack(name, gradient)
+        self.comm.lane.follow()  # on CUDA: the collective waits for this stream's gradients
+        while self.reducing and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
+            self.reduce(self.buckets[self.next_bucket])
+            self.next_bucket += 1
+
+    def reduce(self, bucket):
+        """Phase 2. This rank's shard of the bucket becomes the mean over ranks, beside the rest of backward."""
+        # PART 2 of 5, 2 lines here. A rank steps its own shard. Of which gradients does it need the mean?
+        raise NotImplementedError("part 2, reduce, is still open")
+
+    def finish_backward(self):
+        """Phase 3. Send the buckets that did not fill, so that all ranks send the same; wait for every mean."""
+        for bucket in self.buckets:
+            if self.syncing and bucket.handle is None:
+                self.reduce(bucket)
+        for bucket in self.buckets:
+            if self.syncing:
+                bucket.arrive()
+
+    def update(self):
+        """Phase 4. Each rank steps its own shards, and sends each on its way while it steps the next."""
+        # PART 3 of 5, 4 lines here. Step, and hand on what is new. A bucket may travel while the next is stepped.
+        raise NotImplementedError("part 3, update, is still open")
+
+    def gather(self, bucket):
+        """Phase 5. Collect all shards of a bucket's parameters in place, beside the steps of the buckets after it."""
+        # PART 4 of 5, 2 lines here. A rank has new values of its own shard, and needs those of all.
+        raise NotImplementedError("part 4, gather, is still open")
+
+    def synchronize(self):
+        """Phase 6. Wait for all parameters. Whoever reads or writes them after the step has the new ones in hand."""
+        # PART 5 of 5, 4 lines here. When it returns, anybody may read the parameters, and all are new.
+        raise NotImplementedError("part 5, synchronize, is still open")

@@ -1,0 +1,151 @@
+"""Exercise. From stage2_grad/engine.py 12 lines are missing, in 3 parts.
+
+Write them, and ask as often as you like:
+
+    python -m common.grade notebooks/exercises/stage2.py
+
+What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters:
+
+    held    (4 + 12/N) Ψ bytes, and never more than two buckets of gradients on their way
+    sent    2 (N-1)/N Ψ elements, as in stage 0
+
+At hand:
+
+    Owned(parameters=, gradients=, optimizer=)      what `owned` returns: three slices of the bucket
+    self.rank, self.world_size                      r and N
+    bucket.whole()                                  all elements of a bucket, a slice
+    bucket.shard(rank)                              those of a rank's shard, a slice
+    bucket.local                                    [N x shard] this rank's own gradients, once they are in
+    bucket.reduced                                  [shard] where the mean of this rank's shard is expected
+    bucket.seal()                                   makes `local` ready to travel: zeros as padding, and where
+                                                    no gradient came
+    bucket.handle                                   the reduction under way, a Handle; None before
+    bucket.gathering                                the all-gather under way, a Handle; None if there is none
+    handle.wait()                                   returns when the collective is done
+    bucket.padded_numel                             elements of the whole bucket, padding included
+    bucket.kind.dtype                               of its gradients
+    self.comm.all_reduce(tensor, label)             -> Handle; every rank gets the mean, in place
+    self.comm.reduce_scatter(tensor, shard, label)  -> Handle; the mean of this rank's part of `tensor`, in
+                                                    `shard`
+    self.comm.all_gather(shard, tensor, label)      -> Handle; all ranks' shards, in `tensor`
+    self.comm.device                                where tensors live
+    self.travelling                                 a list, empty when backward begins: for the handles of what
+                                                    has left and is not known to have come
+
+The rest stands as in the engine, and what it says of itself as well:
+
+Stage 2, P_os+g: gradients are sharded too. Every rank keeps all parameters, and gradients of its shard alone.
+
+Stage 1 throws most of the reduced gradient away unread: a rank steps its shard only. So here the room for a bucket's
+gradients is taken when its first gradient arrives, and given back when the bucket is reduced; what stays is the mean
+of this rank's shard. At most two buckets are alive at a time: one that fills and one that travels.
+
+Phases of a step, over N ranks and Ψ parameters:
+
+    1. gradient_ready    backward       a gradient moves into its bucket, whose room is taken with the first
+    2. reduce            backward       a full bucket: reduce-scatter to the mean     (N-1)/N Ψ sent; the room is freed
+    3. finish_backward   backward       send what is not full, wait for all means
+    4. update            step           every rank steps its shard, Ψ/N parameters
+    5. gather            step           all-gather of the new parameters               (N-1)/N Ψ sent
+    6. synchronize       step           wait for all parameters
+
+Source: ZeRO, arXiv 1910.02054, sec. 5.2 and 7.2.1. Model states with Adam: (4 + 12/N) Ψ bytes
+in fp32, (2 + 14/N) Ψ in 16-bit.
+"""
+
+from contextlib import contextmanager
+
+import torch
+
+from common.engine import Bucket, EngineBase, Owned, layout
+
+
+class Engine(EngineBase):
+    """Data parallelism with sharded optimizer states and gradients. Takes what `EngineBase` takes."""
+
+    def owned(self, bucket):
+        """The ownership table: what this rank keeps of a bucket between steps."""
+        # PART 1 of 3, 2 lines here. What must a rank keep between steps, of each of the three, to step its shard?
+        raise NotImplementedError("part 1, owned, is still open")
+
+    def sends(self, bucket, backwards):
+        """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""
+        return {"reduce_scatter": backwards, "all_gather": 1} if bucket.kind.trainable else {}
+
+    def partition(self):
+        """Before training: cut the parameters into buckets, and make each a view of its place in a bucket."""
+        named = list(self._module.named_parameters())
+        for bucket in layout.buckets(
+            named, self.param_groups, self.dtype_of, self.bucket_bytes, self.world_size, Bucket
+        ):
+            self.allocate(bucket)
+            for name, parameter in bucket.members.items():
+                parameter.data = bucket.view(bucket.parameters, name)
+                self.watch_gradient(bucket, name, parameter)
+            (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
+
+    def begin_backward(self):
+        """Start with the bucket that fills first."""
+        self.next_bucket = 0
+        self.travelling = []
+
+    def gradient_ready(self, bucket, name, parameter):
+        """Phase 1. A parameter's gradient is there: move it into the bucket; send the buckets that are full now.
+
+        Ranks may get their gradients in different orders, and a collective needs all of them to agree: so buckets
+        leave in the order of the list, a full one waiting for those before it.
+        """
+        gradient, parameter.grad = parameter.grad, None
+        if bucket.handle is not None:  # a second part of the gradient, after the bucket was sent
+            bucket.arrive()
+        self.take_room(bucket)
+        bucket.pack(name, gradient)
+        self.comm.lane.follow()  # on CUDA: the collective waits for this stream's gradients
+        while self.reducing and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
+            self.reduce(self.buckets[self.next_bucket])
+            self.next_bucket += 1
+
+    def take_room(self, bucket):
+        """Room for a bucket's gradients, from the first of them to the reduction. One other may have room by then."""
+        # PART 2 of 3, 5 lines here. `bucket.local` gets a tensor, unless it has one. Two of them at most are alive
+        # at once.
+        raise NotImplementedError("part 2, take_room, is still open")
+
+    def reduce(self, bucket):
+        """Phase 2. This rank's shard of the mean over ranks is kept, the room is freed when the bucket has left."""
+        # PART 3 of 3, 5 lines here. What is kept is the mean of a shard. What becomes of the room that held the
+        # whole?
+        raise NotImplementedError("part 3, reduce, is still open")
+
+    def finish_backward(self):
+        """Phase 3. Send the buckets that did not fill, so that all ranks send the same; wait for every mean."""
+        for bucket in self.buckets:
+            if self.syncing and bucket.handle is None:
+                self.reduce(bucket)
+        for bucket in self.buckets:
+            if self.syncing:
+                bucket.arrive()
+
+    @contextmanager
+    def no_sync(self):
+        """Nothing to put off: with room for two buckets, each backward's gradients must leave before the next."""
+        yield
+
+    def update(self):
+        """Phase 4. Each rank steps its own shards, and sends each on its way while it steps the next."""
+        for bucket in self.buckets:
+            self.step_shard(bucket)
+            self.gather(bucket)
+        self.synchronize()
+
+    def gather(self, bucket):
+        """Phase 5. Collect all shards of a bucket's parameters in place, beside the steps of the buckets after it."""
+        shard = bucket.parameters[bucket.shard(self.rank)]
+        bucket.gathering = self.comm.all_gather(shard, bucket.parameters, bucket.name)
+
+    def synchronize(self):
+        """Phase 6. Wait for all parameters. Whoever reads or writes them after the step has the new ones in hand."""
+        for bucket in self.buckets:
+            if bucket.gathering is not None:
+                bucket.gathering.wait()
+                bucket.gathering = None

@@ -1,0 +1,340 @@
+"""Exercise. From stage3_param/engine.py 15 lines are missing, in 4 parts.
+
+Write them, and ask as often as you like:
+
+    python -m common.grade notebooks/exercises/stage3.py
+
+What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters:
+
+    held    16/N Ψ bytes, and a few units' parameters in use
+    sent    up to 3 (N-1)/N Ψ elements
+
+At hand:
+
+    bucket.parameters                               [shard] what this rank keeps
+    bucket.full                                     [N x shard] room for the whole bucket; its storage may
+                                                    shrink to nothing and grow again
+    bucket.full.nbytes                              bytes of it, whatever its storage has
+    bucket.views                                    {name: the parameter as a view of `full`}
+    bucket.nothing.views                            {name: NaN in the parameter's shape}
+    bucket.nothing.restore()                        makes those NaN again, whatever was written there
+    bucket.members                                  {name: the model's parameter}
+    Owned(parameters=, gradients=, optimizer=)      what `owned` returns: three slices of the bucket
+    self.rank, self.world_size                      r and N
+    bucket.whole()                                  all elements of a bucket, a slice
+    bucket.shard(rank)                              those of a rank's shard, a slice
+    bucket.local                                    [N x shard] this rank's own gradients, once they are in
+    bucket.reduced                                  [shard] where the mean of this rank's shard is expected
+    bucket.seal()                                   makes `local` ready to travel: zeros as padding, and where
+                                                    no gradient came
+    bucket.handle                                   the reduction under way, a Handle; None before
+    bucket.gathering                                the all-gather under way, a Handle; None if there is none
+    handle.wait()                                   returns when the collective is done
+    unit.buckets, unit.gathered                     of a unit; whether it is gathered, or about to be
+    unit.visits                                     how often it ran in forward, less how often backward has
+                                                    passed it
+    unit.open                                       its backward has begun and not ended
+    self.reducing                                   whether this backward communicates gradients
+    self.reduce(unit)                               sends the gradients of a unit
+    self.comm.all_reduce(tensor, label)             -> Handle; every rank gets the mean, in place
+    self.comm.reduce_scatter(tensor, shard, label)  -> Handle; the mean of this rank's part of `tensor`, in
+                                                    `shard`
+    self.comm.all_gather(shard, tensor, label)      -> Handle; all ranks' shards, in `tensor`
+
+The rest stands as in the engine, and what it says of itself as well:
+
+Stage 3, P_os+g+p: parameters are sharded too. Between uses a rank keeps its shard of everything, and no more.
+
+The model is cut into units, for a transformer its blocks. A unit's parameters are gathered just before its forward
+and freed after it, gathered again before its backward and freed when the next unit's begins. That next unit is
+gathered while this one computes. The step needs no communication at all: what the optimizer steps is what is kept.
+
+Phases of a step, over N ranks and Ψ parameters:
+
+    1. gather            forward     before a unit runs: all-gather its parameters           (N-1)/N Ψ sent
+       prefetch          forward     and begin with those of the unit after it
+    2. free              forward     after a unit ran: give its parameters back
+    3. gather, prefetch  backward    the same, in the order of backward                      (N-1)/N Ψ sent
+    4. gradient_ready    backward    a gradient moves into its unit's room, taken with the first
+    5. reduce, free      backward    after a unit's backward: reduce-scatter to the mean     (N-1)/N Ψ sent
+    6. finish_backward   backward    send what is missing, wait for all means
+    7. update            step        every rank steps its shard, Ψ/N parameters
+
+The unit that ends the forward begins the backward, so it stays gathered between them and saves its second gather, and
+so does a last one inside it. `keep_last=False` frees them too, and the step then sends 3 (N-1)/N Ψ, as in the paper.
+
+Source: ZeRO, arXiv 1910.02054, sec. 5.3 and 7.2.2. Model states with Adam: 16/N Ψ bytes, in
+fp32 as in 16-bit.
+"""
+
+from contextlib import contextmanager
+
+import torch
+
+from common.engine import Bucket, EngineBase, Owned, units
+
+
+class Engine(EngineBase):
+    """Data parallelism with sharded optimizer states, gradients and parameters.
+
+    Takes what `EngineBase` takes; units stand in for `bucket_mb`.
+
+    Args:
+        keep_last: keep the units that end the forward gathered for their backward.
+    """
+
+    own_options = ("keep_last",)
+
+    def __init__(self, model, optimizer, *, keep_last=True, **options):
+        self.keep_last = keep_last
+        super().__init__(model, optimizer, **options)
+
+    def owned(self, bucket):
+        """The ownership table: what this rank keeps of a bucket between steps."""
+        # PART 1 of 4, 2 lines here. What must a rank keep between steps, of each of the three, to step its shard?
+        raise NotImplementedError("part 1, owned, is still open")
+
+    def sends(self, bucket, backwards):
+        """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""
+        unit = bucket.unit
+        gathers = 1 if not unit.reached or (self.keep_last and unit in self.ended) else 2
+        return {"all_gather": backwards * (gathers + unit.again), "reduce_scatter": backwards * bucket.kind.trainable}
+
+    def partition(self):
+        """Before training: cut the parameters into units and each unit into shards, of which this rank keeps one."""
+        self.units = units.make_units(self._module, self.param_groups, self.dtype_of, self.world_size, Bucket)
+        for unit in self.units:
+            for bucket in unit.buckets:
+                self.allocate(bucket)
+                bucket.unit = unit
+                bucket.full = bucket.parameters.new_empty(bucket.padded_numel)
+                # What a parameter is while its unit is gathered, and while it is not.
+                bucket.views = bucket.cut(bucket.full)
+                bucket.nothing = units.Nothing(bucket)
+                for name, parameter in bucket.members.items():
+                    self.watch_gradient(bucket, name, parameter)
+                (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
+            unit.gathered = True
+            self.free(unit)
+        self.forward_order, self.backward_order = units.Order(), units.Order()
+        self.ended = []  # the units whose forward ended since another one began
+        self.watches = units.watch(self, self.units)
+
+    # ---- parameters come and go -------------------------------------------------------------------------------
+
+    def gather(self, unit):
+        """Begin to collect all shards of a unit's parameters; does nothing where that has begun."""
+        # PART 2 of 4, 5 lines here. Room for the whole unit, and all shards on their way to it; nothing where that
+        # has begun.
+        raise NotImplementedError("part 2, gather, is still open")
+
+    def use(self, unit, order):
+        """A unit is needed now: gather it, let its weights be views of the result, and prefetch the unit after it."""
+        order.visit(unit)
+        self.gather(unit)
+        for bucket in unit.buckets:
+            if bucket.gathering is not None:
+                bucket.gathering.wait()
+                bucket.gathering = None
+                for name, parameter in bucket.members.items():
+                    parameter.data = bucket.views[name]
+        self.prefetch(order)
+
+    def prefetch(self, order):
+        """Gather the unit that came next in the last iteration, while this one computes."""
+        if order.ahead() is not None:
+            self.gather(order.ahead())
+
+    def free(self, unit):
+        """Give a unit's full parameters back; its shards stay.
+
+        Setting `parameter.data` alone would free nothing, as autograd holds views of the buffer: its storage itself
+        shrinks to nothing, and those views come alive when it is gathered again. Until then the weights read NaN,
+        so that a use outside the unit's module shows in the loss.
+        """
+        if unit.pins or not unit.gathered:
+            return
+        unit.gathered = False
+        for bucket in unit.buckets:
+            if bucket.gathering is not None:  # prefetched in vain
+                bucket.gathering.wait()
+                bucket.gathering = None
+            # PART 3 of 4, 4 lines here. What had all parameters gives its memory back, whoever else holds a view of
+            # it; the shard stays. A use outside the unit shall show.
+            raise NotImplementedError("part 3, free, is still open")
+
+    def hold(self, unit):
+        """Gather a unit and keep it, until as many calls of `release`."""
+        unit.found_whole = unit.whole if unit.pins == 0 else unit.found_whole
+        unit.pins += 1
+        self.use(unit, units.Order())
+
+    def release(self, unit):
+        """Let go of it. What was whole before stays so: a backward may wait for it."""
+        unit.pins -= 1
+        if not unit.found_whole:
+            self.free(unit)
+
+    # ---- forward ----------------------------------------------------------------------------------------------
+
+    def begin_forward(self):
+        """Nothing stays gathered from an evaluation, an exception or a forward that took another way."""
+        self.forward_order.rewind()
+        self.ended.clear()
+        for unit, watch in zip(self.units, self.watches, strict=True):
+            watch.settle()
+            unit.depth = 0
+            self.free(unit)
+
+    def before_forward(self, unit):
+        """Phase 1. A unit is about to run; those that ended before it are done."""
+        unit.visits += self.recording
+        unit.inside.update(other for other in self.units if other.depth > 0)
+        self.free_ended()
+        self.ended.clear()  # from here on they may be prefetched for another call
+        self.use(unit, self.forward_order)
+
+    def after_forward(self, unit, traced):
+        """Phase 2. A unit ran: it is freed when another one begins, so that what ends the forward is at hand.
+
+        Not `traced` is one that returned no tensor, so that the beginning of its backward will not show. It stays
+        gathered until backward ends.
+        """
+        if traced or not self.recording:
+            self.ended.append(unit)
+
+    def free_ended(self):
+        """Free the units that ended, unless they run again."""
+        for unit in self.ended:
+            if unit.depth == 0:
+                self.free(unit)
+
+    def end_forward(self):
+        """What ended the forward stays for its backward, if there will be one."""
+        if not (self.keep_last and self.recording):
+            self.free_ended()
+
+    # ---- backward ---------------------------------------------------------------------------------------------
+
+    def begin_backward(self):
+        """Autograd is about to run."""
+        self.backward_order.rewind()
+        self.travelling = []
+
+    def before_recomputation(self, unit):
+        """A checkpoint is about to run a unit's forward again. Nothing but tiles is freed before its backward."""
+        self.use(unit, self.backward_order)
+
+    def before_backward(self, unit, first):
+        """Phase 3. A gradient reaches what a unit returned, the `first` of this forward: its backward begins.
+
+        Autograd runs in the exact reverse of forward, so all other units are over, but for those that this one ran
+        inside of, or that ran inside of it.
+        """
+        if first:
+            unit.visits = max(0, unit.visits - 1)
+        for other in self.units:
+            if other.open and other not in unit.inside and unit not in other.inside:
+                self.end_backward(other)
+        unit.open = True
+        self.use(unit, self.backward_order)
+
+    def gradient_ready(self, bucket, name, parameter):
+        """Phase 4. A parameter's gradient is there: move it into the unit's room.
+
+        Raises:
+            RuntimeError: the parameter was used where its unit does not run.
+        """
+        gradient, parameter.grad = parameter.grad, None
+        if not bucket.unit.gathered:
+            raise RuntimeError(
+                f"{name!r} was read outside the forward of {bucket.unit.name or 'the model'!r}, where it is NaN: call "
+                "that module, or hold it by gathered() until backward ends"
+            )
+        if bucket.handle is not None:  # a second part of the gradient, after the unit was sent
+            bucket.arrive()
+        self.take_room(bucket)
+        bucket.pack(name, gradient)
+        self.comm.lane.follow()  # on CUDA: the collective waits for this stream's gradients
+
+    def end_backward(self, unit):
+        """Phase 5. A unit's backward is over: free it, and send its gradients, unless it runs another time.
+
+        Its last gradient would be earlier, but ranks may disagree on which that is: an expert without tokens gets
+        none. That another unit begins is the same moment on all of them, so they send in the same order.
+        """
+        # PART 4 of 4, 4 lines here. Its weights are not needed any more, and its gradients are there, if it will
+        # not run again.
+        raise NotImplementedError("part 4, end_backward, is still open")
+
+    def take_room(self, bucket):
+        """Room for a bucket's gradients, from the first of them to the reduction. One other may have room by then."""
+        if bucket.local is None:
+            filling = sum(other.local is not None for other in self.buckets)
+            while self.travelling and len(self.travelling) + filling > 1:
+                self.travelling.pop(0).wait()
+            bucket.local = torch.empty(bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device)
+
+    def reduce(self, unit):
+        """This rank's shard of the mean over ranks is kept, the room is freed when the unit's gradients have left."""
+        for bucket in unit.trainable:
+            if bucket.handle is None:
+                self.reduce_bucket(bucket)
+
+    def finish_backward(self):
+        """Phase 6. Send the units that are missing, so that all ranks send the same; wait for every mean."""
+        for unit in self.units:
+            unit.visits = 0
+            self.end_backward(unit)
+            self.reduce(unit)
+        for bucket in self.buckets:
+            bucket.arrive()
+
+    def reduce_bucket(self, bucket):
+        self.take_room(bucket)
+        bucket.seal()
+        bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)
+        bucket.local = None
+        self.travelling.append(bucket.handle)
+
+    @contextmanager
+    def no_sync(self):
+        """Nothing to put off: with room for two units, each backward's gradients must leave before the next."""
+        yield
+
+    # ---- step -------------------------------------------------------------------------------------------------
+
+    def update(self):
+        """Phase 7. Each rank steps its own shards."""
+        self.free_all()
+        for bucket in self.buckets:
+            self.step_shard(bucket)
+
+    def free_all(self):
+        """The shards are about to change, and what is gathered shows the old parameters: free it.
+
+        Raises:
+            RuntimeError: a `gathered` context holds some of it.
+        """
+        for unit in self.units:
+            if unit.pins:
+                raise RuntimeError("parameters cannot change within gathered(): leave the context first")
+            self.free(unit)
+
+    def load(self, path):
+        """Read a checkpoint and return its `extra`. A collective; see `EngineBase.load`."""
+        self.free_all()
+        return super().load(path)
+
+    @contextmanager
+    def gathered(self, *modules):
+        """In this context the weights of `modules` (all, if none is named) are whole on every rank, for reading."""
+        wanted = {parameter for module in modules or [self._module] for parameter in module.parameters()}
+        held = [unit for unit in self.units if any(wanted & set(b.members.values()) for b in unit.buckets)]
+        for unit in held:
+            self.hold(unit)
+        try:
+            yield
+        finally:
+            for unit in held:
+                self.release(unit)

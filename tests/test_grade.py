@@ -1,0 +1,183 @@
+"""The grader: engines pass, each planted fault gets the answer that names its idea, a hang and a crash get one as well."""
+
+import ast
+import json
+import re
+import time
+from pathlib import Path
+
+import mutants
+import pytest
+from harness import STAGES
+from test_mutants import planted
+
+from common import grade as grade_command
+from common.course.cases import CASES
+from common.course.exercises import EXERCISES, written
+from common.course.grading import grade
+from common.course.hints import HINTS
+from common.ranks.world import RankFailed
+
+# Faults that the parts of an exercise can have, and what the answer is about.
+IDEAS = {
+    "the_division_is_forgotten": "sum, not mean",
+    "the_mean_is_divided_twice": "divided twice",
+    "padding_is_not_zeroed": "padding",
+    "parameters_are_not_gathered_after_the_step": "not gathered",
+    "parameters_are_gathered_before_the_step": "gathered too early",
+    "nobody_waits_for_the_parameters_after_the_step": "not waited for",
+    "gradients_are_all_reduced_and_parameters_gathered": "half of an all-reduce",
+    "what_is_not_full_is_not_sent": "sent too little",
+    "an_unused_parameter_keeps_its_last_gradient": "unused",
+    "an_unused_parameter_gets_what_the_room_held": "unused",
+    "the_whole_gradient_is_kept": "table",
+    "the_room_of_gradients_is_not_freed": "room kept",
+    "a_bucket_does_not_wait_for_room": "two rooms",
+    "units_are_not_freed_after_use": "not freed",
+    "freed_weights_keep_what_is_written_to_them": "freed weights keep what was written",
+    "a_repeated_unit_is_sent_after_its_first_backward": "sent twice",
+    "recomputation_finds_no_weights": "recomputation",
+}
+PLANTED = [
+    (mutant, stage)
+    for mutant in mutants.MUTANTS
+    for stage in mutant.stages
+    if mutant.plant.__name__ in IDEAS and stage != STAGES[0]
+]
+
+
+def answer(worlds, plant, stage):
+    """What the grader finds in a stage's engine while a fault is there."""
+
+    def run(function, where, name):
+        ranks = worlds(2).run(planted, plant, where, function, name)
+        raised = next((rank for rank in ranks if isinstance(rank, str)), None)
+        if raised:
+            raise RankFailed(raised)
+        return ranks
+
+    *_, (_, finding) = grade(run, stage, stage, worlds(2).run)
+    return finding
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_an_engine_passes(worlds, stage):
+    assert answer(worlds, mutants.healthy, stage) is None
+
+
+@pytest.mark.parametrize(("mutant", "stage"), PLANTED, ids=str)
+def test_a_fault_gets_the_answer_that_names_its_idea(worlds, mutant, stage):
+    finding = answer(worlds, mutant.plant, stage)
+    assert (finding.idea, finding.where) == (IDEAS[mutant.plant.__name__], finding.where)
+
+
+def test_all_faults_planted_in_what_an_exercise_takes_out_are_answered():
+    """A fault is listed above, or it is planted outside of the parts."""
+    parts = {part.method for exercise in EXERCISES for part in exercise.parts}
+    source = Path(mutants.__file__).read_text()
+    for mutant in mutants.MUTANTS:
+        name = mutant.plant.__name__
+        body = source.partition(f"def {name}(")[2].partition("\n\n\n")[0]
+        planted_in = set(re.findall(r'\(engine, "(\w+)"', body))
+        assert name in IDEAS or not planted_in & parts or mutant.stages == STAGES[:1], name
+
+
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.path.stem)
+def test_an_exercise_is_its_engine_less_a_dozen_lines(exercise):
+    assert exercise.path.read_text() == written(exercise), "python -m common.course.exercises"
+    taken = int(re.search(r"(\d+) lines are missing", exercise.path.read_text())[1])
+    assert 12 <= taken <= 16
+
+
+def test_hints_come_in_three_steps():
+    assert all(len(set(steps)) == 3 and all(steps) for steps in HINTS.values())
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+def submitted(folder, exercise, **parts):
+    """An engine with other lines in some methods: {method: its lines}."""
+    lines = exercise.engine.read_text().splitlines()
+    methods = {node.name: node for node in ast.walk(ast.parse("\n".join(lines))) if isinstance(node, ast.FunctionDef)}
+    for method, body in parts.items():
+        lines[methods[method].body[0].end_lineno : methods[method].end_lineno] = [f"        {line}" for line in body]
+    file = folder / exercise.path.name
+    file.write_text("\n".join(lines))
+    return file
+
+
+def said(capsys, file, *options):
+    """What the command prints, in one line, and its exit status."""
+    with pytest.raises(SystemExit) as end:
+        grade_command.main([str(file), *options])
+    return " ".join(capsys.readouterr().out.split()), end.value.code
+
+
+STAGE1, STAGE2, STAGE3 = EXERCISES
+
+
+def test_a_crash_of_one_rank_names_rank_and_line(tmp_path, capsys):
+    lines = ["bucket.seal()", "mean = [bucket.reduced][self.rank]"]
+    lines += ["bucket.handle = self.comm.reduce_scatter(bucket.local, mean, bucket.name)"]
+    file = submitted(tmp_path, STAGE1, reduce=lines)
+    text, status = said(capsys, file)
+    line = 1 + file.read_text().splitlines().index("        mean = [bucket.reduced][self.rank]")
+    assert f"On rank 1, line {line} in reduce: IndexError: list index out of range" in text
+    assert status == 1
+
+
+def test_a_hang_says_where_ranks_part_and_ends_in_time(tmp_path, capsys):
+    began = time.monotonic()
+    file = submitted(tmp_path, STAGE1, synchronize=["if self.rank:", "    self.comm.gather_objects(0)"])
+    text, status = said(capsys, file)
+    assert "The ranks part: rank 0 waits in" in text
+    assert (status, time.monotonic() - began < 20) == (1, True)
+
+
+def test_a_loop_without_an_end_is_an_answer(tmp_path, capsys):
+    text, status = said(capsys, submitted(tmp_path, STAGE1, synchronize=["while True:", "    pass"]))
+    assert "gave no answer" in text
+    assert status == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "answered"),
+    [
+        ("class Engine(:", "Line 1: "),
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("x = 1", "no attribute 'Engine'"),
+    ],
+)
+def test_a_file_that_cannot_be_read_or_imported_is_an_answer(tmp_path, capsys, text, answered):
+    file = tmp_path / "stage1.py"
+    file.write_text(text)
+    printed, status = said(capsys, file)
+    assert answered in printed
+    assert status == 1
+
+
+def test_an_open_part_is_named_and_hints_grow(tmp_path, capsys):
+    report = tmp_path / "report.json"
+    first, status = said(capsys, STAGE2.path, "--json", str(report))
+    assert "Part 1, owned, is still open. Hint 1 of 3. This part is yours to write" in first
+    finding = json.loads(report.read_text())["finding"]
+    assert (finding["idea"], status) == ("open part", 1)
+    assert finding["hints"] == list(HINTS["open part"])
+
+
+def test_an_engine_itself_passes_by_the_command(capsys):
+    text, status = said(capsys, STAGE3.engine)
+    assert "All of it holds: this is stage3_param, bit for bit and byte for byte." in text
+    assert text.count("holds ") == len([case for case in CASES.values() if STAGES[3] in case.stages])
+    assert status == 0
+
+
+@pytest.mark.parametrize(("name", "why"), [("stage1.py", "there is no such file"), ("mine.py", "which stage?")])
+def test_what_cannot_be_graded_is_one_line(tmp_path, capsys, name, why):
+    if name == "mine.py":
+        (tmp_path / name).write_text("")
+    with pytest.raises(SystemExit) as end:
+        grade_command.main([str(tmp_path / name)])
+    assert why in capsys.readouterr().err
+    assert end.value.code == 2
