@@ -1,4 +1,4 @@
-"""The grader: engines pass, each planted fault gets the answer that names its idea, a hang and a crash get one as well."""
+"""The grader: engines pass, each planted fault gets the answer that names its idea, and so does a hang or a crash."""
 
 import ast
 import json
