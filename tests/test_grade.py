@@ -49,8 +49,8 @@ PLANTED = [
 def answer(worlds, plant, stage):
     """What the grader finds in a stage's engine while a fault is there."""
 
-    def run(function, where, name):
-        ranks = worlds(2).run(planted, plant, where, function, name)
+    def run(function, where, *args):
+        ranks = worlds(2).run(planted, plant, where, function, *args)
         raised = next((rank for rank in ranks if isinstance(rank, str)), None)
         if raised:
             raise RankFailed(raised)

@@ -46,11 +46,11 @@ def grade(run, where, stage, run_stage=None):
         if stage not in case.stages:
             continue
         try:
-            found = run(observe, where, name)
+            found = run(observe, where, stage, name)
         except RankFailed as failure:
             yield name, raised(case, str(failure), where)
             return
-        finding = difference(case, found, run_stage(observe, stage, name), run_stage(alone, name))
+        finding = difference(case, found, run_stage(observe, stage, stage, name), run_stage(alone, name))
         yield name, finding
         if finding is not None:
             return
@@ -63,7 +63,8 @@ def difference(case, found, expected, own):
         found, expected: what `observe` returned of the submission and of the stage, in rank order.
         own: what `alone` returned.
     """
-    for look in (tables, weights, norms, held, sent, room, written):
+    looks = (weights, norms, held, sent, room, written) if case.steps else (tables,)
+    for look in looks:
         finding = look(case, found, expected, own)
         if finding is not None:
             return finding
@@ -85,6 +86,8 @@ def raised(case, said, where):
         return Finding("hang", f"The ranks part: {parted[1]}.")
     if re.search(r"gave no answer|[Tt]imed out", said):
         return Finding("hang", f"{said.splitlines()[0]}.".capitalize())
+    if "died with exit code" in said:
+        return Finding("died", f"{said.splitlines()[0]}.".capitalize())
     error = [said, *re.findall(r"^[\w.]+(?:Error|Exception|Exit|Interrupt).*", said, re.MULTILINE)][-1]
     frames = list(FRAME.finditer(said))
     inside = [frame for frame in frames if frame["file"] == where]
@@ -103,12 +106,12 @@ def tables(case, found, expected, own):
     for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
         for bucket, states in other["tables"].items():
             for state, (first, last) in states.items():
-                given = one["tables"].get(bucket, {}).get(state)
+                given = one["tables"][bucket][state]
                 if given != (first, last):
                     return Finding(
                         "table",
-                        f"Of a bucket of {bucket}, rank {rank} of {len(found)} owns as {state} the elements "
-                        f"{_span(given)}, where the stage owns {_span((first, last))}.",
+                        f"Of {bucket or 'the root'} rank {rank} of {len(found)} owns as {state} the elements "
+                        f"{given[0]} to {given[1]}, where the stage owns {first} to {last}.",
                     )
     return None
 
@@ -166,15 +169,17 @@ def sent(case, found, expected, own):
             many, few = given.get(collective, 0), meant.get(collective, 0)
             if many != few:
                 return Finding(
-                    _idea_of_sent(collective, many, few),
+                    _idea_of_sent(case, collective, many, few),
                     f"In a step rank {rank} sends {many:,} bytes by {collective}, the stage {few:,}.",
                 )
     return None
 
 
-def _idea_of_sent(collective, many, few):
+def _idea_of_sent(case, collective, many, few):
     if many < few:
         return "sent too little"
+    if case is CASES["16-bit"]:
+        return "16-bit"  # in fp32 all was well
     if collective == "all_reduce":
         return "half of an all-reduce"
     return "sent twice" if collective == "reduce_scatter" else "sent too much"
@@ -274,7 +279,3 @@ def _name(case):
 def _flat(tensors):
     """{name: tensor} laid end to end."""
     return torch.cat([tensor.flatten() for tensor in tensors.values()])
-
-
-def _span(elements):
-    return "none" if elements is None else f"{elements[0]} to {elements[1]}"

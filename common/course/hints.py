@@ -26,6 +26,16 @@ HINTS = {
         "shard and a whole bucket.",
         "Print the lengths and what is None, on each rank, just before that line, and run the smallest case again.",
     ),
+    "died": (
+        "A process that dies without a traceback has read memory that it does not have any more.",
+        "Something still looks into a storage that was given back: a weight, or a view of it.",
+        "Before anybody can read them, point the weights at something else: see what stands for freed ones.",
+    ),
+    "16-bit": (
+        "In fp32 all was well. In 16-bit a gradient has half the bytes, and something here has not.",
+        "Rooms for gradients are of the bucket's own dtype, and on the device of the engine.",
+        "Give the tensor that you make the dtype that the head of the file names.",
+    ),
     "hang": (
         "A collective begins when all ranks have called it. Here some wait in one that others never call.",
         "Does something that differs between ranks decide whether, or in which order, a collective is called?",
