@@ -24,33 +24,46 @@ def main(arguments=None):
     parser.add_argument("--only", metavar="ENGINE", help="the page that leads to this engine, stage1_os for instance")
     options = parser.parse_args(arguments)
     with one_line_errors():
-        for path in write(Path(options.out), options.only):
+        increments = chosen(options.only)
+        recorded = recording.record_all(dict.fromkeys(name for pair in increments for name in pair))
+        for path in write(Path(options.out), increments, recorded):
             print(path)
 
 
-def write(out, only=None):
-    """Record the engines and write the pages into a folder.
+def chosen(only):
+    """The increments whose pages are to be written.
+
+    Raises:
+        InputError: none leads to the engine `only`.
+    """
+    found = [pair for pair in INCREMENTS if only in (None, pair[1])]
+    if not found:
+        raise InputError(f"--only {only}: no page leads there; choose one of {', '.join(b for _, b in INCREMENTS)}")
+    return found
+
+
+def write(out, increments, recorded):
+    """Write the pages of some increments into a folder.
+
+    Args:
+        out: its path.
+        increments: some of INCREMENTS.
+        recorded: what `recording.record_all` has of their engines.
 
     Returns:
         The files, the index first.
-
-    Raises:
-        InputError: no page leads to the engine `only`.
     """
-    chosen = [pair for pair in INCREMENTS if only in (None, pair[1])]
-    if not chosen:
-        raise InputError(f"--only {only}: no page leads there; choose one of {', '.join(b for _, b in INCREMENTS)}")
-    recorded = recording.record_all(dict.fromkeys(name for pair in chosen for name in pair))
     about = described(next(iter(recorded.values())))
-    pages = {pair: (Source(pair[0]), Source(pair[1])) for pair in chosen}
-    links = [(file_of(pair), f"{before.label} to {after.label.lower()}") for pair, (before, after) in pages.items()]
+    sources = {pair: [Source(name) for name in pair] for pair in increments}
+    links = [(file_of(pair), f"{before.label} to {after.label.lower()}") for pair, (before, after) in sources.items()]
+    leads = [page.inline(after.paragraphs[0]) for _, after in sources.values()]
     out.mkdir(parents=True, exist_ok=True)
-    written = [out / "index.html"]
-    written[0].write_text(page.index(links, about))
-    for pair, sources in pages.items():
-        written.append(out / file_of(pair))
-        written[-1].write_text(page.lesson(sources, [recorded[name] for name in pair], links, about))
-    return written
+    pages = {"index.html": page.index(links, leads, about)}
+    for pair in increments:
+        pages[file_of(pair)] = page.lesson(sources[pair], [recorded[name] for name in pair], links, about)
+    for name, text in pages.items():
+        (out / name).write_text(text)
+    return [out / name for name in pages]
 
 
 def file_of(pair):

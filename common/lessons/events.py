@@ -177,18 +177,18 @@ class Recorder:
 
         def watched():
             begin_forward()
-            for name, part in parts(self.engine._module):
+            for label, part in parts(self.engine._module):
                 hooks = [
-                    part.register_forward_pre_hook(lambda *_, name=name: self.note("forward", names=[name])),
-                    part.register_forward_hook(lambda _, __, output, name=name: self._watch_backward(name, output)),
+                    part.register_forward_pre_hook(lambda *_, label=label: self.note("forward", names=[label])),
+                    part.register_forward_hook(lambda _, __, output, label=label: self._watch_backward(label, output)),
                 ]
                 self._undo += [hook.remove for hook in hooks]
 
         return watched
 
-    def _watch_backward(self, name, output):
+    def _watch_backward(self, label, output):
         for tensor in tensors_in(output):
-            tensor.register_hook(lambda _: self.note("backward", names=[name]))
+            tensor.register_hook(lambda _: self.note("backward", names=[label]))
 
     # ---- what is noted ----------------------------------------------------------------------------------------
 

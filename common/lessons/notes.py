@@ -34,6 +34,7 @@ def note(pair, before, after, reasons, phases):
         phases: {method: its rows of the table of phases}, of the second.
     """
     why = reasons.get(pair.name) or (pair.after or pair.before).docstring
+    why = why[:1].upper() + why[1:]
     sent, phases = sends(pair, before, after), phases.get(pair.name, [])
     if phases and not sent.startswith(NOTHING):
         sent += f". In the table of phases: {'; '.join(phases)}"
@@ -77,19 +78,22 @@ def _beside(pair, said, before, after):
         for section, one in ((pair.after, after), (pair.before, before))
     )
     if now is None:
-        return f"no more; before: {then}"
+        return NOTHING if then == NOTHING else f"{NOTHING}; before: {then}"
     return now if then in (None, now) else f"{now}; before: {then}"
 
 
 def _moved(name, methods):
     if name not in methods:
         return OUTSIDE
-    found = []
-    for verb, moved in (("takes", methods[name]["takes"]), ("gives back", methods[name]["gives"])):
-        if moved[name]:
-            found.append(f"{verb} {show_bytes(moved[name])} in a step")
-        found += [f"{verb} {show_bytes(b)} through `{other}`" for other, b in moved.items() if b and other != name]
-    return ", ".join(found) or NOTHING
+    gives, takes = (_by_method(name, methods[name][what]) for what in ("gives", "takes"))
+    said = f"gives back {gives}" if gives else NOTHING
+    return f"{said}; takes {takes}" if takes else said
+
+
+def _by_method(name, moved):
+    """Bytes and, where it was another method's doing, whose: "1.34 MB through `free` and 447 kB"."""
+    parts = [show_bytes(b) + ("" if by == name else f" through `{by}`") for by, b in moved.items() if b]
+    return " and ".join(parts)
 
 
 def _sent(name, methods):

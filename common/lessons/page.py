@@ -44,9 +44,12 @@ def lesson(sources, recorded, pages, about):
     return document(title, body, pages)
 
 
-def index(pages, about):
-    """The page that leads to the others."""
-    links = "".join(f'<li><a href="{file}">{escape(title)}</a></li>' for file, title in pages)
+def index(pages, leads, about):
+    """The page that leads to the others, `leads` saying what the engine after each increment is."""
+    links = "".join(
+        f'<li><a href="{file}">{escape(title)}</a><p>{lead}</p></li>'
+        for (file, title), lead in zip(pages, leads, strict=True)
+    )
     said = (
         "Two neighbouring engines side by side, why each change is there, what it saves and what it sends; the memory "
         "of both; and a step of both, event by event, on four ranks."
@@ -85,8 +88,8 @@ def document(title, body, pages):
 
 
 def inline(text):
-    """A line of Markdown as HTML: code and emphasis; of links their text."""
-    text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", escape(text, quote=False))
+    """A line of Markdown as HTML: code and emphasis; links to other pages of the project lead nowhere here."""
+    text = re.sub(r" \(\[[^\]]+\]\([^)]+\)\)", "", escape(text, quote=False))
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
     return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", text)
 
@@ -106,7 +109,7 @@ def _summary(sources, recorded):
     verdict = "as" if exact else "NOT as"
     lines = "".join(f'<tr><th scope="row">{said}</th><td>{one}</td><td>{other}</td></tr>' for said, one, other in rows)
     heads = "".join(f'<th scope="col">{escape(source.label)}</th>' for source in sources)
-    lead, said, *_ = (inline(" ".join(part.split())) for part in sources[1].docstring.split("\n\n"))
+    lead, said = (inline(part) for part in sources[1].paragraphs[:2])
     return f"""<div class="both"><div><p class="lead">{lead}</p><p>{said}</p>
 <p class="contents"><a href="#code">The code</a> <a href="#memory">Its memory</a> <a href="#step">A step</a></p></div>
 <div class="scroll"><table class="numbers"><caption>A rank, counted; model states and bytes sent are {verdict}
@@ -132,6 +135,9 @@ def _code(sources, recorded):
     )
     return f"""<section id="code" aria-label="The code">
 <h2>The code</h2>
+<p>What a change <b>saves</b> and <b>sends</b> are bytes of rank 0, as the tables <code>owned</code> and
+<code>sends</code> say and as counted in the recorded step. What a method does by calling another is said to be
+<i>through</i> that.</p>
 <div class="files" aria-hidden="true">{files}</div>
 {"".join(blocks)}
 </section>"""
@@ -239,7 +245,7 @@ def _steps(sources, recorded):
     data = json.dumps(steps, separators=(",", ":")).replace("<", "\\u003c")
     legend = "".join(f'<li><i class="cell optimizer" data-state="{state}">0</i>{said}</li>' for state, said in LEGEND)
     switch = "".join(
-        f'<button type="button" data-show="{side}" aria-pressed="{str(side == "after").lower()}">{source.label}</button>'
+        f'<button type="button" data-show="{side}" aria-pressed="false">{source.label}</button>'
         for side, source in zip(SIDES, sources, strict=True)
     )
     return f"""<section id="step" aria-label="A step">
@@ -295,7 +301,15 @@ def _step(source, one):
             }
         )
         before = event
-    return {"events": events, "buckets": [[name, show_bytes(size)] for name, size in nbytes.items()]}
+    buckets = [[row["bucket"], show_bytes(row["nbytes"]), parts_of(row)] for row in one["owned"][0]]
+    return {"events": events, "buckets": buckets}
+
+
+def parts_of(row):
+    """The parts of the model that a bucket holds parameters of, where its name does not say so."""
+    names = [re.match(r"[^.]+(\.\d+)?", member)[0] for member in row["members"]]
+    parts = list(dict.fromkeys(names))
+    return "" if parts == [row["bucket"]] else ", ".join(parts)
 
 
 def _where(source, event):

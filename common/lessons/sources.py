@@ -14,7 +14,7 @@ REASON = re.compile(r"^- ((?:`\w+`(?:, )?)+): (.+?)(?=^- |\Z)", re.MULTILINE | r
 
 @dataclass(frozen=True)
 class Section:
-    """A stretch of an engine's file: a method, with the comment lines above it, or what stands before the methods.
+    """A stretch of an engine's file: a method, or what stands before the methods. Headings between methods are none.
 
     Attributes:
         name: of the method; else "the docstring", "the imports" or "the class".
@@ -36,7 +36,7 @@ class Source:
         file: its path.
         lines: its text.
         sections: [Section], in the file's order.
-        docstring: of the module.
+        docstring: of the module; paragraphs: the same, each in one line.
         label: how it begins, "Stage 1".
         phases: {method: ["backward, a full bucket: reduce-scatter to the mean, (N-1)/N Ψ sent"]}, the rows of the
             table of phases that name it and say what is sent.
@@ -51,6 +51,7 @@ class Source:
         self.docstring = ast.get_docstring(module)
         (node,) = (n for n in module.body if isinstance(n, ast.ClassDef) and n.name == engine.__name__)
         self.sections = list(self._sections(module, node))
+        self.paragraphs = [" ".join(part.split()) for part in self.docstring.split("\n\n")]
         self.label = re.match(r"[^:,]+", self.docstring)[0]
         self.phases = {}
         for names, phase, said in PHASE.findall(self.docstring):
@@ -64,19 +65,17 @@ class Source:
         yield self._section("the docstring", 1, module.body[0].end_lineno)
         yield self._section("the imports", module.body[0].end_lineno + 1, node.lineno - 1)
         yield self._section("the class", node.lineno, starts[0] - 1)
-        end = starts[0] - 1
-        for method in methods:
+        for start, method in zip(starts, methods, strict=True):
             docstring = (ast.get_docstring(method) or "").split("\n\n")[0]
-            yield self._section(method.name, end + 1, method.end_lineno, " ".join(docstring.split()), True)
-            end = method.end_lineno
+            yield Section(method.name, start, method.end_lineno, " ".join(docstring.split()), True)
 
-    def _section(self, name, first, last, *rest):
+    def _section(self, name, first, last):
         """A section without the blank lines at its ends."""
         while not self.lines[first - 1].strip():
             first += 1
         while not self.lines[last - 1].strip():
             last -= 1
-        return Section(name, first, last, *rest)
+        return Section(name, first, last)
 
     def text(self, section):
         """The lines of a section."""
