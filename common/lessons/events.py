@@ -89,10 +89,11 @@ class Recorder:
         self._pending = None  # an event whose state shows when the line that caused it is over
         self._within, self._undo = [], []
         self._travelling, self._fresh = {}, {}  # gradients under way; shards with new values
+        self._before = 0  # bytes held when a method last began or ended
 
     def __enter__(self):
         self.engine.comm.traffic.reset()
-        self._held = self._held_by_engine()
+        self._before = storage_bytes(self._held())
         self.note("start", phase="before")
         for name in [*own_methods(type(self.engine)), "step_shard", "zero_grad"]:
             self._replace(self.engine, name, self._around_method)
@@ -207,7 +208,7 @@ class Recorder:
         event, self._pending = self._pending, None
         if event is None:
             return
-        event.sent, event.held, event.cells = self._sent(), self._held_now(), self.cells()
+        event.sent, event.held, event.cells = self._sent(), self._held_bytes(), self.cells()
         last = self.events[-1] if self.events else None
         if last and event.kind in MERGED and (last.kind, last.about) == (event.kind, event.about):
             event.names = last.names + event.names
@@ -221,17 +222,17 @@ class Recorder:
         if changed:
             about = changed[0] if len(changed) == 1 else None
             event = Event("change", self.phase, about, changed, self._within[-1], within=tuple(self._within))
-            event.sent, event.held, event.cells = self._sent(), self._held_now(), cells
+            event.sent, event.held, event.cells = self._sent(), self._held_bytes(), cells
             self.events.append(event)
 
     def _boundary(self):
         """A method begins or ends: what changed since the last time is the doing of the one that ran."""
         self.flush()
-        held = self._held_by_engine()
+        held = storage_bytes(self._held())
         for name in set(self._within):
-            self.methods[name].takes[self._within[-1]] += max(0, held - self._held)
-            self.methods[name].gives[self._within[-1]] += max(0, self._held - held)
-        self._held = held
+            self.methods[name].takes[self._within[-1]] += max(0, held - self._before)
+            self.methods[name].gives[self._within[-1]] += max(0, self._before - held)
+        self._before = held
 
     def _place(self):
         """The method and line of the engine's file that run now, the innermost."""
@@ -245,16 +246,14 @@ class Recorder:
     def _sent(self):
         return sum(self.engine.comm.traffic.sent.values())
 
-    def _held_by_engine(self):
-        """Bytes of model states, gathered units and room for gradients."""
+    def _held(self):
+        """Model states, gathered units and room for gradients."""
         kept = [tensor for tensors in self.engine.accounts.kept().values() for tensor in tensors]
-        return storage_bytes(kept + [part for b in self.buckets.values() for part in (b.full, b.local)])
+        return kept + [part for bucket in self.buckets.values() for part in (bucket.full, bucket.local)]
 
-    def _held_now(self):
-        """The same, and what travels, and the receive buffer."""
-        everything = [part for b in self.buckets.values() for part in (b.full, b.local)]
-        everything += [tensor for tensors in self.engine.accounts.kept().values() for tensor in tensors]
-        return storage_bytes([*everything, *self._travelling.values(), self.engine.comm.room])
+    def _held_bytes(self):
+        """The bytes of that, of what travels, and of the receive buffer."""
+        return storage_bytes([*self._held(), *self._travelling.values(), self.engine.comm.room])
 
     def cells(self):
         """{bucket: (parameters, gradients, optimizer states)}: a letter for each shard, as `Event` has them."""

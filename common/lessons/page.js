@@ -147,7 +147,7 @@ class Table {
     const shards = Array.from({ length: ranks }, (_, shard) => `<i class="cell">${shard}</i>`).join("");
     const cell = `<td>${KINDS.map((kind) => `<div class="shards ${kind}" role="img">${shards}</div>`).join("")}</td>`;
     const rows = buckets.map(([name, size, parts]) => `<tbody data-bucket="${name}">
-      <tr><th colspan="${ranks + 1}" scope="rowgroup">${name} <span class="size">${size} ${parts}</span></th></tr>
+      <tr><th colspan="${ranks + 1}" scope="rowgroup">${name} <span class="size">${size}${parts && `: ${parts}`}</span></th></tr>
       <tr><td class="kinds">${short.join("")}</td>${cell.repeat(ranks)}</tr></tbody>`);
     place.innerHTML = `<thead><tr><th aria-label="states"></th>${head}</tr></thead>${rows.join("")}`;
     this.bodies = [...place.querySelectorAll("tbody")];

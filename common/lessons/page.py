@@ -17,7 +17,6 @@ from common.train import show_bytes
 HERE = Path(__file__).parent
 COLORED = ((Comment, "c"), (String, "s"), (Keyword, "k"), (Number, "m"), (Name.Decorator, "d"), (Name.Function, "f"))
 SIDES = ("before", "after")
-HOW = {"changed": "changed", "new": "new", "gone": "gone", "same": "unchanged"}
 
 
 def lesson(sources, recorded, pages, about):
@@ -158,7 +157,7 @@ def _difference(pair, colored, recorded, reasons, phases):
         noted = f'<dl class="note">{noted}</dl>'
     hunks = "".join(_hunk(hunk, colored) for hunk in pair.hunks)
     return f"""<article class="pair {pair.status}" data-name="{pair.name}">
-<h3>{name} <span class="status">{HOW[pair.status]}</span></h3>{noted}
+<h3>{name} <span class="status">{pair.status}</span></h3>{noted}
 <div class="lines">{hunks}</div>
 </article>
 """
