@@ -13,6 +13,8 @@
 #                 -small-send-buffers, -growth, -alone, -capacity, -offload,
 #                 -infinity, -zeropp (root, iproute2)
 # make notebooks  run the notebooks from a clean kernel, and store what comes out
+# make lessons    write a page for each increment to results/local/lessons: two
+#                 engines side by side, their memory, and a step to go through
 # make infinity   train the largest model that this machine's free disk holds
 # make readme     write the recorded results into the READMEs
 # make lint       ruff's checks and its format
@@ -31,7 +33,7 @@ INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters DeepSpeed1 DeepSpeed2 DeepSpeed3
 RECORDS := suite demo activations accumulated scores bench second-machine small-send-buffers growth alone capacity offload infinity zeropp
 
-.PHONY: help demo notebooks infinity test test-gpu test-all lint readme scores record $(RECORDS:%=record-%) clean
+.PHONY: help demo notebooks lessons infinity test test-gpu test-all lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
 
 # The comment at the top of this file.
@@ -42,13 +44,16 @@ demo: $(INSTALLED)
 	mkdir -p $(RESULTS)
 	$(BIN)/python -m common.compare --nproc 4 --oversubscribe --model gpt-micro --batch 8 --steps 12 --ranks-per-node 2 --json $(RESULTS)/demo.json
 
+lessons: $(INSTALLED)
+	$(BIN)/python -m common.lessons --out $(RESULTS)/lessons
+
 test: lint
 	$(BIN)/python -m pytest
 
 # No .venv: a machine with GPUs has a torch that fits them. What is left out needs no GPU, but further packages.
 test-gpu:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make test-gpu: torch finds no GPU here, so nothing was tested")'
-	$(PYTHON) -m pytest --ignore tests/test_data.py --ignore tests/test_layout.py --ignore tests/test_notebooks.py
+	$(PYTHON) -m pytest --ignore tests/test_data.py --ignore tests/test_layout.py --ignore tests/test_notebooks.py --ignore tests/test_lessons.py
 
 # A library that does not pass everything is a result too, so the next one runs all the same.
 scores: $(INSTALLED)

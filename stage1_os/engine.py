@@ -2,7 +2,7 @@
 
 A rank keeps the optimizer's states of shard `rank` of every bucket, an N-th of them. It needs the mean gradient of
 that shard only: a reduce-scatter, half of stage 0's all-reduce. It steps its shard and the new parameters travel to
-all ranks in an all-gather, the other half, beside the next forward. So the bytes sent are those of stage 0.
+all ranks in an all-gather, the other half, while it steps the next one. So the bytes sent are those of stage 0.
 
 Phases of a step, over N ranks and Ψ parameters:
 

@@ -57,7 +57,7 @@ class Recording:
 
     def start(self):
         """Begin to record."""
-        for name, part in _parts(self._module):
+        for name, part in parts(self._module):
             self._label(name, part)
         self._profiler.start()
 
@@ -126,7 +126,7 @@ def _all_threads():
     return None
 
 
-def _parts(model):
+def parts(model):
     """What a reader knows the model by: its children, and instead of a list among them its elements."""
     for name, child in model.named_children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):

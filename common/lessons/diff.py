@@ -1,0 +1,77 @@
+"""Two engines side by side: their sections in pairs by name, and within a pair of sections what differs, by lines."""
+
+import difflib
+from dataclasses import dataclass
+
+LONG = 8  # equal lines in a row, within a section that differs, from which on they are folded
+
+
+@dataclass(frozen=True)
+class Hunk:
+    """Lines of both files, numbered from 1, as ranges: equal, or one in the place of the other, which may be empty."""
+
+    equal: bool
+    before: range
+    after: range
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A section of both files.
+
+    Attributes:
+        name: of the section.
+        status: "same", "changed", "new" or "gone".
+        before, after: Sections; None where one of the files has none.
+        hunks: [Hunk].
+    """
+
+    name: str
+    status: str
+    before: object
+    after: object
+    hunks: list
+
+
+def pairs(before, after):
+    """Pair the sections of two Sources, in the order of the second; what is gone stands where it stood.
+
+    Returns:
+        [Pair].
+    """
+    old = {section.name: section for section in before.sections}
+    new = {section.name: section for section in after.sections}
+    order = list(new)
+    names = list(old)
+    for place, name in enumerate(names):
+        if name not in new:
+            order.insert(order.index(names[place - 1]) + 1, name)
+    return [_pair(name, before, old.get(name), after, new.get(name)) for name in order]
+
+
+def _pair(name, before, old, after, new):
+    if new is None:
+        return Pair(name, "gone", old, None, [Hunk(False, _lines(old), range(0))])
+    if old is None:
+        return Pair(name, "new", None, new, [Hunk(False, range(0), _lines(new))])
+    one, other = before.text(old), after.text(new)
+    matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
+    hunks = [
+        Hunk(tag == "equal", _lines(old)[i1:i2], _lines(new)[j1:j2]) for tag, i1, i2, j1, j2 in matcher.get_opcodes()
+    ]
+    return Pair(name, "same" if one == other else "changed", old, new, hunks)
+
+
+def _lines(section):
+    return range(section.first, section.last + 1)
+
+
+def folded(all_pairs):
+    """Neighbouring pairs that are the same, together: lists of one pair that differs, or of several that do not."""
+    groups = []
+    for pair in all_pairs:
+        if groups and pair.status == "same" and groups[-1][0].status == "same":
+            groups[-1].append(pair)
+        else:
+            groups.append([pair])
+    return groups

@@ -1,0 +1,325 @@
+"""A lesson page: the code of two engines, the reasons, the memory and the steps, in one HTML file."""
+
+import json
+import re
+from html import escape
+from pathlib import Path
+
+from pygments.lexers import PythonLexer
+from pygments.token import Comment, Keyword, Name, Number, String
+
+from common.lessons import chart, diff, notes
+from common.lessons.events import Event
+from common.lessons.sentences import sentence
+from common.measure.figures import PALETTE
+from common.train import show_bytes
+
+HERE = Path(__file__).parent
+COLORED = ((Comment, "c"), (String, "s"), (Keyword, "k"), (Number, "m"), (Name.Decorator, "d"), (Name.Function, "f"))
+SIDES = ("before", "after")
+
+
+def lesson(sources, recorded, pages, about):
+    """The page of one increment.
+
+    Args:
+        sources: the Sources of the engine before and of the one after.
+        recorded: what `recording.record_all` has of them.
+        pages: [(file name, title)] of all pages, for the links between them.
+        about: how all this was recorded, in one line.
+    """
+    before, after = sources
+    title = f"{before.label} to {after.label.lower()}"
+    body = "\n".join(
+        (
+            _summary(sources, recorded),
+            f'<p class="about">{inline(about)}</p></header><main>',
+            _code(sources, recorded),
+            _memory(sources, recorded),
+            _steps(sources, recorded),
+            "</main>",
+        )
+    )
+    return document(title, body, pages)
+
+
+def index(pages, leads, about):
+    """The page that leads to the others, `leads` saying what the engine after each increment is."""
+    links = "".join(
+        f'<li><a href="{file}">{escape(title)}</a><p>{lead}</p></li>'
+        for (file, title), lead in zip(pages, leads, strict=True)
+    )
+    said = (
+        "Two neighbouring engines side by side, why each change is there, what it saves and what it sends; the memory "
+        "of both; and a step of both, event by event, on four ranks."
+    )
+    body = f'<p>{said}</p><p class="about">{inline(about)}</p></header><main><ul class="pages">{links}</ul></main>'
+    return document("ZeRO, increment by increment", body, [])
+
+
+def document(title, body, pages):
+    """An HTML file that needs no other."""
+    colors = "".join(f"--class{n}:{color};" for n, color in enumerate(PALETTE))
+    links = "".join(
+        f'<a href="{file}"{" aria-current=page" if said == title else ""}>{escape(said)}</a>' for file, said in pages
+    )
+    home = '<a href="index.html">All lessons</a>' if pages else ""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<link rel="icon" href="data:,">
+<style>:root{{{colors}}}
+{(HERE / "page.css").read_text()}</style>
+</head>
+<body>
+<nav aria-label="Lessons">{home}{links}<button id="theme" type="button">Light or dark</button></nav>
+<header>
+<h1>{escape(title)}</h1>
+{body}
+<script>
+{(HERE / "page.js").read_text()}</script>
+</body>
+</html>
+"""
+
+
+def inline(text):
+    """A line of Markdown as HTML: code and emphasis; links to other pages of the project lead nowhere here."""
+    text = re.sub(r" \(\[[^\]]+\]\([^)]+\)\)", "", escape(text, quote=False))
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
+    return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", text)
+
+
+# ---- what is kept and sent ----------------------------------------------------------------------------------------
+
+
+def _summary(sources, recorded):
+    rows = [(said, *(show_bytes(one["states"][state]) for one in recorded)) for state, said in notes.STATES.items()]
+    rows.append(("model states", *(show_bytes(sum(one["states"].values())) for one in recorded)))
+    rows.append(("sent in a step", *(show_bytes(sum(one["sent"].values())) for one in recorded)))
+    for collective in dict.fromkeys(c for one in recorded for c in one["sent"]):
+        sent = (show_bytes(one["sent"][collective]) if collective in one["sent"] else "-" for one in recorded)
+        rows.append((f"of that in {collective.replace('_', '-')}s", *sent))
+    rows.append(("peak of live bytes", *(show_bytes(sum(chart.peak(one["samples"]).values())) for one in recorded)))
+    exact = all(one["states"] == one["predicted_states"] and one["sent"] == one["predicted_sent"] for one in recorded)
+    verdict = "as" if exact else "NOT as"
+    lines = "".join(f'<tr><th scope="row">{said}</th><td>{one}</td><td>{other}</td></tr>' for said, one, other in rows)
+    heads = "".join(f'<th scope="col">{escape(source.label)}</th>' for source in sources)
+    lead, said = (inline(part) for part in sources[1].paragraphs[:2])
+    return f"""<div class="both"><div><p class="lead">{lead}</p><p>{said}</p>
+<p class="contents"><a href="#code">The code</a> <a href="#memory">Its memory</a> <a href="#step">A step</a></p></div>
+<div class="scroll"><table class="numbers"><caption>A rank, counted; model states and bytes sent are {verdict}
+<code>owned</code> and <code>sends</code> foresee</caption>
+<thead><tr><td></td>{heads}</tr></thead><tbody>{lines}</tbody></table></div></div>"""
+
+
+# ---- the code -----------------------------------------------------------------------------------------------------
+
+
+def _code(sources, recorded):
+    before, after = sources
+    colored = [_colored(source) for source in sources]
+    reasons = after.reasons()
+    blocks = []
+    for group in diff.folded(diff.pairs(before, after)):
+        if group[0].status == "same":
+            blocks.append(_fold(group, colored))
+        else:
+            blocks.append(_difference(group[0], colored, recorded, reasons, after.phases))
+    files = "".join(
+        f'<span class="{side}">{escape(_path(source))}</span>' for side, source in zip(SIDES, sources, strict=True)
+    )
+    return f"""<section id="code" aria-label="The code">
+<h2>The code</h2>
+<p>What a change <b>saves</b> and <b>sends</b> are bytes of rank 0, as the tables <code>owned</code> and
+<code>sends</code> say and as counted in the recorded step. What a method does by calling another is said to be
+<i>through</i> that.</p>
+<div class="files" aria-hidden="true">{files}</div>
+{"".join(blocks)}
+</section>"""
+
+
+def _path(source):
+    return f"{source.file.parent.name}/{source.file.name}"
+
+
+def _difference(pair, colored, recorded, reasons, phases):
+    section = pair.after or pair.before
+    name = f"<code>{pair.name}</code>" if section.is_method else pair.name
+    noted = ""
+    if section.is_method:
+        note = notes.note(pair, *recorded, reasons, phases)
+        said = (("Why", note.why), ("Saves", note.saves), ("Sends", note.sends))
+        noted = "".join(f"<div><dt>{what}</dt><dd>{inline(text)}</dd></div>" for what, text in said)
+        noted = f'<dl class="note">{noted}</dl>'
+    hunks = "".join(_hunk(hunk, colored) for hunk in pair.hunks)
+    return f"""<article class="pair {pair.status}" data-name="{pair.name}">
+<h3>{name} <span class="status">{pair.status}</span></h3>{noted}
+<div class="lines">{hunks}</div>
+</article>
+"""
+
+
+def _fold(group, colored):
+    names = ", ".join(f"<code>{p.name}</code>" if p.after.is_method else p.name for p in group)
+    count = sum(len(hunk.after) for pair in group for hunk in pair.hunks)
+    hunks = "".join(_hunk(hunk, colored, fold=False) for pair in group for hunk in pair.hunks)
+    lines = "line" if count == 1 else "lines"
+    summary = f"<summary>{count} {lines} unchanged: {names}</summary>"
+    return f'<details class="fold">{summary}<div class="lines">{hunks}</div></details>\n'
+
+
+def _hunk(hunk, colored, fold=True):
+    if hunk.equal and fold and len(hunk.after) > diff.LONG:
+        inside = _hunk(hunk, colored, fold=False)
+        return f"<details><summary>{len(hunk.after)} lines unchanged</summary>{inside}</details>"
+    kind = "equal" if hunk.equal else "differs"
+    sides = "".join(
+        f'<div class="{side}">{"".join(_line(side, number, html[number - 1]) for number in numbers)}</div>'
+        for side, html, numbers in zip(SIDES, colored, (hunk.before, hunk.after), strict=True)
+    )
+    return f'<div class="hunk {kind}">{sides}</div>'
+
+
+def _line(side, number, html):
+    indent = len(html) - len(html.lstrip(" "))
+    return (
+        f'<div class="line" id="{side}-{number}" style="--indent:{indent}"><span class="number">{number}</span>'
+        f"<code>{html or ' '}</code></div>"
+    )
+
+
+def _colored(source):
+    """The lines of a file as HTML, with a class for each kind of token."""
+    lines = [""]
+    for kind, text in PythonLexer(stripnl=False).get_tokens("\n".join(source.lines) + "\n"):
+        name = next((name for family, name in COLORED if kind in family), None)
+        for number, part in enumerate(text.split("\n")):
+            if number:
+                lines.append("")
+            if part.strip() and name:
+                plain = part.lstrip(" ")  # what a line begins with stays outside, where its indent is counted
+                lines[-1] += " " * (len(part) - len(plain)) + f'<span class="{name}">{escape(plain)}</span>'
+            else:
+                lines[-1] += escape(part)
+    return lines
+
+
+# ---- the memory ---------------------------------------------------------------------------------------------------
+
+
+def _memory(sources, recorded):
+    timelines = [one["samples"] for one in recorded]
+    top = 1.08 * max(sum(chart.peak(samples).values()) for samples in timelines)
+    figures = "".join(
+        chart.timeline(source.label, samples, top) for source, samples in zip(sources, timelines, strict=True)
+    )
+    return f"""<section id="memory" aria-label="Its memory">
+<h2>Its memory</h2>
+<p>What rank 0 holds through one step, after every operation, by class. What the engine does not know is counted as
+activations.</p>
+{chart.legend(*timelines)}
+<div class="both">{figures}</div>
+</section>"""
+
+
+# ---- a step -------------------------------------------------------------------------------------------------------
+
+LEGEND = (
+    ("h", "held; of gradients the mean"),
+    ("n", "stepped: new values"),
+    ("t", "on its way"),
+    ("o", "this rank's own gradients"),
+    ("r", "room with nothing in it yet"),
+    (".", "not held"),
+)
+
+
+def _steps(sources, recorded):
+    steps = {side: _step(source, one) for side, source, one in zip(SIDES, sources, recorded, strict=True)}
+    steps["most"] = {key: max(e[key] for side in SIDES for e in steps[side]["events"]) for key in ("sent", "held")}
+    data = json.dumps(steps, separators=(",", ":")).replace("<", "\\u003c")
+    legend = "".join(f'<li><i class="cell optimizer" data-state="{state}">0</i>{said}</li>' for state, said in LEGEND)
+    switch = "".join(
+        f'<button type="button" data-show="{side}" aria-pressed="false">{source.label}</button>'
+        for side, source in zip(SIDES, sources, strict=True)
+    )
+    return f"""<section id="step" aria-label="A step">
+<h2>A step</h2>
+<p>The third step of a run, as four ranks went through it: all of them in this order. Each has, of each
+shard <code>0 1 2 3</code>, what its cells show: <b class="parameters">parameters</b>,
+<b class="gradients">gradients</b>, <b class="optimizer">optimizer states</b>. What travels counts as held until the
+engine has waited for it. Keys: left and right arrow, Home, End, space to play.</p>
+<ul class="legend states">{legend}</ul>
+<div class="switch" role="group" aria-label="Engine">{switch}</div>
+<div class="both steppers">{"".join(_stepper(side, source) for side, source in zip(SIDES, sources, strict=True))}</div>
+<script type="application/json" id="steps">{data}</script>
+</section>"""
+
+
+def _stepper(side, source):
+    buttons = "".join(
+        f'<button type="button" data-go="{go}">{said}</button>'
+        for go, said in (("first", "First"), ("back", "Back"), ("play", "Play"), ("next", "Next"), ("last", "Last"))
+    )
+    return f"""<section class="stepper" data-side="{side}" tabindex="-1" aria-label="A step of {source.label}">
+<h3>{escape(source.label)}</h3>
+<div class="controls" role="group" aria-label="Go through the step">{buttons}</div>
+<input type="range" min="0" value="0" aria-label="Event">
+<p class="count"></p>
+<p class="sentence" aria-live="polite"></p>
+<p class="cause"></p>
+<div class="meters"><span>sent so far <b class="sent"></b></span><progress class="sent" max="1"></progress>
+<span>held now <b class="held"></b></span><progress class="held" max="1"></progress></div>
+<table class="ranks"></table>
+</section>"""
+
+
+def _step(source, one):
+    """A step as page.js takes it: its events, and the buckets that they are about."""
+    nbytes = {row["bucket"]: row["nbytes"] for row in one["owned"][0]}
+    events, before = [], None
+    for recorded in one["events"]:
+        event = Event(**{**recorded, "cells": recorded["cells"][0]})
+        first, last = _where(source, event)
+        events.append(
+            {
+                "phase": event.phase,
+                "kind": event.kind,
+                "about": event.names if event.kind == "change" else [event.about],
+                "text": inline(sentence(event, before, nbytes)),
+                "lines": [first, last],
+                "method": event.method or "",
+                "code": _statement(source, event, first) if first else "",
+                "sent": event.sent,
+                "held": event.held,
+                "cells": recorded["cells"],
+            }
+        )
+        before = event
+    buckets = [[row["bucket"], show_bytes(row["nbytes"]), parts_of(row)] for row in one["owned"][0]]
+    return {"events": events, "buckets": buckets}
+
+
+def parts_of(row):
+    """The parts of the model that a bucket holds parameters of, where its name does not say so."""
+    names = [re.match(r"[^.]+(\.\d+)?", member)[0] for member in row["members"]]
+    parts = list(dict.fromkeys(names))
+    return "" if parts == [row["bucket"]] else ", ".join(parts)
+
+
+def _where(source, event):
+    """The lines of the engine's file that an event comes from: one, or a whole method; (0, 0) where none does."""
+    if event.line is not None:
+        return event.line, event.line
+    method = source.method(event.method)
+    return (method.first, method.last) if method else (0, 0)
+
+
+def _statement(source, event, first):
+    """The line of code that an event comes from; of a whole method, its first."""
+    lines = source.lines[first - 1 :]
+    return next(line for line in lines if event.line is not None or line.lstrip().startswith("def ")).strip()
