@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from common import models
+from common.course.ranks import progress
 from common.course.recording import KINDS, MODEL, batch, build, reference_of, stepped_by, train_step
 from common.ranks.world import RankFailed
 from common.train import train_step as train
@@ -92,7 +93,7 @@ class Comparison:
         try:
             self._agree(self._fault_of_what_is_stepped())
             watch(self.engine, self.module)
-            for step in range(STEPS):
+            for step in progress(range(STEPS)):
                 self._compare_step(step)
         except Mistake as mistake:
             return str(mistake)
@@ -294,7 +295,7 @@ def _what_happened(message, methods):
     if "died" in message:
         return f"{message}. It may have read weights whose storage is freed. Think about who reads them, and when"
     within = [name for name in re.findall(r"line \d+, in (\w+)", message) if name in methods]
-    return f"a rank raised {message.strip().splitlines()[-1]}" + (f", within {within[-1]}" if within else "")
+    return (f"in {within[-1]} " if within else "") + f"a rank raised {message.strip().splitlines()[-1].rstrip('.')}"
 
 
 def check_answer(answer, truth, hints=()):
