@@ -6,6 +6,7 @@ that makes an optimizer; it has `backward` and `step`.
 
 import functools
 import inspect
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -110,11 +111,12 @@ class Recording(Timeline):
         self.sent[collective] = self.sent.get(collective, 0) + count
 
 
-def train_step(world, engine, module, step=0, size=BATCH, before_update=None):
-    """One step of training under a recording.
+def train_step(world, engine, module, step=0, size=BATCH, before_update=None, recorded=True):
+    """One step of training.
 
     Args:
         before_update: called with what is held, after backward.
+        recorded: whether each operation is; it takes time.
 
     Returns:
         The Recording.
@@ -122,13 +124,13 @@ def train_step(world, engine, module, step=0, size=BATCH, before_update=None):
     held = Held(engine, module)
     recording = Recording(held, world.size)
     inputs, targets = batch(world, module, step, size)
-    with recording:
+    with recording if recorded else nullcontext():
         loss = models.loss(module(inputs), targets)
         held.begin("backward")
         engine.backward(loss)
     if before_update is not None:
         before_update(held)
-    with recording:
+    with recording if recorded else nullcontext():
         held.begin("step")
         engine.step()
         recording.sample()  # what is given back last
@@ -136,16 +138,18 @@ def train_step(world, engine, module, step=0, size=BATCH, before_update=None):
 
 
 def record_step(world, make, model="gpt-nano"):
-    """Train two steps from one sample for each rank, and record the second, in which the optimizer has its states.
+    """Train two steps from one sample for each rank; rank 0 records the second, in which the optimizer has its states.
 
     Returns:
         {"operations", "units", "sent": see `Recording`; "held": bytes of each kind of model state just before the
         update; "shards": elements of each tensor that the optimizer steps}.
     """
     engine, module = build(world, make, model)
-    train_step(world, engine, module, 0, world.size)
+    train_step(world, engine, module, 0, world.size, recorded=False)
     found = []
-    recording = train_step(world, engine, module, 1, world.size, before_update=lambda held: found.append(held.bytes()))
+    recording = train_step(
+        world, engine, module, 1, world.size, lambda held: found.append(held.bytes()), world.rank == 0
+    )
     return {
         "operations": recording.operations,
         "units": recording.units,
