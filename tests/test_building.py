@@ -122,7 +122,7 @@ def solutions(stage):
 def fill(source, lines):
     """Put lines in the places that are marked."""
     for number, line in lines.items():
-        source = re.sub(rf"[^\n]*\.\.\.  # YOUR LINE \({number}\)[^\n]*", lambda old: indent(old[0]) + line, source)  # noqa: B023
+        source = re.sub(rf"[^\n]*\.\.\.  # YOUR LINE \({number}\)[^\n]*", lambda old: indent(old[0]) + line, source)
     return source
 
 
