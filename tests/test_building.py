@@ -122,12 +122,9 @@ def solutions(stage):
 def fill(source, lines):
     """Put lines in the places that are marked."""
     for number, line in lines.items():
-        source = re.sub(rf"[^\n]*\.\.\.  # YOUR LINE \({number}\)[^\n]*", lambda old: indent(old[0]) + line, source)
+        marked = rf"^( *).*\.\.\.  # YOUR LINE \({number}\).*"
+        source = re.sub(marked, rf"\1{line}", source, flags=re.MULTILINE)
     return source
-
-
-def indent(line):
-    return line[: len(line) - len(line.lstrip())]
 
 
 def run_cell(source, names):
