@@ -1,8 +1,10 @@
 """Pictures of what was counted. Each function draws onto an Axes that it is given, or returns a Figure.
 
-`style` has the colours, `stages` sets stages beside each other, `records` draws what the commands record.
+`style` has the colours, `stages` sets stages beside each other, `records` draws what the commands record, `building`
+what an engine in a notebook holds.
 """
 
+from common.measure.figures.building import states_through_a_step, units_through_a_step
 from common.measure.figures.records import activation_memory, bench, capacity, growth, largest_models, step_times
 from common.measure.figures.stages import comparison, memory_by_stage, memory_timeline, throughput, wire_by_phase
 from common.measure.figures.style import COLORS, LABELS, PALETTE, save
@@ -20,7 +22,9 @@ __all__ = [
     "memory_by_stage",
     "memory_timeline",
     "save",
+    "states_through_a_step",
     "step_times",
     "throughput",
+    "units_through_a_step",
     "wire_by_phase",
 ]

@@ -1,0 +1,319 @@
+"""Is what a student built the stage's engine, bit for bit?
+
+A class of a cell is trained beside the stage's own engine, on every rank. Where the two part, `check` says at which
+weight, and which idea to think about.
+"""
+
+import inspect
+import re
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn.functional import pad
+
+from common import models
+from common.course.ranks import progress
+from common.course.recording import KINDS, MODEL, batch, build, reference_of, stepped_by, train_step
+from common.ranks.world import RankFailed
+from common.train import train_step as train
+
+STEPS = 3  # of a check
+
+
+class Mistake(Exception):
+    """Ends a step on all ranks. The message says what is wrong, and names the idea."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """What is expected of a stage's class.
+
+    Attributes:
+        cut: from a model to groups of its parameters. Each group lies in one flat tensor, padded to N shards of a
+            multiple of 32 elements, and the optimizer steps a shard of each.
+        sharded: of which kinds of model states a rank keeps a shard.
+        whole_at_once: of which kinds the shards and one whole group may be there at once, and no more.
+    """
+
+    cut: object
+    sharded: tuple
+    whole_at_once: tuple = ()
+
+
+def all_together(model):
+    """One group."""
+    return [list(model.parameters())]
+
+
+def one_by_one(model):
+    """A group for each parameter."""
+    return [[p] for p in model.parameters()]
+
+
+def by_layer(model):
+    """First what is in no block, then a group for each block."""
+    layers = [list(block.parameters()) for block in model.blocks]
+    inside = {p for layer in layers for p in layer}
+    return [[p for p in model.parameters() if p not in inside], *layers]
+
+
+PAGES = {
+    "stage1_os": Page(all_together, KINDS[2:]),
+    "stage2_grad": Page(one_by_one, KINDS[1:], whole_at_once=("gradients",)),
+    "stage3_param": Page(by_layer, KINDS, whole_at_once=("gradients", "gathered units")),
+}
+
+
+# ---- on each rank: beside the stage's engine --------------------------------------------------------------------
+
+
+def flat(tensors, world_size):
+    """Some tensors as one [numel], padded with zeros to `world_size` shards of a multiple of 32."""
+    joined = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    return pad(joined, (0, -joined.numel() % (32 * world_size)))
+
+
+class Comparison:
+    """A class of a cell and the stage's engine, on one rank, step by step the same or not.
+
+    A plain model goes along: it has the weights that are right, and tells which gradients are.
+    """
+
+    def __init__(self, world, make, stage):
+        self.world, self.page = world, PAGES[stage]
+        self.reference = reference_of(stage)
+        self.plain = models.build(MODEL)
+        models.materialize(self.plain, models.initial_values(0), world.device)
+        self.elements = [len(flat(group, world.size)) for group in self.page.cut(self.plain)]
+        self.engine, self.module = build(world, make)
+
+    def first_fault(self):
+        """A sentence about what is wrong first, the same on every rank; None where all is right."""
+        try:
+            self._agree(self._fault_of_what_is_stepped())
+            watch(self.engine, self.module)
+            for step in progress(range(STEPS)):
+                self._compare_step(step)
+        except Mistake as mistake:
+            return str(mistake)
+        return None
+
+    def _agree(self, fault, step=None):
+        """Raise `Mistake` on all ranks where one has found a fault."""
+        found = self.reference.comm.gather_objects(fault)
+        for rank, said in enumerate(found):
+            if said:
+                raise Mistake(("" if step is None else f"in step {step + 1}, ") + f"on rank {rank}: {said}")
+
+    def _compare_step(self, step):
+        before = {name: weight.clone() for name, weight in self.plain.state_dict().items()}
+        mean, own = self._gradients(step)
+
+        def before_update(held):
+            faults = [self._fault_of_bytes(held.bytes(), first=step == 0)]
+            faults += map(self._fault_of_gradient, stepped_by(self.engine), mean, own)
+            self._agree(next(filter(None, faults), None), step)
+
+        recording = train_step(self.world, self.engine, self.module, step, before_update=before_update)
+        train(self.reference, [batch(self.world, self.plain, step)])
+        self.plain.load_state_dict(self.reference.full_state_dict())
+        self._agree(self._fault_of_weights(before) or self._fault_of_peak(recording), step)
+
+    def _fault_of_what_is_stepped(self):
+        steps, own = [p.numel() for p in stepped_by(self.engine)], [n // self.world.size for n in self.elements]
+        if steps != own:
+            return (
+                f"the optimizer steps {sum(steps):,} elements, and this rank's shard has {sum(own):,}. "
+                "Think about which part of the parameters a rank owns"
+            )
+        return None
+
+    def _gradients(self, step):
+        """This rank's shards of the mean over ranks, and of its own gradients, from a plain model: two lists [n]."""
+        inputs, targets = batch(self.world, self.plain, step)
+        parameters = list(self.plain.parameters())
+        values = torch.autograd.grad(models.loss(self.plain(inputs), targets), parameters)
+        gradients = dict(zip(parameters, values, strict=True))
+        local = [flat([gradients[p] for p in group], self.world.size) for group in self.page.cut(self.plain)]
+        everyone = self.reference.comm.gather_objects([part.cpu() for part in local])
+        means = [sum(parts) / self.world.size for parts in zip(*everyone, strict=True)]  # in rank order
+        return [[self._mine(part.to(self.world.device)) for part in parts] for parts in (means, local)]
+
+    def _mine(self, tensor):
+        return tensor.chunk(self.world.size)[self.world.rank]
+
+    def formula(self, first=False):
+        """Bytes of each kind of model state that the formula gives; in a first step there are no states yet."""
+        shares = {kind: self.world.size if kind in self.page.sharded else 1 for kind in KINDS}
+        sizes = {"parameters": 4, "gradients": 4, "optimizer states": 0 if first else 8}
+        return {kind: sizes[kind] * sum(self.elements) // shares[kind] for kind in KINDS}
+
+    def _fault_of_bytes(self, held, first):
+        for kind, formula in self.formula(first).items():
+            if held[kind] != formula:
+                return (
+                    f"{held[kind]:,} bytes of {kind} are held after backward, where the formula says {formula:,}. "
+                    "Think about what may be given back, and when"
+                )
+        return None
+
+    def _fault_of_gradient(self, shard, mean, own):
+        if shard.grad is None:
+            return "a shard has no gradient after backward. Think about where the mean goes that arrives"
+        if torch.equal(shard.grad, mean):
+            return None
+        if torch.equal(shard.grad, own):
+            return "a shard's gradient is this rank's own. Think about what the other ranks have to say"
+        if torch.allclose(shard.grad, self.world.size * mean, rtol=1e-4):
+            return f"a shard's gradient is {self.world.size} times the mean. Think about what makes a sum a mean"
+        return "a shard's gradient is not the mean over ranks. Think about which part of it this rank needs"
+
+    def _fault_of_peak(self, recording):
+        for name in self.page.whole_at_once:
+            shards = sum(self.elements) // self.world.size if name == "gradients" else self.elements[0]
+            others = self.elements if name == "gradients" else self.elements[1:]
+            most, bound = recording.peak_of(name), 4 * (shards + max(others))
+            if most > bound:
+                return (
+                    f"{most:,} bytes of {name} were there at once, where {bound:,} are enough. "
+                    "Think about when each of them may go"
+                )
+        return None
+
+    def _fault_of_weights(self, before):
+        ours, truth = self._weights(), self.plain.state_dict()
+        for name, right in truth.items():
+            wrong = (ours[name] != right).nonzero()
+            if len(wrong):
+                place = tuple(wrong[0].tolist())
+                return (
+                    f"{name}{list(place)} is {ours[name][place]:.9g} after the update, not {right[place]:.9g}. "
+                    + self._idea(ours, before)
+                )
+        return None
+
+    def _idea(self, ours, before):
+        if all(torch.equal(ours[name], before[name]) for name in before):
+            return "No weight has changed. Think about what the optimizer steps, and where its gradient is"
+        names = {p: name for name, p in self.plain.named_parameters()}
+        for group in self.page.cut(self.plain):
+            mine = flat([ours[names[p]] for p in group], self.world.size)
+            if not torch.equal(self._mine(mine), self._mine(flat(group, self.world.size))):
+                return "Its own shard is wrong, though its gradient was the mean. Think about the order within the step"
+        return "The weights of its own shard are right. Think about how it learns of the others"
+
+    def _weights(self):
+        for unit in getattr(self.engine, "units", []):
+            unit.gather()
+        weights = {name: weight.clone() for name, weight in self.module.state_dict().items()}
+        for unit in getattr(self.engine, "units", []):
+            unit.free()
+        return weights
+
+
+def watch(engine, module):
+    """Raise `Mistake` where a unit is about to be read without its weights, which would end the process."""
+    for (name, layer), unit in zip(module.blocks.named_children(), getattr(engine, "units", [])[1:], strict=False):
+        layer.register_forward_pre_hook(partial(_must_be_whole, unit, f"blocks.{name} begins its forward"))
+        layer.register_full_backward_pre_hook(partial(_must_be_whole, unit, f"blocks.{name} begins its backward"))
+        for p in layer.parameters():
+            p.register_post_accumulate_grad_hook(partial(_must_wait, unit, f"blocks.{name}"))
+
+
+def _must_be_whole(unit, moment, *_):
+    if unit.whole.untyped_storage().nbytes() == 0:
+        raise Mistake(f"{moment}, and its unit's storage holds 0 bytes. Think about who reads weights, and when")
+
+
+def _must_wait(unit, name, _):
+    if unit.whole.untyped_storage().nbytes() == 0 and unit.shard.grad is None:
+        raise Mistake(
+            f"{name} is still in its backward, and its unit is freed already. Think about who needs its weights last"
+        )
+
+
+def compare(world, make, stage):
+    """Train a class of a cell beside the stage's engine.
+
+    Returns:
+        The first fault, a sentence or None; the number of weights; the bytes of model states by the formula.
+    """
+    comparison = Comparison(world, make, stage)
+    fault = comparison.first_fault()
+    return fault, sum(p.numel() for p in comparison.plain.parameters()), sum(comparison.formula().values())
+
+
+# ---- in the notebook ------------------------------------------------------------------------------------------
+
+
+def check(ranks, make, stage, *parts):
+    """Print whether a class is the stage's engine, bit for bit; else the idea to think about.
+
+    Args:
+        ranks: a `Ranks`; its timeout ends a class that hangs.
+        make: the class.
+        stage: a package's name, such as "stage1_os".
+        parts: functions and classes of other cells that it is made of, and that have marked lines too.
+
+    Returns:
+        Whether it is.
+    """
+    still_open = open_lines(*parts, make)
+    if still_open:
+        which = "YOUR LINE ({}) is" if len(still_open) == 1 else "YOUR LINES {} are"
+        print("not solved yet:", which.format(", ".join(map(str, still_open))), "still open")
+        return False
+    try:
+        fault, numel, held = ranks.run(compare, make, stage)[0]
+    except RankFailed as failure:
+        fault = _what_happened(str(failure), [name for part in (make, *parts) for name in vars(part)])
+    if fault:
+        print(f"not yet: {fault}.")
+        return False
+    print(
+        f"solved: all {numel:,} weights are equal to {stage}'s, bit for bit, after each of {STEPS} steps, on every "
+        f"rank; held {held:,} bytes = the formula"
+    )
+    return True
+
+
+def open_lines(*parts):
+    """Numbers of the marked lines that still have three dots, in functions and classes of cells."""
+    functions = [f for part in parts for f in (vars(part).values() if inspect.isclass(part) else [part])]
+    sources = [inspect.getsource(f) for f in functions if inspect.isfunction(f)]
+    return sorted(int(n) for source in sources for n in re.findall(r"\.\.\. *# YOUR LINE \((\d+)\)", source))
+
+
+def _what_happened(message, methods):
+    """A sentence from what a RankFailed says. `methods` are the names of those that a student wrote."""
+    if "no answer" in message:
+        return (
+            f"{message}: a rank waits in a collective that another one does not call. "
+            "Think about whether all ranks call the same collectives, in the same order"
+        )
+    if "died" in message:
+        return f"{message}. It may have read weights whose storage is freed. Think about who reads them, and when"
+    within = [name for name in re.findall(r"line \d+, in (\w+)", message) if name in methods]
+    return (f"in {within[-1]} " if within else "") + f"a rank raised {message.strip().splitlines()[-1].rstrip('.')}"
+
+
+def check_answer(answer, truth, hints=()):
+    """Print whether an answer is right; else what a wrong one leaves out.
+
+    Args:
+        answer: a number or a tuple of numbers; None while it is open.
+        truth: what was measured, or what the formula gives.
+        hints: [(a wrong answer, what to think of)].
+    """
+    if answer is None:
+        print("not solved yet")
+    elif _same(answer, truth):
+        print("solved")
+    else:
+        print("not yet:", next((hint for wrong, hint in hints if _same(answer, wrong)), "count it again, kind by kind"))
+
+
+def _same(one, other):
+    one, other = (value if isinstance(value, tuple) else (value,) for value in (one, other))
+    return len(one) == len(other) and all(abs(a - b) <= 1e-9 * abs(b) for a, b in zip(one, other, strict=True))
