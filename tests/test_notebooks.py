@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbclient.exceptions import CellExecutionError
 
 from common.course.execute import METADATA, digest, execute
 
@@ -36,6 +37,24 @@ for choice in ((1, 44), (2, 6), (2, 8), (3, 4)):
     print(check_choice(choice))
 """
 
+# Run before anything is drawn: a figure says what its axes are, by a label or by names along them.
+LABELLED = """
+def _names(axis):
+    return axis.get_label_text() or any(c.isalpha() for tick in axis.get_ticklabels() for c in tick.get_text())
+
+def _show_labelled(show=plt.show):
+    for figure in map(plt.figure, plt.get_fignums()):
+        figure.canvas.draw()
+        for axes in figure.axes:
+            for axis in (axes.xaxis, axes.yaxis) if axes.axison else ():
+                ticks = [tick.get_text() for tick in axis.get_ticklabels() if tick.get_visible()]
+                whole = figure.get_supxlabel() if axis is axes.xaxis else figure.get_supylabel()
+                assert not any(ticks) or whole or _names(axis), (axes.get_title(), axis.axis_name)
+    show()
+
+plt.show = _show_labelled
+"""
+
 
 def read(path):
     return nbformat.read(path, as_version=4)
@@ -46,6 +65,8 @@ def executed(path):
     notebook = read(path)
     if path == START:
         notebook.cells += [nbformat.v4.new_code_cell(source) for source in (SOLUTIONS, MISTAKES)]
+    imports = next(number for number, cell in enumerate(notebook.cells) if cell.id == "imports")
+    notebook.cells.insert(imports + 1, nbformat.v4.new_code_cell(LABELLED))
     return execute(notebook, path.parent)
 
 
@@ -79,12 +100,20 @@ def test_the_exercises_are_open_and_know_right_from_wrong():
     assert re.findall(r"solved|not", printed(mistakes)) == states + wire + ["not"] * 4
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_starts_in_the_repositorys_root_too(path):
-    notebook = read(path)
-    notebook.cells = [cell for cell in notebook.cells if cell.id in ("setup", "imports")]
-    assert len(notebook.cells) == 2
-    execute(notebook, ROOT)
+def test_notebooks_start_in_the_repositorys_root_too():
+    started = nbformat.v4.new_notebook()
+    for path in NOTEBOOKS:
+        cells = [cell for cell in read(path).cells if cell.id in ("setup", "imports")]
+        assert len(cells) == 2, path
+        started.cells += [nbformat.v4.new_code_cell(cell.source) for cell in cells]
+    execute(started, ROOT)
+
+
+def test_a_figure_without_names_on_its_axes_is_noticed():
+    cells = ["%matplotlib inline\nimport matplotlib.pyplot as plt", LABELLED, "plt.plot([1, 2])\nplt.show()"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    with pytest.raises(CellExecutionError, match="AssertionError"):
+        execute(notebook, ROOT)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
