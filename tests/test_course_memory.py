@@ -136,8 +136,8 @@ def test_the_question_of_the_largest_depth_is_held_against_the_record():
 
 def test_the_notebook_on_memory_shows_what_it_says():
     free, largest = [int(word) for word in said(MEMORY, "holes").splitlines()[0].split() if word.isdigit()]
-    assert largest == 1
     assert free >= 20
+    assert largest <= free / 4
     assert [line.split(": ")[1] for line in said(MEMORY, "trials").splitlines()] == [
         "trained",
         "trained",

@@ -71,14 +71,18 @@ def below_the_wall(axes, room, cases):
         cases: {title: (formula, trials)}: bytes as a function of layers, and {layers: whether it trained}.
     """
     deepest = max(layers for _, trials in cases.values() for layers in trials) + 1
+    while min(formula(deepest) for formula, _ in cases.values()) < room:  # up to where each line has met the wall
+        deepest += 1
     for color, marker, (title, (formula, trials)) in zip((KEPT, PASSING), "os", cases.items(), strict=True):
         axes.plot([0, deepest], [formula(0) / MB, formula(deepest) / MB], color=color, label=f"{title}: the formula")
         for fits, name in ((True, "trained"), (False, "did not fit")):
             layers = [depth for depth, fitted in trials.items() if fitted == fits]
-            face = color if fits else "white"
             heights = [formula(depth) / MB for depth in layers]
-            style = {"linestyle": "", "marker": marker, "color": color, "markerfacecolor": face, "markersize": 9}
-            axes.plot(layers, heights, label=f"{title}: {name}", **style)
+            style = {"linestyle": "", "marker": marker, "color": color, "markersize": 9}
+            if layers:
+                axes.plot(
+                    layers, heights, markerfacecolor=color if fits else "white", label=f"{title}: {name}", **style
+                )
     axes.axhline(room / MB, color="black", linestyle="--", label="the wall")
     axes.set(xlim=(0, deepest), ylim=(0, None), xlabel="layers", ylabel="MB of model states on a rank")
     axes.spines[["top", "right"]].set_visible(False)
