@@ -1,10 +1,12 @@
 """Pictures of what was counted. Each function draws onto an Axes that it is given, or returns a Figure.
 
-`style` has the colours, `stages` sets stages beside each other, `records` draws what the commands record, `building`
-what an engine in a notebook holds.
+`style` has the colours, `stages` sets stages beside each other, `records` draws what the commands record; `building`,
+`memory` and `faults` what the course looks at.
 """
 
 from common.measure.figures.building import states_through_a_step, units_through_a_step
+from common.measure.figures.faults import distances, grid, live_through_steps
+from common.measure.figures.memory import address_map, below_the_wall, memory_by_batch
 from common.measure.figures.records import activation_memory, bench, capacity, growth, largest_models, step_times
 from common.measure.figures.stages import comparison, memory_by_stage, memory_timeline, throughput, wire_by_phase
 from common.measure.figures.style import COLORS, LABELS, PALETTE, save
@@ -14,11 +16,17 @@ __all__ = [
     "LABELS",
     "PALETTE",
     "activation_memory",
+    "address_map",
+    "below_the_wall",
     "bench",
     "capacity",
     "comparison",
+    "distances",
+    "grid",
     "growth",
     "largest_models",
+    "live_through_steps",
+    "memory_by_batch",
     "memory_by_stage",
     "memory_timeline",
     "save",

@@ -1,0 +1,207 @@
+"""Five engines with a planted fault each, for `notebooks/07_debugging`: find them by what they do.
+
+Read this afterwards.
+
+`a()` to `e()` make an engine's class: a stage's, with one method that is wrong. What is wrong, on which rank and where,
+each class says in `truth`, and `check` holds a student's answers against it.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+from common.train import find_engine
+
+EVERY = "every rank"
+KINDS = (
+    "a bucket is not gathered",
+    "a shard is stepped after it was gathered",
+    "a weight is read while it is freed",
+    "padding is not zeroed",
+    "the division is forgotten",
+    "the mean is divided twice",
+    "the room of gradients is kept",
+)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is wrong with an engine.
+
+    Attributes:
+        kind: one of KINDS.
+        rank: where it goes wrong, or EVERY.
+        place: the bucket or the parameter.
+        hints: {"kind", "rank" or "place": what to look at}, for those who are wrong there.
+    """
+
+    kind: str
+    rank: int | str
+    place: str
+    hints: dict
+
+
+def a():
+    """Stage 2."""
+
+    class Engine(find_engine("stage2_grad")):
+        truth = Truth(
+            "a bucket is not gathered",
+            rank=1,
+            place="bucket 3",
+            hints={
+                "kind": "the ranks part at an all-gather, and one of them has gone past it",
+                "rank": "those who wait do as they should: which one is not among them?",
+                "place": "the rank that is ahead names what comes next: which bucket do the others wait for?",
+            },
+        )
+
+        def gather(self, bucket):
+            if (self.rank, bucket.name) != (self.truth.rank, self.truth.place):
+                super().gather(bucket)
+
+    return Engine
+
+
+def b():
+    """Stage 3."""
+
+    class Engine(find_engine("stage3_param")):
+        truth = Truth(
+            "a weight is read while it is freed",
+            rank=2,
+            place="blocks.1.mlp.up.weight",
+            hints={
+                "kind": "the inputs of the first bad module are finite, so look at what its own weights read",
+                "rank": "in the step where it begins: later the mean carries it to all of them",
+                "place": "the first module whose output is not finite, and of its weights the one that reads NaN",
+            },
+        )
+
+        def use(self, unit, order):
+            super().use(unit, order)
+            if self.rank == self.truth.rank and self.updates and self.recording:
+                for bucket in unit.buckets:
+                    if self.truth.place in bucket.members:
+                        bucket.members[self.truth.place].data = bucket.nothing.views[self.truth.place]
+
+    return Engine
+
+
+def c():
+    """Stage 2."""
+
+    class Engine(find_engine("stage2_grad")):
+        truth = Truth(
+            "the room of gradients is kept",
+            rank=0,
+            place="bucket 1",
+            hints={
+                "kind": "what stays after a step is as large as a bucket, and no class of the engine's names it",
+                "rank": "the line that climbs from step to step",
+                "place": "divide the bytes that stay by the steps: the one bucket that is as large",
+            },
+        )
+
+        def reduce(self, bucket):
+            self.take_room(bucket)
+            if (self.rank, bucket.name) == (self.truth.rank, self.truth.place):
+                self.seen = [*getattr(self, "seen", ()), bucket.local]
+            super().reduce(bucket)
+
+    return Engine
+
+
+def d():
+    """Stage 1."""
+
+    class Engine(find_engine("stage1_os")):
+        truth = Truth(
+            "the mean is divided twice",
+            rank=EVERY,
+            place="every bucket",
+            hints={
+                "kind": "with SGD the way is too short by a factor: which number of this world is it?",
+                "rank": "look at the ways of all three",
+                "place": "is the way of some parameter right?",
+            },
+        )
+
+        def finish_backward(self):
+            super().finish_backward()
+            for bucket in self.buckets:
+                bucket.mean.div_(self.world_size)
+
+    return Engine
+
+
+def e():
+    """Stage 1."""
+
+    class Engine(find_engine("stage1_os")):
+        truth = Truth(
+            "a shard is stepped after it was gathered",
+            rank=1,
+            place="bucket 2",
+            hints={
+                "kind": "one rank has what stage 0 has, so the step was right: what travelled to the others?",
+                "rank": "whose shard is old on the others? It is new on the rank that it belongs to",
+                "place": "the row in which ranks differ",
+            },
+        )
+
+        def update(self):
+            for bucket in self.buckets:
+                late = (self.rank, bucket.name) == (self.truth.rank, self.truth.place)
+                if not late:
+                    self.step_shard(bucket)
+                self.gather(bucket)
+                if late:
+                    self.synchronize()
+                    self.step_shard(bucket)
+            self.synchronize()
+
+    return Engine
+
+
+FAULTS = {"a": a, "b": b, "c": c, "d": d, "e": e}
+
+
+def check(question, answers):
+    """Whether answers are right, a line for each.
+
+    Args:
+        question: "kind", "rank" or "place".
+        answers: {letter: answer or None}; a kind is its number in KINDS.
+    """
+    return "\n".join(f"{letter}: {_verdict(question, letter, answer)}" for letter, answer in answers.items())
+
+
+def _verdict(question, letter, answer):
+    truth = FAULTS[letter]().truth
+    right = getattr(truth, question)
+    if answer is None:
+        return "not solved yet"
+    if answer == (KINDS.index(right) if question == "kind" else right):
+        return "solved"
+    return f"not yet: {truth.hints[question]}"
+
+
+def check_probes(kept, unnoticed):
+    """Whether some probes notice all mutants, and no fewer would.
+
+    Args:
+        kept: names of probes, or None.
+        unnoticed: {mutant: {probe: whether the mutant passes it}}.
+    """
+    if kept is None:
+        return "not solved yet"
+
+    def missed(probes):
+        return [mutant for mutant, passes in unnoticed.items() if all(passes[probe] for probe in probes)]
+
+    if missed(kept):
+        return f"not yet: nobody notices that {missed(kept)[0]}"
+    names = next(iter(unnoticed.values()))
+    if any(not missed(fewer) for fewer in itertools.combinations(names, len(set(kept)) - 1)):
+        return "not yet: all are noticed, but fewer probes would do"
+    return "solved"
