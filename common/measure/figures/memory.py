@@ -55,8 +55,8 @@ def address_map(panels, plays):
             axes.add_collection(PatchCollection(boxes, facecolor=color, edgecolor="white", linewidth=0.2))
         axes.set_facecolor(FREE)
         axes.set(xlim=(0, top), ylim=(last, 0), xlabel="address, MB", title=title)
+        axes.set_ylabel("time, in blocks taken and given back")
         axes.axhline(moment, color="black", linewidth=1, linestyle="--")
-    panels[0].set_ylabel("time, in blocks taken and given back")
     names = {KEPT: "held at the dashed line: backward has ended", PASSING: "any other block", FREE: "free"}
     handles = [Patch(facecolor=color, edgecolor="grey", label=name) for color, name in names.items()]
     panels[0].figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
