@@ -289,7 +289,7 @@ def check_multiple(answer, sent, counts, unit):
         1 / 3: "the step still has its all-gather of parameters",
         4 / 3: "only the reduce-scatter doubles, not the all-gather",
     }
-    print(verdict(answer, truth, within=0.05, hints=hints))
+    print(verdict(answer, truth, within=0.05, hints=hints, unit=(1, "times")))
 
 
 def check_leaving(formula, counts, nbytes):

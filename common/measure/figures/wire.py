@@ -7,10 +7,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from common.measure.figures.style import LABELS, MARKERS, PALETTE, PHASE_COLORS, PHASES
 
+GREY = "#BBBBBB"
 HATCHES = {"all_reduce": "xxx", "reduce_scatter": "///", "all_gather": None}
 COLLECTIVE_COLORS = {"all_reduce": "#CC79A7", "reduce_scatter": "#E69F00", "all_gather": "#56B4E9"}
-TIME_COLORS = dict(zip(("compute", "copies", "optimizer", "waiting"), PALETTE, strict=False))
-GREY = "#BBBBBB"
+TIME_COLORS = {"compute": PALETTE[0], "copies": PALETTE[1], "optimizer": PALETTE[2], "waiting": GREY}
 
 
 def moved(counts, laws, per_node=None):
@@ -180,7 +180,7 @@ def beside(steps):
         axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlim(left=0)
     axes.set_xlabel("ms since the step began")
-    legend = [Patch(color=color, label=kind) for kind, color in colors.items() if kind in seen]
+    legend = [Patch(color=color, label=kind.replace("_", "-")) for kind, color in colors.items() if kind in seen]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
     return figure
 
@@ -195,13 +195,11 @@ def where_time_goes(axes, steps):
     for place, (times, beside_it) in enumerate(steps.values()):
         left = 0
         for kind, time in times.items():
-            color = TIME_COLORS.get(kind, GREY)
-            axes.barh(place - 0.17, time, 0.34, left=left, color=color, label=kind if place == 0 else None)
-            if time > 0.06 * sum(times.values()):
-                dark = color == PALETTE[0]
-                axes.text(
-                    left + time / 2, place - 0.17, f"{time:.1f}", ha="center", va="center", color="w" if dark else "k"
-                )
+            color, label = TIME_COLORS.get(kind, "white"), kind if place == 0 else None
+            axes.barh(place - 0.17, time, 0.34, left=left, color=color, edgecolor="black", linewidth=0.4, label=label)
+            if time > 0.06 * sum(times.values()):  # else the number is wider than the bar
+                shade = "white" if kind == "compute" else "black"
+                axes.text(left + time / 2, place - 0.17, f"{time:.1f}", ha="center", va="center", color=shade)
             left += time
         label = "collectives, on their own thread" if place == 0 else None
         axes.barh(place + 0.2, beside_it, 0.24, color="white", edgecolor="black", hatch="///", label=label)
