@@ -235,7 +235,7 @@ def test_what_is_open_is_not_solved_yet(capsys, check):
         (MULTIPLE, 2, "look at its picture"),
         (MULTIPLE, 1, "its all-gather of parameters"),
         (MULTIPLE, 4, "only the reduce-scatter doubles"),
-        (MULTIPLE, 2.5, "2.5 times by your formula, 3"),
+        (MULTIPLE, 2.5, "2.5 times by your formula"),
         (LEAVING, lambda way, n, p, m: p * (n - 1) / n * m, "only the last rank of a node"),
         (LEAVING, lambda way, n, p, m: (n - p) / n * m, "each of them sends"),
         (LEAVING, lambda way, n, p, m: m, "a rank keeps its own part"),

@@ -50,9 +50,8 @@ def moved(counts, laws, per_node=None):
         for edge in range(per_node, len(matrix), per_node) if per_node else ():
             axes.axhline(edge - 0.5, color="#D55E00", linewidth=2, linestyle="--")
             axes.axvline(edge - 0.5, color="#D55E00", linewidth=2, linestyle="--")
-        axes.set_title(
-            f"{title}\na rank sends {matrix.sum(axis=1).max():.2f} MB, law {laws[title] / 1e6:.2f}", fontsize=9
-        )
+        sums = f"a rank sends {matrix.sum(axis=1).max():.2f} MB, law {laws[title] / 1e6:.2f} MB"
+        axes.set_title(f"{title}\n{sums}", fontsize=9)
     figure.supxlabel("to", fontsize=10)
     figure.supylabel("from", fontsize=10)
     figure.colorbar(image, ax=grid, label="MB", shrink=0.8)
