@@ -31,19 +31,28 @@ def own_sockets():
 def bytes_sent_by_own_sockets():
     """Payload bytes that the open TCP sockets of this process have sent, as the Linux kernel counts them.
 
-    Independent of the meter: it reads struct tcp_info, so needs no root, and the traffic of other processes does
-    not show. What the kernel sent a second time counts once.
-
     Raises:
         OSError: this is not Linux.
     """
     total = 0
     for own in own_sockets():
         with contextlib.suppress(OSError):  # not TCP
-            info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            sent, sent_again = struct.unpack_from("<QQ", info, 200)  # tcpi_bytes_sent, tcpi_bytes_retrans
-            total += sent - sent_again
+            total += bytes_sent_by(own)
     return total
+
+
+def bytes_sent_by(own):
+    """Payload bytes that a TCP socket has sent, as the Linux kernel counts them.
+
+    Independent of the meter: it reads struct tcp_info, so needs no root, and the traffic of other processes does
+    not show. What the kernel sent a second time counts once.
+
+    Raises:
+        OSError: it is none of TCP.
+    """
+    info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    sent, sent_again = struct.unpack_from("<QQ", info, 200)  # tcpi_bytes_sent, tcpi_bytes_retrans
+    return sent - sent_again
 
 
 @contextlib.contextmanager

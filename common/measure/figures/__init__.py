@@ -1,15 +1,24 @@
 """Pictures of what was counted. Each function draws onto an Axes that it is given, or returns a Figure.
 
 `style` has the colours, `stages` sets stages beside each other, `records` draws what the commands record; `building`,
-`memory` and `faults` what the course looks at.
+`wire`, `memory` and `faults` what the course looks at.
 """
 
-from common.measure.figures.building import states_through_a_step, units_through_a_step
+from common.measure.figures.building import mark_phases, states_through_a_step, units_through_a_step
 from common.measure.figures.faults import distances, grid, live_through_steps
 from common.measure.figures.memory import address_map, below_the_wall, memory_by_batch
 from common.measure.figures.records import activation_memory, bench, capacity, growth, largest_models, step_times
 from common.measure.figures.stages import comparison, memory_by_stage, memory_timeline, throughput, wire_by_phase
 from common.measure.figures.style import COLORS, LABELS, PALETTE, save
+from common.measure.figures.wire import (
+    batch_and_bucket,
+    beside,
+    messages,
+    moved,
+    ring_and_direct,
+    rounds,
+    where_time_goes,
+)
 
 __all__ = [
     "COLORS",
@@ -17,8 +26,10 @@ __all__ = [
     "PALETTE",
     "activation_memory",
     "address_map",
+    "batch_and_bucket",
     "below_the_wall",
     "bench",
+    "beside",
     "capacity",
     "comparison",
     "distances",
@@ -26,13 +37,19 @@ __all__ = [
     "growth",
     "largest_models",
     "live_through_steps",
+    "mark_phases",
     "memory_by_batch",
     "memory_by_stage",
     "memory_timeline",
+    "messages",
+    "moved",
+    "ring_and_direct",
+    "rounds",
     "save",
     "states_through_a_step",
     "step_times",
     "throughput",
     "units_through_a_step",
+    "where_time_goes",
     "wire_by_phase",
 ]
