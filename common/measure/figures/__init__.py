@@ -4,7 +4,7 @@
 `wire`, `memory` and `faults` what the course looks at.
 """
 
-from common.measure.figures.building import mark_phases, states_through_a_step, units_through_a_step
+from common.measure.figures.building import states_through_a_step, units_through_a_step
 from common.measure.figures.faults import distances, grid, live_through_steps
 from common.measure.figures.memory import address_map, below_the_wall, memory_by_batch
 from common.measure.figures.records import activation_memory, bench, capacity, growth, largest_models, step_times
@@ -37,7 +37,6 @@ __all__ = [
     "growth",
     "largest_models",
     "live_through_steps",
-    "mark_phases",
     "memory_by_batch",
     "memory_by_stage",
     "memory_timeline",
