@@ -18,9 +18,10 @@ from types import SimpleNamespace
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.profiler import record_function
 
-from common import models
+from common import models, runs
 from common.data import Batches, load_text
 from common.engine.mixed_precision import dtype_of
 from common.engine.saved import HostActivations
@@ -52,6 +53,7 @@ def main(package, arguments=None, add_own=None):
     """
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=importlib.import_module(package).__doc__)
     add_arguments(parser)
+    runs.add_arguments(parser)
     parser.add_argument("--generate", metavar="PROMPT", help="after training, continue this text")
     parser.add_argument(
         "--trace", metavar="FILE", help="record two steps here, for ui.perfetto.dev; not counted in timings"
@@ -59,6 +61,7 @@ def main(package, arguments=None, add_own=None):
     own = add_own(parser) if add_own else lambda options: (package, {})
     options = parser.parse_args(arguments)
     with one_line_errors():
+        runs.check_arguments(options)
         engine, options.own = own(options)
     command(_train_and_report, engine, options, options=options)
 
@@ -86,6 +89,7 @@ def add_arguments(parser):
         "--offload-activations", action="store_true", help="keep on the host what these checkpoints save"
     )
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default: %(default)s)")
+    parser.add_argument("--cosine", action="store_true", help="let the learning rate sink to 0 over --steps")
     parser.add_argument("--precision", default="fp32", help="fp32 (default), bf16 or fp16")
     parser.add_argument("--clip-norm", type=float, help="clip the gradient to this global norm")
     parser.add_argument("--bucket-mb", type=float, default=0.5, help="MiB of a bucket (default: %(default)s)")
@@ -105,7 +109,7 @@ def command(function, *args, options):
     with one_line_errors():
         check_options(options)
         asked = {name: getattr(options, name) for name in ("nproc", "oversubscribe", "ranks_per_node")}
-        return launch(function, *args, **asked)
+        return launch(function, *args, hand_on=getattr(options, "save", None) is not None, **asked)
 
 
 @contextmanager
@@ -233,18 +237,22 @@ def train(world, name, options, progress=None):
     ours = hasattr(engine, "comm")
     if ours and options.offload_activations:
         module.saving = HostActivations(engine)
-    run = _run_steps(world, engine, module, options, progress)
+    schedulers = [CosineAnnealingLR(engine.optimizer, options.steps)] if getattr(options, "cosine", False) else []
+    survives = runs.Run(engine, options, schedulers) if getattr(options, "save", None) else None
+    if survives and survives.message and world.rank == 0:
+        print(survives.message, flush=True)
+    with survives or nullcontext():
+        run = _run_steps(world, engine, module, options, progress, schedulers, survives)
     if run.skipped == options.steps:
         raise InputError(
             f"--steps {options.steps}: every gradient overflowed in fp16, and the loss scale sinks with each; take more"
         )
     row = {"engine": name if isinstance(name, str) else name.name, "losses": run.losses, "skipped_steps": run.skipped}
     if ours:
-        everyone = engine.comm.gather_objects((run.losses, engine.model_state_bytes()))
-        row["losses"] = [statistics.fmean(parts) for parts in zip(*(part for part, _ in everyone), strict=True)]
+        row["losses"] = (survives.losses if survives else []) + runs.means(engine.comm, run.losses)
         row["model_state_bytes"] = engine.model_state_bytes()
         row["predicted_model_state_bytes"] = engine.predicted_model_state_bytes()
-        row["peak_bytes"] = run.timeline.peak_bytes()
+        row["peak_bytes"] = run.timeline and run.timeline.peak_bytes()
         row["wire_bytes_per_step"] = run.sent
         row["wire_bytes_by_phase"] = run.by_phase
         row["predicted_wire_bytes_per_step"] = engine.predicted_wire_bytes_per_step()
@@ -289,14 +297,14 @@ def predicted_on_bus(engine, module, options, world):
     return dict(predicted)
 
 
-def _run_steps(world, engine, module, options, progress):
+def _run_steps(world, engine, module, options, progress, schedulers, survives):
     """Train, and return what was seen on the way."""
     batches, ours = make_batches(options), hasattr(engine, "comm")
     run = SimpleNamespace(losses=[], seconds=[], skipped=0)
     run.sent = run.by_phase = run.between_nodes = run.moved = run.on_disk = run.timeline = run.recording = None
     last = options.steps - 1
     traced = range(last - TRACED, last) if getattr(options, "trace", None) else ()
-    for step in range(options.steps):
+    for step in range(survives.step if survives else 0, options.steps):
         windows = batches.of(step, world.rank, world.size).to(world.device)
         micro_batches = [module.inputs_and_targets(part) for part in windows.chunk(options.accumulate)]
         if ours:
@@ -321,8 +329,12 @@ def _run_steps(world, engine, module, options, progress):
             traffic = engine.comm.traffic
             run.sent, run.by_phase, run.moved = traffic.by_collective(), traffic.by_phase(), traffic.on_bus()
             run.on_disk, run.between_nodes = traffic.on_disk(), traffic.between_nodes()
+        for scheduler in schedulers:
+            scheduler.step()
         if progress:
             progress(step + 1, run.losses[-1])
+        if survives:
+            survives.after_step(step + 1, run.losses)
     return run
 
 
@@ -398,11 +410,19 @@ def run_with_progress(world, name, options):
 
 
 def _train_and_report(world, package, options):
-    row, _, _ = run_with_progress(world, package, options)
+    try:
+        row, _, _ = run_with_progress(world, package, options)
+    except runs.Stopped as stop:
+        if world.rank == 0:
+            print(stop)
+        return
     if world.rank:
         return
     title = f"{package}: {options.model} on {world.size} ranks"
-    tables.show(tables.table(title, ("", "measured", "predicted"), lines_of(row, options.precision)))
+    if row["model_state_bytes"] is None:
+        print(f"all {options.steps} steps were done before, and nothing was measured")
+    else:
+        tables.show(tables.table(title, ("", "measured", "predicted"), lines_of(row, options.precision)))
     if "overlap" in row:
         shares = ", ".join(f"rank {rank} {share:.0%}" for rank, share in row["overlap"].items())
         print(f"collectives beside computation, in {options.trace}: {shares}")

@@ -44,7 +44,7 @@ class RankFailed(RuntimeError):
     """A rank raised, died or did not answer in time; the message holds its traceback."""
 
 
-def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, timeout=600.0):
+def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, hand_on=False, timeout=600.0):
     """Run `function(world, *args)` on every rank and return rank 0's result.
 
     Args:
@@ -53,6 +53,7 @@ def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, tim
         oversubscribe: allow more ranks than the machine has GPUs, or CPUs when it has none; under torchrun, ranks
             that use the same GPU.
         ranks_per_node: tell ranks that so many of them in a row share a machine; None for the truth.
+        hand_on: the first SIGTERM or Ctrl-C is handed on to the ranks, as SIGTERM, so that they may end by themselves.
         timeout: seconds without an answer in a collective, after which a rank gives up.
 
     Under torchrun it can be called once in a process: torchrun's store keeps the addresses of the first group.
@@ -67,8 +68,30 @@ def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, tim
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _join(function, args, oversubscribe, ranks_per_node, timeout)
-    with LocalWorld(nproc, oversubscribe=oversubscribe, ranks_per_node=ranks_per_node, timeout=timeout) as local:
+    asked = {"oversubscribe": oversubscribe, "ranks_per_node": ranks_per_node, "timeout": timeout}
+    with LocalWorld(nproc, **asked) as local, _handing_on(local) if hand_on else contextlib.nullcontext():
         return local.run(function, *args)[0]
+
+
+@contextlib.contextmanager
+def _handing_on(local):
+    """Hand the first signal that asks this process to end on to the ranks of a world. A second one is as usual."""
+    before = {}
+
+    def hand_on(number, frame):
+        restore()
+        local.terminate()
+
+    def restore():
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before[number] = signal.signal(number, hand_on)
+    try:
+        yield
+    finally:
+        restore()
 
 
 def _join(function, args, oversubscribe, ranks_per_node, timeout):
@@ -204,6 +227,11 @@ class LocalWorld:
     def alive(self):
         """Whether the ranks can be asked."""
         return bool(self._pipes)
+
+    def terminate(self):
+        """Send SIGTERM to all ranks. Their calls go on, unless it ends them."""
+        for process in self._processes:
+            process.terminate()
 
     def close(self, *, kill=False):
         """End the ranks: at once with `kill`, else when they have left their group."""

@@ -1,0 +1,168 @@
+"""Runs that survive: stopped, killed or ended, they go on to the bits of a run that nothing happened to."""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import ENGINES
+
+from common import runs, train
+from common.errors import InputError
+
+ROOT = Path(__file__).parent.parent
+TRAINING = ("--model", "gpt-tiny", "--batch", "24", "--cosine", "--oversubscribe")
+
+
+def command(engine, *options, torchrun=()):
+    start = ("-m", "torch.distributed.run", "--standalone", *torchrun, "-m") if torchrun else ("-m",)
+    return [sys.executable, *start, engine, *TRAINING, *map(str, options)]
+
+
+def finished(engine, *options, **how):
+    """Run a training to its end; return what it printed."""
+    run = subprocess.run(
+        command(engine, *options, **how), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@contextlib.contextmanager
+def begun(folder, engine, *options, **how):
+    """A training in the background, once it has saved for the first time."""
+    full = command(engine, *options, "--save", folder, "--save-every", 1, **how)
+    run = subprocess.Popen(
+        full, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        wait_for(lambda: runs.complete(folder))
+        yield run
+    finally:
+        run.kill()
+        run.communicate()
+
+
+def wait_for(condition, within=60):
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come true"
+        time.sleep(0.02)
+
+
+def result(path):
+    written = json.loads(path.read_text())
+    return written["param_sha256"], written["losses"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The end of 150 steps of stage 0 without a checkpoint: digest of the weights, and losses."""
+    path = tmp_path_factory.mktemp("undisturbed") / "run.json"
+    finished("stage0_ddp", "--nproc", 2, "--steps", 150, "--json", path)
+    return result(path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_asked_to_stop_saves_says_where_and_goes_on_to_the_same_bits(tmp_path, undisturbed, number):
+    folder, path = tmp_path / "run", tmp_path / "run.json"
+    options = ("--nproc", 2, "--steps", 150)
+    with begun(folder, "stage2_grad", *options) as run:
+        (os.killpg if number == signal.SIGINT else os.kill)(run.pid, number)  # Ctrl-C reaches all of a terminal's
+        said, complaints = run.communicate(timeout=60)
+    step = max(runs.complete(folder))
+    assert (run.returncode, complaints) == (0, "")
+    assert said == f"stopped after step {step}, as asked: --resume goes on from {folder}/step-{step:08}\n"
+    said = finished("stage2_grad", *options, "--save", folder, "--resume", "--json", path)
+    assert f"goes on from {folder}/step-{step:08}: {step} of 150 steps are done" in said
+    assert result(path) == undisturbed
+
+
+def test_torchrun_brings_a_killed_run_back(tmp_path, undisturbed):
+    folder, path = tmp_path / "run", tmp_path / "run.json"
+    torchrun = ("--nproc-per-node", "2", "--max-restarts", "2")
+    with begun(folder, "stage3_param", "--steps", 150, "--resume", "--json", path, torchrun=torchrun) as run:
+        ranks = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True, check=True).stdout.split()
+        os.kill(int(ranks[-1]), signal.SIGKILL)
+        said, _ = run.communicate(timeout=120)
+    assert run.returncode == 0
+    assert said.count("goes on from") == 1
+    assert result(path) == undisturbed
+
+
+# ---- without a command of their own ---------------------------------------------------------------------------------
+
+
+def options_of(*arguments):
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    runs.add_arguments(parser)
+    return parser.parse_args([*TRAINING, *map(str, arguments)])
+
+
+def trained(world, engine, options):
+    """Train a run; return the digest of its weights, the losses, and the learning rates of its last steps."""
+    row, _, _ = train.train(world, engine, options)
+    return row["param_sha256"], row["losses"]
+
+
+@pytest.mark.parametrize(("first", "then"), zip(ENGINES, [*ENGINES[1:], ENGINES[0]], strict=True))
+def test_a_run_goes_on_in_another_engine(worlds, tmp_path, first, then):
+    expected = worlds(2).run(trained, "stage0_ddp", options_of("--steps", 6))[0]
+    assert worlds(2).run(trained, first, options_of("--steps", 6, "--save", tmp_path, "--save-every", 4))[0] == expected
+    runs.remove(runs.place(tmp_path, 6))
+    assert worlds(2).run(trained, then, options_of("--steps", 6, "--save", tmp_path, "--resume"))[0] == expected
+    said = worlds(3).run(trained, first, options_of("--steps", 6, "--save", tmp_path, "--resume"))[0]
+    assert said == expected  # nothing was left to do
+
+
+def test_the_newest_stay_and_remnants_go(worlds, tmp_path):
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000002" / "000001-rank-00000.safetensors").write_text("of a run that was killed")
+    options = options_of("--steps", 9, "--save", tmp_path, "--save-every", 2, "--keep", 3)
+    worlds(2).run(trained, "stage1_os", options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000008", "step-00000009"]
+
+
+def refused(world, *arguments):
+    try:
+        trained(world, "stage1_os", options_of(*arguments))
+    except InputError as error:
+        return str(error)
+
+
+def test_a_folder_of_another_run_is_refused(worlds, tmp_path):
+    worlds(2).run(trained, "stage1_os", options_of("--steps", 2, "--save", tmp_path))
+    for arguments, said in (
+        ((), "holds a run that has come to step 2: --resume goes on with it"),
+        (("--resume", "--lr", "0.5"), "is of a run with --lr 0.001, this has 0.5"),
+        (("--resume", "--steps", 1), "2 steps are done, and --steps says 1"),
+        (("--resume", "--model", "mlp"), "parameter"),
+    ):
+        for complaint in worlds(2).run(refused, "--steps", 2, "--save", str(tmp_path), *arguments):
+            assert said in complaint
+
+
+def test_with_nothing_to_go_on_from_a_run_begins(worlds, tmp_path):
+    expected = worlds(2).run(trained, "stage1_os", options_of("--steps", 2))
+    assert worlds(2).run(trained, "stage1_os", options_of("--steps", 2, "--save", tmp_path, "--resume")) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--resume"], "need --save DIR"),
+        (["--save-every", "3"], "need --save DIR"),
+        (["--save", "x", "--save-every", "0"], "1 or more"),
+        (["--save", "x", "--keep", "0"], "at least"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(arguments, said):
+    with pytest.raises(InputError, match=said):
+        runs.check_arguments(options_of(*arguments))
