@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from harness import ENGINES
 
 from common import runs, train
 from common.errors import InputError
+from common.ranks.namespaces import TwoNodes
 
 ROOT = Path(__file__).parent.parent
 TRAINING = ("--model", "gpt-tiny", "--batch", "24", "--cosine", "--oversubscribe")
@@ -93,6 +95,43 @@ def test_torchrun_brings_a_killed_run_back(tmp_path, undisturbed):
         said, _ = run.communicate(timeout=120)
     assert run.returncode == 0
     assert said.count("goes on from") == 1
+    assert result(path) == undisturbed
+
+
+# ---- two nodes ------------------------------------------------------------------------------------------------------
+
+needs_root = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2"
+)
+
+
+@pytest.fixture
+def nodes(capfd):
+    """Two nodes of this machine; what their ranks print does not show."""
+    with TwoNodes() as two:
+        yield two
+
+
+def across(nodes, engine, *options):
+    nodes.run(engine, *TRAINING, *map(str, options), ranks=1, timeout=120)
+
+
+@needs_root
+def test_two_nodes_train_to_the_bits_of_one(nodes, tmp_path, undisturbed):
+    across(nodes, "stage2_grad", "--steps", 150, "--json", tmp_path / "run.json")
+    assert result(tmp_path / "run.json") == undisturbed
+
+
+@needs_root
+def test_a_node_is_lost_and_the_run_goes_on_to_the_same_bits(nodes, tmp_path, undisturbed):
+    folder, path = tmp_path / "run", tmp_path / "run.json"
+    options = ("--steps", 150, "--save", folder, "--resume", "--json", path)
+    with nodes.started("stage3_param", *TRAINING, *map(str, options), "--save-every", "1", ranks=1) as running:
+        wait_for(lambda: runs.complete(folder))
+        nodes.kill(1)
+        assert running[0].wait(60) != 0  # the other node does not wait for ever
+    assert max(runs.complete(folder)) < 150
+    across(nodes, "stage3_param", *options)
     assert result(path) == undisturbed
 
 

@@ -84,6 +84,18 @@ class TwoNodes:
         Raises:
             RuntimeError: a node failed, or took longer than `timeout` seconds.
         """
+        with self.started(module, *arguments, ranks=ranks) as nodes:
+            deadline = time.monotonic() + timeout
+            try:
+                for node in nodes:
+                    if node.wait(max(0.0, deadline - time.monotonic())):
+                        raise RuntimeError(f"a node ended with exit code {node.returncode}; what it said stands above")
+            except subprocess.TimeoutExpired:
+                raise RuntimeError(f"the nodes did not end in {timeout:.0f} s") from None
+
+    @contextlib.contextmanager
+    def started(self, module, *arguments, ranks=2):
+        """Start it, and end what is left of it afterwards. A context manager: the processes of torchrun on each node."""
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
         environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # c10d warns that addresses here have no names
         nodes = []
@@ -95,12 +107,7 @@ class TwoNodes:
                     *("--master-addr", ADDRESSES[0], "--master-port", str(PORT), "-m", module, *arguments),
                 ]
                 nodes.append(subprocess.Popen(command, env=environment, start_new_session=True))
-            deadline = time.monotonic() + timeout
-            for node in nodes:
-                if node.wait(max(0.0, deadline - time.monotonic())):
-                    raise RuntimeError(f"a node ended with exit code {node.returncode}; what it said stands above")
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"the nodes did not end in {timeout:.0f} s") from None
+            yield nodes
         finally:
             for node in nodes:
                 if node.poll() is None:
@@ -109,6 +116,12 @@ class TwoNodes:
                         node.wait(30)
                     node.kill()
                     node.wait()
+
+    def kill(self, node):
+        """End all that runs on a node, at once and without a word, as a power cut does."""
+        for process in _call("ip", "netns", "pids", self.names[node]).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
 
 
 def bits_per_second(rate):
@@ -143,3 +156,4 @@ def _call(*command):
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
         raise InputError(f"{' '.join(command)}: {run.stderr.strip()}")
+    return run.stdout
