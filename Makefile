@@ -5,6 +5,8 @@
 # make test-gpu   the suite on this machine's GPUs, with NCCL, by the Python that
 #                 has torch: PYTHON=python3. Several ranks share a GPU where there
 #                 are too few. Untried: no GPU was at hand
+# make soak       kill runs of every engine at random moments, 50 times each, and see
+#                 that they go on to the same bits; some 40 minutes
 # make scores     hold other libraries to the suite, in about half an hour; writes
 #                 to results/local/scores
 # make record     record anew what the pages show, in some hours, and write it
@@ -33,7 +35,7 @@ INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters DeepSpeed1 DeepSpeed2 DeepSpeed3
 RECORDS := suite demo activations accumulated scores bench second-machine small-send-buffers growth alone capacity offload infinity zeropp
 
-.PHONY: help demo notebooks lessons infinity test test-gpu test-all lint readme scores record $(RECORDS:%=record-%) clean
+.PHONY: help demo notebooks lessons infinity test test-gpu test-all soak lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
 
 # The comment at the top of this file.
@@ -54,6 +56,9 @@ test: lint
 test-gpu:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make test-gpu: torch finds no GPU here, so nothing was tested")'
 	$(PYTHON) -m pytest --ignore tests/test_data.py --ignore tests/test_layout.py --ignore tests/test_notebooks.py --ignore tests/test_lessons.py
+
+soak: $(INSTALLED)
+	PYTHONPATH=tests $(BIN)/python tests/soak.py
 
 # A library that does not pass everything is a result too, so the next one runs all the same.
 scores: $(INSTALLED)

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from common.course.cases import CASES
 from common.course.grading import Finding, grade
-from common.course.hints import HINTS
+from common.course.hints import hints_of
 from common.errors import InputError
 from common.ranks.world import LocalWorld
 from common.train import STAGES, one_line_errors
@@ -125,7 +125,7 @@ def _told(name, finding):
         "promise": case.promise,
         "where": finding.where,
         "model": _model(case),
-        "hints": list(HINTS[finding.idea]),
+        "hints": list(hints_of(finding.idea)),
     }
 
 
@@ -135,8 +135,8 @@ def _model(case):
     extras = [options] if options else []
     if case.backwards > 1:
         extras.append(f"{case.backwards} backwards a step")
-    if case.late:
-        extras.append("collectives as late as they may be")
+    if case.lane:
+        extras.append(f"collectives as {case.lane} as they may be")
     return ", ".join([f"{RANKS} ranks, {case.model}", case.optimizer.func.__name__, *extras])
 
 
@@ -152,7 +152,7 @@ def show(report, options):
         console.print(f"\nAll of it holds: this is {report['stage']}, bit for bit and byte for byte.")
         return
     console.print(f"\n[bold]{finding['where']}[/]", markup=True)
-    if finding["idea"] not in ("syntax", "import", "open part"):
+    if not finding["idea"].startswith(("syntax", "import", "open ")):
         console.print(f"The case: {finding['model']}.")
     if report["printed"]:
         console.print("\nPrinted last:")

@@ -25,7 +25,8 @@ class ShardedOptimizer:
 
     def __init__(self, model, optimizer):
         # One flat tensor holds all parameters, one all gradients; the model's own become views of them. So a collective
-        # moves a single tensor. It is padded to N shards of a multiple of 32: optimizers step a shorter tail otherwise.
+        # moves a single tensor. It is padded to N shards of a multiple of 32: of a shorter tail fused optimizers round
+        # otherwise.
         parameters, size = list(model.parameters()), dist.get_world_size()
         numel, multiple = sum(p.numel() for p in parameters), 32 * size
         self.parameters = torch.zeros(-(-numel // multiple) * multiple)

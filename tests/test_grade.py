@@ -15,7 +15,7 @@ from common import grade as grade_command
 from common.course.cases import CASES
 from common.course.exercises import EXERCISES, written
 from common.course.grading import grade
-from common.course.hints import HINTS
+from common.course.hints import HINTS, OPEN
 from common.ranks.world import RankFailed
 
 # Faults that the parts of an exercise can have, and what the answer is about.
@@ -90,7 +90,8 @@ def test_an_exercise_is_its_engine_less_a_dozen_lines(exercise):
 
 
 def test_hints_come_in_three_steps():
-    assert all(len(set(steps)) == 3 and all(steps) for steps in HINTS.values())
+    assert all(len(set(steps)) == 3 and all(steps) for steps in [*HINTS.values(), *OPEN.values()])
+    assert {part.method for exercise in EXERCISES for part in exercise.parts} == OPEN.keys()
 
 
 # ---- the command --------------------------------------------------------------------------------------------------
@@ -135,6 +136,36 @@ def test_a_hang_says_where_ranks_part_and_ends_in_time(tmp_path, capsys):
     assert (status, time.monotonic() - began < 20) == (1, True)
 
 
+EACH = "for bucket in self.buckets:"
+RACES = {
+    "gathered too early": dict(
+        update=[EACH, "    self.gather(bucket)", "    self.step_shard(bucket)", "self.synchronize()"]
+    ),
+    "not waited for": dict(update=[EACH, "    self.step_shard(bucket)", "    self.gather(bucket)"]),
+    "another shard": dict(
+        gather=[
+            "shard = bucket.parameters.chunk(self.world_size)[0]",
+            "bucket.gathering = self.comm.all_gather(shard.clone(), bucket.parameters, bucket.name)",
+        ]
+    ),
+    "no handle": dict(reduce=["bucket.seal()", "self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)"]),
+}
+
+
+@pytest.mark.parametrize("idea", RACES)
+def test_a_mistake_of_students_is_told_whoever_wins_the_race(worlds, tmp_path, idea):
+    file = submitted(tmp_path, STAGE1, **RACES[idea])
+    *_, (_, finding) = grade(worlds(2).run, str(file), STAGES[1])
+    assert (finding.idea, finding.where) == (idea, finding.where)
+
+
+def test_a_bucket_without_any_gradient_needs_room_too(worlds, tmp_path):
+    lines = ["bucket.seal()", "bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)"]
+    lines += ["bucket.local = None", "self.travelling.append(bucket.handle)"]
+    *_, (name, finding) = grade(worlds(2).run, str(submitted(tmp_path, STAGE2, reduce=lines)), STAGES[2])
+    assert (name, finding.idea) == ("unused", "crash")
+
+
 def test_a_loop_without_an_end_is_an_answer(tmp_path, capsys):
     text, status = said(capsys, submitted(tmp_path, STAGE1, synchronize=["while True:", "    pass"]))
     assert "gave no answer" in text
@@ -160,10 +191,10 @@ def test_a_file_that_cannot_be_read_or_imported_is_an_answer(tmp_path, capsys, t
 def test_an_open_part_is_named_and_hints_grow(tmp_path, capsys):
     report = tmp_path / "report.json"
     first, status = said(capsys, STAGE2.path, "--json", str(report))
-    assert "Part 1, owned, is still open. Hint 1 of 3. This part is yours to write" in first
+    assert "Still open: part 1, owned; part 2, take_room; part 3, reduce. Hint 1 of 3. Fill in the table" in first
     finding = json.loads(report.read_text())["finding"]
-    assert (finding["idea"], status) == ("open part", 1)
-    assert finding["hints"] == list(HINTS["open part"])
+    assert (finding["idea"], status) == ("open owned", 1)
+    assert finding["hints"] == list(OPEN["owned"])
 
 
 def test_an_engine_itself_passes_by_the_command(capsys):

@@ -113,26 +113,34 @@ def nodes(capfd):
 
 
 def across(nodes, engine, *options):
-    nodes.run(engine, *TRAINING, *map(str, options), ranks=1, timeout=120)
+    nodes.run(engine, *TRAINING, *map(str, options), timeout=120)
+
+
+@pytest.fixture(scope="module")
+def on_one_node(tmp_path_factory):
+    """The end of 50 steps of stage 0 on 4 ranks of one node. (How many threads a rank has decides on bits as well.)"""
+    path = tmp_path_factory.mktemp("one-node") / "run.json"
+    finished("stage0_ddp", "--nproc", 4, "--steps", 50, "--json", path)
+    return result(path)
 
 
 @needs_root
-def test_two_nodes_train_to_the_bits_of_one(nodes, tmp_path, undisturbed):
-    across(nodes, "stage2_grad", "--steps", 150, "--json", tmp_path / "run.json")
-    assert result(tmp_path / "run.json") == undisturbed
+def test_two_nodes_train_to_the_bits_of_one(nodes, tmp_path, on_one_node):
+    across(nodes, "stage2_grad", "--steps", 50, "--json", tmp_path / "run.json")
+    assert result(tmp_path / "run.json") == on_one_node
 
 
 @needs_root
-def test_a_node_is_lost_and_the_run_goes_on_to_the_same_bits(nodes, tmp_path, undisturbed):
+def test_a_node_is_lost_and_the_run_goes_on_to_the_same_bits(nodes, tmp_path, on_one_node):
     folder, path = tmp_path / "run", tmp_path / "run.json"
-    options = ("--steps", 150, "--save", folder, "--resume", "--json", path)
-    with nodes.started("stage3_param", *TRAINING, *map(str, options), "--save-every", "1", ranks=1) as running:
+    options = ("--steps", 50, "--save", folder, "--resume", "--json", path)
+    with nodes.started("stage3_param", *TRAINING, *map(str, options), "--save-every", "1") as running:
         wait_for(lambda: runs.complete(folder))
         nodes.kill(1)
         assert running[0].wait(60) != 0  # the other node does not wait for ever
-    assert max(runs.complete(folder)) < 150
+    assert max(runs.complete(folder)) < 50
     across(nodes, "stage3_param", *options)
-    assert result(path) == undisturbed
+    assert result(path) == on_one_node
 
 
 # ---- without a command of their own ---------------------------------------------------------------------------------

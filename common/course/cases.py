@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from common.course.late import late_collectives
+from common.course.late import LateLane, collectives_on
 from common.measure.memory import Timeline
+from common.ranks.lanes import InlineLane
 from common.train import find_engine
 
 WIDTH = 8
@@ -71,7 +72,8 @@ class Case:
         optimizer: a factory.
         options: what else the engine takes.
         steps, backwards: how many, the latter for each step.
-        late: collectives run as late as they may.
+        lane: when collectives run: "late", as late as they may, or "early", to their end when they are called; "" is
+            beside the computation, as elsewhere.
         settled: a step's collectives have ended before anything is read, whether the engine waits for them or not.
         watched: the last step's live bytes are followed.
         written: freed weights are written to.
@@ -85,7 +87,7 @@ class Case:
     options: tuple = ()
     steps: int = 3
     backwards: int = 1
-    late: bool = False
+    lane: str = ""
     settled: bool = False
     watched: bool = False
     written: bool = False
@@ -95,7 +97,7 @@ class Case:
 CASES = {
     "owned": Case("the ownership table is the stage's", steps=0),
     "trained": Case("a step ends with the weights of the stage, on every rank", settled=True),
-    "late": Case("nothing is read before it has arrived", late=True),
+    "late": Case("nothing is read before it has arrived", lane="late"),
     "clipped": Case(
         "clipping, AdamW and several buckets change nothing",
         optimizer=ADAMW,
@@ -105,7 +107,7 @@ CASES = {
         "a layer that got no gradient counts as one with a gradient of zero",
         "three blocks, of which the second runs in odd steps only",
         run=without_the_second_at_times,
-        options=(("clip_norm", 10.0),),
+        options=(("clip_norm", 10.0), ("bucket_mb", 0.0005)),
         steps=2,
     ),
     "16-bit": Case(
@@ -130,9 +132,10 @@ CASES = {
         "what comes and goes within a step is no more than in the stage",
         options=(("bucket_mb", 0.0005),),
         steps=2,
-        late=True,
+        lane="late",
         watched=True,
     ),
+    "early": Case("nothing leaves before it is ready", options=(("bucket_mb", 0.0005),), lane="early"),
     "written": Case(
         "freed weights read as NaN, whatever was written to them",
         steps=2,
@@ -171,13 +174,14 @@ def observe(world, where, stage, name):
         return {"tables": tables(engine_at(where), works)}
     with contextlib.ExitStack() as settings:
         settings.enter_context(uninitialized_is_nan())
-        if case.late:
-            settings.enter_context(late_collectives())
+        if case.lane:
+            settings.enter_context(collectives_on(LateLane() if case.lane == "late" else InlineLane()))
         torch.manual_seed(0)
         model = Blocks(case.run).to(world.device)
         engine = engine_at(where)(model, case.optimizer, deterministic=True, **dict(case.options))
         seen = {
             "owners": owners(engine),  # {weight: rank that steps each element}
+            "within": within(engine),  # {weight: the number of each element in its rank's shard of its bucket}
             "weights": [weights(engine)],  # before training, and after each step
             "norms": [],
             "nan": {},  # {step: weights that read as nothing while they are freed}
@@ -226,7 +230,9 @@ def alone(world, name):
 
 
 def weights(engine):
-    with engine.gathered():
+    """What a user reads after a step: the model's own parameters, in stage 3 gathered."""
+    sharded = any(bucket.full is not None for bucket in engine.buckets)
+    with engine.gathered() if sharded else contextlib.nullcontext():
         return {name: p.detach().cpu().clone() for name, p in engine._module.named_parameters()}
 
 
@@ -244,10 +250,20 @@ def tables(submission, engine):
 
 def owners(engine):
     """Which rank's shard each element of each weight lies in: {name: int64 tensor in the weight's shape}."""
+    return _by_weight(engine, lambda bucket, places: places // bucket.shard_numel)
+
+
+def within(engine):
+    """Where in that shard it lies, as a number that no other bucket has: {name: int64 tensor}."""
+    return _by_weight(engine, lambda bucket, places: places % bucket.shard_numel + 10**6 * engine.buckets.index(bucket))
+
+
+def _by_weight(engine, number):
+    """{name: `number(bucket, places in the bucket)`, in the weight's shape}, in the order of the model's weights."""
     found = {}
     for bucket in engine.buckets:
         for slot in bucket.slots.values():
-            found[slot.name] = (torch.arange(slot.offset, slot.end) // bucket.shard_numel).view(slot.shape)
+            found[slot.name] = number(bucket, torch.arange(slot.offset, slot.end)).view(slot.shape)
     return {name: found[name] for name, _ in engine._module.named_parameters()}
 
 

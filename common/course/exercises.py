@@ -63,8 +63,9 @@ BUCKETS = {
     "bucket.local": "[N x shard] this rank's own gradients, once they are in",
     "bucket.reduced": "[shard] where the mean of this rank's shard is expected",
     "bucket.seal()": "makes `local` ready to travel: zeros as padding, and where no gradient came",
-    "bucket.handle": "the reduction under way, a Handle; None before",
-    "bucket.gathering": "the all-gather under way, a Handle; None if there is none",
+    "bucket.handle": "the reduction under way, a Handle; None before. Yours to assign: others wait for it",
+    "bucket.gathering": "the all-gather under way, a Handle; None if there is none. Yours to assign as well",
+    "bucket.name": "what traces and messages call it: the `label` of a collective",
     "handle.wait()": "returns when the collective is done",
 }
 COLLECTIVES = {
@@ -108,12 +109,13 @@ EXERCISES = (
         ),
         {
             **BUCKETS,
+            "bucket.local is None": "it has no room: so it is before its first gradient, and again when it has left",
             "bucket.padded_numel": "elements of the whole bucket, padding included",
             "bucket.kind.dtype": "of its gradients",
             **COLLECTIVES,
             "self.comm.device": "where tensors live",
-            "self.travelling": "a list, empty when backward begins: for the handles of what has left and is not known "
-            "to have come",
+            "self.travelling": "a list, empty when backward begins: the handles of buckets that have left, the oldest "
+            "first, until somebody has waited for them",
         },
     ),
     Exercise(
@@ -201,7 +203,7 @@ def _task(exercise, taken):
         [
             f"Exercise. From {exercise.package}/engine.py {taken} lines are missing, in {len(exercise.parts)} parts.",
             "",
-            "Write them, and ask as often as you like:",
+            "Write them all, and ask as often as you like; from then on the answers are about what is wrong:",
             "",
             f"    python -m common.grade {exercise.path.relative_to(ROOT)}",
             "",

@@ -7,6 +7,7 @@ answer, and from its shape follows the idea that it is about.
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,16 @@ from common.course.cases import CASES, alone, observe
 from common.ranks.world import RankFailed
 
 FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
+
+
+# What weights that are off are about in some cases, where their values tell nothing more.
+IDEAS = {
+    "late": "not waited for",
+    "unused": "unused",
+    "repeated": "sent twice",
+    "computed again": "recomputation",
+    "early": "gathered too early",
+}
 
 
 @dataclass(frozen=True)
@@ -76,9 +87,8 @@ def difference(case, found, expected, own):
 
 def raised(case, said, where):
     """What the message of a RankFailed is about."""
-    still_open = re.search(r"NotImplementedError: (part .+ is still open)", said)
-    if still_open:
-        return Finding("open part", f"{still_open[1].capitalize()}.")
+    if "NotImplementedError: part" in said:
+        return _open_parts(where)
     rank = re.match(r"rank (\d+)", said)
     of = f"On rank {rank[1]}" if rank else "On a rank"
     parted = re.search(r"RanksParted: (.+)", said)
@@ -91,11 +101,24 @@ def raised(case, said, where):
     error = [said, *re.findall(r"^[\w.]+(?:Error|Exception|Exit|Interrupt).*", said, re.MULTILINE)][-1]
     frames = list(FRAME.finditer(said))
     inside = [frame for frame in frames if frame["file"] == where]
-    idea = "recomputation" if case is CASES["computed again"] else "crash"
+    idea = "recomputation" if case is CASES["computed again"] else _idea_of_an_error(error)
     if not inside:
         return Finding(idea, f"{of}: {error}")
     line = f"{of}, line {inside[-1]['line']} in {inside[-1]['function']}: {error}"
     return Finding("import" if inside[-1]["function"] == "<module>" else idea, line)
+
+
+def _open_parts(where):
+    """The parts that are still to be written, in the order of the file."""
+    still = re.findall(r'NotImplementedError\("part (\d+), (\w+), is still open"\)', Path(where).read_text())
+    named = [f"part {number}, {method}" for number, method in still]
+    return Finding(f"open {still[0][1]}", f"Still open: {'; '.join(named)}.")
+
+
+def _idea_of_an_error(error):
+    if "'NoneType' object has no attribute 'wait'" in error:
+        return "no handle"
+    return "not marked" if "outside the forward of" in error else "crash"
 
 
 # ---- what is kept -------------------------------------------------------------------------------------------------
@@ -230,15 +253,31 @@ def _idea_of_weights(case, step, found, expected, own):
     off = [one != other for one, other in zip(ours, stages, strict=True)]
     if any(one.isnan().any() for one in ours):
         return _idea_of_nan(case)
-    if not any((wrong & own_part).any() for wrong, own_part in zip(off, mine, strict=True)):
-        return "not waited for" if case.late else _idea_of_old_values(found, expected, mine)
+    if _swapped(step, ours, stages, expected):
+        return "another shard"
+    if case is not CASES["late"] and not any((wrong & own).any() for wrong, own in zip(off, mine, strict=True)):
+        return _idea_of_old_values(found, expected, mine)
     if any(sum(one["sent"].values()) < sum(other["sent"].values()) for one, other in zip(found, expected, strict=True)):
         return "sent too little"
-    if case.run is not CASES["trained"].run:
-        return {"unused": "unused", "repeated": "sent twice", "computed again": "recomputation"}[_name(case)]
     if step == 1 and case is CASES["trained"]:
         return _idea_of_a_step(ours, stages, _flat(expected[0]["weights"][0]), mine, own)
-    return "not waited for" if case.late else "differs"
+    name = next(name for name, other in CASES.items() if other is case)
+    return IDEAS.get(name, "differs")
+
+
+def _swapped(step, ours, stages, expected):
+    """Whether what is off has values of another shard, at the same place of it: new ones, or those before the step."""
+    for one, other, seen in zip(ours, stages, expected, strict=True):
+        off, before = one != other, _flat(seen["weights"][max(step - 1, 0)])
+        rank_of, place = _flat(seen["owners"]), _flat(seen["within"])
+        for values in (other, before):
+            for shard in range(len(ours)):
+                theirs = rank_of == shard
+                there = dict(zip(place[theirs].tolist(), values[theirs].tolist(), strict=True))
+                found = zip(place[off & ~theirs].tolist(), one[off & ~theirs].tolist(), strict=True)
+                if off.any() and not (off & theirs).any() and all(there.get(at) == value for at, value in found):
+                    return True
+    return False
 
 
 def _idea_of_nan(case):
@@ -248,11 +287,11 @@ def _idea_of_nan(case):
 
 
 def _idea_of_old_values(found, expected, mine):
-    """Of other ranks' shards the values are old: of the step before, or of the beginning?"""
+    """Of other ranks' shards the values are old. Are they those of the beginning after two steps as well?"""
     second = [_flat(seen["weights"][2])[~own_part] for seen, own_part in zip(found, mine, strict=True)]
-    first = [_flat(seen["weights"][1])[~own_part] for seen, own_part in zip(expected, mine, strict=True)]
-    behind = all(torch.equal(one, other) for one, other in zip(second, first, strict=True))
-    return "gathered too early" if behind else "not gathered"
+    begin = [_flat(seen["weights"][0])[~own_part] for seen, own_part in zip(expected, mine, strict=True)]
+    stays = all(torch.equal(one, other) for one, other in zip(second, begin, strict=True))
+    return "not gathered" if stays else "gathered too early"
 
 
 def _idea_of_a_step(ours, stages, start, mine, own):
@@ -270,10 +309,6 @@ def _idea_of_a_step(ours, stages, start, mine, own):
         named = {size: "sum, not mean", 1 / size: "divided twice"}
         return next((idea for value, idea in named.items() if abs(multiple - value) < 1e-3), "factor")
     return "differs"
-
-
-def _name(case):
-    return next(name for name, other in CASES.items() if other is case)
 
 
 def _flat(tensors):

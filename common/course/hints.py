@@ -1,13 +1,6 @@
 """What a teacher says to a mistake, in three steps: the idea, where it lives, and nearly how it is done."""
 
 HINTS = {
-    "open part": (
-        "This part is yours to write. The method's docstring says what it is for, and the head of the file what is "
-        "at hand.",
-        "Write what the table at the head of the file says of this phase, and nothing more: most parts call one "
-        "collective.",
-        "Read the same phase on one page, in minimal.py of the stage, and say it with what is at hand here.",
-    ),
     "syntax": (
         "Python cannot read the file. Nothing was run.",
         "The mark shows where reading stopped; the mistake is often a line earlier: a bracket, a colon, an "
@@ -90,6 +83,21 @@ HINTS = {
         "Each collective returns a handle. Whoever reads what it writes waits for that handle first.",
         "Keep the handle when a gather begins, and before anybody may read the parameters wait for every one that "
         "was kept.",
+    ),
+    "another shard": (
+        "These values are right, and in the wrong place: they belong to another rank's shard.",
+        "Rank r keeps, steps and sends shard r of a bucket. Which shard does each rank give away here?",
+        "A bucket's shard of a rank is a slice: the rank's own number picks it, the same on the way out and in.",
+    ),
+    "no handle": (
+        "The engine waits for a collective whose handle it was not given.",
+        "A collective returns a handle. The rest of the engine looks for it on the bucket.",
+        "Assign what the collective returns: a reduction's to `bucket.handle`, a gather's to `bucket.gathering`.",
+    ),
+    "not marked": (
+        "The engine believes that the unit is not there, although its parameters are on their way.",
+        "Whether a unit is gathered is written down on the unit, and others ask for it before they gather or free.",
+        "Set `unit.gathered` when its gather begins; a unit that has it set is not gathered a second time.",
     ),
     "reads nothing": (
         "NaN is what memory holds here that nobody has written. Something reads before it was filled, or after it "
@@ -175,3 +183,59 @@ HINTS = {
         "minimal.py of the stage has there.",
     ),
 }
+
+# Of the parts that are still open, by the method.
+OPEN = {
+    "owned": (
+        "Fill in the table at the top of the stage's README: of each of the three, everything or a shard?",
+        "A rank steps one shard: so much of the optimizer's states it needs. What do forward and backward need, and "
+        "when?",
+        "Return `Owned(parameters=..., gradients=..., optimizer=...)`, each `bucket.whole()` or "
+        "`bucket.shard(self.rank)`.",
+    ),
+    "reduce": (
+        "Backward has filled the bucket. Each rank needs the mean of what it steps, and nothing else.",
+        "Make the bucket ready to travel, then begin the collective that leaves each rank the mean of its own "
+        "shard. It runs on while backward does.",
+        "`seal`, then `reduce_scatter` from `local` into `reduced`, its handle kept on the bucket. In stage 2 a "
+        "bucket that got no gradient has no room yet, and what has left gives its room back.",
+    ),
+    "update": (
+        "A step has two halves: new values of the own shard, and then everybody's.",
+        "Bucket by bucket, so that one travels while the next is stepped; and at the end nothing may be under way.",
+        "For each bucket `step_shard`, then `gather`; behind the loop the method that waits for all of them.",
+    ),
+    "gather": (
+        "Which collective gives every rank all shards?",
+        "It takes this rank's shard and the room for the whole. In stage 3 that room has to be there first, and a "
+        "unit that is gathered already is left alone.",
+        "`all_gather`, and its handle kept as `bucket.gathering`. In stage 3: mark the unit, let the storage of "
+        "`full` grow to `full.nbytes`, and gather `parameters` into it.",
+    ),
+    "synchronize": (
+        "Whoever reads the parameters after a step must find the new ones.",
+        "A gather that has begun has a handle. Which buckets have one?",
+        "For each bucket whose `gathering` is not None: wait for it, and set it back to None.",
+    ),
+    "take_room": (
+        "The first gradient of a bucket needs a place. How many such places may be alive at a time?",
+        "Nothing to do where the bucket has room. Else count the buckets with room and those that travel.",
+        "While more than one is filling or travelling, wait for the one that left first; then `torch.empty` of the "
+        "bucket's padded length, dtype and device.",
+    ),
+    "free": (
+        "All that remains of a unit is its shard. Who holds on to the rest, and what shall a stray reader see?",
+        "Autograd holds views of the buffer: letting go of a name frees nothing. The storage can shrink.",
+        "Resize the storage of `full` to 0, point each parameter's `data` at its view of nothing, and restore the NaN.",
+    ),
+    "end_backward": (
+        "A unit's backward is over. What is not needed any more, and what can leave?",
+        "A unit that ran twice in forward has a second backward to come: its gradients wait for that.",
+        "Not open any more; `free` it; and where this backward reduces and no visit is left, `reduce` it.",
+    ),
+}
+
+
+def hints_of(idea):
+    """The three hints of an idea."""
+    return OPEN[idea.removeprefix("open ")] if idea.startswith("open ") else HINTS[idea]

@@ -32,9 +32,8 @@ class LateLane:
 
 
 @contextlib.contextmanager
-def late_collectives():
-    """Engines that are built within it communicate on a late lane."""
-    lane = LateLane()
+def collectives_on(lane):
+    """Engines that are built within it communicate on this lane."""
     with mock.patch.object(collectives, "lane_of", lambda *_: lane):
         yield
     lane.finish()

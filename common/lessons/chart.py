@@ -2,7 +2,7 @@
 
 from html import escape
 
-from common.measure.figures import PHASES
+from common.measure.figures.style import PHASES
 from common.measure.memory import CLASSES
 from common.train import show_bytes
 

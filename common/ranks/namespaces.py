@@ -95,7 +95,7 @@ class TwoNodes:
 
     @contextlib.contextmanager
     def started(self, module, *arguments, ranks=2):
-        """Start it, and end what is left of it afterwards. A context manager: the processes of torchrun on each node."""
+        """Start it, and end what is left of it afterwards. A context manager: the process of torchrun on each node."""
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
         environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # c10d warns that addresses here have no names
         nodes = []

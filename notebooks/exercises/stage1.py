@@ -1,6 +1,6 @@
 """Exercise. From stage1_os/engine.py 14 lines are missing, in 5 parts.
 
-Write them, and ask as often as you like:
+Write them all, and ask as often as you like; from then on the answers are about what is wrong:
 
     python -m common.grade notebooks/exercises/stage1.py
 
@@ -19,8 +19,12 @@ At hand:
     bucket.reduced                                  [shard] where the mean of this rank's shard is expected
     bucket.seal()                                   makes `local` ready to travel: zeros as padding, and where
                                                     no gradient came
-    bucket.handle                                   the reduction under way, a Handle; None before
-    bucket.gathering                                the all-gather under way, a Handle; None if there is none
+    bucket.handle                                   the reduction under way, a Handle; None before. Yours to
+                                                    assign: others wait for it
+    bucket.gathering                                the all-gather under way, a Handle; None if there is none.
+                                                    Yours to assign as well
+    bucket.name                                     what traces and messages call it: the `label` of a
+                                                    collective
     handle.wait()                                   returns when the collective is done
     bucket.parameters                               [N x shard] all parameters of the bucket; the model's are
                                                     views of it

@@ -1,6 +1,6 @@
 """Exercise. From stage2_grad/engine.py 12 lines are missing, in 3 parts.
 
-Write them, and ask as often as you like:
+Write them all, and ask as often as you like; from then on the answers are about what is wrong:
 
     python -m common.grade notebooks/exercises/stage2.py
 
@@ -19,9 +19,15 @@ At hand:
     bucket.reduced                                  [shard] where the mean of this rank's shard is expected
     bucket.seal()                                   makes `local` ready to travel: zeros as padding, and where
                                                     no gradient came
-    bucket.handle                                   the reduction under way, a Handle; None before
-    bucket.gathering                                the all-gather under way, a Handle; None if there is none
+    bucket.handle                                   the reduction under way, a Handle; None before. Yours to
+                                                    assign: others wait for it
+    bucket.gathering                                the all-gather under way, a Handle; None if there is none.
+                                                    Yours to assign as well
+    bucket.name                                     what traces and messages call it: the `label` of a
+                                                    collective
     handle.wait()                                   returns when the collective is done
+    bucket.local is None                            it has no room: so it is before its first gradient, and
+                                                    again when it has left
     bucket.padded_numel                             elements of the whole bucket, padding included
     bucket.kind.dtype                               of its gradients
     self.comm.all_reduce(tensor, label)             -> Handle; every rank gets the mean, in place
@@ -29,8 +35,9 @@ At hand:
                                                     `shard`
     self.comm.all_gather(shard, tensor, label)      -> Handle; all ranks' shards, in `tensor`
     self.comm.device                                where tensors live
-    self.travelling                                 a list, empty when backward begins: for the handles of what
-                                                    has left and is not known to have come
+    self.travelling                                 a list, empty when backward begins: the handles of buckets
+                                                    that have left, the oldest first, until somebody has waited
+                                                    for them
 
 The rest stands as in the engine, and what it says of itself as well:
 

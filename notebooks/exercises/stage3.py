@@ -1,6 +1,6 @@
 """Exercise. From stage3_param/engine.py 15 lines are missing, in 4 parts.
 
-Write them, and ask as often as you like:
+Write them all, and ask as often as you like; from then on the answers are about what is wrong:
 
     python -m common.grade notebooks/exercises/stage3.py
 
@@ -27,8 +27,12 @@ At hand:
     bucket.reduced                                  [shard] where the mean of this rank's shard is expected
     bucket.seal()                                   makes `local` ready to travel: zeros as padding, and where
                                                     no gradient came
-    bucket.handle                                   the reduction under way, a Handle; None before
-    bucket.gathering                                the all-gather under way, a Handle; None if there is none
+    bucket.handle                                   the reduction under way, a Handle; None before. Yours to
+                                                    assign: others wait for it
+    bucket.gathering                                the all-gather under way, a Handle; None if there is none.
+                                                    Yours to assign as well
+    bucket.name                                     what traces and messages call it: the `label` of a
+                                                    collective
     handle.wait()                                   returns when the collective is done
     unit.buckets, unit.gathered                     of a unit; whether it is gathered, or about to be
     unit.visits                                     how often it ran in forward, less how often backward has
