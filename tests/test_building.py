@@ -9,8 +9,9 @@ import re
 import pytest
 from test_notebooks import NOTEBOOKS, executed, printed, read
 
-from common.course.building import check, check_answer, open_lines
+from common.course.building import check, open_lines
 from common.course.notebook import Ranks
+from common.course.questions import check_answer
 
 STAGES = {"01_optimizer_states": "stage1_os", "02_gradients": "stage2_grad", "03_parameters": "stage3_param"}
 PATHS = {path.stem: path for path in NOTEBOOKS if path.stem in STAGES}
@@ -90,6 +91,28 @@ MISTAKES = [
         {4: "self.shard.grad = self.gradients"},
         "in backward a rank raised RuntimeError",
     ),
+    (
+        "stage1_os",
+        "a copy is stepped",
+        {2: "self.shard = nn.Parameter(self.parameters.chunk(dist.get_world_size())[dist.get_rank()].clone())"},
+        "is a copy.* whether self.shard is a view of self.parameters",
+    ),
+    (
+        "stage1_os",
+        "gathered into a new tensor",
+        {
+            5: "everyone = [torch.empty_like(self.shard) for _ in range(dist.get_world_size())]\n"
+            "        dist.all_gather(everyone, self.shard.data)\n"
+            "        self.parameters = torch.cat(everyone)"
+        },
+        "self.parameters has become a new tensor.* fill it in place",
+    ),
+    (
+        "stage2_grad",
+        "a lambda that is bound late",
+        {1: "p.register_post_accumulate_grad_hook(lambda p: self.reduce(len(whole), shard, p))"},
+        "128 bytes of gradients are held.* a lambda reads a loop's variables when it is called",
+    ),
     ("stage2_grad", "no hook", {1: "pass"}, "bytes of gradients are held after backward"),
     (
         "stage2_grad",
@@ -98,6 +121,26 @@ MISTAKES = [
         "bytes of gradients are held after backward.* what may be given back",
     ),
     ("stage2_grad", "all_gather forgotten", {4: "pass"}, "learns of the others"),
+    ("stage3_param", "storage does not grow", {1: "pass"}, "in gather .*too few bytes.* when it is filled"),
+    (
+        "stage3_param",
+        "storage grows by elements",
+        {1: "self.whole.untyped_storage().resize_(self.whole.numel())"},
+        "in gather .*too few bytes.* when it is filled",
+    ),
+    (
+        "stage3_param",
+        "a new tensor in gather",
+        {1: "self.whole = torch.empty(len(self.whole))"},
+        "the model begins its forward.* no longer the tensor .* which shrinks and grows",
+    ),
+    (
+        "stage3_param",
+        "data replaced",
+        {3: "self.whole.data = torch.empty(0)"},
+        "no longer the tensor .* shrinks and grows",
+    ),
+    ("stage3_param", "storage does not shrink", {3: "pass"}, "bytes of parameters are held after .* given back"),
     ("stage3_param", "not freed after forward", {5: "pass"}, "bytes of gathered units were there at once"),
     ("stage3_param", "not gathered before backward", {6: "pass"}, "blocks.1 begins its backward.*who reads weights"),
     ("stage3_param", "freed too early", {4: "pass\n        self.free()"}, "blocks.1 is still in its backward.*last"),

@@ -3,6 +3,7 @@
 What runs is a copy in memory: the files in notebooks/ stay as they are.
 """
 
+import ast
 import functools
 import re
 from pathlib import Path
@@ -26,15 +27,15 @@ def model_state_bytes(stage, n, parameters):
 def sent_bytes(stage, n, parameters):
     return 4 * (n - 1) / n * (2 * parameters if stage < 3 else 2 * parameters + GATHERED_TWICE)
 
-check(model_state_bytes, "model_state_bytes")
-check(sent_bytes, "wire_bytes_per_step")
-print(check_choice((2, 7)))
+questions.by_stage(model_state_bytes, results, "model_state_bytes")
+questions.by_stage(sent_bytes, results, "wire_bytes_per_step")
+questions.stage_and_ranks((2, 7))
 """
 MISTAKES = """
-check(lambda stage, n, parameters: 16 * parameters, "model_state_bytes")
-check(lambda stage, n, parameters: 8 * (n - 1) / n * parameters, "wire_bytes_per_step")
+questions.by_stage(lambda stage, n, parameters: 16 * parameters, results, "model_state_bytes")
+questions.by_stage(lambda stage, n, parameters: 8 * (n - 1) / n * parameters, results, "wire_bytes_per_step")
 for choice in ((1, 44), (2, 6), (2, 8), (3, 4)):
-    print(check_choice(choice))
+    questions.stage_and_ranks(choice)
 """
 
 # Run before anything is drawn: a figure says what its axes are, by a label or by names along them.
@@ -98,6 +99,15 @@ def test_the_exercises_are_open_and_know_right_from_wrong():
     assert re.findall(r"solved|not", printed(solutions)) == ["solved"] * 9
     states, wire = ["solved", "not", "not", "not"], ["solved", "solved", "solved", "not"]
     assert re.findall(r"solved|not", printed(mistakes)) == states + wire + ["not"] * 4
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_question_does_not_show_its_answer(path):
+    for cell in read(path).cells:
+        if cell.cell_type == "code" and "return None" in cell.source:
+            statements = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.stmt)]
+            assert sum(isinstance(node, ast.FunctionDef) for node in statements) == 1, cell.id
+            assert not [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.BinOp)], cell.id
 
 
 def test_notebooks_start_in_the_repositorys_root_too():

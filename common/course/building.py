@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from common import models
 from common.course.ranks import progress
 from common.course.recording import KINDS, MODEL, batch, build, reference_of, stepped_by, train_step
+from common.measure.memory import storage_id
 from common.ranks.world import RankFailed
 from common.train import train_step as train
 
@@ -65,6 +66,14 @@ PAGES = {
 }
 
 
+# What to think about where too little is held.
+TOO_LITTLE = {
+    "parameters": "which of them a rank keeps",
+    "gradients": "where each gradient goes: a lambda reads a loop's variables when it is called, not when it is made",
+    "optimizer states": "what the optimizer steps",
+}
+
+
 # ---- on each rank: beside the stage's engine --------------------------------------------------------------------
 
 
@@ -91,7 +100,7 @@ class Comparison:
     def first_fault(self):
         """A sentence about what is wrong first, the same on every rank; None where all is right."""
         try:
-            self._agree(self._fault_of_what_is_stepped())
+            self._agree(self._fault_of_what_is_stepped() or self._fault_of_views())
             watch(self.engine, self.module)
             for step in progress(range(STEPS)):
                 self._compare_step(step)
@@ -129,6 +138,18 @@ class Comparison:
             )
         return None
 
+    def _fault_of_views(self):
+        units = getattr(self.engine, "units", None)
+        if units is not None:
+            return next(filter(None, map(fault_of_unit, units)), None)
+        theirs = storages(self.module.parameters())
+        if not storages(stepped_by(self.engine)) <= theirs:
+            return (
+                "what the optimizer steps is a copy, and the model does not see its steps. "
+                "Think about whether self.shard is a view of self.parameters"
+            )
+        return None
+
     def _gradients(self, step):
         """This rank's shards of the mean over ranks, and of its own gradients, from a plain model: two lists [n]."""
         inputs, targets = batch(self.world, self.plain, step)
@@ -152,9 +173,10 @@ class Comparison:
     def _fault_of_bytes(self, held, first):
         for kind, formula in self.formula(first).items():
             if held[kind] != formula:
+                idea = "what may be given back, and when" if held[kind] > formula else TOO_LITTLE[kind]
                 return (
                     f"{held[kind]:,} bytes of {kind} are held after backward, where the formula says {formula:,}. "
-                    "Think about what may be given back, and when"
+                    f"Think about {idea}"
                 )
         return None
 
@@ -194,6 +216,12 @@ class Comparison:
         return None
 
     def _idea(self, ours, before):
+        whole = getattr(self.engine, "parameters", None)
+        if torch.is_tensor(whole) and storage_id(whole) not in storages(self.module.parameters()):
+            return (
+                "self.parameters has become a new tensor, and the model's weights are views of the old one. "
+                "Think about how to fill it in place"
+            )
         if all(torch.equal(ours[name], before[name]) for name in before):
             return "No weight has changed. Think about what the optimizer steps, and where its gradient is"
         names = {p: name for name, p in self.plain.named_parameters()}
@@ -212,9 +240,27 @@ class Comparison:
         return weights
 
 
+def storages(tensors):
+    return set(map(storage_id, tensors))
+
+
+def fault_of_unit(unit):
+    """A sentence where a unit's parameters are no views of its flat tensor any more; else None."""
+    whole = getattr(unit, "whole", None)
+    if torch.is_tensor(whole) and len(whole) and storages(unit.parameters) == storages([whole]):
+        return None
+    return (
+        "a unit's self.whole is no longer the tensor of which its parameters are views. "
+        "Think about its storage, which shrinks and grows, while the tensors stay"
+    )
+
+
 def watch(engine, module):
     """Raise `Mistake` where a unit is about to be read without its weights, which would end the process."""
-    for (name, layer), unit in zip(module.blocks.named_children(), getattr(engine, "units", [])[1:], strict=False):
+    root, *units = getattr(engine, "units", None) or [None]
+    if root is not None:
+        module.register_forward_pre_hook(partial(_must_be_whole, root, "the model begins its forward"))
+    for (name, layer), unit in zip(module.blocks.named_children(), units, strict=False):
         layer.register_forward_pre_hook(partial(_must_be_whole, unit, f"blocks.{name} begins its forward"))
         layer.register_full_backward_pre_hook(partial(_must_be_whole, unit, f"blocks.{name} begins its backward"))
         for p in layer.parameters():
@@ -222,6 +268,8 @@ def watch(engine, module):
 
 
 def _must_be_whole(unit, moment, *_):
+    if fault := fault_of_unit(unit):
+        raise Mistake(f"{moment}, and {fault}")
     if unit.whole.untyped_storage().nbytes() == 0:
         raise Mistake(f"{moment}, and its unit's storage holds 0 bytes. Think about who reads weights, and when")
 
@@ -295,25 +343,10 @@ def _what_happened(message, methods):
     if "died" in message:
         return f"{message}. It may have read weights whose storage is freed. Think about who reads them, and when"
     within = [name for name in re.findall(r"line \d+, in (\w+)", message) if name in methods]
-    return (f"in {within[-1]} " if within else "") + f"a rank raised {message.strip().splitlines()[-1].rstrip('.')}"
-
-
-def check_answer(answer, truth, hints=()):
-    """Print whether an answer is right; else what a wrong one leaves out.
-
-    Args:
-        answer: a number or a tuple of numbers; None while it is open.
-        truth: what was measured, or what the formula gives.
-        hints: [(a wrong answer, what to think of)].
-    """
-    if answer is None:
-        print("not solved yet")
-    elif _same(answer, truth):
-        print("solved")
-    else:
-        print("not yet:", next((hint for wrong, hint in hints if _same(answer, wrong)), "count it again, kind by kind"))
-
-
-def _same(one, other):
-    one, other = (value if isinstance(value, tuple) else (value,) for value in (one, other))
-    return len(one) == len(other) and all(abs(a - b) <= 1e-9 * abs(b) for a, b in zip(one, other, strict=True))
+    where = f"in {within[-1]} " if within else ""
+    if "out of bounds for storage of size" in message:
+        return (
+            f"{where}a tensor is used whose storage has too few bytes. "
+            "Think about how many it has when it is filled, and who gives them back to it"
+        )
+    return where + f"a rank raised {message.strip().splitlines()[-1].rstrip('.')}"

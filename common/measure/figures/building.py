@@ -4,7 +4,9 @@ from matplotlib.patches import Patch
 
 from common.measure.figures.style import COLORS, PHASES
 
-STATES = ("parameters", "optimizer", "gradients", "gathered units")  # what moves stands on what does not
+# What moves stands on what does not. In the order of `CLASSES` gradients, which come and go from stage 2 on, would lift
+# the optimizer's states, which stay.
+STATES = ("parameters", "optimizer", "gradients", "gathered units")
 MARGIN = 1.03  # of the x axis, in which is seen what is left after the step
 
 
