@@ -1,14 +1,19 @@
-"""Checkpoints: what any engine saves at any world size, any other loads at any other, bit for bit."""
+"""Checkpoints: what any engine saves at any world size, any other loads at any other, bit for bit, in little room."""
 
+import ctypes
 import functools
 import itertools
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from harness import ENGINES, make_engine, same_bits, train_step
 from safetensors.torch import load_file
+from torch import nn
 
+from common.engine.layout import length
 from common.train import sha256
 
 WRITERS = (*ENGINES, "zeropp")  # which steps exact master weights by rounded gradients: the others' step is another
@@ -114,3 +119,54 @@ def test_the_sample_covers_engines_and_sizes():
     assert len(set(SAMPLE)) >= 60
     for one, other, number in ((0, 2, len(WRITERS) ** 2), (1, 3, len(SIZES) ** 2)):  # pairs of engines, pairs of sizes
         assert len({(pair[one], pair[other]) for pair in SAMPLE}) == number
+
+
+# ---- what a load costs ------------------------------------------------------------------------------------------
+
+PEAK = 1.2  # times the engine's own state
+SLACK = 2 * 10**6  # bytes read beside tensors: the index, headers, what ranks tell each other
+
+
+def large():
+    """6.3 M parameters in fp32: 101 MB of states with Adam."""
+    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))
+
+
+def save_large(world, path):
+    engine = make_engine("stage2_grad", large())
+    engine.backward(engine(torch.ones(2, 1024)).square().mean())
+    engine.step()
+    engine.save(path)
+
+
+def told(file, what):
+    """A number that the system tells of this process."""
+    return int(re.search(rf"{what}:\s*(\d+)", Path("/proc/self", file).read_text())[1])
+
+
+def load_large(world, name, path):
+    """Load; return the bytes of the engine's own state, the most resident beside it, those needed and those read."""
+    engine = make_engine(name, large(), bucket_mb=25.0)
+    own = sum(engine.predicted_model_state_bytes().values())
+    if name == "offload":
+        own += sum(engine.predicted_host_state_bytes().values())
+    moments = sum(8 * length(engine.owned(bucket).optimizer) for bucket in engine.buckets)
+    needed = moments + sum(4 * len(bucket.parameters) for bucket in engine.buckets)
+    ctypes.CDLL(None).malloc_trim(0)  # so that what building has freed does not count as there
+    Path("/proc/self/clear_refs").write_text("5")  # the high water mark of resident memory begins anew
+    resident, read = told("status", "VmRSS"), told("io", "rchar")
+    engine.load(path)
+    beside = 1024 * (told("status", "VmHWM") - resident) - moments
+    return own, beside, needed, told("io", "rchar") - read
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts resident memory, where a GPU's is none")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system tells no high water mark")
+@pytest.mark.parametrize("name", ["stage0_ddp", "stage3_param", "offload"])
+def test_a_load_reads_what_its_rank_needs_and_holds_little_beside_the_state(worlds, tmp_path, name):
+    worlds(2).run(save_large, tmp_path)
+    file = max(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    for own, beside, needed, read in worlds(2).run(load_large, name, tmp_path):
+        assert own > 50e6
+        assert own + beside < PEAK * own
+        assert read < file + needed + SLACK  # each file is proved by one rank, which reads it once more

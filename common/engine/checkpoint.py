@@ -17,6 +17,9 @@ Buckets, units and padding do not appear, so the reader may have others. A stage
 once all the same: stages that share a layout write the same files. Gradients are not saved: a save in the middle of an
 accumulation does not disturb it, a load begins it anew.
 
+Loading reads a file's parts straight into place, so that it holds little beside the states. Which file is whole is
+found out once for all ranks: each of them reads its share of the files, and later what it needs of any.
+
 Saving never touches the files of the last save. The new ones get a higher number; when all of them are on the disk,
 the index is replaced in one step; only then the old ones are removed. A writer killed at any moment leaves the last
 save whole, and its remains are cleared away by the next.
@@ -29,13 +32,14 @@ import os
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from common.engine.checkpoint_index import FILE_NAME, flush, read_index, replace_index
 from common.engine.encoding import decode, detached, encode
-from common.engine.layout import distinct, length, within
+from common.engine.layout import distinct, within
 from common.engine.piece import end_to_end
+from common.engine.tensor_file import TensorFile
 from common.errors import InputError
 
 
@@ -101,10 +105,13 @@ def load(engine, path):
             folder = Path(path)
             index = read_index(folder)
             _check_fits(engine, index)
+            for entry in index["files"][rank :: engine.world_size]:  # each file is proved by one rank
+                _check_whole(folder, entry)
+        with _together(engine.comm, f"cannot load {str(path)!r}"):
             own = rank if rank < len(index["files"]) else 0
             needed = sorted(_files_needed(engine, index) | {0, own})
-            files = {k: opened.enter_context(_open(folder, index["files"][k])) for k in needed}
-            extra = decode(json.loads(files[own].metadata()["extra"]), files[own])
+            files = {k: opened.enter_context(TensorFile(folder / index["files"][k]["name"])) for k in needed}
+            extra = decode(json.loads(files[own].metadata["extra"]), files[own])
         with _together(engine.comm, f"loaded {str(path)!r} in part, build the engine anew"):
             _fill_model(engine, index, files)
             _fill_optimizer(engine, index, files)
@@ -247,11 +254,10 @@ def _files_needed(engine, index):
     return {rank for b in buckets for rank, *_ in _overlaps(b, engine.owned(b).parameters, index)}
 
 
-def _open(folder, entry):
-    """Open a file of the checkpoint, once it proved to be what was written."""
+def _check_whole(folder, entry):
+    """Raise InputError if a file of the checkpoint is not what was written."""
     if _checksum(folder / entry["name"]) != entry["sha256"]:
         raise InputError(f"{entry['name']} is damaged; restore it, or take an older checkpoint")
-    return safe_open(folder / entry["name"], framework="pt")
 
 
 def _overlaps(bucket, part, index):
@@ -268,26 +274,24 @@ def _overlaps(bucket, part, index):
                 yield rank, f"{slot.name}@{start}", slice(common.start - at, common.stop - at), within(common, part)
 
 
-def _read(kind, bucket, part, index, files, values=None):
-    """Elements `part` of a bucket's parameters or states, on the CPU, in `values` if given; padding is zero."""
-    if values is None:
-        values = torch.empty(length(part), dtype=torch.float32 if bucket.kind.trainable else bucket.kind.dtype)
-    values.zero_()
+def _fill(target, kind, bucket, part, index, files):
+    """Write elements `part` of a bucket's parameters or states into `target`, flat and as long; padding is zero."""
+    target.zero_()
     for rank, name, there, here in _overlaps(bucket, part, index):
-        values[here] = files[rank].get_slice(f"{kind}/{name}")[there]
-    return values
+        files[rank].fill(target[here], f"{kind}/{name}", there.start)
 
 
 @torch.no_grad()
 def _fill_model(engine, index, files):
     for bucket in engine.buckets + engine.frozen:
         owned = engine.owned(bucket)
-        values = _read("parameters", bucket, owned.parameters, index, files)
         with bucket.values_at_hand(change=True):
-            bucket.parameters.copy_(values)
+            _fill(bucket.parameters, "parameters", bucket, owned.parameters, index, files)
             for piece in bucket.pieces if bucket.kind.trainable else ():
-                # A view of the parameters, or an fp32 master of its own.
-                piece.master.copy_(values[within(piece.part, owned.parameters)])
+                if bucket.sixteen_bit:  # the parameters are rounded
+                    _fill(piece.master, "parameters", bucket, piece.part, index, files)
+                else:
+                    piece.master.copy_(bucket.parameters[within(piece.part, owned.parameters)])
     engine.updates = index.get("updates", 0)  # checkpoints of before offload/ do not have it
     if engine.loss_scaler and index["loss_scaler"]:
         engine.loss_scaler.load_state_dict(index["loss_scaler"])
@@ -308,8 +312,9 @@ def _fill_optimizer(engine, index, files):
         saved = index["parameters"][next(iter(bucket.slots))]  # all parameters have been stepped equally often
         states = decode(saved["scalars"], files[0])
         for name in saved["states"]:
-            room = None if piece.tier is None else piece.tier.empty_like(piece.master)
-            values = _read(f"optimizer/{name}", bucket, piece.part, index, files, room)
+            like = torch.empty_like if piece.tier is None else piece.tier.empty_like
+            values = like(piece.master.detach(), dtype=torch.float32)
+            _fill(values, f"optimizer/{name}", bucket, piece.part, index, files)
             states[name] = piece.keep_state(name, values)
         fresh["state"][number] = states
     optimizer.load_state_dict(fresh)  # moves them to the device
