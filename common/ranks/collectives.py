@@ -13,10 +13,14 @@ tensor as a ring would, and gives the same bits as the two steps of the sharded 
 path there, and shards travel point to point. NCCL reduces in ring or tree order: fast, but another order of
 additions. `deterministic=True` takes the exact path on NCCL too.
 
+**Ranks that are gone.** Point to point a rank knows whom it was with when gloo gives up, and says so: see `RankLost`.
+NCCL says what it says; that is untried.
+
 **Labels.** Each call may say who asks, a unit's name for instance. `common.ranks.trace` shows it where ranks part, and
 `common.measure.timeline` beside the computation.
 """
 
+import contextlib
 import pickle
 import weakref
 from functools import partial
@@ -35,6 +39,10 @@ TAG = 0x5A65524F  # of messages between ranks: those of a user, on the same grou
 # torch renamed these two; 2.11 knows the names on the right only.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class RankLost(RuntimeError):
+    """A rank died or fell silent in a collective: the message names it, and where this rank was. With gloo alone."""
 
 
 class Collectives:
@@ -76,7 +84,7 @@ class Collectives:
         # One lane and one meter for an engine, whatever its groups: all ranks then run its collectives in one order.
         self.lane = lane_of(self.group, backend) if whole is None else whole.lane
         self.traffic = Traffic() if whole is None else whole.traffic
-        self.room = None
+        self.room, self._running = None, ""  # what runs on the lane
         self.tracer = None if self.simulated else trace.tracer_of(self.group)
 
     @property
@@ -224,7 +232,8 @@ class Collectives:
             if after is not None:
                 after.wait()
             # For a profiler; where none looks, this costs some microseconds.
-            with record_function(f"{collective} of {label}" if label else collective):
+            self._running = f"{collective} of {label}" if label else collective
+            with record_function(self._running):
                 work()
 
         return self.lane.submit(labelled, *buffers)
@@ -278,15 +287,15 @@ class Collectives:
             dist.all_to_all_single(received, parts.view(-1), group=self.group)
             return list(received.view(parts.shape))
         pieces, receives, place = {self.rank: parts[self.rank]}, [], received[: parts.shape[1]]
-        sends = {peer: self.group.send([parts[peer]], peer, TAG) for peer in self._others()}
+        sends = {peer: self._send(parts[peer], peer) for peer in self._others()}
         for peer, send in sends.items():
             source = (2 * self.rank - peer) % self.size  # as far before this rank as the peer is behind it
             pieces[source] = place
-            receives.append(self.group.recv([place], source, TAG))
-            send.wait()
+            receives.append((source, self._receive(place, source)))
+            self._with(peer, send.wait)
             place = parts[peer]
-        for receive in receives:
-            receive.wait()
+        for source, receive in receives:
+            self._with(source, receive.wait)
         return [pieces[rank] for rank in range(self.size)]
 
     def _exchange(self, shard, tensor):
@@ -304,12 +313,34 @@ class Collectives:
 
     def _transfer(self, receives, sends):
         """Exchange messages, {peer: tensor} each, and wait for all of them."""
-        # The group's own calls: those of torch.distributed look up for each message which group and rank is meant.
         # Sends first: what a receive already waits for, `send` writes itself, and gloo's thread spins meanwhile.
-        works = [self.group.send([tensor], peer, TAG) for peer, tensor in sends.items()]
-        works += [self.group.recv([tensor], peer, TAG) for peer, tensor in receives.items()]
-        for work in works:
-            work.wait()
+        works = [(peer, self._send(tensor, peer)) for peer, tensor in sends.items()]
+        works += [(peer, self._receive(tensor, peer)) for peer, tensor in receives.items()]
+        for peer, work in works:
+            self._with(peer, work.wait)
+
+    # The group's own calls: those of torch.distributed look up for each message which group and rank is meant.
+
+    def _send(self, tensor, peer):
+        return self._with(peer, self.group.send, [tensor], peer, TAG)
+
+    def _receive(self, tensor, peer):
+        return self._with(peer, self.group.recv, [tensor], peer, TAG)
+
+    def _with(self, peer, call, *args):
+        """A call that another rank takes part in.
+
+        Raises:
+            RankLost: it failed. Whoever loses a rank ends soon, so that others lose him in turn: all name the first.
+        """
+        try:
+            return call(*args)
+        except RuntimeError as error:
+            partner = f"rank {dist.get_global_rank(self.group, peer)}"
+            gone = f"{partner} gave no answer in time" if "Timed out" in str(error) else f"{partner} was lost"
+            with contextlib.suppress(dist.DistError):  # the store may be gone as well
+                gone = self.group.get_group_store().compare_set("gone", "", gone).decode()
+            raise RankLost(f"{gone}: rank {dist.get_rank()} was in {self._running} with {partner}") from error
 
 
 def mean_in_rank_order(pieces, mean):

@@ -28,6 +28,7 @@ from common.measure.hardware import cpus
 from common.ranks import lanes, trace
 from common.ranks.sockets import small_send_buffers
 
+LAST_WORDS = 2.0  # seconds in which ranks may say what another one's end did to them
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -211,17 +212,24 @@ class LocalWorld:
                     raise InputError(value)
                 if outcome != "ok":
                     # When a rank dies, others fail in its wake, and may say so before its own end shows.
-                    self._report_the_dead(within=10 if outcome == "died" else 0.5)
+                    said = {rank: value} if outcome == "failed" else {}
+                    self._report_the_dead(10 if outcome == "died" else 0.5, waiting, said)
                     raise RankFailed(f"rank {rank} failed:\n\n{value}")
                 results[rank] = value
         return results
 
-    def _report_the_dead(self, within):
+    def _report_the_dead(self, within, waiting, said):
+        """Raise RankFailed if a rank died, with what the others say of it: `said`, {rank: traceback}, and later ones.
+
+        Those `waiting`, {pipe: rank}, have so many seconds to say it.
+        """
         ended = wait([process.sentinel for process in self._processes], within)
         for rank, process in enumerate(self._processes):
             if process.sentinel in ended:
                 process.join()
-                raise RankFailed(f"rank {rank} died with exit code {process.exitcode}")
+                said |= _last_words(waiting)
+                words = [f"rank {other}: {said[other].splitlines()[-1]}" for other in sorted(said)]
+                raise RankFailed("\n".join([f"rank {rank} died with exit code {process.exitcode}", *words]))
 
     @property
     def alive(self):
@@ -260,6 +268,17 @@ def _read(pipe):
         return pickle.loads(pipe.recv_bytes())
     except (EOFError, ConnectionError):
         return "died", None
+
+
+def _last_words(waiting):
+    """The tracebacks of ranks that fail in another one's wake, {rank: traceback}; `waiting` is {pipe: rank}."""
+    said, deadline = {}, time.monotonic() + LAST_WORDS
+    while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+        for pipe in ready:
+            rank, (outcome, value) = waiting.pop(pipe), _read(pipe)
+            if outcome == "failed":
+                said[rank] = value
+    return said
 
 
 def _serve(rank, size, pipe, environment, log):
