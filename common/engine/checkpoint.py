@@ -29,6 +29,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -41,6 +42,8 @@ from common.engine.layout import distinct, within
 from common.engine.piece import end_to_end
 from common.engine.tensor_file import TensorFile
 from common.errors import InputError
+
+BEGUN = re.compile(r"\.tmp\w{6}")  # what safetensors calls a file until it is written
 
 
 def save(engine, path, extra=None):
@@ -81,7 +84,8 @@ def save(engine, path, extra=None):
     with _together(comm, f"saved to {str(path)!r}, but cannot clear older files away"):
         if rank == 0:
             flush(folder)
-            for older in _files_in(folder).keys() - {entry["name"] for entry in files}:
+            begun = set(filter(BEGUN.fullmatch, os.listdir(folder)))
+            for older in (_files_in(folder).keys() | begun) - {entry["name"] for entry in files}:
                 (folder / older).unlink()
 
 
