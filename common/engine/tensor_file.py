@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import _TYPES as DTYPES  # the format's names of dtypes; there is no public table
 
-BUFFER = 2**20  # bytes that are read at a time
+BUFFER = 2**18  # bytes that are read at a time: they stay in the cache until they are copied
 
 
 class TensorFile:
