@@ -29,9 +29,9 @@ import os
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
+from common.engine import streamed
 from common.engine.checkpoint_index import FILE_NAME, flush, read_index, replace_index
 from common.engine.encoding import decode, detached, encode
 from common.engine.layout import distinct, length, within
@@ -54,27 +54,27 @@ def save(engine, path, extra=None):
     """
     rank, comm = engine.rank, engine.comm
     failure = f"cannot save to {str(path)!r}"
-    with _together(comm, failure):
+    with together(comm, failure):
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         number = 1 + max(_files_in(folder).values(), default=0)
     number = max(comm.gather_objects(number, "the checkpoint"))
     file = folder / f"{number:06}-rank-{rank:05}.safetensors"
     try:
-        with _together(comm, failure):
+        with together(comm, failure):
             tensors = _shards(engine)
             index = _index(engine, tensors) if rank == 0 else None
-            _write(file, tensors, json.dumps(encode(extra, tensors, "extra")))
-            entry = {"name": file.name, "sha256": _checksum(file)}
+            structure = json.dumps(encode(extra, tensors, "extra"))
+            entry = {"name": file.name, "sha256": _write(file, tensors, structure)}
         files = comm.gather_objects(entry, "the checkpoint")
-        with _together(comm, failure):
+        with together(comm, failure):
             if rank == 0:
                 replace_index(folder, {**index, "files": files})
     except InputError:
         with contextlib.suppress(OSError):
             file.unlink()
         raise
-    with _together(comm, f"saved to {str(path)!r}, but cannot clear older files away"):
+    with together(comm, f"saved to {str(path)!r}, but cannot clear older files away"):
         if rank == 0:
             flush(folder)
             for older in _files_in(folder).keys() - {entry["name"] for entry in files}:
@@ -97,22 +97,26 @@ def load(engine, path):
     """
     rank = engine.rank
     with contextlib.ExitStack() as opened:
-        with _together(engine.comm, f"cannot load {str(path)!r}"):
+        with together(engine.comm, f"cannot load {str(path)!r}"):
             folder = Path(path)
             index = read_index(folder)
             _check_fits(engine, index)
+            for entry in index["files"][rank :: engine.world_size]:
+                check_intact(folder, entry)
+        with together(engine.comm, f"cannot load {str(path)!r}"):
             own = rank if rank < len(index["files"]) else 0
             needed = sorted(_files_needed(engine, index) | {0, own})
-            files = {k: opened.enter_context(_open(folder, index["files"][k])) for k in needed}
-            extra = decode(json.loads(files[own].metadata()["extra"]), files[own])
-        with _together(engine.comm, f"loaded {str(path)!r} in part, build the engine anew"):
+            files = {k: opened.enter_context(streamed.Source(folder / index["files"][k]["name"])) for k in needed}
+            extra = decode(json.loads(files[own].metadata["extra"]), files[own])
+        engine.begin_load()
+        with together(engine.comm, f"loaded {str(path)!r} in part, build the engine anew"):
             _fill_model(engine, index, files)
             _fill_optimizer(engine, index, files)
     return extra
 
 
 @contextlib.contextmanager
-def _together(comm, failure):
+def together(comm, failure):
     """Run a block on every rank; if anything is raised on one, every rank raises an InputError that names it.
 
     There are no collectives in the block: the ranks that fail in it would miss some. They meet behind it.
@@ -185,6 +189,7 @@ def _index(engine, tensors):
         "updates": engine.updates,
         "loss_scaler": engine.loss_scaler and engine.loss_scaler.state_dict(),
         "buffers": {name: list(buffer.shape) for name, buffer in _buffers(engine)},
+        "tied": _tied(engine),
         "parameters": parameters,
     }
 
@@ -201,14 +206,17 @@ def _buffers(engine):
     return [(name, buffer) for name, buffer in engine.module.named_buffers() if name in persistent]
 
 
+def _tied(engine):
+    """The further names of what has several, {name: its name in the files}."""
+    first = {tensor: name for name, tensor in [*engine.module.named_parameters(), *_buffers(engine)]}
+    state = {name: value for name, value in engine.state_as_it_stands().items() if torch.is_tensor(value)}
+    return {name: first[tensor] for name, tensor in state.items() if first.get(tensor, name) != name}
+
+
 def _write(file, tensors, structure):
-    """Write a rank's file; return when it is on the disk."""
-    try:
-        save_file(tensors, file, {"extra": structure})
-    except KeyError as error:  # a dtype that safetensors has no name for: complex128, complex32, torch's int4 and so on
-        names = ", ".join(name for name, tensor in tensors.items() if tensor.dtype in error.args)
-        raise InputError(f"safetensors cannot hold {error}, the dtype of {names}; cast it, or leave it out") from error
-    flush(file)
+    """Write a rank's file; return its checksum when it is on the disk."""
+    told = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    return streamed.write(file, told, tensors.get, {"extra": structure})
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -247,11 +255,10 @@ def _files_needed(engine, index):
     return {rank for b in buckets for rank, *_ in _overlaps(b, engine.owned(b).parameters, index)}
 
 
-def _open(folder, entry):
-    """Open a file of the checkpoint, once it proved to be what was written."""
+def check_intact(folder, entry):
+    """Raise InputError unless a file of the checkpoint is what was written. Each is read by one rank, for all."""
     if _checksum(folder / entry["name"]) != entry["sha256"]:
         raise InputError(f"{entry['name']} is damaged; restore it, or take an older checkpoint")
-    return safe_open(folder / entry["name"], framework="pt")
 
 
 def _overlaps(bucket, part, index):
@@ -274,20 +281,25 @@ def _read(kind, bucket, part, index, files, values=None):
         values = torch.empty(length(part), dtype=torch.float32 if bucket.kind.trainable else bucket.kind.dtype)
     values.zero_()
     for rank, name, there, here in _overlaps(bucket, part, index):
-        values[here] = files[rank].get_slice(f"{kind}/{name}")[there]
+        files[rank].read(f"{kind}/{name}", there.start, values[here])
     return values
+
+
+@torch.no_grad()
+def take_over(bucket, part, values):
+    """Let `values` be what this rank keeps of a bucket's parameters, elements `part` of the run, and its masters."""
+    with bucket.values_at_hand(change=True):
+        bucket.parameters.copy_(values)
+        for piece in bucket.pieces if bucket.kind.trainable else ():
+            # A view of the parameters, or an fp32 master of its own.
+            piece.master.copy_(values[within(piece.part, part)])
 
 
 @torch.no_grad()
 def _fill_model(engine, index, files):
     for bucket in engine.buckets + engine.frozen:
-        owned = engine.owned(bucket)
-        values = _read("parameters", bucket, owned.parameters, index, files)
-        with bucket.values_at_hand(change=True):
-            bucket.parameters.copy_(values)
-            for piece in bucket.pieces if bucket.kind.trainable else ():
-                # A view of the parameters, or an fp32 master of its own.
-                piece.master.copy_(values[within(piece.part, owned.parameters)])
+        part = engine.owned(bucket).parameters
+        take_over(bucket, part, _read("parameters", bucket, part, index, files))
     engine.updates = index.get("updates", 0)  # checkpoints of before offload/ do not have it
     if engine.loss_scaler and index["loss_scaler"]:
         engine.loss_scaler.load_state_dict(index["loss_scaler"])

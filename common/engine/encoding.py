@@ -45,7 +45,7 @@ def decode(encoded, file):
         return encoded
     ((kind, content),) = encoded.items()
     if kind == "tensor":
-        return file.get_tensor(content).clone()  # on its own: what was read may lie in a map of the whole file
+        return file.get_tensor(content)
     if kind == "tuple":
         return tuple(decode(item, file) for item in content)
     return {decode(key, file): decode(item, file) for key, item in content}
