@@ -1,4 +1,4 @@
-"""`python -m common.export CHECKPOINT model.safetensors`: the model of a checkpoint in one file, for programs elsewhere.
+"""`python -m common.export CHECKPOINT model.safetensors`: a checkpoint's model in one file, for programs elsewhere.
 
 The file has the names of model.state_dict(), so that a plain load_state_dict(strict=True) takes it: parameters, fp32
 master weights where there are any, persistent buffers, and tied weights under all of their names. No ranks and no model

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from harness import ENGINES, batch, make_engine, same_bits, train_step
+from harness import ADAMW, ENGINES, STAGES, batch, make_engine, same_bits, train_step
 from safetensors.torch import save_file
 from torch import nn
 
 from common import models
 from common.errors import InputError
+from common.train import find_engine
 
 EVERY_ENGINE = (*ENGINES, "offloaded:Delayed", "offloaded:Spread", "zeropp", "quantized:Copies")
 
@@ -118,3 +119,33 @@ def test_what_is_no_safetensors_file_is_told(worlds, tmp_path):
     for name in ("missing", "text", "cut", "."):
         said = worlds(2).run(refused, "stage2_grad", tmp_path / name)
         assert all(f"cannot load weights of '{tmp_path / name}'" in complaint for complaint in said)
+
+
+# ---- from a real package ----------------------------------------------------------------------------------------
+
+
+def gpt2():
+    """A small model of transformers', which keeps a tied weight under one of its names."""
+    transformers = pytest.importorskip("transformers", reason="pip install transformers: its weights are loaded here")
+    sizes = {"vocab_size": 256, "n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 4}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def forward_of_gpt2(world, stage, file, tokens):
+    torch.manual_seed(1)
+    made = find_engine(stage)(gpt2().to(world.device), ADAMW)
+    made.load_weights(file)
+    made.eval()
+    with torch.no_grad():
+        return made(tokens.to(world.device)).logits.cpu()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_file_that_transformers_saved_gives_its_models_forward(worlds, tmp_path, stage):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    module, tokens = gpt2().eval().to(device), torch.arange(20, device=device)[None]
+    module.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = module(tokens).logits.cpu()
+    for logits in worlds(2).run(forward_of_gpt2, stage, tmp_path / "model.safetensors", tokens.cpu()):
+        assert torch.equal(logits, expected)
