@@ -23,7 +23,6 @@ save whole, and its remains are cleared away by the next.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -257,7 +256,7 @@ def _files_needed(engine, index):
 
 def check_intact(folder, entry):
     """Raise InputError unless a file of the checkpoint is what was written. Each is read by one rank, for all."""
-    if _checksum(folder / entry["name"]) != entry["sha256"]:
+    if streamed.checksum(folder / entry["name"]) != entry["sha256"]:
         raise InputError(f"{entry['name']} is damaged; restore it, or take an older checkpoint")
 
 
@@ -278,8 +277,9 @@ def _overlaps(bucket, part, index):
 def _read(kind, bucket, part, index, files, values=None):
     """Elements `part` of a bucket's parameters or states, on the CPU, in `values` if given; padding is zero."""
     if values is None:
-        values = torch.empty(length(part), dtype=torch.float32 if bucket.kind.trainable else bucket.kind.dtype)
-    values.zero_()
+        values = torch.zeros(length(part), dtype=torch.float32 if bucket.kind.trainable else bucket.kind.dtype)
+    else:
+        values.zero_()
     for rank, name, there, here in _overlaps(bucket, part, index):
         files[rank].read(f"{kind}/{name}", there.start, values[here])
     return values
@@ -334,8 +334,3 @@ def _files_in(folder):
     """The files of all saves in a folder, finished or not: {name: number of the save}."""
     matches = map(FILE_NAME.fullmatch, os.listdir(folder))
     return {match[0]: int(match[1]) for match in matches if match}
-
-
-def _checksum(file):
-    with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -6,18 +6,25 @@
 
 Offsets count from the end of the header. A tensor's elements are one run of bytes, so any part of it is read alone.
 
+A file is written block by block: while one is filled, the one before is hashed and written. With O_DIRECT, where the
+disk takes it, they pass the system's cache by, which would take as long again to make room and to copy.
+
 Source: https://github.com/huggingface/safetensors, "Format".
 """
 
 import hashlib
+import itertools
 import json
 import math
+import mmap
 import os
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from safetensors import safe_open
 
+from common.engine.swap import padded, set_direct
 from common.errors import InputError
 
 DTYPES = {
@@ -42,7 +49,8 @@ DTYPES = {
     "C64": torch.complex64,
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-BLOCK = 2**23  # bytes that are read at a time
+BLOCK = 2**23  # bytes that are read, hashed or written at a time
+ROOMS = 3  # blocks in memory: one that is filled, and those before it
 
 
 def write(file, tensors, value_of, metadata):
@@ -66,13 +74,36 @@ def write(file, tensors, value_of, metadata):
         raise InputError(f"safetensors cannot hold {dtype}, the dtype of {names}; cast it, or leave it out")
     # The widest first: so each begins at a multiple of its element's size, as those who map the file need it.
     order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
-    checksum = hashlib.sha256()
-    with open(file, "wb", buffering=0) as opened, ThreadPoolExecutor(1) as beside:
-        _write_all(opened, memoryview(_header(order, tensors, metadata)), checksum, beside)
-        for name in order:
-            _write_all(opened, _bytes_of(value_of(name)), checksum, beside)
+    parts = itertools.chain([_header(order, tensors, metadata)], (_bytes_of(value_of(name)) for name in order))
+    checksum, size, under_way = hashlib.sha256(), 0, deque()
+    with open(file, "wb", buffering=0) as opened, ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(1) as writing:
+        set_direct(opened.fileno())
+        for room, filled in _blocks(parts):
+            hashed = hashing.submit(checksum.update, room[:filled])
+            written = writing.submit(_write_all, opened, room[: padded(filled)])
+            size += filled
+            under_way.append((hashed, written))
+            if len(under_way) == ROOMS - 1:  # the next block comes into the room of the first of them
+                _wait_for(under_way.popleft())
+        for each in under_way:
+            _wait_for(each)
+        opened.truncate(size)  # O_DIRECT has written whole pages
         os.fsync(opened.fileno())
     return checksum.hexdigest()
+
+
+def checksum(file):
+    """A file's sha256, in hex, each block hashed while the next is read."""
+    found, rooms = hashlib.sha256(), itertools.cycle(_rooms())
+    with open(file, "rb", buffering=0) as opened, ThreadPoolExecutor(1) as reading:
+        room = next(rooms)
+        count = opened.readinto(room)
+        while count:
+            following = next(rooms)
+            ahead = reading.submit(opened.readinto, following)
+            found.update(room[:count])
+            room, count = following, ahead.result()
+    return found.hexdigest()
 
 
 def _header(order, tensors, metadata):
@@ -86,12 +117,35 @@ def _header(order, tensors, metadata):
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_all(opened, data, checksum, beside):
-    """Write bytes, and hash them beside that."""
-    hashed = beside.submit(checksum.update, data)
+def _rooms():
+    """Memory for blocks, each at an address that O_DIRECT takes."""
+    return [memoryview(mmap.mmap(-1, BLOCK)) for _ in range(ROOMS)]
+
+
+def _blocks(parts):
+    """Gather bytes of any length in blocks: (a room, used again after ROOMS blocks, and how many bytes it has)."""
+    rooms = itertools.cycle(_rooms())
+    room, filled = next(rooms), 0
+    for part in parts:
+        taken = 0
+        while taken < len(part):
+            count = min(len(part) - taken, BLOCK - filled)
+            room[filled : filled + count] = part[taken : taken + count]
+            taken, filled = taken + count, filled + count
+            if filled == BLOCK:
+                yield room, filled
+                room, filled = next(rooms), 0
+    yield room, filled
+
+
+def _write_all(opened, data):
     while data:
         data = data[opened.write(data) :]
-    hashed.result()
+
+
+def _wait_for(futures):
+    for future in futures:
+        future.result()
 
 
 def _bytes_of(tensor):
@@ -153,8 +207,9 @@ class Source:
         return values
 
     def _read_into(self, room, offset):
+        self._file.seek(offset)
         while room:
-            count = os.preadv(self._file.fileno(), [room], offset)
+            count = self._file.readinto(room)
             if not count:
                 raise OSError(f"{self._file.name} ends too early")
-            room, offset = room[count:], offset + count
+            room = room[count:]
