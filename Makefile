@@ -13,7 +13,7 @@
 #                 into them. In parts: make record-suite, -demo, -activations,
 #                 -accumulated, -scores, -bench, -second-machine,
 #                 -small-send-buffers, -growth, -alone, -capacity, -offload,
-#                 -infinity, -zeropp (root, iproute2)
+#                 -infinity, -zeropp (root, iproute2), -checkpoint
 # make notebooks  run the notebooks from a clean kernel, and store what comes out
 # make lessons    write a page for each increment to results/local/lessons: two
 #                 engines side by side, their memory, and a step to go through
@@ -33,7 +33,7 @@ RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters DeepSpeed1 DeepSpeed2 DeepSpeed3
-RECORDS := suite demo activations accumulated scores bench second-machine small-send-buffers growth alone capacity offload infinity zeropp
+RECORDS := suite demo activations accumulated scores bench second-machine small-send-buffers growth alone capacity offload infinity zeropp checkpoint
 
 .PHONY: help demo notebooks lessons infinity test test-gpu test-all soak lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
@@ -127,6 +127,9 @@ record-zeropp: $(INSTALLED)
 	$(BIN)/python -m zeropp.sweep --json results/zeropp_sweep.json
 	$(BIN)/python -m zeropp.pack_time --json results/zeropp_pack_time.json
 	$(BIN)/python -m zeropp.convergence --oversubscribe --json results/zeropp_convergence.json
+
+record-checkpoint: $(INSTALLED)
+	$(BIN)/python -m common.checkpoint_bench --json results/checkpoint.json
 
 infinity: $(INSTALLED)
 	mkdir -p $(RESULTS)

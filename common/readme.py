@@ -12,7 +12,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-from common import activations, bench_results, capacity_results, models
+from common import activations, bench_results, capacity_results, checkpoint_bench, models
 from common.compare import as_markdown
 from common.engine.mixed_precision import DTYPES
 from common.report import MOVED
@@ -52,6 +52,7 @@ def pages():
             "alone": bench_results.alone_as_markdown(*map(_read, ALONE)),
             "capacity": capacity_results.as_markdown(_read("capacity_cpu.json")),
             "accumulated": as_markdown(_read("accumulated.json")),
+            "checkpoint": checkpoint_bench.as_markdown(_read("checkpoint.json")),
         },
         "tests/README.md": {
             "equivalence": equivalence_table(_read("equivalence.json")),

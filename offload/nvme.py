@@ -397,10 +397,9 @@ class InfinityEngine(EngineBase):
                 raise RuntimeError("parameters cannot change within gathered(): leave the context first")
             self.free(unit)
 
-    def load(self, path):
-        """Read a checkpoint and return its `extra`. A collective; see `EngineBase.load`."""
+    def begin_load(self):
+        """Before the parameters become those of a file."""
         self.free_all()
-        return super().load(path)
 
     @contextmanager
     def gathered(self, *modules):

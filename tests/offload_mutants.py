@@ -11,7 +11,7 @@ from mutants import CLIPPED, TRAINED, TRAINED_IN_BF16, left_out, replaced
 from offloaded import WARM_UP
 from torch.optim.lr_scheduler import ExponentialLR
 
-from common.engine import Bucket, accounting, base, mixed_precision, tiers
+from common.engine import Bucket, accounting, mixed_precision, tiers, whole
 from common.engine.bus import Bus
 from common.engine.piece import Piece
 from common.engine.stepping import Stepper
@@ -293,7 +293,7 @@ def the_warm_up_is_delayed_too(engine):
 
 @shown_by(delayed, DELAYED)
 def the_last_update_is_not_drained(engine):
-    return replaced(engine, "full_state_dict", lambda original, self: base.whole_state(self))
+    return replaced(engine, "full_state_dict", lambda original, self: whole.whole_state(self))
 
 
 @shown_by(loads_over_what_is_under_way, DELAYED)

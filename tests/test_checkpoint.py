@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from common import models
-from common.engine import checkpoint
+from common.engine import checkpoint, streamed
 from common.engine.checkpoint_index import digest
 from common.errors import InputError
 from common.ranks.world import LocalWorld, RankFailed
@@ -391,7 +391,7 @@ def fail_unexpectedly(*args):
 
 
 def no_checksum(patch):
-    patch.setattr(checkpoint, "_checksum", fail_unexpectedly)
+    patch.setattr(streamed.hashlib, "sha256", fail_unexpectedly)
 
 
 def no_index_unexpectedly(patch):
@@ -511,7 +511,7 @@ def kill(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def write_half_and_die(tensors, file, metadata):
+def write_half_and_die(file, *others):
     file.write_bytes(b"half of a file")
     kill()
 
@@ -522,7 +522,7 @@ def replace_and_die(source, target, replace=os.replace):
 
 
 MOMENTS = {
-    "while writing": (1, checkpoint, "save_file", write_half_and_die),
+    "while writing": (1, streamed, "write", write_half_and_die),
     "before the index": (0, os, "replace", kill),
     "behind the index": (0, os, "replace", replace_and_die),
 }

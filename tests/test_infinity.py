@@ -318,7 +318,7 @@ def test_without_o_direct_it_works_and_says_so_once(worlds, tmp_path, capfd):
 
 
 def without_o_direct(world, folder):
-    with mock.patch.object(swap, "_set_direct", lambda fd: False):
+    with mock.patch.object(swap, "set_direct", lambda fd: False):
         made = make_engine("offload.nvme", path=folder)
     for step in range(2):
         train_step(made, world, step)

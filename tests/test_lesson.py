@@ -25,7 +25,7 @@ CHANGED_METHODS = {
     "offload": {"sends", "partition", "reduce", "update", "gather", "synchronize"},
     "offload.nvme": {"__init__", "partition", "gather", "prefetch", "begin_forward", "end_forward", "reduce_bucket"}
     | {"update", "free_all"},
-    "zeropp": {"__init__", "owned", "sends", "partition", "gather", "reduce_bucket", "update", "load"},
+    "zeropp": {"__init__", "owned", "sends", "partition", "gather", "reduce_bucket", "update", "begin_load"},
 }
 NEIGHBOURS = [
     *itertools.pairwise(STAGES),

@@ -327,14 +327,13 @@ class Engine(EngineBase):
                 raise RuntimeError("parameters cannot change within gathered(): leave the context first")
             self.free(unit)
 
-    def load(self, path):
-        """Read a checkpoint and return its `extra`. A collective; see `EngineBase.load`."""
+    def begin_load(self):
+        """Before the parameters become those of a file. What nodes keep of those before is out of date."""
         self.free_all()
         for bucket in self.buckets + self.frozen:
             bucket.comes_by.outdate(bucket)
             for residual in bucket.residuals:
                 residual.zero_()
-        return super().load(path)
 
     @contextmanager
     def gathered(self, *modules):

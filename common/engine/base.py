@@ -1,4 +1,4 @@
-"""What every engine does alike: the calls of a training loop, casts, the optimizer over shards, whole weights, files.
+"""What every engine does alike: the calls of a training loop, casts, the optimizer over shards.
 
 What a rank keeps, when it communicates and when it frees is not here: that is the stage's own `engine.py`, whose
 phases this file calls by name:
@@ -8,8 +8,8 @@ phases this file calls by name:
     backward   -> begin_backward, (hooks) gradient_ready -> reduce, finish_backward
     step       -> update
 
-What is checked, built and counted on the way has files of its own beside this one: `door`, `guards`, `building`,
-`buffers`, `uses`, `accounting`.
+What is checked, built, counted and kept in files on the way has modules of its own beside this one: `door`, `guards`,
+`building`, `buffers`, `uses`, `accounting`, `files`.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ from dataclasses import dataclass
 
 import torch
 
-from common.engine import building, checkpoint, door
+from common.engine import building, door
 from common.engine.accounting import Accounts
 from common.engine.bucket import Bucket
 from common.engine.buffers import Buffers
 from common.engine.door import BATCH_NORMS
+from common.engine.files import Files
 from common.engine.guards import Guards, engine_of
 from common.engine.hooks import Hook, remove_with
 from common.engine.mixed_precision import LossScaler, dtype_of, gradient_norm, overflow_flag
 from common.engine.tensors import host_value, map_tensors
 from common.engine.uses import Uses
-from common.engine.whole import whole_state
 from common.errors import InputError
 from common.measure.memory import storage_id
 from common.ranks.collectives import Collectives
@@ -46,7 +46,7 @@ class StepResult:
     skipped: bool
 
 
-class EngineBase:
+class EngineBase(Files):
     """What the engines share. See a stage's `Engine` for the phases.
 
     Args:
@@ -350,7 +350,7 @@ class EngineBase:
         self.synchronize()
         yield
 
-    # ---- accounting and files ---------------------------------------------------------------------------------
+    # ---- accounting -------------------------------------------------------------------------------------------
 
     def model_state_bytes(self):
         """Bytes of model states on this rank, counted from live storages: parameters, gradients, optimizer.
@@ -378,37 +378,6 @@ class EngineBase:
     def live(self):
         """The tensors that this rank holds now, by class: the model states, and what comes and goes within a step."""
         return self.accounts.live()
-
-    def full_state_dict(self):
-        """The whole model on every rank, a collective: keys of model.state_dict(), full tensors on the CPU.
-
-        Parameters that have fp32 master weights come as those, others in their own dtype.
-        """
-        self.synchronize()
-        self.buffers.broadcast()
-        return whole_state(self)
-
-    def state_as_it_stands(self):
-        """model.state_dict() with the parameters and buffers themselves, whole or not: for its keys."""
-        self.naming = True
-        try:
-            return self._module.state_dict(keep_vars=True)
-        finally:
-            self.naming = False
-
-    def save(self, path, extra=None):
-        """Write a checkpoint that any stage at any world size can load. A collective; see `checkpoint.py`."""
-        self.synchronize()
-        self.buffers.broadcast()
-        checkpoint.save(self, path, extra)
-
-    def load(self, path):
-        """Read a checkpoint and return its `extra`; drop gradients. A collective; see `checkpoint.py`."""
-        self.zero_grad()
-        self.synchronize()
-        extra = checkpoint.load(self, path)
-        torch.autograd.graph.increment_version(list(self.bucket_of))
-        return extra
 
     # ---- building ---------------------------------------------------------------------------------------------
 

@@ -17,33 +17,25 @@ Buckets, units and padding do not appear, so the reader may have others. A stage
 once all the same: stages that share a layout write the same files. Gradients are not saved: a save in the middle of an
 accumulation does not disturb it, a load begins it anew.
 
-Loading reads a file's parts straight into place, so that it holds little beside the states. Which file is whole is
-found out once for all ranks: each of them reads its share of the files, and later what it needs of any.
-
 Saving never touches the files of the last save. The new ones get a higher number; when all of them are on the disk,
 the index is replaced in one step; only then the old ones are removed. A writer killed at any moment leaves the last
 save whole, and its remains are cleared away by the next.
 """
 
 import contextlib
-import hashlib
 import json
 import os
-import re
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
+from common.engine import streamed
 from common.engine.checkpoint_index import FILE_NAME, flush, read_index, replace_index
 from common.engine.encoding import decode, detached, encode
 from common.engine.layout import distinct, within
 from common.engine.piece import end_to_end
-from common.engine.tensor_file import TensorFile
 from common.errors import InputError
-
-BEGUN = re.compile(r"\.tmp\w{6}")  # what safetensors calls a file until it is written
 
 
 def save(engine, path, extra=None):
@@ -61,31 +53,30 @@ def save(engine, path, extra=None):
     """
     rank, comm = engine.rank, engine.comm
     failure = f"cannot save to {str(path)!r}"
-    with _together(comm, failure):
+    with together(comm, failure):
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         number = 1 + max(_files_in(folder).values(), default=0)
     number = max(comm.gather_objects(number, "the checkpoint"))
     file = folder / f"{number:06}-rank-{rank:05}.safetensors"
     try:
-        with _together(comm, failure):
+        with together(comm, failure):
             tensors = _shards(engine)
             index = _index(engine, tensors) if rank == 0 else None
-            _write(file, tensors, json.dumps(encode(extra, tensors, "extra")))
-            entry = {"name": file.name, "sha256": _checksum(file)}
+            structure = json.dumps(encode(extra, tensors, "extra"))
+            entry = {"name": file.name, "sha256": _write(file, tensors, structure)}
         files = comm.gather_objects(entry, "the checkpoint")
-        with _together(comm, failure):
+        with together(comm, failure):
             if rank == 0:
                 replace_index(folder, {**index, "files": files})
     except InputError:
         with contextlib.suppress(OSError):
             file.unlink()
         raise
-    with _together(comm, f"saved to {str(path)!r}, but cannot clear older files away"):
+    with together(comm, f"saved to {str(path)!r}, but cannot clear older files away"):
         if rank == 0:
             flush(folder)
-            begun = set(filter(BEGUN.fullmatch, os.listdir(folder)))
-            for older in (_files_in(folder).keys() | begun) - {entry["name"] for entry in files}:
+            for older in _files_in(folder).keys() - {entry["name"] for entry in files}:
                 (folder / older).unlink()
 
 
@@ -105,25 +96,26 @@ def load(engine, path):
     """
     rank = engine.rank
     with contextlib.ExitStack() as opened:
-        with _together(engine.comm, f"cannot load {str(path)!r}"):
+        with together(engine.comm, f"cannot load {str(path)!r}"):
             folder = Path(path)
             index = read_index(folder)
             _check_fits(engine, index)
-            for entry in index["files"][rank :: engine.world_size]:  # each file is proved by one rank
-                _check_whole(folder, entry)
-        with _together(engine.comm, f"cannot load {str(path)!r}"):
+            for entry in index["files"][rank :: engine.world_size]:
+                check_intact(folder, entry)
+        with together(engine.comm, f"cannot load {str(path)!r}"):
             own = rank if rank < len(index["files"]) else 0
             needed = sorted(_files_needed(engine, index) | {0, own})
-            files = {k: opened.enter_context(TensorFile(folder / index["files"][k]["name"])) for k in needed}
+            files = {k: opened.enter_context(streamed.Source(folder / index["files"][k]["name"])) for k in needed}
             extra = decode(json.loads(files[own].metadata["extra"]), files[own])
-        with _together(engine.comm, f"loaded {str(path)!r} in part, build the engine anew"):
+        engine.begin_load()
+        with together(engine.comm, f"loaded {str(path)!r} in part, build the engine anew"):
             _fill_model(engine, index, files)
             _fill_optimizer(engine, index, files)
     return extra
 
 
 @contextlib.contextmanager
-def _together(comm, failure):
+def together(comm, failure):
     """Run a block on every rank; if anything is raised on one, every rank raises an InputError that names it.
 
     There are no collectives in the block: the ranks that fail in it would miss some. They meet behind it.
@@ -196,6 +188,7 @@ def _index(engine, tensors):
         "updates": engine.updates,
         "loss_scaler": engine.loss_scaler and engine.loss_scaler.state_dict(),
         "buffers": {name: list(buffer.shape) for name, buffer in _buffers(engine)},
+        "tied": _tied(engine),
         "parameters": parameters,
     }
 
@@ -212,14 +205,17 @@ def _buffers(engine):
     return [(name, buffer) for name, buffer in engine.module.named_buffers() if name in persistent]
 
 
+def _tied(engine):
+    """The further names of what has several, {name: its name in the files}."""
+    first = {tensor: name for name, tensor in [*engine.module.named_parameters(), *_buffers(engine)]}
+    state = {name: value for name, value in engine.state_as_it_stands().items() if torch.is_tensor(value)}
+    return {name: first[tensor] for name, tensor in state.items() if first.get(tensor, name) != name}
+
+
 def _write(file, tensors, structure):
-    """Write a rank's file; return when it is on the disk."""
-    try:
-        save_file(tensors, file, {"extra": structure})
-    except KeyError as error:  # a dtype that safetensors has no name for: complex128, complex32, torch's int4 and so on
-        names = ", ".join(name for name, tensor in tensors.items() if tensor.dtype in error.args)
-        raise InputError(f"safetensors cannot hold {error}, the dtype of {names}; cast it, or leave it out") from error
-    flush(file)
+    """Write a rank's file; return its checksum when it is on the disk."""
+    told = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    return streamed.write(file, told, tensors.get, {"extra": structure})
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -258,9 +254,9 @@ def _files_needed(engine, index):
     return {rank for b in buckets for rank, *_ in _overlaps(b, engine.owned(b).parameters, index)}
 
 
-def _check_whole(folder, entry):
-    """Raise InputError if a file of the checkpoint is not what was written."""
-    if _checksum(folder / entry["name"]) != entry["sha256"]:
+def check_intact(folder, entry):
+    """Raise InputError unless a file of the checkpoint is what was written. Each is read by one rank, for all."""
+    if streamed.checksum(folder / entry["name"]) != entry["sha256"]:
         raise InputError(f"{entry['name']} is damaged; restore it, or take an older checkpoint")
 
 
@@ -282,20 +278,32 @@ def _fill(target, kind, bucket, part, index, files):
     """Write elements `part` of a bucket's parameters or states into `target`, flat and as long; padding is zero."""
     target.zero_()
     for rank, name, there, here in _overlaps(bucket, part, index):
-        files[rank].fill(target[here], f"{kind}/{name}", there.start)
+        files[rank].read(f"{kind}/{name}", there.start, target[here])
+
+
+@torch.no_grad()
+def take_over(bucket, part, fill):
+    """Fill what this rank keeps of a bucket's parameters, elements `part` of the run, and its masters, in place.
+
+    `fill(target, part)` writes elements of the run into a flat tensor of any floating dtype.
+    """
+    with bucket.values_at_hand(change=True):
+        fill(bucket.parameters, part)
+        for piece in bucket.pieces if bucket.kind.trainable else ():
+            if bucket.sixteen_bit:  # the parameters are rounded
+                fill(piece.master, piece.part)
+            else:
+                piece.master.copy_(bucket.parameters[within(piece.part, part)])
 
 
 @torch.no_grad()
 def _fill_model(engine, index, files):
     for bucket in engine.buckets + engine.frozen:
-        owned = engine.owned(bucket)
-        with bucket.values_at_hand(change=True):
-            _fill(bucket.parameters, "parameters", bucket, owned.parameters, index, files)
-            for piece in bucket.pieces if bucket.kind.trainable else ():
-                if bucket.sixteen_bit:  # the parameters are rounded
-                    _fill(piece.master, "parameters", bucket, piece.part, index, files)
-                else:
-                    piece.master.copy_(bucket.parameters[within(piece.part, owned.parameters)])
+
+        def fill(target, part, bucket=bucket):
+            _fill(target, "parameters", bucket, part, index, files)
+
+        take_over(bucket, engine.owned(bucket).parameters, fill)
     engine.updates = index.get("updates", 0)  # checkpoints of before offload/ do not have it
     if engine.loss_scaler and index["loss_scaler"]:
         engine.loss_scaler.load_state_dict(index["loss_scaler"])
@@ -331,8 +339,3 @@ def _files_in(folder):
     """The files of all saves in a folder, finished or not: {name: number of the save}."""
     matches = map(FILE_NAME.fullmatch, os.listdir(folder))
     return {match[0]: int(match[1]) for match in matches if match}
-
-
-def _checksum(file):
-    with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

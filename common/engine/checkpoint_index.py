@@ -34,6 +34,7 @@ INDEX = {  # the form of index.json; a key `str` stands for any names, a tuple f
         "files": [{"name": str, "sha256": str}],
     },
 }
+LATER = {"updates": int, "tied": {str: str}}  # keys of the index that older checkpoints do not have
 
 
 def read_index(folder):
@@ -54,7 +55,7 @@ def _intact(contents):
     """Whether `save` can have written this index. A digest is soon made anew, so names must stay in the folder too."""
     if not _has_form(contents, INDEX) or contents["sha256"] != digest(contents["index"]):
         return False
-    if not isinstance(contents["index"].get("updates", 0), int):
+    if not all(_has_form(contents["index"][key], form) for key, form in LATER.items() if key in contents["index"]):
         return False
     names = [entry["name"] for entry in contents["index"]["files"]]
     return len(names) == contents["index"]["world_size"] and all(map(FILE_NAME.fullmatch, names))

@@ -78,7 +78,7 @@ class SwapFile:
             if NAME.fullmatch(file.name) and file != self.path and not _is_alive(file):
                 file.unlink(missing_ok=True)
         self._file = _File(self.path)
-        self.direct = _set_direct(self._file.fd)
+        self.direct = set_direct(self._file.fd)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="disk")
         remove = _Removal(self._file, self._threads)
         self.close = Finalize(self, remove, exitpriority=10)  # of a process that Python's multiprocessing ends, too
@@ -279,8 +279,10 @@ def _own(path):
         os.close(fd)
 
 
-def _set_direct(fd):
-    """Have a file pass the system's cache by, where its file system can; returns whether it does."""
+def set_direct(fd):
+    """Have a new file pass the system's cache by, where its file system can; returns whether it does."""
+    if fcntl is None:
+        return False
     flags, page = fcntl.fcntl(fd, fcntl.F_GETFL), mmap.mmap(-1, PAGE)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)

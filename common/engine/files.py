@@ -1,0 +1,54 @@
+"""What an engine reads and writes: the whole model as a state dict, checkpoints, weights from elsewhere."""
+
+import torch
+
+from common.engine import checkpoint, weights
+from common.engine.whole import whole_state
+
+
+class Files:
+    """The part of `EngineBase` that concerns files."""
+
+    def begin_load(self):
+        """A phase: before the parameters change otherwise than by a step."""
+
+    def full_state_dict(self):
+        """The whole model on every rank, a collective: keys of model.state_dict(), full tensors on the CPU.
+
+        Parameters that have fp32 master weights come as those, others in their own dtype.
+        """
+        self.synchronize()
+        self.buffers.broadcast()
+        return whole_state(self)
+
+    def state_as_it_stands(self):
+        """model.state_dict() with the parameters and buffers themselves, whole or not: for its keys."""
+        self.naming = True
+        try:
+            return self._module.state_dict(keep_vars=True)
+        finally:
+            self.naming = False
+
+    def save(self, path, extra=None):
+        """Write a checkpoint that any stage at any world size can load. A collective; see `checkpoint.py`."""
+        self.synchronize()
+        self.buffers.broadcast()
+        checkpoint.save(self, path, extra)
+
+    def load(self, path):
+        """Read a checkpoint and return its `extra`; drop gradients. A collective; see `checkpoint.py`."""
+        self.zero_grad()
+        self.synchronize()
+        extra = checkpoint.load(self, path)
+        torch.autograd.graph.increment_version(list(self.bucket_of))
+        return extra
+
+    def load_weights(self, file):
+        """Read parameters and buffers by name from a safetensors file; drop gradients. A collective; see `weights.py`.
+
+        The optimizer's states stay as they are: begin with a fresh engine, unless they fit the new weights too.
+        """
+        self.zero_grad()
+        self.synchronize()
+        weights.load(self, file)
+        torch.autograd.graph.increment_version(list(self.bucket_of))

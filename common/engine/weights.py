@@ -1,0 +1,92 @@
+"""Weights from elsewhere: a safetensors file of whole tensors, of which each rank reads its shards.
+
+The names are those of model.state_dict(). Of a parameter with several names the file may have one or all of them.
+"""
+
+import contextlib
+
+import torch
+from torch import nn
+
+from common.engine import streamed
+from common.engine.checkpoint import take_over, together
+from common.engine.layout import distinct
+from common.errors import InputError
+
+
+def load(engine, file):
+    """Read parameters into an engine, and the buffers that the file has. A collective.
+
+    They are cast to the engine's dtypes: master weights to fp32, of which 16-bit parameters are rounded. What the
+    optimizer keeps of steps before, Adam's moments for instance, stays.
+
+    Args:
+        engine: any engine.
+        file: its path, the same on all ranks.
+
+    Raises:
+        InputError: on every rank: there is no such file, it is damaged, or it does not fit the model; it names the
+            first parameter or buffer that differs. Parameters and buffers are as they were; gradients are dropped all
+            the same. Also on every rank, if one could not take over what it read. Then it says that the load was in
+            part: no states can be relied on.
+    """
+    with contextlib.ExitStack() as opened:
+        with together(engine.comm, f"cannot load weights of {str(file)!r}"):
+            source = opened.enter_context(streamed.Source(file))
+            name_of = _names_in(source, engine.state_as_it_stands())
+        engine.begin_load()
+        with together(engine.comm, f"loaded weights of {str(file)!r} in part, build the engine anew"):
+            _fill(engine, source, name_of)
+
+
+def _names_in(source, state):
+    """Which tensor of a file each parameter and buffer is to become: {parameter or buffer: name}.
+
+    Raises:
+        InputError: something is missing, superfluous, or other than here.
+    """
+    names, name_of = {}, {}  # names: tensor -> all of its names
+    for name, tensor in state.items():
+        if torch.is_tensor(tensor):  # modules may keep other things there
+            names.setdefault(tensor, []).append(name)
+    for tensor, own in names.items():
+        there = [name for name in own if name in source.tensors]
+        if there:
+            name_of[tensor] = there[0]
+        elif isinstance(tensor, nn.Parameter):
+            raise InputError(f"{own[0]!r} is missing; the names are to be those of model.state_dict()")
+        for name in there:
+            theirs, ours = _kind(*source.tensors[name]), _kind(tensor.dtype, tensor.shape)
+            if theirs != ours:
+                raise InputError(f"{name!r} is {theirs} there and {ours} here; build the model that it was saved from")
+        for other in there[1:]:
+            if not torch.equal(source.get_tensor(there[0]), source.get_tensor(other)):
+                raise InputError(f"{there[0]!r} and {other!r} differ there and are one here; leave one of them out")
+    superfluous = sorted(source.tensors.keys() - state.keys())
+    if superfluous:
+        raise InputError(f"{superfluous[0]!r} is not in the model; leave it out")
+    return name_of
+
+
+def _kind(dtype, shape):
+    """What must be the same in a file: any floating dtype is cast to any other."""
+    return f"{'floating' if dtype and dtype.is_floating_point else dtype}, of shape {list(shape)}"
+
+
+@torch.no_grad()
+def _fill(engine, source, name_of):
+    for bucket in engine.buckets + engine.frozen:
+
+        def fill(target, part, bucket=bucket):
+            target.zero_()  # padding
+            for slot in bucket.slots.values():
+                start, stop = max(slot.offset, part.start), min(slot.end, part.stop)
+                if start < stop:
+                    name = name_of[bucket.members[slot.name]]
+                    source.read(name, start - slot.offset, target[start - part.start : stop - part.start])
+
+        take_over(bucket, engine.owned(bucket).parameters, fill)
+    for tensor, name in name_of.items():
+        if not isinstance(tensor, nn.Parameter):
+            once = distinct(tensor)
+            once.copy_(source.get_tensor(name)[tuple(map(slice, once.shape))])

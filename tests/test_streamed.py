@@ -1,0 +1,77 @@
+"""safetensors files written and read a tensor at a time: they are what the library writes and reads."""
+
+import hashlib
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES, save_file
+
+from common.engine import streamed
+from common.errors import InputError
+
+SHAPES = {"matrix": (3, 5), "scalar": (), "nothing": (0, 4), "vector": (7,)}
+
+
+def every_dtype():
+    """A tensor of each shape in each dtype that torch and the library share: {name: tensor}, of any bits."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for code, dtype in {**_TYPES, "F8_E8M0": torch.float8_e8m0fnu}.items():
+        for name, shape in SHAPES.items():
+            bits = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+            tensors[f"{name} of {code}"] = bits.view(dtype).view(shape)
+    return tensors
+
+
+def same_bits(one, other):
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
+        one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+    )
+
+
+def write(file, tensors):
+    told = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    return streamed.write(file, told, tensors.get, {"who": "Ψ"})
+
+
+def test_the_library_reads_what_is_written_in_every_dtype(tmp_path):
+    tensors = every_dtype()
+    checksum = write(tmp_path / "ours", tensors)
+    assert checksum == hashlib.sha256((tmp_path / "ours").read_bytes()).hexdigest()
+    with safe_open(tmp_path / "ours", "pt") as file:
+        assert file.metadata() == {"who": "Ψ"}
+        assert set(file.keys()) == tensors.keys()
+        assert all(same_bits(file.get_tensor(name), tensor) for name, tensor in tensors.items())
+
+
+def test_what_the_library_writes_is_read_in_every_dtype(tmp_path):
+    tensors = every_dtype()
+    save_file(tensors, tmp_path / "theirs")
+    with streamed.Source(tmp_path / "theirs") as file:
+        assert file.tensors == {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        assert all(same_bits(file.get_tensor(name), tensor) for name, tensor in tensors.items())
+
+
+def test_a_part_of_a_tensor_is_read_and_cast(tmp_path, monkeypatch):
+    monkeypatch.setattr(streamed, "BLOCK", 4096)  # several blocks
+    values = torch.randn(100, 200)
+    write(tmp_path / "file", {"first": torch.ones(3), "values": values, "strided": values.t()})
+    with streamed.Source(tmp_path / "file") as file:
+        for dtype in (torch.float32, torch.bfloat16):
+            part = torch.empty(9000, dtype=dtype)
+            file.read("values", 17, part)
+            assert torch.equal(part, values.view(-1)[17:9017].to(dtype))
+        assert torch.equal(file.get_tensor("strided"), values.t())
+
+
+def test_a_file_that_is_cut_is_refused(tmp_path):
+    write(tmp_path / "file", {"values": torch.ones(100)})
+    (tmp_path / "file").write_bytes((tmp_path / "file").read_bytes()[:-1])
+    with pytest.raises(SafetensorError):
+        streamed.Source(tmp_path / "file")
+
+
+def test_a_dtype_without_a_name_is_told(tmp_path):
+    with pytest.raises(InputError, match=r"cannot hold torch.complex128, the dtype of phase; cast it"):
+        write(tmp_path / "file", {"phase": torch.zeros(2, dtype=torch.complex128)})

@@ -1,0 +1,151 @@
+"""Weights from elsewhere: read by name into any engine at any world size, to the bit, or refused without a change."""
+
+import pytest
+import torch
+from harness import ADAMW, ENGINES, STAGES, batch, make_engine, same_bits, train_step
+from safetensors.torch import save_file
+from torch import nn
+
+from common import models
+from common.errors import InputError
+from common.train import find_engine
+
+EVERY_ENGINE = (*ENGINES, "offloaded:Delayed", "offloaded:Spread", "zeropp", "quantized:Copies")
+
+
+def plain(model="gpt-tiny"):
+    """A module without an engine, its weights and buffers all drawn."""
+    torch.manual_seed(5)
+    module = models.build(model, device="cpu")
+    for tensor in [*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]:
+        nn.init.normal_(tensor)
+    return module
+
+
+def write(file, module, left_out=(), **changed):
+    """What a program without engines saves. The names of tied weights have a tensor each."""
+    state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()} | changed
+    save_file({name: tensor for name, tensor in state.items() if name not in left_out}, file)
+
+
+def load_weights(world, engine, file, model, precision):
+    """Load into an engine that has trained. Return the weights, what the module reads, and whether states stayed."""
+    made = make_engine(engine, model, precision=precision)
+    train_step(made, world)
+    made(batch(made.module, world, 1)[0])  # what this gathers, or copies within a node, is out of date then
+    made.synchronize()
+    before = made.updates, str(made.optimizer.state_dict())
+    made.load_weights(file)
+    stayed = before == (made.updates, str(made.optimizer.state_dict()))
+    weights = made.full_state_dict()
+    with made.gathered():
+        reads = {key: parameter.detach().cpu().clone() for key, parameter in made.module.named_parameters()}
+    train_step(made, world, 2)
+    return weights, reads, stayed
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", EVERY_ENGINE)
+def test_a_plain_models_file_is_read_to_the_bit(worlds, tmp_path, name, precision):
+    module = plain()
+    write(tmp_path / "file", module)
+    size = 4 if "quantized" in name else 3
+    for weights, reads, stayed in worlds(size).run(load_weights, name, tmp_path / "file", "gpt-tiny", precision):
+        assert same_bits(weights, module.state_dict())
+        assert stayed
+        if name != "zeropp":  # which reads them rounded to 8 bits
+            dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+            assert same_bits(reads, {key: p.detach().to(dtype) for key, p in module.named_parameters()})
+
+
+def test_buffers_and_frozen_weights_come_with_the_file(worlds, tmp_path):
+    for model in ("resnet-tiny", "lora-tiny"):
+        write(tmp_path / model, plain(model))
+        for weights, *_ in worlds(2).run(load_weights, "stage3_param", tmp_path / model, model, "fp32"):
+            assert same_bits(weights, plain(model).state_dict())
+
+
+@pytest.mark.parametrize("left_out", ["head.weight", "wte.weight"])
+def test_tied_weights_are_found_under_either_name(worlds, tmp_path, left_out):
+    module = plain()
+    tied = {name for name, tensor in module.state_dict(keep_vars=True).items() if tensor is module.head.weight}
+    assert left_out in tied
+    write(tmp_path / "file", module, left_out=[left_out])
+    for weights, *_ in worlds(2).run(load_weights, "stage3_param", tmp_path / "file", "gpt-tiny", "fp32"):
+        assert same_bits(weights, module.state_dict())
+
+
+def test_a_file_in_another_dtype_and_without_buffers_is_cast(worlds, tmp_path):
+    module = plain("resnet-tiny")
+    buffers = dict(module.named_buffers())
+    halves = {name: parameter.detach().bfloat16() for name, parameter in module.named_parameters()}
+    write(tmp_path / "file", module, left_out=buffers, **halves)
+    for weights, *_ in worlds(2).run(load_weights, "stage2_grad", tmp_path / "file", "resnet-tiny", "fp32"):
+        assert all(torch.equal(weights[name], half.float()) for name, half in halves.items())
+
+
+def refused(world, engine, file):
+    """Load, and return the complaint; the engine must be as it was."""
+    made = make_engine(engine)
+    train_step(made, world)
+    before = made.full_state_dict()
+    with pytest.raises(InputError) as complaint:
+        made.load_weights(file)
+    assert same_bits(before, made.full_state_dict())
+    train_step(made, world, 1)
+    assert "\n" not in str(complaint.value)
+    return str(complaint.value)
+
+
+REFUSALS = {
+    "'blocks.0.ln_1.weight' is missing": {"left_out": ["blocks.0.ln_1.weight"]},
+    "'other.weight' is not in the model": {"other.weight": torch.zeros(2)},
+    "'ln_f.weight' is floating, of shape [17] there and floating, of shape [16] here": {"ln_f.weight": torch.ones(17)},
+    "'ln_f.weight' is torch.int8, of shape [16] there": {"ln_f.weight": torch.ones(16, dtype=torch.int8)},
+    "'wte.weight' and 'head.weight' differ there": {"head.weight": torch.ones(256, 16)},
+}
+
+
+@pytest.mark.parametrize("complaint", REFUSALS)
+@pytest.mark.parametrize("stage", ["stage1_os", "stage3_param"])
+def test_the_first_difference_is_named_on_every_rank_and_nothing_changes(worlds, tmp_path, stage, complaint):
+    write(tmp_path / "file", plain(), **REFUSALS[complaint])
+    assert all(complaint in said for said in worlds(2).run(refused, stage, tmp_path / "file"))
+
+
+def test_what_is_no_safetensors_file_is_told(worlds, tmp_path):
+    (tmp_path / "text").write_text("no weights")
+    (tmp_path / "cut").write_bytes(b"")
+    for name in ("missing", "text", "cut", "."):
+        said = worlds(2).run(refused, "stage2_grad", tmp_path / name)
+        assert all(f"cannot load weights of '{tmp_path / name}'" in complaint for complaint in said)
+
+
+# ---- from a real package ----------------------------------------------------------------------------------------
+
+
+def gpt2():
+    """A small model of transformers', which keeps a tied weight under one of its names."""
+    transformers = pytest.importorskip("transformers", reason="pip install transformers: its weights are loaded here")
+    sizes = {"vocab_size": 256, "n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 4}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def forward_of_gpt2(world, stage, file, tokens):
+    torch.manual_seed(1)
+    made = find_engine(stage)(gpt2().to(world.device), ADAMW)
+    made.load_weights(file)
+    made.eval()
+    with torch.no_grad():
+        return made(tokens.to(world.device)).logits.cpu()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_file_that_transformers_saved_gives_its_models_forward(worlds, tmp_path, stage):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    module, tokens = gpt2().eval().to(device), torch.arange(20, device=device)[None]
+    module.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = module(tokens).logits.cpu()
+    for logits in worlds(2).run(forward_of_gpt2, stage, tmp_path / "model.safetensors", tokens.cpu()):
+        assert torch.equal(logits, expected)
