@@ -5,8 +5,8 @@
 # make test-gpu   the suite on this machine's GPUs, with NCCL, by the Python that
 #                 has torch: PYTHON=python3. Several ranks share a GPU where there
 #                 are too few. Untried: no GPU was at hand
-# make soak       kill runs of every engine at random moments, 50 times each, and see
-#                 that they go on to the same bits; some 40 minutes
+# make soak       kill runs of every engine at random moments, 50 times each, to
+#                 see that they go on to the same bits; some 40 minutes
 # make scores     hold other libraries to the suite, in about half an hour; writes
 #                 to results/local/scores
 # make record     record anew what the pages show, in some hours, and write it
