@@ -29,7 +29,7 @@ from common.engine.mixed_precision import LossScaler, dtype_of, gradient_norm, o
 from common.engine.tensors import host_value, map_tensors
 from common.engine.uses import Uses
 from common.errors import InputError
-from common.measure.memory import storage_id
+from common.measure.memory import HOST, storage_id
 from common.ranks.collectives import Collectives
 
 
@@ -377,7 +377,10 @@ class EngineBase(Files):
 
     def live(self):
         """The tensors that this rank holds now, by class: the model states, and what comes and goes within a step."""
-        return self.accounts.live()
+        live = self.accounts.live()
+        if self.saving is not None:
+            live[HOST] = live.get(HOST, []) + self.saving.tensors
+        return live
 
     # ---- building ---------------------------------------------------------------------------------------------
 

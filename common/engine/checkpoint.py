@@ -51,8 +51,35 @@ def save(engine, path, extra=None):
     Raises:
         InputError: on every rank, if one could not write; it names that rank. The checkpoint that was there stands.
     """
-    rank, comm = engine.rank, engine.comm
-    failure = f"cannot save to {str(path)!r}"
+    write(engine.comm, path, Snapshot(engine, path, extra))
+
+
+class Snapshot:
+    """What this rank is to write, as it stands now. Making it is a collective.
+
+    Args:
+        engine, path, extra: as `save` takes them.
+        apart: copy what lies on the CPU too, so that the next step changes nothing of it.
+
+    Attributes:
+        tensors: {name in the file: tensor on the CPU}.
+        structure: the JSON of `extra`.
+        index: on rank 0 what the files hold.
+
+    Raises:
+        InputError: on every rank, if one has something that a checkpoint cannot hold.
+    """
+
+    def __init__(self, engine, path, extra, apart=False):
+        with together(engine.comm, f"cannot save to {str(path)!r}"):
+            self.tensors = _shards(engine, apart)
+            self.index = _index(engine, self.tensors) if engine.rank == 0 else None
+            self.structure = json.dumps(encode(extra, self.tensors, "extra"))
+
+
+def write(comm, path, snapshot):
+    """Write what ranks are to write, and make it the checkpoint in a folder. A collective over `comm`; see `save`."""
+    rank, failure = comm.rank, f"cannot save to {str(path)!r}"
     with together(comm, failure):
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,14 +88,11 @@ def save(engine, path, extra=None):
     file = folder / f"{number:06}-rank-{rank:05}.safetensors"
     try:
         with together(comm, failure):
-            tensors = _shards(engine)
-            index = _index(engine, tensors) if rank == 0 else None
-            structure = json.dumps(encode(extra, tensors, "extra"))
-            entry = {"name": file.name, "sha256": _write(file, tensors, structure)}
+            entry = {"name": file.name, "sha256": _write(file, snapshot.tensors, snapshot.structure)}
         files = comm.gather_objects(entry, "the checkpoint")
         with together(comm, failure):
             if rank == 0:
-                replace_index(folder, {**index, "files": files})
+                replace_index(folder, {**snapshot.index, "files": files})
     except InputError:
         with contextlib.suppress(OSError):
             file.unlink()
@@ -135,14 +159,14 @@ def together(comm, failure):
 # ---- writing ----------------------------------------------------------------------------------------------------
 
 
-def _shards(engine):
-    """The pieces that this rank writes: {name in the file: tensor on the CPU}."""
+def _shards(engine, apart):
+    """The pieces that this rank writes: {name in the file: tensor on the CPU}, `apart` from what the engine has."""
     tensors, rank = {}, engine.rank
     for bucket in engine.buckets + engine.frozen:
         with bucket.values_at_hand(engine.optimizer):
             kept, flats = _kept(engine, bucket)
         for kind, flat in flats.items():
-            values = flat[within(bucket.shard(rank), kept)].cpu()
+            values = flat[within(bucket.shard(rank), kept)].to("cpu", copy=apart)
             for part in bucket.segments(rank):
                 tensors[f"{kind}/{part.name}@{part.start}"] = values[part.at : part.at + part.stop - part.start]
     if rank == 0:

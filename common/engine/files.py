@@ -3,11 +3,18 @@
 import torch
 
 from common.engine import checkpoint, weights
+from common.engine.saving import Saving
 from common.engine.whole import whole_state
 
 
 class Files:
-    """The part of `EngineBase` that concerns files."""
+    """The part of `EngineBase` that concerns files.
+
+    Attributes:
+        saving: the last save that nobody has waited for, a `Saving`; None if there is none.
+    """
+
+    saving = None
 
     def begin_load(self):
         """A phase: before the parameters change otherwise than by a step."""
@@ -29,16 +36,33 @@ class Files:
         finally:
             self.naming = False
 
-    def save(self, path, extra=None):
-        """Write a checkpoint that any stage at any world size can load. A collective; see `checkpoint.py`."""
+    def save(self, path, extra=None, wait=True):
+        """Write a checkpoint that any stage at any world size can load. A collective; see `checkpoint.py`.
+
+        Args:
+            wait: return when it is on the disk. Else at once, with a `Saving` whose `wait()` does that and raises what
+                failed, while training goes on; call it before the program ends. What is written is the state at this
+                call, of which a copy is held on the host until then. The next save or load waits for it.
+        """
         self.synchronize()
+        self.finish_saving()
         self.buffers.broadcast()
-        checkpoint.save(self, path, extra)
+        if wait:
+            return checkpoint.save(self, path, extra)
+        self.saving = Saving(self, path, extra)
+        return self.saving
+
+    def finish_saving(self):
+        """Wait for a save beside training, and raise what failed in it."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.wait()
 
     def load(self, path):
         """Read a checkpoint and return its `extra`; drop gradients. A collective; see `checkpoint.py`."""
         self.zero_grad()
         self.synchronize()
+        self.finish_saving()
         extra = checkpoint.load(self, path)
         torch.autograd.graph.increment_version(list(self.bucket_of))
         return extra

@@ -22,6 +22,7 @@ from torch.profiler import record_function
 from common.errors import InputError
 from common.ranks import trace
 
+APART = ("host", "saving")  # lanes that need no peer: threads beside a GPU, or with one CPU rank, too
 AT_EXIT = 10.0  # seconds that a program which ends waits for its collectives
 
 
@@ -56,12 +57,12 @@ class ThreadLane:
     """The lane on CPU: one thread, so that gloo and the additions run beside forward and backward.
 
     After an error the ranks may be out of step, and the next collective would meet the messages of the failed one:
-    so nothing runs on the lane any more, and every later `wait` raises that error. A step of the host meets no other
-    rank: where one fails, only who waits for it is told.
+    so nothing runs on the lane any more, and every later `wait` raises that error. Steps of the host, and saves, are
+    apart from that: where one fails, only who waits for it is told.
     """
 
     def __init__(self, name="collectives"):
-        self._queue, self._goes_on = queue.SimpleQueue(), name == "host"
+        self._queue, self._goes_on = queue.SimpleQueue(), name in APART
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, work, *buffers):
@@ -177,13 +178,13 @@ def lane_of(group, backend, name="collectives"):
     Args:
         group: the process group.
         backend: of LANES.
-        name: "collectives", "bus" or, for steps of the host, "host": a thread beside a GPU, or one CPU rank, too.
+        name: "collectives", "bus" or, of APART, "host" for steps of the host and "saving".
     """
     lanes = _lanes.setdefault(group, {})
     if name not in lanes:
         alone = backend == "gloo" and dist.get_world_size(group) == 1
-        kind = LANES[backend] if name != "host" or backend == "fake" else ThreadLane
-        lanes[name] = InlineLane() if alone and name != "host" else kind(name)
+        kind = LANES[backend] if name not in APART or backend == "fake" else ThreadLane
+        lanes[name] = InlineLane() if alone and name not in APART else kind(name)
     return lanes[name]
 
 

@@ -1,0 +1,131 @@
+"""Saves beside training: what is written is the state at the call, whatever steps follow, and a failure is told."""
+
+import threading
+from unittest import mock
+
+import pytest
+from harness import ENGINES, make_engine, same_bits, train_step
+
+from common.engine import streamed
+from common.errors import InputError
+from common.measure.memory import HOST, Timeline
+
+write = streamed.write
+
+
+def held_back(event):
+    """Within it files are written when an event has come."""
+
+    def late(*args):
+        assert event.wait(60)
+        return write(*args)
+
+    return mock.patch.object(streamed, "write", late)
+
+
+def saved_beside(world, engine, path):
+    """Save beside two steps; return the weights at the call, and those that the checkpoint has."""
+    made, on_disk = make_engine(engine), threading.Event()
+    train_step(made, world, 0)
+    at_the_call = made.full_state_dict()
+    with held_back(on_disk):
+        saving = made.save(path, {"step": 1}, wait=False)
+        for step in (1, 2):
+            train_step(made, world, step)
+        begun = list(path.glob("index.json"))
+        on_disk.set()
+        saving.wait()
+    other = make_engine(engine, seed=9)
+    step = other.load(path)["step"]
+    for number in (1, 2):
+        train_step(other, world, number)
+    return begun, step, same_bits(made.full_state_dict(), other.full_state_dict()), at_the_call
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
+def test_the_state_at_the_call_is_saved_while_steps_go_on(worlds, tmp_path, name, size):
+    for begun, step, same, _ in worlds(size).run(saved_beside, name, tmp_path):
+        assert (begun, step, same) == ([], 1, True)
+
+
+def memory(world, engine, path):
+    made, on_disk = make_engine(engine), threading.Event()
+    train_step(made, world, 0)
+    with held_back(on_disk):
+        saving = made.save(path, wait=False)
+        with Timeline(made) as timeline:
+            train_step(made, world, 1)
+        on_disk.set()
+        saving.wait()
+    file = path / f"000001-rank-{world.rank:05}.safetensors"
+    counted = [now[HOST] for _, now in timeline.samples]
+    return saving.nbytes, file.stat().st_size, set(counted), made.live()[HOST]
+
+
+@pytest.mark.parametrize("name", ["stage0_ddp", "stage3_param"])
+def test_a_snapshot_takes_what_the_rank_writes_and_is_counted_until_then(worlds, tmp_path, name):
+    for nbytes, size, counted, left in worlds(2).run(memory, name, tmp_path):
+        assert 0.7 * size < nbytes <= size  # the rest are names
+        assert (counted, left) == ({nbytes}, [])
+
+
+def in_turn(world, path):
+    """Begin two saves; return which of the folders were whole when the second had begun."""
+    made, on_disk, order = make_engine("stage1_os"), threading.Event(), []
+    train_step(made, world, 0)
+    with held_back(on_disk):
+        made.save(path / "first", wait=False)
+        threading.Timer(0.3, lambda: (order.append("released"), on_disk.set())).start()
+        made.save(path / "second", wait=False)
+        order.append("second begun")
+        made.finish_saving()
+    return order, [made.load(path / name) for name in ("first", "second")]
+
+
+def test_a_second_save_waits_for_the_first(worlds, tmp_path):
+    for order, loaded in worlds(2).run(in_turn, tmp_path):
+        assert order == ["released", "second begun"]
+        assert loaded == [None, None]
+
+
+def failing(world, path):
+    """A save that fails on the last rank; then a step, and a save that does not."""
+    made = make_engine("stage2_grad")
+    train_step(made, world, 0)
+    made.save(path, "before")
+
+    def full(*args):
+        if world.rank == world.size - 1:
+            raise OSError("No space left on device")
+        return write(*args)
+
+    with mock.patch.object(streamed, "write", full):
+        saving = made.save(path, wait=False)
+        train_step(made, world, 1)
+        try:
+            saving.wait()
+        except InputError as error:
+            said = str(error)
+    made.saving = None  # told already
+    stands = make_engine("stage2_grad").load(path)
+    made.save(path, "after", wait=False).wait()
+    return said, stands, make_engine("stage2_grad").load(path), sorted(file.name for file in path.iterdir())
+
+
+def test_what_fails_is_raised_at_wait_and_the_last_checkpoint_stands(worlds, tmp_path):
+    for said, stands, after, files in worlds(2).run(failing, tmp_path):
+        assert said.startswith(f"cannot save to '{tmp_path}': rank 1: No space left")
+        assert (stands, after, len(files)) == ("before", "after", 3)
+
+
+def unsaveable(world, path):
+    made = make_engine("stage1_os")
+    train_step(made, world, 0)
+    with pytest.raises(InputError, match="rank 0: a checkpoint cannot hold"):
+        made.save(path, {1, 2} if world.rank == 0 else None, wait=False)
+    return made.saving
+
+
+def test_what_cannot_be_saved_is_told_at_the_call(worlds, tmp_path):
+    assert worlds(2).run(unsaveable, tmp_path) == [None, None]
