@@ -73,7 +73,7 @@ def test_notes_tell_what_was_counted(recorded):
     assert note("take_room", second).saves == "nothing; takes 1.94 MB"
     assert note("reduce", second).saves == "gives back 1.94 MB; before: nothing"
     assert note("free", third).saves == "gives back 3.28 MB"
-    assert note("load", third).sends == "nothing: the recorded step does not call it"
+    assert note("begin_load", third).sends == "nothing: the recorded step does not call it"
 
 
 @PAIRS
