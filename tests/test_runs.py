@@ -47,7 +47,9 @@ def begun(folder, engine, *options, **how):
         wait_for(lambda: runs.complete(folder))
         yield run
     finally:
-        run.kill()
+        with contextlib.suppress(ProcessLookupError):  # ranks hold the pipes, too
+            os.killpg(run.pid, signal.SIGKILL)
+        subprocess.run(["pkill", "-KILL", "-f", str(folder)], check=False)  # torchrun's are in sessions of their own
         run.communicate()
 
 

@@ -102,7 +102,10 @@ def _join(function, args, oversubscribe, ranks_per_node, timeout):
         check_size(local_size, oversubscribe, option="--nproc-per-node")
     world = World(rank, size, _device(local_rank))
     rendezvous, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
-    store = dist.PrefixStore("ranks", rendezvous)  # torchrun's agents may keep keys of their own in it
+    # torchrun's agents may keep keys of their own in it, and it has the addresses of ranks before a restart. Agents of
+    # several nodes may count those differently.
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if local_size == size else ""
+    store = dist.PrefixStore(f"ranks {attempt}", rendezvous)
     gpus = _tell_gpus(world, store)
     if not oversubscribe:
         _check_gpus(gpus)
