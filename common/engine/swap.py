@@ -75,8 +75,8 @@ class SwapFile:
             raise InputError(f"path={str(path)!r}: there is no such folder; make it first, on the disk to be used")
         self.path, self._given = folder / f"{name}.swap", 0
         for file in folder.iterdir():  # of runs that were killed: nobody holds their locks
-            if NAME.fullmatch(file.name) and file != self.path and not _is_alive(file):
-                file.unlink(missing_ok=True)
+            if NAME.fullmatch(file.name) and file != self.path:
+                _remove_if_dead(file)
         self._file = _File(self.path)
         self.direct = set_direct(self._file.fd)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="disk")
@@ -236,15 +236,18 @@ def _temporary_folder():
     return folder
 
 
-def _is_alive(file):
-    """Whether some process holds the lock of a swap file; one that cannot be opened is none of ours."""
+def _remove_if_dead(file):
+    """Remove a swap file whose lock nobody holds; one that cannot be opened is none of ours.
+
+    It is removed under its lock: an owner who has just made it waits for that, and then finds it gone.
+    """
     try:
         fd = os.open(file, os.O_RDWR)
     except OSError:
-        return True
-    alive = not _lock(fd)
+        return
+    if _lock(fd) and os.fstat(fd).st_nlink:  # else it was removed already, and the name may be another's by now
+        file.unlink(missing_ok=True)
     os.close(fd)
-    return alive
 
 
 def _lock(fd, patience=0.0):
