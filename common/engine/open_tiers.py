@@ -37,7 +37,12 @@ def open_tiers(engine, read_ahead):
             disk.shards.number = (1 + read_ahead) * max(len(unit.buckets) for unit in engine.units)
     except InputError as error:
         problem = error
-    check_agreement(problem or [], comm, "the check of the disks")
+    try:
+        check_agreement(problem or [], comm, "the check of the disks")
+    except InputError:
+        if disk is not None:
+            disk.file.close()  # at once, so that another engine may take the path
+        raise
     if disk is not None and comm.rank == 0 and not disk.file.direct:
         disk.file.notice()
     check_shared(sum(predicted_in("cpu", engine, buckets, engine.optimizer_bytes).values()), comm)

@@ -182,11 +182,12 @@ class _File:
 
     def _check(self):
         """Refuse a file that somebody else has changed: to write beyond its end would fill it with zeros."""
+        size = self.size  # first: another thread may let it grow at any moment
         now = os.fstat(self.fd)
         if now.st_nlink == 0:
             raise OSError(errno.ENOENT, "the file was removed")
-        if now.st_size < self.size:
-            raise OSError(errno.EIO, f"the file was cut from {self.size} bytes to {now.st_size}")
+        if now.st_size < size:
+            raise OSError(errno.EIO, f"the file was cut from {size} bytes to {now.st_size}")
 
 
 class CountedFile:

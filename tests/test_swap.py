@@ -1,0 +1,139 @@
+"""Swap files: on disks that are full in earnest, and among other threads and ranks that come at the worst moment."""
+
+import contextlib
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import torch
+from harness import make_engine, same_bits, train_step
+from test_checkpoint_faults import linux, small_disk
+
+from common.engine.swap import PAGE, SwapFile
+from common.engine.tiers import HERE
+from common.errors import InputError
+from common.train import sha256
+
+TINY = 0.02  # MiB of a sub-group: several even in tiny models
+ROOM = 4 * 2**20  # bytes of a disk that takes two ranks' states, with little to spare
+
+
+# ---- a full disk ----------------------------------------------------------------------------------------------------
+
+
+def fill(folder):
+    """Another program takes what is left of a disk."""
+    with open(folder / "of-another", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(PAGE))
+
+
+@contextlib.contextmanager
+def nothing_reserved():
+    """A system on which room on a disk cannot be taken beforehand, as macOS."""
+    reserve = os.posix_fallocate
+    del os.posix_fallocate
+    try:
+        yield
+    finally:
+        os.posix_fallocate = reserve
+
+
+def begun(world, disk):
+    try:
+        return make_engine("offload.nvme", path=disk, sub_group_mb=TINY)
+    except InputError as error:
+        return str(error)
+
+
+def stepped(world, disk):
+    """Three steps of stage 3, or on a disk that another program fills before the first."""
+    made = make_engine("stage3_param") if disk is None else begun(world, disk)
+    if disk is not None and world.rank == 0:
+        fill(disk)
+    for step in range(3):
+        train_step(made, world, step)
+    return sha256(made.full_state_dict())
+
+
+@linux
+def test_a_disk_that_others_fill_does_not_stop_a_run_that_has_its_room(worlds, tmp_path):
+    with small_disk(tmp_path / "disk", ROOM):
+        assert worlds(2).run(stepped, tmp_path / "disk") == worlds(2).run(stepped, None)
+        assert os.listdir(tmp_path / "disk") == ["of-another"]
+
+
+@linux
+def test_a_disk_without_room_is_refused_before_training(worlds, tmp_path):
+    with small_disk(tmp_path / "disk", 4 * PAGE):
+        said = worlds(2).run(begun, tmp_path / "disk")
+        assert all("No space left" in one and "are needed for this rank" in one for one in said)
+        assert os.listdir(tmp_path / "disk") == []
+
+
+def fills_up(world, disk, saved):
+    """Save; begin on a disk that rank 1 cannot reserve, and that is full before the first step. Then load again."""
+    made = make_engine("offload.nvme", sub_group_mb=TINY)
+    train_step(made, world)
+    made.save(saved)
+    before = made.full_state_dict()
+    with nothing_reserved() if world.rank == 1 else contextlib.nullcontext():
+        made, said = begun(world, disk), []
+    made.comm.gather_objects(None)  # rank 0 has its room by now
+    if world.rank == 1:
+        fill(disk)
+    for step in range(2):  # the second is refused at once
+        try:
+            train_step(made, world, step)
+        except InputError as error:
+            said.append(str(error))
+    made = make_engine("offload.nvme", sub_group_mb=TINY, seed=1)
+    made.load(saved)
+    return said, same_bits(before, made.full_state_dict())
+
+
+@linux
+def test_a_disk_that_fills_up_in_a_step_is_told_on_every_rank_and_the_checkpoint_stands(worlds, tmp_path):
+    with small_disk(tmp_path / "disk", ROOM):
+        for said, same in worlds(2).run(fills_up, tmp_path / "disk", tmp_path / "saved"):
+            assert len(said) == 2
+            assert all("rank 1 cannot write" in one and "No space left" in one for one in said)
+            assert same
+        assert os.listdir(tmp_path / "disk") == ["of-another"]
+
+
+# ---- the worst moment -----------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_grows_while_a_thread_looks_at_it_was_not_cut(tmp_path):
+    file, look = SwapFile(tmp_path, 0), os.fstat
+    room = torch.zeros(2 * PAGE, dtype=torch.uint8)
+    room = room[-room.data_ptr() % PAGE :][:PAGE]
+
+    def look_and_grow(fd):
+        found = look(fd)
+        file.allocate(PAGE)
+        return found
+
+    offset = file.allocate(PAGE)
+    with mock.patch.object(os, "fstat", look_and_grow):
+        file.write(offset, room, "a page", HERE).wait()
+    assert file.problem is None
+
+
+def test_a_file_whose_next_owner_comes_while_it_is_cleared_away_is_not_lost(tmp_path):
+    (tmp_path / "rank-00001.swap").write_text("of a run that was killed")
+    unlink, owners = Path.unlink, []
+
+    def unlink_later(path, **options):
+        owners.append(threads.submit(SwapFile, tmp_path, 1))
+        time.sleep(0.2)  # it has opened the file, and waits for its lock
+        unlink(path, **options)
+
+    with ThreadPoolExecutor(1) as threads, mock.patch.object(Path, "unlink", unlink_later):
+        first = SwapFile(tmp_path, 0)
+        second = owners[0].result()
+    assert second.path.samefile(f"/proc/self/fd/{second._file.fd}")
+    first.close(), second.close()
