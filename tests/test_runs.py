@@ -145,6 +145,18 @@ def test_a_node_is_lost_and_the_run_goes_on_to_the_same_bits(nodes, tmp_path, on
     assert result(path) == on_one_node
 
 
+@needs_root
+def test_torchrun_brings_a_rank_of_another_node_back(nodes, tmp_path, on_one_node):
+    folder, path = tmp_path / "run", tmp_path / "run.json"
+    options = ("--steps", 50, "--save", folder, "--save-every", 1, "--resume", "--json", path)
+    with nodes.started("stage3_param", *TRAINING, *map(str, options), restarts=2) as running:
+        wait_for(lambda: runs.complete(folder))
+        os.kill(nodes.processes(1)[-1], signal.SIGKILL)
+        assert not path.exists()
+        assert [node.wait(120) for node in running] == [0, 0]
+    assert result(path) == on_one_node
+
+
 # ---- without a command of their own ---------------------------------------------------------------------------------
 
 

@@ -94,8 +94,11 @@ class TwoNodes:
                 raise RuntimeError(f"the nodes did not end in {timeout:.0f} s") from None
 
     @contextlib.contextmanager
-    def started(self, module, *arguments, ranks=2):
-        """Start it, and end what is left of it afterwards. A context manager: the process of torchrun on each node."""
+    def started(self, module, *arguments, ranks=2, restarts=0):
+        """Start it, and end what is left of it afterwards. A context manager: the process of torchrun on each node.
+
+        A rank that is lost ends the run, or, with `restarts`, has torchrun start all ranks anew, so many times.
+        """
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
         environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # c10d warns that addresses here have no names
         nodes = []
@@ -103,8 +106,8 @@ class TwoNodes:
             for node, name in enumerate(self.names):
                 command = [
                     *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"),
-                    *("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", str(ranks)),
-                    *("--master-addr", ADDRESSES[0], "--master-port", str(PORT), "-m", module, *arguments),
+                    *("--nnodes", "2", "--nproc-per-node", str(ranks), *_together(node, restarts)),
+                    *("-m", module, *arguments),
                 ]
                 nodes.append(subprocess.Popen(command, env=environment, start_new_session=True))
             yield nodes
@@ -119,9 +122,21 @@ class TwoNodes:
 
     def kill(self, node):
         """End all that runs on a node, at once and without a word, as a power cut does."""
-        for process in _call("ip", "netns", "pids", self.names[node]).split():
+        for process in self.processes(node):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(process), signal.SIGKILL)
+                os.kill(process, signal.SIGKILL)
+
+    def processes(self, node):
+        """All that runs on a node, by their ids: torchrun first, and what it started."""
+        return sorted(map(int, _call("ip", "netns", "pids", self.names[node]).split()))
+
+
+def _together(node, restarts):
+    """Options by which the two torchruns find each other: at fixed addresses, or by torch's own rendezvous."""
+    if not restarts:
+        return "--node-rank", str(node), "--master-addr", ADDRESSES[0], "--master-port", str(PORT)
+    where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}", "--local-addr", ADDRESSES[node])
+    return *where, "--rdzv-conf", f"is_host={node == 0}", "--max-restarts", str(restarts)
 
 
 def bits_per_second(rate):

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from common.errors import InputError
 from common.measure.hardware import cpus
 from common.ranks import lanes, trace
+from common.ranks.meeting import fresh
 from common.ranks.sockets import small_send_buffers
 
 LAST_WORDS = 2.0  # seconds in which ranks may say what another one's end did to them
@@ -102,10 +103,7 @@ def _join(function, args, oversubscribe, ranks_per_node, timeout):
         check_size(local_size, oversubscribe, option="--nproc-per-node")
     world = World(rank, size, _device(local_rank))
     rendezvous, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
-    # torchrun's agents may keep keys of their own in it, and it has the addresses of ranks before a restart. Agents of
-    # several nodes may count those differently.
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if local_size == size else ""
-    store = dist.PrefixStore(f"ranks {attempt}", rendezvous)
+    store = fresh(dist.PrefixStore("ranks", rendezvous), rank, size, timeout)  # beside keys of torchrun's own
     gpus = _tell_gpus(world, store)
     if not oversubscribe:
         _check_gpus(gpus)

@@ -1,0 +1,66 @@
+"""Where ranks meet in a store that has known others: all of one attempt at one place, and at nobody else's."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from common.ranks.meeting import fresh
+
+
+def met(store, size, timeout=20.0, ranks=None):
+    """The places where the ranks of an attempt meet, in rank order; `ranks` of them come, by default all."""
+    ranks = range(size) if ranks is None else ranks
+    with ThreadPoolExecutor(size) as threads:
+        asked = [threads.submit(fresh, store, rank, size, timeout) for rank in ranks]
+    return [one.result() for one in asked]
+
+
+def told(places, word):
+    """What every rank reads after rank 0 wrote a word."""
+    places[0].set("word", word)
+    return [place.get("word").decode() for place in places if place.check(["word"])]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_all_ranks_of_an_attempt_meet_and_find_nothing_of_those_before(size):
+    store = dist.HashStore()
+    for attempt in range(3):
+        places = met(store, size)
+        assert not any(place.check(["word"]) for place in places)
+        assert told(places, f"attempt {attempt}") == [f"attempt {attempt}"] * size
+
+
+@pytest.mark.parametrize("came", [[0], [1, 2], [0, 2], [0, 1]])
+def test_an_attempt_that_was_never_whole_misleads_nobody(came):
+    store = dist.HashStore()
+    with pytest.raises(TimeoutError, match="did not come"):
+        met(store, 3, timeout=0.2, ranks=came)
+    assert told(met(store, 3), "hello") == ["hello"] * 3
+
+
+def test_a_rank_that_comes_late_is_waited_for():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(1) as thread:
+        late = thread.submit(lambda: (time.sleep(0.3), fresh(store, 1, 2, 20.0))[1])
+        first = fresh(store, 0, 2, 20.0)
+    assert told([first, late.result()], "hello") == ["hello"] * 2
+
+
+def test_words_of_many_dead_ranks_are_passed_over():
+    store, stop = dist.HashStore(), threading.Event()
+
+    def rank_that_dies_again_and_again():
+        while not stop.is_set():
+            store.set("word of rank 1", f"answer to rank 1: {time.monotonic_ns()}")
+            stop.wait(0.005)
+
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(rank_that_dies_again_and_again)
+        first = threads.submit(fresh, store, 0, 2, 20.0)
+        time.sleep(0.1)
+        assert not first.done()
+        stop.set()
+        assert told([fresh(store, 1, 2, 20.0), first.result()], "hello") == ["hello"] * 2
