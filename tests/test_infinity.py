@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -143,6 +144,51 @@ def test_a_unit_is_read_at_least_two_units_before_it_is_needed(worlds):
         assert all(n < before for n in fresh), order
         seen += bool(fresh)
     assert seen >= 8, order  # in forward and in backward
+
+
+def waited_for(world, disk, computation):
+    """Seconds that a unit waits for its parameters from disk: the longest, and of how many units.
+
+    Reading a unit takes `disk` seconds more than it does, and computing with it `computation` seconds.
+    """
+    made, waited = make_engine("offloaded:OnDisk", GPT(GPTConfig(layers=6, width=32, heads=2, sequence=32))), []
+    for step in range(2):
+        train_step(made, world, step)
+    of = {bucket.parameters_at: unit for unit in made.units for bucket in unit.buckets}
+    read, use, move, reads = OnDisk._read, type(made).use, os.preadv, {}
+
+    def slow_read(*arguments):
+        time.sleep(disk)
+        return move(*arguments)
+
+    def kept_read(place, part, buffer):
+        handle = read(place, part, buffer)
+        if place in of:
+            reads[of[place]] = handle
+        return handle
+
+    def timed_use(engine, unit, known):
+        begin = time.monotonic()
+        if unit in reads:
+            reads.pop(unit).wait_on_host()
+            waited.append(time.monotonic() - begin)
+        use(engine, unit, known)
+        time.sleep(computation)
+
+    slow, kept = mock.patch.object(os, "preadv", slow_read), mock.patch.object(OnDisk, "_read", kept_read)
+    with slow, kept, mock.patch.object(InfinityEngine, "use", timed_use):
+        made.synchronize()
+        inputs, targets = batch(made.module, world, 2)
+        made.backward(models.loss(made(inputs), targets))
+    return max(waited[2:]), len(waited)  # the first two are read before there is a computation to hide behind
+
+
+def test_a_disk_that_is_faster_than_the_computation_is_never_waited_for(worlds):
+    for longest, units in worlds(2).run(waited_for, 0.02, 0.04):
+        assert longest < 0.02
+        assert units >= 8  # in forward and in backward
+    for longest, _ in worlds(2).run(waited_for, 0.1, 0.0):  # a slower one is
+        assert longest > 0.05
 
 
 def lanes_end(world, lane):
