@@ -1,5 +1,7 @@
 """Weights from elsewhere: read by name into any engine at any world size, to the bit, or refused without a change."""
 
+import json
+
 import pytest
 import torch
 from harness import ADAMW, ENGINES, STAGES, batch, make_engine, same_bits, train_step
@@ -119,6 +121,37 @@ def test_what_is_no_safetensors_file_is_told(worlds, tmp_path):
     for name in ("missing", "text", "cut", "."):
         said = worlds(2).run(refused, "stage2_grad", tmp_path / name)
         assert all(f"cannot load weights of '{tmp_path / name}'" in complaint for complaint in said)
+
+
+def write_split(folder, module, parts=3):
+    """The tensors of a model in turns to several files, and their index."""
+    state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    files = {name: f"model-{number % parts}.safetensors" for number, name in enumerate(state)}
+    for file in set(files.values()):
+        save_file({name: tensor for name, tensor in state.items() if files[name] == file}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return index, files
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_cut_into_several_files_is_read_by_their_index(worlds, tmp_path, stage):
+    index, _ = write_split(tmp_path, plain())
+    for weights, *_ in worlds(2).run(load_weights, stage, index, "gpt-tiny", "bf16"):
+        assert same_bits(weights, plain().state_dict())
+
+
+def test_an_index_that_does_not_fit_its_files_is_refused(worlds, tmp_path):
+    index, files = write_split(tmp_path, plain())
+    name = "ln_f.weight"
+    for said, text in {
+        "no JSON with a 'weight_map'": "[]",
+        f"'{name}' is not in ": json.dumps({"weight_map": files | {name: files["ln_f.bias"]}}),
+        "No such file": json.dumps({"weight_map": files | {name: "nowhere.safetensors"}}),
+        f"'{name}' is missing": json.dumps({"weight_map": {key: files[key] for key in files.keys() - {name}}}),
+    }.items():
+        index.write_text(text)
+        assert all(said in complaint for complaint in worlds(2).run(refused, "stage3_param", index)), said
 
 
 # ---- from a real package ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ disk takes it, they pass the system's cache by, which would take as long again t
 Source: https://github.com/huggingface/safetensors, "Format".
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -20,6 +21,7 @@ import mmap
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -214,3 +216,44 @@ class Source:
             if not count:
                 raise OSError(f"{self._file.name} ends too early")
             room = room[count:]
+
+
+class SplitSource:
+    """The same of a model that was cut into several files, by the index beside them: {"weight_map": {name: file}}.
+
+    Args:
+        index: path of the index, JSON.
+
+    Raises:
+        InputError: it is no index, or a file does not have what it says.
+        SafetensorError, OSError: as of a `Source`.
+    """
+
+    def __init__(self, index):
+        try:
+            file_of = json.loads(Path(index).read_bytes())["weight_map"]
+            files = sorted(set(file_of.values()))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise InputError("it is no index: no JSON with a 'weight_map' from names to files") from error
+        with contextlib.ExitStack() as opened:
+            sources = {file: opened.enter_context(Source(Path(index).parent / file)) for file in files}
+            self._close = opened.pop_all().close
+        self._source_of = {name: sources[file] for name, file in file_of.items()}
+        for name, file in file_of.items():
+            if name not in sources[file].tensors:
+                raise InputError(f"{name!r} is not in {file!r}, where the index has it")
+        self.tensors = {name: source.tensors[name] for name, source in self._source_of.items()}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        self._close()
+
+    def read(self, name, start, target):
+        """Read some elements of a tensor; see `Source.read`."""
+        self._source_of[name].read(name, start, target)
+
+    def get_tensor(self, name):
+        """All of a tensor."""
+        return self._source_of[name].get_tensor(name)

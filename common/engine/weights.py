@@ -1,4 +1,4 @@
-"""Weights from elsewhere: a safetensors file of whole tensors, of which each rank reads its shards.
+"""Weights from elsewhere: a safetensors file of whole tensors, or several, of which each rank reads its shards.
 
 The names are those of model.state_dict(). Of a parameter with several names the file may have one or all of them.
 """
@@ -22,7 +22,8 @@ def load(engine, file):
 
     Args:
         engine: any engine.
-        file: its path, the same on all ranks.
+        file: its path, the same on all ranks; of several files that of their index, such as
+            "model.safetensors.index.json".
 
     Raises:
         InputError: on every rank: there is no such file, it is damaged, or it does not fit the model; it names the
@@ -32,7 +33,8 @@ def load(engine, file):
     """
     with contextlib.ExitStack() as opened:
         with together(engine.comm, f"cannot load weights of {str(file)!r}"):
-            source = opened.enter_context(streamed.Source(file))
+            kind = streamed.SplitSource if str(file).endswith(".json") else streamed.Source
+            source = opened.enter_context(kind(file))
             name_of = _names_in(source, engine.state_as_it_stands())
         engine.begin_load()
         with together(engine.comm, f"loaded weights of {str(file)!r} in part, build the engine anew"):
