@@ -173,12 +173,13 @@ def forward_of_gpt2(world, stage, file, tokens):
         return made(tokens.to(world.device)).logits.cpu()
 
 
+@pytest.mark.parametrize(("size", "file"), [("1GB", "model.safetensors"), ("60KB", "model.safetensors.index.json")])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_file_that_transformers_saved_gives_its_models_forward(worlds, tmp_path, stage):
+def test_what_transformers_saved_gives_its_models_forward(worlds, tmp_path, stage, size, file):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     module, tokens = gpt2().eval().to(device), torch.arange(20, device=device)[None]
-    module.save_pretrained(tmp_path)
+    module.save_pretrained(tmp_path, max_shard_size=size)
     with torch.no_grad():
         expected = module(tokens).logits.cpu()
-    for logits in worlds(2).run(forward_of_gpt2, stage, tmp_path / "model.safetensors", tokens.cpu()):
+    for logits in worlds(2).run(forward_of_gpt2, stage, tmp_path / file, tokens.cpu()):
         assert torch.equal(logits, expected)
