@@ -14,6 +14,7 @@ import torch
 from harness import claimed, make_engine, or_reason, train_step
 
 from common.errors import InputError
+from common.ranks.world import LocalWorld, RankFailed
 from common.train import sha256
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="mounts and traces as Linux does")
@@ -194,3 +195,79 @@ def test_killed_before_any_change_of_the_disk_a_save_leaves_the_old_or_the_new(w
         assert whole, call
         assert {name.partition("-")[2] for name in files} == {"", "rank-00000.safetensors"}, (call, left)
         assert len(files) == 2, (call, left, files)
+
+
+# ---- one of several ----------------------------------------------------------------------------------------------
+
+FILES = ["index.json", "index.json.partial", *(f"{n:06}-rank-{r:05}.safetensors" for n in (1, 2) for r in (0, 1))]
+
+kept = {}  # a rank's engine, between two calls
+
+
+def begin(world):
+    """Bring an engine to its second step, for `save_it`. Return the rank's process."""
+    kept["engine"] = make_engine("stage2_grad", "mlp")
+    for step in range(2):
+        train_step(kept["engine"], world, step)
+    return os.getpid()
+
+
+def save_it(world, path):
+    kept["engine"].save(path, {"step": 2})
+
+
+@contextlib.contextmanager
+def strace(process, paths, *options):
+    """Watch what a process changes at these paths, in all of its threads."""
+    watched = itertools.chain.from_iterable(("-P", str(path)) for path in paths)
+    command = ["strace", "-f", "-y", "-p", str(process), "-e", f"trace={CHANGES}", *watched, *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        said = running.stderr.readline()
+        if "attached" not in said:
+            pytest.skip(said)
+        yield
+        running.terminate()
+
+
+def changes(trace, folder):
+    """The system calls that changed a folder: [(call, of which file, how often this thread had done that before)]."""
+    found = re.findall(rf"^(\d+) +(\w+)\([^/]*{re.escape(str(folder))}/?([\w.-]*)", trace.read_text(), re.MULTILINE)
+    return [
+        (call, file, found[:number].count((thread, call, file))) for number, (thread, call, file) in enumerate(found)
+    ]
+
+
+def save_watched(rank, folder, paths, *options):
+    """Save on two ranks, of which one is watched.
+
+    Raises:
+        RankFailed: it was killed.
+    """
+    with LocalWorld(2, oversubscribe=True) as local, strace(local.run(begin)[rank], paths, *options):
+        local.run(save_it, folder)
+
+
+@linux
+@pytest.mark.skipif(torch.cuda.is_available(), reason="strace stops a GPU's driver, too")
+@pytest.mark.skipif(shutil.which("strace") is None, reason="kills by strace, which is not installed")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_two_ranks_killed_before_any_change_of_the_disk_leaves_the_old_or_the_new(worlds, tmp_path, rank):
+    old, peace, trace = tmp_path / "old", tmp_path / "peace", tmp_path / "trace"
+    assert worlds(2).run(save_or_complain, old, 1) == [None, None]
+    shutil.copytree(old, peace)
+    save_watched(rank, peace, [peace, *(peace / file for file in FILES)], "-o", trace)
+    saved = [worlds(2).run(what_loads, path)[0] for path in (old, peace)]
+    kills, found = changes(trace, peace), []
+    assert {call for call, *_ in kills} > ({"write", "fsync", "rename", "unlink"} if rank == 0 else {"write", "fsync"})
+    for number, (call, file, before) in enumerate(kills):
+        again = shutil.copytree(old, tmp_path / str(number))
+        kill = ("-e", f"inject={call}:signal=KILL:when={1 + before}", "-o", os.devnull)
+        with pytest.raises(RankFailed, match=f"rank {rank} died with exit code -9"):
+            save_watched(rank, again, [again / file], *kill)
+        found.append(worlds(2).run(what_loads, again)[0])
+        assert found[-1] in saved, (call, file)
+        assert worlds(2).run(save_or_complain, again, 2) == [None, None]
+        assert len(names(again)) == 3, (call, file, names(again))  # what was left is cleared away
+    steps = [step for step, _ in found]
+    assert steps == sorted(steps)
+    assert set(steps) == ({1, 2} if rank == 0 else {1})  # the index is rank 0's
