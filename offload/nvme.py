@@ -401,6 +401,12 @@ class InfinityEngine(EngineBase):
         """Before the parameters become those of a file."""
         self.free_all()
 
+    def full_state_dict(self):
+        """See `EngineBase.full_state_dict`. What a disk could not read is nobody's model."""
+        state = super().full_state_dict()
+        self.disks.agree()
+        return state
+
     @contextmanager
     def gathered(self, *modules):
         """In this context the weights of `modules` (all, if none is named) are whole on every rank, for reading."""

@@ -15,6 +15,7 @@ from common.engine import base, disk, sub_group, swap
 from common.engine.disk import Disks, OnDisk, Staging
 from common.engine.sub_group import SubGroup, TieredBucket
 from common.engine.tiers import HERE
+from common.engine.units import hollow
 from common.errors import InputError
 
 INFINITY_MUTANTS = []
@@ -159,10 +160,13 @@ def what_was_stepped_is_not_written(engine):
 
 @shown_by(TRAINED)
 def states_of_the_first_step_are_not_written(engine):
-    def keep_state(original, self, name, values):
-        return original(self, name, values.zero_())
+    def adopt(original, self, states):
+        for value in states.values():
+            if value.dim() and not hollow(value):
+                value.zero_()
+        original(self, states)
 
-    return replaced(SubGroup, "keep_state", keep_state)
+    return replaced(SubGroup, "adopt", adopt)
 
 
 @shown_by(TRAINED_IN_BF16)

@@ -170,3 +170,27 @@ def test_a_load_reads_what_its_rank_needs_and_holds_little_beside_the_state(worl
         assert own > 50e6
         assert own + beside < PEAK * own
         assert read < file + needed + SLACK  # each file is proved by one rank, which reads it once more
+
+
+BLOCKS = 64 * 10**6  # bytes of a file that are on their way to or from a disk, and a state of a bucket
+
+
+def on_disk(world, path):
+    """Train and save from the disk tier, and load; return bytes on disk, and the most resident beside, of both."""
+    engine, most = make_engine("offload.nvme", large(), path=path, sub_group_mb=1.0), []
+    engine.backward(engine(torch.ones(2, 1024)).square().mean())
+    engine.step()
+    for call in (engine.save, engine.load):
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        resident = told("status", "VmRSS")
+        call(path / "saved")
+        most.append(1024 * (told("status", "VmHWM") - resident))
+    return sum(engine.disk_state_bytes().values()), most
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system tells no high water mark")
+def test_what_lies_on_disk_is_saved_and_loaded_through_little_memory(worlds, tmp_path):
+    [(there, most)] = worlds(1).run(on_disk, tmp_path)
+    assert there > 1.5 * BLOCKS
+    assert max(most) < BLOCKS

@@ -303,6 +303,32 @@ def test_a_disk_that_fails_in_a_step_is_told_on_every_rank_and_the_checkpoint_st
         assert same
 
 
+def fails_in_a_save(world, folder):
+    """Save; save again and ask for the model while the last rank's disk cannot be read. Return what they said."""
+    made, said = make_engine("offload.nvme", sub_group_mb=TINY), []
+    train_step(made, world)
+    made.save(folder)
+    before = made.full_state_dict()
+    train_step(made, world, 1)
+    here = world.rank == world.size - 1
+    with no_read(made) if here else mock.patch("os.sep", os.sep):
+        for call in (functools.partial(made.save, folder), made.full_state_dict):
+            try:
+                call()
+            except InputError as error:
+                said.append(str(error))
+    again = make_engine("offload.nvme", sub_group_mb=TINY, seed=1)
+    again.load(folder)
+    return said, same_bits(before, again.full_state_dict())
+
+
+def test_what_a_disk_cannot_read_is_not_saved(worlds, tmp_path):
+    for said, same in worlds(2).run(fails_in_a_save, tmp_path):
+        assert len(said) == 2
+        assert all("rank 1" in one and "Input/output error" in one for one in said)
+        assert same
+
+
 def two_in_one_folder(world, folder):
     made = make_engine("offload.nvme", path=folder)
     train_step(made, world)

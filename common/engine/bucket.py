@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from common.engine.layout import Run, length, within
-from common.engine.piece import Piece
+from common.engine.piece import Piece, end_to_end
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,28 @@ class Bucket(Run, Piece):
         """What the optimizer steps, end to end: the bucket as it is or, where a placement table cuts it, several."""
         return self.cut_into or (self,)
 
-    def values_at_hand(self, optimizer=None, change=False):
-        """A context in which this rank's part of the values and states can be read, or changed: here it always can."""
+    def read(self, state, optimizer):
+        """What this rank keeps of a state of the optimizer, flat; of None master weights, or what is frozen."""
+        if not self.kind.trainable:
+            return self.parameters
+        masters = [piece.master for piece in self.pieces]
+        return end_to_end([m if state is None else optimizer.state[m][state] for m in masters], "cpu")
+
+    def take_over(self, part, fill):
+        """Become other values: what this rank keeps of the parameters, elements `part` of the run, and its masters.
+
+        Args:
+            fill: `fill(target, part)` writes elements of the run into a flat tensor of any floating dtype.
+        """
+        fill(self.parameters, part)
+        for piece in self.pieces if self.kind.trainable else ():
+            if self.sixteen_bit:  # the parameters are rounded
+                fill(piece.master, piece.part)
+            else:
+                piece.master.copy_(self.parameters[within(piece.part, part)])
+
+    def values_at_hand(self):
+        """A context in which this rank's part of the values can be read: here it always can."""
         return contextlib.nullcontext()
 
     def means_at_hand(self):

@@ -34,7 +34,6 @@ from common.engine import streamed
 from common.engine.checkpoint_index import FILE_NAME, flush, read_index, replace_index
 from common.engine.encoding import decode, detached, encode
 from common.engine.layout import distinct, within
-from common.engine.piece import end_to_end
 from common.errors import InputError
 
 
@@ -59,22 +58,40 @@ class Snapshot:
 
     Args:
         engine, path, extra: as `save` takes them.
-        apart: copy what lies on the CPU too, so that the next step changes nothing of it.
+        apart: copy everything now, so that the next step changes nothing of it. Else shards are read when they are
+            written, one after the other, as all of them may be more than the memory holds.
 
     Attributes:
-        tensors: {name in the file: tensor on the CPU}.
+        tensors: {name in the file: tensor on the CPU}, what is held.
+        shards: what is not, a `Shards`; None with `apart`.
         structure: the JSON of `extra`.
         index: on rank 0 what the files hold.
 
     Raises:
-        InputError: on every rank, if one has something that a checkpoint cannot hold.
+        InputError: on every rank, if one has something that a checkpoint cannot hold, or cannot read it.
     """
 
     def __init__(self, engine, path, extra, apart=False):
         with together(engine.comm, f"cannot save to {str(path)!r}"):
-            self.tensors = _shards(engine, apart)
+            self.tensors, self.shards = {}, Shards(engine)
+            if apart:
+                self.tensors = {name: self.shards.read(name).clone() for name in self.shards.told}
+                self.shards = None
+            if engine.rank == 0:
+                self.tensors |= {f"buffers/{name}": detached(buffer) for name, buffer in _buffers(engine)}
             self.index = _index(engine, self.tensors) if engine.rank == 0 else None
             self.structure = json.dumps(encode(extra, self.tensors, "extra"))
+
+    def write(self, file):
+        """Write it; return the file's checksum when it is on the disk."""
+        told = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
+        if self.shards is None:
+            return streamed.write(file, told, self.tensors.get, {"extra": self.structure})
+
+        def value_of(name):
+            return self.tensors[name] if name in told else self.shards.read(name)
+
+        return streamed.write(file, {**self.shards.told, **told}, value_of, {"extra": self.structure})
 
 
 def write(comm, path, snapshot):
@@ -88,7 +105,7 @@ def write(comm, path, snapshot):
     file = folder / f"{number:06}-rank-{rank:05}.safetensors"
     try:
         with together(comm, failure):
-            entry = {"name": file.name, "sha256": _write(file, snapshot.tensors, snapshot.structure)}
+            entry = {"name": file.name, "sha256": snapshot.write(file)}
         files = comm.gather_objects(entry, "the checkpoint")
         with together(comm, failure):
             if rank == 0:
@@ -159,30 +176,49 @@ def together(comm, failure):
 # ---- writing ----------------------------------------------------------------------------------------------------
 
 
-def _shards(engine, apart):
-    """The pieces that this rank writes: {name in the file: tensor on the CPU}, `apart` from what the engine has."""
-    tensors, rank = {}, engine.rank
-    for bucket in engine.buckets + engine.frozen:
-        with bucket.values_at_hand(engine.optimizer):
-            kept, flats = _kept(engine, bucket)
-        for kind, flat in flats.items():
-            values = flat[within(bucket.shard(rank), kept)].to("cpu", copy=apart)
-            for part in bucket.segments(rank):
-                tensors[f"{kind}/{part.name}@{part.start}"] = values[part.at : part.at + part.stop - part.start]
-    if rank == 0:
-        tensors |= {f"buffers/{name}": detached(buffer) for name, buffer in _buffers(engine)}
-    return tensors
+class Shards:
+    """The pieces that this rank writes, read as they are asked for: it holds one state of one bucket.
+
+    Args:
+        engine: any engine.
+
+    Attributes:
+        told: {name in the file: (dtype, shape)}.
+    """
+
+    def __init__(self, engine):
+        self._engine, self._read, self._values = engine, None, None
+        self.told, self._place = {}, {}
+        for bucket in engine.buckets + engine.frozen:
+            for state, dtype in _dtypes(engine, bucket).items():
+                for part in bucket.segments(engine.rank):
+                    name = f"{'parameters' if state is None else f'optimizer/{state}'}/{part.name}@{part.start}"
+                    self.told[name] = dtype, (part.stop - part.start,)
+                    self._place[name] = bucket, state, slice(part.at, part.at + part.stop - part.start)
+
+    def read(self, name):
+        """A piece, flat, on the CPU: as it stands, or a copy.
+
+        Raises:
+            InputError: the disk that it lies on has failed.
+        """
+        bucket, state, where = self._place[name]
+        if self._read != (bucket, state):
+            self._values = None  # before the next takes room
+            kept = bucket.read(state, self._engine.optimizer)
+            owned = self._engine.owned(bucket)
+            part = owned.optimizer if bucket.kind.trainable else owned.parameters
+            self._values = kept[within(bucket.shard(self._engine.rank), part)].to("cpu")
+            self._read = bucket, state
+        return self._values[where]
 
 
-def _kept(engine, bucket):
-    """The part of a bucket that this rank keeps, a slice of the run, and its values: {kind: flat tensor}."""
-    owned = engine.owned(bucket)
+def _dtypes(engine, bucket):
+    """The states of a bucket that have a number for each element: {name: dtype}; None names the parameters."""
     if not bucket.kind.trainable:
-        return owned.parameters, {"parameters": bucket.parameters}
-    flats = {"parameters": end_to_end([piece.master for piece in bucket.pieces], "cpu")}
-    states = [_states(engine, piece)[0] for piece in bucket.pieces]
-    flats |= {f"optimizer/{name}": end_to_end([s[name] for s in states], "cpu") for name in states[0]}
-    return owned.optimizer, flats
+        return {None: bucket.kind.dtype}
+    piece = bucket.pieces[0]
+    return {None: piece.master.dtype, **{k: state.dtype for k, state in _states(engine, piece)[0].items()}}
 
 
 def _index(engine, tensors):
@@ -234,12 +270,6 @@ def _tied(engine):
     first = {tensor: name for name, tensor in [*engine.module.named_parameters(), *_buffers(engine)]}
     state = {name: value for name, value in engine.state_as_it_stands().items() if torch.is_tensor(value)}
     return {name: first[tensor] for name, tensor in state.items() if first.get(tensor, name) != name}
-
-
-def _write(file, tensors, structure):
-    """Write a rank's file; return its checksum when it is on the disk."""
-    told = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    return streamed.write(file, told, tensors.get, {"extra": structure})
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -306,28 +336,13 @@ def _fill(target, kind, bucket, part, index, files):
 
 
 @torch.no_grad()
-def take_over(bucket, part, fill):
-    """Fill what this rank keeps of a bucket's parameters, elements `part` of the run, and its masters, in place.
-
-    `fill(target, part)` writes elements of the run into a flat tensor of any floating dtype.
-    """
-    with bucket.values_at_hand(change=True):
-        fill(bucket.parameters, part)
-        for piece in bucket.pieces if bucket.kind.trainable else ():
-            if bucket.sixteen_bit:  # the parameters are rounded
-                fill(piece.master, piece.part)
-            else:
-                piece.master.copy_(bucket.parameters[within(piece.part, part)])
-
-
-@torch.no_grad()
 def _fill_model(engine, index, files):
     for bucket in engine.buckets + engine.frozen:
 
         def fill(target, part, bucket=bucket):
             _fill(target, "parameters", bucket, part, index, files)
 
-        take_over(bucket, engine.owned(bucket).parameters, fill)
+        bucket.take_over(engine.owned(bucket).parameters, fill)
     engine.updates = index.get("updates", 0)  # checkpoints of before offload/ do not have it
     if engine.loss_scaler and index["loss_scaler"]:
         engine.loss_scaler.load_state_dict(index["loss_scaler"])
@@ -348,10 +363,11 @@ def _fill_optimizer(engine, index, files):
         saved = index["parameters"][next(iter(bucket.slots))]  # all parameters have been stepped equally often
         states = decode(saved["scalars"], files[0])
         for name in saved["states"]:
-            like = torch.empty_like if piece.tier is None else piece.tier.empty_like
-            values = like(piece.master.detach(), dtype=torch.float32)
-            _fill(values, f"optimizer/{name}", bucket, piece.part, index, files)
-            states[name] = piece.keep_state(name, values)
+
+            def fill(target, kind=f"optimizer/{name}", bucket=bucket, part=piece.part):
+                _fill(target, kind, bucket, part, index, files)
+
+            states[name] = piece.take_state(name, fill)
         fresh["state"][number] = states
     optimizer.load_state_dict(fresh)  # moves them to the device
 

@@ -60,8 +60,11 @@ class Piece:
         if self.tier is not None:
             self.tier.adopt(states)
 
-    def keep_state(self, name, values):
-        """What stands in the optimizer for one of its states: the values themselves."""
+    def take_state(self, name, fill):
+        """Read one of the optimizer's states, by `fill(target)`; return what stands for it in the optimizer."""
+        like = torch.empty_like if self.tier is None else self.tier.empty_like
+        values = like(self.master.detach(), dtype=torch.float32)
+        fill(values)
         return values
 
     def set_aside(self):

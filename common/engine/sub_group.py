@@ -21,6 +21,7 @@ from common.engine.layout import length
 from common.engine.piece import Piece
 from common.engine.tiers import Device
 from common.engine.units import hollow
+from common.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class TieredBucket(Bucket):
 
     Attributes:
         parameters_at, gradients_at, masters_at: the places of this rank's shard. Masters lie with the parameters where
-            these are fp32 and in the same tier.
+            these are fp32 and in the same tier, or frozen.
+        parts: what passes through memory at a time, as slices of the shard.
         sums_at: the place of the fp32 sum of a step's means, on disk; None before a step of several backwards.
         states_at: {name: place} of the optimizer's states on disk, made with its first step.
     """
@@ -50,16 +52,16 @@ class TieredBucket(Bucket):
         self.parameters_at = placed.parameters.keep(numel, dtype, self.name)
         self.parameters_at.store(slice(0, numel), values)
         self.parameters = self.parameters_at.tensor
+        self.masters_at, self.sums_at, self.states_at = self.parameters_at, None, {}
+        cuts = range(0, numel, placed.sub_group)
+        self.parts = [slice(begin, min(numel, begin + placed.sub_group)) for begin in cuts]
         if not self.kind.trainable:
             return
         self.gradients_at = placed.gradients.keep(numel, dtype, self.name)
-        self.masters_at, self.sums_at, self.states_at = self.parameters_at, None, {}
         if self.sixteen_bit or placed.optimizer is not placed.parameters:
             self.masters_at = placed.optimizer.keep(numel, torch.float32, self.name)
             self.masters_at.store(slice(0, numel), values)
-        cuts = range(0, numel, placed.sub_group)
-        parts = [slice(begin, min(numel, begin + placed.sub_group)) for begin in cuts]
-        self.cut_into = [SubGroup(self, part, shard.start, placed.optimizer) for part in parts]
+        self.cut_into = [SubGroup(self, part, shard.start, placed.optimizer) for part in self.parts]
 
     def forget(self):
         """Drop every gradient since the last step."""
@@ -116,19 +118,39 @@ class TieredBucket(Bucket):
         total.add_(mean)
         self.sums_at.put_back(piece.own)
 
+    def read(self, state, optimizer):
+        """What this rank keeps of a state, flat, wherever it lies.
+
+        Raises:
+            InputError: it lies on a disk that has failed.
+        """
+        place = self.states_at.get(state) if state else self.masters_at
+        if place is None or place.tensor is not None:
+            return super().read(state, optimizer)
+        values = place.copy(slice(0, self.shard_numel))
+        if place.tier.file.problem is not None:
+            raise InputError(place.tier.file.problem)
+        return values
+
+    def take_over(self, part, fill):
+        """Become other values, a sub-group at a time; see `Bucket.take_over`."""
+        for place in dict.fromkeys((self.parameters_at, self.masters_at)):
+            for own in self.parts:
+                values, there = place.lend(own, fresh=True)
+                there.wait_on_host()
+                fill(values, slice(part.start + own.start, part.start + own.stop))
+                place.put_back(own)
+
     @contextlib.contextmanager
-    def values_at_hand(self, optimizer=None, change=False):
-        """Parameters, master weights and the optimizer's states in memory; `change` writes back all but the states."""
-        everything = slice(0, self.shard_numel)
-        self.parameters = self.parameters_at.copy(everything)
+    def values_at_hand(self):
+        """Parameters and master weights in memory."""
+        self.parameters = self.parameters_at.copy(slice(0, self.shard_numel))
         for piece in self.cut_into:
-            piece.show(optimizer)
+            piece.show()
         yield
-        if change:
-            self.parameters_at.store(everything, self.parameters)
         self.parameters = self.parameters_at.tensor
         for piece in self.cut_into:
-            piece.hide(optimizer, change)
+            piece.hide()
 
     @contextlib.contextmanager
     def means_at_hand(self):
@@ -157,10 +179,13 @@ class SubGroup(Piece):
         super().__init__(slice(begin + own.start, begin + own.stop), tier)
         self._bucket, self.own, self.adds, self._lent_mean = weakref.ref(bucket), own, False, None
         self._on_disk = bucket.masters_at.tensor is None
-        self._nothing = torch.full((1,), math.nan).expand(length(own))
-        self.master = nn.Parameter(self._nothing if self._on_disk else bucket.masters_at.tensor[own])
+        self.master = nn.Parameter(self._nothing() if self._on_disk else bucket.masters_at.tensor[own])
         gradients = bucket.gradients_at.tensor
         self.reduced = None if gradients is None else gradients[own]
+
+    def _nothing(self, dtype=torch.float32):
+        """One number in the place of all, for what lies on disk."""
+        return torch.full((1,), math.nan).to(dtype).expand(length(self.own))
 
     @property
     def bucket(self):
@@ -251,14 +276,14 @@ class SubGroup(Piece):
             self.stepped = None
         for name, place in self._shown.items():
             place.put_back(self.own)
-            self._show(optimizer, name, self._nothing)
+            self._show(optimizer, name, self._nothing(place.dtype))
         self.adopt(optimizer.state[self.master])
 
     def _places(self, optimizer):
         """The places on disk of its master weights, called None, and of the states it has there."""
         if not self._on_disk:
             return {}
-        states = {} if optimizer is None else optimizer.state.get(self.master, {})
+        states = optimizer.state.get(self.master, {})
         there = {name: self.bucket.states_at[name] for name, value in states.items() if _is_nothing(value)}
         return {None: self.bucket.masters_at, **there}
 
@@ -283,31 +308,35 @@ class SubGroup(Piece):
             return
         for name, value in states.items():
             if torch.is_tensor(value) and value.shape == self.master.shape and not _is_nothing(value):
-                states[name] = self.keep_state(name, value)
+                self._place_of(name, value.dtype).store(self.own, value)
+                states[name] = self._nothing(value.dtype)
 
-    def keep_state(self, name, values):
-        """Give a state of the optimizer, [sub-group], to its place; return what stands for it in the optimizer."""
+    def take_state(self, name, fill):
+        """Read one of the optimizer's states, by `fill(target)`, to its place; return what stands for it."""
         if not self._on_disk:
-            return values
+            return super().take_state(name, fill)
+        place = self._place_of(name, torch.float32)
+        values, _ = place.lend(self.own, fresh=True)
+        fill(values)
+        place.put_back(self.own)
+        return self._nothing()
+
+    def _place_of(self, name, dtype):
+        """The place on disk of one of the optimizer's states, of the whole shard."""
         places, bucket = self.bucket.states_at, self.bucket
         if name not in places:
-            places[name] = self.tier.keep(bucket.shard_numel, values.dtype, bucket.name)
-        places[name].store(self.own, values)
-        return self._nothing
+            places[name] = self.tier.keep(bucket.shard_numel, dtype, bucket.name)
+        return places[name]
 
-    def show(self, optimizer):
-        """Copies of what lies on disk take their place, to be read at leisure."""
-        for name, place in self._places(optimizer).items():
-            self._show(optimizer, name, place.copy(self.own))
-
-    def hide(self, optimizer, change):
-        """They go; `change` writes the master weights."""
+    def show(self):
+        """A copy of master weights that lie on disk takes their place, to be read at leisure."""
         if self._on_disk:
-            if change:
-                self.bucket.masters_at.store(self.own, self.master.detach())
-            self._show(optimizer, None, self._nothing)
-            for name in self.bucket.states_at if optimizer is not None else ():
-                self._show(optimizer, name, self._nothing)
+            self.master.data = self.bucket.masters_at.copy(self.own)
+
+    def hide(self):
+        """It goes."""
+        if self._on_disk:
+            self.master.data = self._nothing()
 
 
 def _ready(tensor, handle):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from common.engine import streamed
-from common.engine.checkpoint import take_over, together
+from common.engine.checkpoint import together
 from common.engine.layout import distinct
 from common.errors import InputError
 
@@ -87,7 +87,7 @@ def _fill(engine, source, name_of):
                     name = name_of[bucket.members[slot.name]]
                     source.read(name, start - slot.offset, target[start - part.start : stop - part.start])
 
-        take_over(bucket, engine.owned(bucket).parameters, fill)
+        bucket.take_over(engine.owned(bucket).parameters, fill)
     for tensor, name in name_of.items():
         if not isinstance(tensor, nn.Parameter):
             once = distinct(tensor)
