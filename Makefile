@@ -116,7 +116,8 @@ record-offload: $(INSTALLED)
 # fio is what the disk is measured by: apt-get install fio
 WALL := --cap 600MB --precisions bf16 --engines stage0_ddp,offload.nvme --up-to 128 --compare
 record-infinity: $(INSTALLED)
-	$(BIN)/python -m common.capacity $(WALL) --nproc 1 --json results/infinity_capacity.json
+	$(BIN)/python -m common.capacity $(WALL) --nproc 1 --json results/infinity_capacity_1.json
+	$(BIN)/python -m common.capacity $(WALL) --nproc 4 --oversubscribe --json results/infinity_capacity_4.json
 	$(BIN)/python -m offload.disk_step --json results/infinity_disk_step.json
 	$(BIN)/python -m offload.ablation --oversubscribe --json results/infinity_ablation.json
 	$(BIN)/python -m offload.tiling --nproc 4 --oversubscribe --json results/infinity_tiling.json

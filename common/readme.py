@@ -67,7 +67,7 @@ def pages():
         "bench": bench_results.as_markdown(_read("bench_offload.json")),
     }
     texts["offload/INFINITY.md"] |= {
-        "capacity": capacity_results.as_markdown(_read("infinity_capacity.json")),
+        "capacity": "\n\n".join(capacity_results.as_markdown(_read(f"infinity_capacity_{n}.json")) for n in (1, 4)),
         **{name: _module(f"offload.{name}").as_markdown(_read(f"infinity_{name}.json")) for name in INFINITY},
     }
     texts["zeropp/README.md"] |= {
