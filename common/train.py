@@ -310,7 +310,7 @@ def _run_steps(world, engine, module, options, progress, schedulers, survives):
         if ours:
             engine.comm.traffic.reset()
         if ours and step == last:
-            run.timeline = Timeline(module.saving if options.offload_activations else engine)
+            run.timeline = Timeline(engine)
         if step in traced[:1]:
             run.recording = Recording(engine)
             run.recording.start()

@@ -223,7 +223,9 @@ class OffloadEngine(EngineBase):
 
     def live(self):
         """The tensors that this rank holds now, by class; those on the host have a class of their own."""
-        return super().live() | {HOST: [tensor for some in self.accounts.live_on_host().values() for tensor in some]}
+        live = super().live()
+        live[HOST] = [*live.get(HOST, []), *(t for some in self.accounts.live_on_host().values() for t in some)]
+        return live
 
     # ---- accounting -------------------------------------------------------------------------------------------
 

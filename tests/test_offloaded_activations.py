@@ -75,22 +75,22 @@ def test_nor_does_one_of_another_model(worlds, model, kind):
 
 
 def deep(engine, kind, host=True):
-    """An engine over a GPT with checkpoints, and what a Timeline asks."""
+    """An engine over a GPT with checkpoints."""
     with torch.device("meta"):
         model = GPT(GPTConfig(layers=LAYERS, width=WIDTH, heads=2, sequence=SEQUENCE))
     model.checkpoint_activations = kind
     made = make_engine(engine, model, bucket_mb=1)
     if host:
         model.saving = HostActivations(made)
-    return made, model.saving if host else made
+    return made
 
 
 def trained(world, engine, kind, host=True, lane=None, plant=healthy):
     """Losses and weights of two steps; the peaks of activations and of the host in the second."""
     with plant(engine), on_lane(lane, world.rank) if lane else contextlib.nullcontext():
-        made, seen = deep(engine, kind, host)
+        made = deep(engine, kind, host)
         losses = [train_step(made, world)]
-        with Timeline(seen) as timeline:
+        with Timeline(made) as timeline:
             losses.append(train_step(made, world, 1))
         weights = train.sha256(made.full_state_dict())
         on_host = max(now.get(HOST, 0) for _, now in timeline.samples)
@@ -190,7 +190,7 @@ def test_a_mutant_is_caught(worlds, plant):
 def order(world, kind):
     """What a backward does: each copy up as it begins, and each block as it is computed again."""
     seen, carry = [], Bus.carry
-    made, _ = deep("stage3_param", kind)
+    made = deep("stage3_param", kind)
     train_step(made, world)
 
     def noted(self, direction, name, *args):
@@ -214,7 +214,8 @@ def test_the_input_of_the_block_before_begins_its_way_up_before_a_block_is_compu
 
 def changed(world):
     """Of tensors of every kind, those that come up with other bits, dtypes, devices, shapes or strides than a copy."""
-    saving, found = deep("stage0_ddp", KINDS[0])[1], []
+    made, found = deep("stage0_ddp", KINDS[0]), []
+    saving = made.module.saving
     x = torch.arange(24.0, device=world.device).view(2, 3, 4)
     with_gaps, overlapping = x[:, ::2], x[:1].expand(3, 3, 4)
     dense = [x, x.transpose(0, 2), x.half().mT, x.long(), x > 5, x[0, 0, 0], x + 1j]
@@ -244,7 +245,8 @@ def gradient(saving, reentrant, backwards=1):
 
 
 def gradients_agree(world, reentrant, backwards):
-    made, saving = deep("stage0_ddp", KINDS[0])
+    made = deep("stage0_ddp", KINDS[0])
+    saving = made.module.saving
     made.comm.traffic.reset()
     found = gradient(saving, reentrant, backwards)
     expected = gradient(contextlib.nullcontext(), reentrant, backwards)
@@ -274,7 +276,8 @@ class Half(nn.Module):
 
 def nested(world, kind):
     """Gradients through checkpoints in checkpoints, without and with the host; what went down in the last backward."""
-    made, saving = deep("stage0_ddp", kind)
+    made = deep("stage0_ddp", kind)
+    saving = made.module.saving
     ends = []
     for context in (contextlib.nullcontext(), saving):
         torch.manual_seed(0)
@@ -294,7 +297,7 @@ def test_what_a_recomputation_saves_stays_on_the_device(worlds, kind):
 
 def interrupted(world, kind, host):
     """Losses around forwards without backward; bytes on the bus of an evaluation, and on the host at the end."""
-    made, seen = deep("stage2_grad", kind, host)
+    made = deep("stage2_grad", kind, host)
     losses = [train_step(made, world)]
     inputs = torch.zeros(BATCH // 2, SEQUENCE, dtype=torch.long, device=world.device)
     made(inputs)
@@ -307,7 +310,7 @@ def interrupted(world, kind, host):
         made(inputs)
     hook.remove()
     losses += [train_step(made, world, step) for step in (1, 2)]
-    return losses, crossed, sum(room.nbytes for room in seen.live().get(HOST, []))
+    return losses, crossed, sum(room.nbytes for room in made.live().get(HOST, []))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -318,11 +321,12 @@ def test_evaluations_and_exceptions_leave_nothing_behind(worlds, kind):
 
 def rooms(world):
     """What lies on the host after tensors of several lengths, one at a time."""
-    made, saving = deep("stage0_ddp", KINDS[0])
+    made = deep("stage0_ddp", KINDS[0])
+    saving = made.module.saving
     for numel in (10, 1000, 100, 5000):
         with saving:
             saving.unpack_hook(saving.pack_hook(torch.ones(numel, device=world.device)))
-    return [room.nbytes for room in saving.live()[HOST]], type(copy.deepcopy(made.module).saving)
+    return [room.nbytes for room in made.live()[HOST]], type(copy.deepcopy(made.module).saving)
 
 
 def test_a_room_that_is_too_small_gives_way_and_a_copy_of_a_model_has_none(worlds):

@@ -13,6 +13,7 @@ What is checked, built, counted and kept in files on the way has modules of its 
 """
 
 import contextlib
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -125,6 +126,7 @@ class EngineBase(Files):
         self.buckets, self.frozen = [], []  # of trainable and of frozen parameters
         self.bucket_of = {}  # parameter -> bucket
         self.handles = []  # of the hooks on the model
+        self.holders = weakref.WeakSet()  # what else keeps `tensors` on the host for it
         remove_with(self, self.handles)
         self.syncing, self.recording, self.reducing = True, False, False
         self.updates = 0  # of the parameters, in all; checkpoints keep the number
@@ -378,8 +380,9 @@ class EngineBase(Files):
     def live(self):
         """The tensors that this rank holds now, by class: the model states, and what comes and goes within a step."""
         live = self.accounts.live()
-        if self.saving is not None:
-            live[HOST] = live.get(HOST, []) + self.saving.tensors
+        for holder in (*self.holders, self.saving):
+            if holder is not None:
+                live[HOST] = live.get(HOST, []) + list(holder.tensors)
         return live
 
     # ---- building ---------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from common.engine.bus import Bus
 from common.engine.tensors import inside_backward
 from common.engine.tiers import Host
-from common.measure.memory import HOST
 
 
 class Saved:
@@ -79,7 +78,8 @@ class HostActivations(saved_tensors_hooks):
     """
 
     def __init__(self, engine):  # without the base's: the two hooks are methods here
-        self.comm, self._engine = engine.comm, weakref.proxy(engine)
+        self.comm = engine.comm
+        engine.holders.add(self)
         self._host, self._bus = Host(engine.comm), Bus(engine.comm)
         self._rooms, self._last, self._travelling = [], None, None
 
@@ -136,7 +136,7 @@ class HostActivations(saved_tensors_hooks):
         self._rooms.append(Room(self._host.empty(nbytes, torch.uint8)))
         return self._rooms[-1]
 
-    def live(self):
-        """The tensors that the engine holds now, by class, and the rooms on the host: for a `Timeline`."""
-        live = self._engine.live()
-        return live | {HOST: live.get(HOST, []) + [room.memory for room in self._rooms]}
+    @property
+    def tensors(self):
+        """The rooms on the host."""
+        return [room.memory for room in self._rooms]
