@@ -419,7 +419,8 @@ function, *gpus = sys.argv[1:]
 if gpus:
     test_world.see_one_gpu(gpus[int(os.environ["LOCAL_RANK"])])
 try:
-    outcome = f"result: {launch(getattr(test_world, function), nproc=99, oversubscribe=not gpus)}"
+    again = [launch(getattr(test_world, function), nproc=99, oversubscribe=not gpus) for _ in range(2)]
+    outcome = f"result: {again[1]}"
 except InputError as error:
     outcome = f"input error: {error}"
 os.write(1, f"{outcome}{os.linesep}".encode())  # in one piece: two ranks write

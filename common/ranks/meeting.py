@@ -1,9 +1,9 @@
 """Where the ranks of one attempt meet: a store that may still know the ranks before them.
 
 Torchrun keeps its store through a restart, with all that ranks wrote there: the addresses of processes that have gone,
-for which a new rank would wait. Agents on several nodes count their restarts differently, so no number that a rank is
-told names the attempt. Ranks find out themselves: each shows a word that nobody had before it, and rank 0 answers every
-word it sees with the name of a place that nobody wrote to.
+for which a new rank would wait. A program that calls `launch` twice meets its own. Agents on several nodes count their
+restarts differently, so no number that a rank is told names the attempt. Ranks find out themselves: each shows a word
+that nobody had before it, and rank 0 answers every word it sees with the name of a place that nobody wrote to.
 """
 
 import time

@@ -58,8 +58,6 @@ def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, han
         hand_on: the first SIGTERM or Ctrl-C is handed on to the ranks, as SIGTERM, so that they may end by themselves.
         timeout: seconds without an answer in a collective, after which a rank gives up.
 
-    Under torchrun it can be called once in a process: torchrun's store keeps the addresses of the first group.
-
     Returns:
         What rank 0 returned; under torchrun None on the other ranks.
 
