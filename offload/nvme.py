@@ -401,6 +401,11 @@ class InfinityEngine(EngineBase):
         """Before the parameters become those of a file."""
         self.free_all()
 
+    def synchronize(self):
+        """See `EngineBase.synchronize`. Of what a disk has lost nothing is saved or shown."""
+        self.disks.refuse_what_is_lost()
+        super().synchronize()
+
     def full_state_dict(self):
         """See `EngineBase.full_state_dict`. What a disk could not read is nobody's model."""
         state = super().full_state_dict()

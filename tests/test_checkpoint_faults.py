@@ -222,11 +222,13 @@ def strace(process, paths, *options):
     watched = itertools.chain.from_iterable(("-P", str(path)) for path in paths)
     command = ["strace", "-f", "-y", "-p", str(process), "-e", f"trace={CHANGES}", *watched, *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
-        said = running.stderr.readline()
-        if "attached" not in said:
-            pytest.skip(said)
-        yield
-        running.terminate()
+        try:
+            said = running.stderr.readline()
+            if "attached" not in said:
+                pytest.skip(said)
+            yield
+        finally:
+            running.terminate()
 
 
 def changes(trace, folder):

@@ -49,6 +49,16 @@ def test_a_rank_that_comes_late_is_waited_for():
     assert told([first, late.result()], "hello") == ["hello"] * 2
 
 
+def test_a_rank_that_is_started_once_more_while_others_wait_is_met():
+    """Rank 1 comes and dies; its successor comes when ranks 0 and 1 have met already, and rank 2 is missing."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(4) as threads:
+        first = threads.submit(fresh, store, 0, 3, 20.0)
+        threads.submit(fresh, store, 1, 3, 0.3).exception()  # it gave up: nobody is rank 1 now
+        again = [threads.submit(fresh, store, rank, 3, 20.0) for rank in (1, 2)]
+        assert told([first.result(), *(one.result() for one in again)], "hello") == ["hello"] * 3
+
+
 def test_words_of_many_dead_ranks_are_passed_over():
     store, stop = dist.HashStore(), threading.Event()
 

@@ -60,6 +60,12 @@ def wait_for(condition, within=60):
         time.sleep(0.02)
 
 
+def ranks_of(torchrun):
+    """The processes that a torchrun started."""
+    found = subprocess.run(["pgrep", "-P", str(torchrun.pid)], capture_output=True, text=True, check=True).stdout
+    return [int(process) for process in found.split()]
+
+
 def result(path):
     written = json.loads(path.read_text())
     return written["param_sha256"], written["losses"]
@@ -92,8 +98,7 @@ def test_torchrun_brings_a_killed_run_back(tmp_path, undisturbed):
     folder, path = tmp_path / "run", tmp_path / "run.json"
     torchrun = ("--nproc-per-node", "2", "--max-restarts", "2")
     with begun(folder, "stage3_param", "--steps", 150, "--resume", "--json", path, torchrun=torchrun) as run:
-        ranks = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True, check=True).stdout.split()
-        os.kill(int(ranks[-1]), signal.SIGKILL)
+        os.kill(ranks_of(run)[-1], signal.SIGKILL)
         said, _ = run.communicate(timeout=120)
     assert run.returncode == 0
     assert said.count("goes on from") == 1
@@ -151,7 +156,7 @@ def test_torchrun_brings_a_rank_of_another_node_back(nodes, tmp_path, on_one_nod
     options = ("--steps", 50, "--save", folder, "--save-every", 1, "--resume", "--json", path)
     with nodes.started("stage3_param", *TRAINING, *map(str, options), restarts=2) as running:
         wait_for(lambda: runs.complete(folder))
-        os.kill(nodes.processes(1)[-1], signal.SIGKILL)
+        os.kill(ranks_of(running[1])[-1], signal.SIGKILL)
         assert not path.exists()
         assert [node.wait(120) for node in running] == [0, 0]
     assert result(path) == on_one_node

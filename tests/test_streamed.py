@@ -72,6 +72,12 @@ def test_a_file_that_is_cut_is_refused(tmp_path):
         streamed.Source(tmp_path / "file")
 
 
+@pytest.mark.parametrize("other", [torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(3, 2), torch.ones(5)])
+def test_a_tensor_that_is_not_what_was_told_is_not_written(tmp_path, other):
+    with pytest.raises(ValueError, match=r"'values' was to be torch.float32 \[2, 3\]"):
+        streamed.write(tmp_path / "file", {"values": (torch.float32, (2, 3))}, lambda name: other, {})
+
+
 def test_a_dtype_without_a_name_is_told(tmp_path):
     with pytest.raises(InputError, match=r"cannot hold torch.complex128, the dtype of phase; cast it"):
         write(tmp_path / "file", {"phase": torch.zeros(2, dtype=torch.complex128)})

@@ -39,11 +39,11 @@ def open_tiers(engine, read_ahead):
         problem = error
     try:
         check_agreement(problem or [], comm, "the check of the disks")
+        check_shared(sum(predicted_in("cpu", engine, buckets, engine.optimizer_bytes).values()), comm)
     except InputError:
         if disk is not None:
             disk.file.close()  # at once, so that another engine may take the path
         raise
     if disk is not None and comm.rank == 0 and not disk.file.direct:
         disk.file.notice()
-    check_shared(sum(predicted_in("cpu", engine, buckets, engine.optimizer_bytes).values()), comm)
     return {"device": Device(comm), "cpu": Host(comm), "nvme": disk}

@@ -76,7 +76,8 @@ def write(file, tensors, value_of, metadata):
         raise InputError(f"safetensors cannot hold {dtype}, the dtype of {names}; cast it, or leave it out")
     # The widest first: so each begins at a multiple of its element's size, as those who map the file need it.
     order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
-    parts = itertools.chain([_header(order, tensors, metadata)], (_bytes_of(value_of(name)) for name in order))
+    values = (_bytes_of(_as_told(name, value_of(name), *tensors[name])) for name in order)
+    parts = itertools.chain([_header(order, tensors, metadata)], values)
     checksum, size, under_way = hashlib.sha256(), 0, deque()
     with open(file, "wb", buffering=0) as opened, ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(1) as writing:
         set_direct(opened.fileno())
@@ -108,6 +109,13 @@ def checksum(file):
     return found.hexdigest()
 
 
+def _as_told(name, value, dtype, shape):
+    """A tensor that is what the header says of it; another would make the whole file unreadable."""
+    if (value.dtype, tuple(value.shape)) != (dtype, tuple(shape)):
+        raise ValueError(f"{name!r} was to be {dtype} {list(shape)} and is {value.dtype} {list(value.shape)}")
+    return value
+
+
 def _header(order, tensors, metadata):
     described, end = {"__metadata__": metadata}, 0
     for name in order:
@@ -137,6 +145,7 @@ def _blocks(parts):
             if filled == BLOCK:
                 yield room, filled
                 room, filled = next(rooms), 0
+        del part  # before the next is made: memory may not hold both
     yield room, filled
 
 
@@ -232,16 +241,16 @@ class SplitSource:
     def __init__(self, index):
         try:
             file_of = json.loads(Path(index).read_bytes())["weight_map"]
-            files = sorted(set(file_of.values()))
+            files = sorted({Path(index).parent / file for file in file_of.values()})
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise InputError("it is no index: no JSON with a 'weight_map' from names to files") from error
         with contextlib.ExitStack() as opened:
-            sources = {file: opened.enter_context(Source(Path(index).parent / file)) for file in files}
+            sources = {file: opened.enter_context(Source(file)) for file in files}
+            self._source_of = {name: sources[Path(index).parent / file] for name, file in file_of.items()}
+            for name, file in file_of.items():
+                if name not in self._source_of[name].tensors:
+                    raise InputError(f"{name!r} is not in {file!r}, where the index has it")
             self._close = opened.pop_all().close
-        self._source_of = {name: sources[file] for name, file in file_of.items()}
-        for name, file in file_of.items():
-            if name not in sources[file].tensors:
-                raise InputError(f"{name!r} is not in {file!r}, where the index has it")
         self.tensors = {name: source.tensors[name] for name, source in self._source_of.items()}
 
     def __enter__(self):

@@ -275,9 +275,17 @@ class SubGroup(Piece):
             parameters_at.put_back(self.own)
             self.stepped = None
         for name, place in self._shown.items():
+            if name is not None:
+                self._keep_what_replaced(place, optimizer.state[self.master][name])
             place.put_back(self.own)
             self._show(optimizer, name, self._nothing(place.dtype))
         self.adopt(optimizer.state[self.master])
+
+    def _keep_what_replaced(self, place, state):
+        """Some optimizers step no state in place, but make another."""
+        lent, _ = place.lend(self.own)
+        if state.data_ptr() != lent.data_ptr():
+            lent.copy_(state)
 
     def _places(self, optimizer):
         """The places on disk of its master weights, called None, and of the states it has there."""
@@ -324,7 +332,7 @@ class SubGroup(Piece):
     def _place_of(self, name, dtype):
         """The place on disk of one of the optimizer's states, of the whole shard."""
         places, bucket = self.bucket.states_at, self.bucket
-        if name not in places:
+        if name not in places or places[name].dtype != dtype:  # as of a load, which makes fp32 of them all
             places[name] = self.tier.keep(bucket.shard_numel, dtype, bucket.name)
         return places[name]
 

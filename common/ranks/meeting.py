@@ -3,7 +3,8 @@
 Torchrun keeps its store through a restart, with all that ranks wrote there: the addresses of processes that have gone,
 for which a new rank would wait. A program that calls `launch` twice meets its own. Agents on several nodes count their
 restarts differently, so no number that a rank is told names the attempt. Ranks find out themselves: each shows a word
-that nobody had before it, and rank 0 answers every word it sees with the name of a place that nobody wrote to.
+that nobody had before it, and rank 0 answers every word it sees with the name of a place that nobody wrote to. When all
+have been there, it says so.
 """
 
 import time
@@ -34,30 +35,42 @@ def fresh(store, rank, size, timeout):
 
 
 def _invited(store, size, deadline):
-    """Rank 0: answer what the others show until all of them have come; the words of ranks before them are in vain."""
-    place, missing, answered = f"ranks {uuid.uuid4()}", set(range(1, size)), {}
-    while missing:
-        for rank in sorted(missing):
-            if store.check([f"{place}: rank {rank} is here"]):
-                missing.remove(rank)
-            elif store.check([f"word of rank {rank}"]):
-                word = store.get(f"word of rank {rank}").decode()
-                if answered.get(rank) != word:
-                    store.set(word, place)
-                    answered[rank] = word
-        _pause(deadline, f"ranks {sorted(missing)} did not come")
+    """Rank 0: answer each word with a place until all ranks are there; the words of those before them are in vain."""
+    place, answered, there = _place(), {}, set()
+    while len(there) < size - 1:
+        for rank in range(1, size):
+            word = _read(store, f"word of rank {rank}")
+            if rank in there and word != answered[rank]:  # it was started once more, and the others must not wait there
+                place, answered, there = _place(), {}, set()
+            if word is not None and answered.get(rank) != word:
+                store.set(word, place)
+                answered[rank] = word
+            if word is not None and store.check([f"{place}: {word}"]):
+                there.add(rank)
+        _pause(deadline, f"ranks {sorted(set(range(1, size)) - there)} did not come")
+    store.set(f"{place}: all are here", "")
     return place
 
 
 def _asked(store, rank, deadline):
-    """Another rank: show a word of its own until rank 0 answers it."""
+    """Another rank: show a word of its own, and go where rank 0 answers, until all are there."""
     word = f"answer to rank {rank}: {uuid.uuid4()}"
     store.set(f"word of rank {rank}", word)
-    while not store.check([word]):
-        _pause(deadline, "rank 0 did not come")
-    place = store.get(word).decode()
-    store.set(f"{place}: rank {rank} is here", "")
+    place = None
+    while place is None or not store.check([f"{place}: all are here"]):
+        place = _read(store, word)
+        if place is not None:
+            store.set(f"{place}: {word}", "")
+        _pause(deadline, "rank 0 did not come, or not all of the others")
     return place
+
+
+def _place():
+    return f"ranks {uuid.uuid4()}"
+
+
+def _read(store, key):
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def _pause(deadline, complaint):

@@ -122,13 +122,9 @@ class TwoNodes:
 
     def kill(self, node):
         """End all that runs on a node, at once and without a word, as a power cut does."""
-        for process in self.processes(node):
+        for process in _call("ip", "netns", "pids", self.names[node]).split():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-
-    def processes(self, node):
-        """All that runs on a node, by their ids: torchrun first, and what it started."""
-        return sorted(map(int, _call("ip", "netns", "pids", self.names[node]).split()))
+                os.kill(int(process), signal.SIGKILL)
 
 
 def _together(node, restarts):
