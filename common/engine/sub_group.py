@@ -22,6 +22,7 @@ from common.engine.piece import Piece
 from common.engine.tiers import Device
 from common.engine.units import hollow
 from common.errors import InputError
+from common.measure.memory import storage_id
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,7 @@ class SubGroup(Piece):
     def _keep_what_replaced(self, place, state):
         """Some optimizers step no state in place, but make another."""
         lent, _ = place.lend(self.own)
-        if state.data_ptr() != lent.data_ptr():
+        if storage_id(state) != storage_id(lent):
             lent.copy_(state)
 
     def _places(self, optimizer):
