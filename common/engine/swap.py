@@ -10,6 +10,7 @@ raises: the first failure is kept in `problem`, what could not be read is NaN, a
 A lock on the file says that its owner lives; it goes with the process, however that ends.
 """
 
+import contextlib
 import errno
 import itertools
 import mmap
@@ -19,13 +20,13 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.util import Finalize
 from pathlib import Path
 
 from torch.profiler import record_function
 
+from common.engine import locks
 from common.engine.tiers import HERE
 from common.errors import InputError
 from common.ranks.lanes import Handle
@@ -225,9 +226,7 @@ class _Removal:
         if os.getpid() != self._process:  # a fork's, which has only a copy
             return
         self._threads.shutdown(cancel_futures=True)
-        if os.fstat(self._file.fd).st_nlink:  # else somebody removed it, and the name may be another's by now
-            self._file.path.unlink(missing_ok=True)
-        os.close(self._file.fd)
+        locks.release(self._file.fd, self._file.path)
 
 
 def _temporary_folder():
@@ -246,41 +245,26 @@ def _remove_if_dead(file):
         fd = os.open(file, os.O_RDWR)
     except OSError:
         return
-    if _lock(fd) and os.fstat(fd).st_nlink:  # else it was removed already, and the name may be another's by now
-        file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a file system without locks, or another user's file
+        if locks.lock(fd) and os.fstat(fd).st_nlink:  # else it was removed, and the name may be another's by now
+            file.unlink(missing_ok=True)
     os.close(fd)
-
-
-def _lock(fd, patience=0.0):
-    """Lock a file for this process, if within so many seconds nobody else holds it; returns whether it is locked."""
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError:
-            if time.monotonic() > deadline:
-                return False
-        time.sleep(0.02)
 
 
 def _own(path):
     """Open a swap file and lock it, empty; returns its descriptor."""
-    while True:
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise InputError(f"path={str(path.parent)!r}: no file can be made there ({error.strerror})") from error
-        if not _lock(fd, patience=1.0):  # another rank may hold it for a moment, to see whether its owner lives
-            os.close(fd)
-            raise InputError(
-                f"path={str(path.parent)!r}: another engine that lives keeps its swap files there; give each a folder "
-                "of its own"
-            )
-        if os.fstat(fd).st_nlink:  # else somebody removed it between the two, as the remains of a dead run
-            os.ftruncate(fd, 0)
-            return fd
-        os.close(fd)
+    try:
+        # Another rank may hold it for a moment, to see whether its owner lives.
+        fd = locks.own(path, patience=1.0)
+    except OSError as error:
+        raise InputError(f"path={str(path.parent)!r}: no file can be made there ({error.strerror})") from error
+    if fd is None:
+        raise InputError(
+            f"path={str(path.parent)!r}: another engine that lives keeps its swap files there; give each a folder "
+            "of its own"
+        )
+    os.ftruncate(fd, 0)
+    return fd
 
 
 def set_direct(fd):
