@@ -7,10 +7,12 @@ import random
 import resource
 import shutil
 import signal
+import socket
+import warnings
 
 import pytest
 import torch
-from harness import ADAMW, STAGES, batch, make_engine, same_bits, train_step
+from harness import ADAMW, ENGINES, STAGES, batch, make_engine, same_bits, train_step
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
@@ -303,6 +305,10 @@ def malformed(index):
     yield from (signed({**index, "parameters": {"layers.0.weight": {**parameter, key: 1.5}}}) for key in parameter)
     yield signed({**index, "parameters": {"layers.0.weight": {**parameter, "pieces": [[0, 0]]}}})
     yield signed({key: index[key] for key in index if key != "groups"})
+    name, cut = next((name, cut) for name, cut in index["parameters"].items() if len(cut["pieces"]) > 1)
+    first, *others = cut["pieces"]
+    for pieces in (others, [first], [first, first, *others], [[9, *first[1:]], *others], [[first[0], 0, 1], *others]):
+        yield signed({**index, "parameters": {**index["parameters"], name: {**cut, "pieces": pieces}}})
 
 
 def test_an_index_with_a_part_of_the_wrong_type_is_damaged(worlds, tmp_path):
@@ -330,14 +336,65 @@ def test_a_file_name_that_leaves_the_folder_is_damage_though_the_file_is_right(w
     ("there", "here", "complaint"),
     [
         ({"model": "gpt-tiny"}, {"model": "mlp"}, "parameter 'layers.0.weight' is missing in the checkpoint"),
-        ({"model": "llama-tiny"}, {"model": "llama-nano"}, "is of shape [256, 16], in group 0 in the checkpoint"),
-        ({"optimizer": SGD}, {}, "the optimizer is SGD over 1 groups in the checkpoint and AdamW"),
-        ({"model": "odd"}, {"model": "mlp"}, "the optimizer is AdamW over 2 groups"),
+        ({"model": "llama-tiny"}, {"model": "llama-nano"}, "is floating, of shape [256, 16], in group 0 in"),
+        (
+            {"optimizer": SGD},
+            {},
+            "the optimizer is torch.optim.sgd.SGD over 1 groups in the checkpoint and torch.optim.adamw.AdamW",
+        ),
+        ({"model": "odd"}, {"model": "mlp"}, "the optimizer is torch.optim.adamw.AdamW over 2 groups"),
     ],
 )
 def test_a_checkpoint_of_something_else_names_the_first_difference(worlds, tmp_path, there, here, complaint):
     worlds(2).run(functools.partial(write, **there), tmp_path)
     assert all(complaint in theirs for theirs in worlds(2).run(functools.partial(refused, **here), tmp_path))
+
+
+def write_with_a_buffer(world, engine, path, dtype):
+    engine = make_engine(engine, counting(dtype))
+    engine.save(path)
+
+
+def counting(dtype):
+    model = models.build("mlp", device="cpu")
+    model.register_buffer("count", torch.full((2,), 1.5).to(dtype))
+    return model
+
+
+def refuse_the_buffer(world, engine, path):
+    engine = make_engine(engine, counting(torch.int64))
+    with pytest.raises(InputError) as complaint:
+        engine.load(path)
+    return str(complaint.value), engine.module.count.tolist()
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
+def test_a_buffer_of_another_dtype_is_refused(worlds, tmp_path, name):
+    worlds(2).run(write_with_a_buffer, name, tmp_path, torch.float32)
+    for complaint, count in worlds(2).run(refuse_the_buffer, name, tmp_path):
+        assert (
+            "buffer 'count' is floating, of shape [2] in the checkpoint and torch.int64, of shape [2] here" in complaint
+        )
+        assert count == [1, 1]
+
+
+class AdamW(torch.optim.SGD):
+    """Another optimizer of the same name."""
+
+
+def test_an_optimizer_is_more_than_its_name(worlds, tmp_path):
+    worlds(2).run(write, tmp_path)
+    there, here = "torch.optim.adamw.AdamW over 1 groups in the checkpoint", "test_checkpoint.AdamW over 1 groups here"
+    for complaint in worlds(2).run(functools.partial(refused, optimizer=functools.partial(AdamW, lr=0.1)), tmp_path):
+        assert there in complaint and here in complaint
+    file = tmp_path / "index.json"
+    older = json.loads(file.read_text())["index"] | {"optimizer": "AdamW"}  # older checkpoints have the name alone
+    file.write_text(json.dumps(signed(older)))
+    worlds(2).run(load_again, tmp_path)
+
+
+def load_again(world, path):
+    build("stage1_os", "mlp").load(path)
 
 
 def test_an_unknown_format_is_named(worlds, tmp_path):
@@ -382,7 +439,7 @@ def no_index(patch):
     patch.setattr(os, "replace", fail)
 
 
-def fail(*args):
+def fail(*args, **options):
     raise OSError(5, "Input/output error")
 
 
@@ -414,10 +471,75 @@ def no_removal(patch):
     patch.setattr(checkpoint.Path, "unlink", fail)
 
 
-def test_when_old_files_cannot_be_removed_the_new_save_stands(worlds, tmp_path):
-    for complaint, step in worlds(2).run(save_twice, tmp_path, no_removal, 0):
-        assert "cannot clear older files away" in complaint
-        assert step == 2
+def warned(world, path):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        return save_twice(world, path, no_removal, 0), [str(one.message) for one in said]
+
+
+def test_when_old_files_cannot_be_removed_the_new_save_stands_and_one_rank_says_so(worlds, tmp_path):
+    answers = worlds(2).run(warned, tmp_path)
+    assert [saved for saved, _ in answers] == [(None, 2), (None, 2)]
+    assert [len(said) for _, said in answers] == [1, 0]
+    assert answers[0][1][0].startswith(f"saved to '{tmp_path}', but an older file there cannot be removed: ")
+
+
+def save_too_much(world, path, wait):
+    """Save; then try an `extra` on one rank whose text is more than any reader of the format takes."""
+    engine = make_engine("stage3_param", "mlp")
+    engine.save(path, {"step": 1})
+    with pytest.raises(InputError) as complaint:
+        engine.save(path, "x" * 100_000_000 if world.rank == 1 else None, wait=wait)
+    return str(complaint.value), engine.load(path)["step"]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_no_reader_would_take_is_refused_before_the_first_byte(worlds, tmp_path, wait):
+    for complaint, step in worlds(2).run(save_too_much, tmp_path, wait):
+        assert complaint.startswith(f"cannot save to '{tmp_path}': rank 1: names and all that is no tensor take 100 MB")
+        assert step == 1
+
+
+def save_to_a_disk_that_lies(world, path, lost_rank):
+    """Save; then again, while what one rank writes does not come to the disk as it is."""
+    engine = make_engine("stage2_grad", "mlp")
+    engine.save(path, {"step": 1})
+
+    def lose(file, data, write=streamed._write_all):
+        data[:] = bytes(len(data))
+        write(file, data)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError) as complaint:
+        if world.rank == lost_rank:
+            patch.setattr(streamed, "_write_all", lose)
+        engine.save(path, {"step": 2})
+    return str(complaint.value), engine.load(path)["step"]
+
+
+@pytest.mark.parametrize("lost_rank", [0, 1])
+def test_what_was_written_is_read_back_before_it_takes_the_place_of_the_last(worlds, tmp_path, lost_rank):
+    for complaint, step in worlds(2).run(save_to_a_disk_that_lies, tmp_path, lost_rank):
+        assert f"rank {lost_rank}: " in complaint and "header" in complaint
+        assert step == 1
+
+
+def save_apart(world, engine, path):
+    """Save into folders that ranks do not share, as on the disk of each node."""
+    checkpoint.PATIENCE = 0.0
+    with pytest.raises(InputError) as complaint:
+        make_engine(engine, "mlp").save(path / str(world.rank))
+    return str(complaint.value)
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
+def test_a_folder_that_nodes_do_not_share_is_no_place_for_a_checkpoint(worlds, tmp_path, name):
+    node = socket.gethostname()
+    for rank, complaint in enumerate(worlds(2).run(save_apart, name, tmp_path)):
+        assert complaint == (
+            f"cannot save to '{tmp_path / str(rank)}': rank 0: 000001-rank-00001.safetensors, which rank 1 wrote on "
+            f"node '{node}', is not in '{tmp_path / '0'}' on node '{node}'; give a folder that all nodes share"
+        )
+        assert list((tmp_path / str(rank)).iterdir()) == []
 
 
 def complain(world, path, extra):
@@ -469,6 +591,7 @@ def save_the_unsavable(world, stage, path):
             engine.save(path, extra() if extra and world.rank == rank else None)
         assert (complaint.value.__cause__ is not None) == (world.rank == rank)  # the traceback of where it happened
         said.append(str(complaint.value))
+    model.phase = model.phase.to(torch.complex64)
     return said, engine.load(path)["step"]
 
 

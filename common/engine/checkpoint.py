@@ -18,23 +18,28 @@ once all the same: stages that share a layout write the same files. Gradients ar
 accumulation does not disturb it, a load begins it anew.
 
 Saving never touches the files of the last save. The new ones get a higher number; when all of them are on the disk,
-the index is replaced in one step; only then the old ones are removed. A writer killed at any moment leaves the last
-save whole, and its remains are cleared away by the next.
+and rank 0 has seen each of them there, the index is replaced in one step; only then the old ones are removed. A writer
+killed at any moment leaves the last save whole, and its remains are cleared away by the next.
 """
 
 import contextlib
 import json
 import os
+import socket
+import time
+import warnings
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
 from common.engine import streamed
 from common.engine.checkpoint_index import FILE_NAME, flush, read_index, replace_index
+from common.engine.door import together
 from common.engine.encoding import decode, detached, encode
 from common.engine.layout import distinct, within
 from common.errors import InputError
+
+PATIENCE = 10.0  # seconds in which a shared file system shows rank 0 what another node has written
 
 
 def save(engine, path, extra=None):
@@ -48,7 +53,11 @@ def save(engine, path, extra=None):
             Subclasses of these come back as these. A few dtypes, such as complex128, safetensors cannot hold.
 
     Raises:
-        InputError: on every rank, if one could not write; it names that rank. The checkpoint that was there stands.
+        InputError: on every rank, if one could not write, or rank 0 cannot see what one wrote, as in a folder that
+            nodes do not share; it names that rank. The checkpoint that was there stands.
+
+    Warns:
+        RuntimeWarning: it is saved, and older files could not be removed.
     """
     write(engine.comm, path, Snapshot(engine, path, extra))
 
@@ -64,6 +73,7 @@ class Snapshot:
     Attributes:
         tensors: {name in the file: tensor on the CPU}, what is held.
         shards: what is not, a `Shards`; None with `apart`.
+        told: {name in the file: (dtype, shape)}, of all of it.
         structure: the JSON of `extra`.
         index: on rank 0 what the files hold.
 
@@ -81,17 +91,17 @@ class Snapshot:
                 self.tensors |= {f"buffers/{name}": detached(buffer) for name, buffer in _buffers(engine)}
             self.index = _index(engine, self.tensors) if engine.rank == 0 else None
             self.structure = json.dumps(encode(extra, self.tensors, "extra"))
+            self.told = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
+            self.told |= {} if apart else self.shards.told
+            streamed.check(self.told, {"extra": self.structure})
 
     def write(self, file):
         """Write it; return the file's checksum when it is on the disk."""
-        told = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
-        if self.shards is None:
-            return streamed.write(file, told, self.tensors.get, {"extra": self.structure})
 
         def value_of(name):
-            return self.tensors[name] if name in told else self.shards.read(name)
+            return self.tensors[name] if name in self.tensors else self.shards.read(name)
 
-        return streamed.write(file, {**self.shards.told, **told}, value_of, {"extra": self.structure})
+        return streamed.write(file, self.told, value_of, {"extra": self.structure})
 
 
 def write(comm, path, snapshot):
@@ -107,18 +117,43 @@ def write(comm, path, snapshot):
         with together(comm, failure):
             entry = {"name": file.name, "sha256": snapshot.write(file)}
         files = comm.gather_objects(entry, "the checkpoint")
+        theirs = comm.gather_objects((socket.gethostname(), snapshot.told), "the checkpoint")
         with together(comm, failure):
             if rank == 0:
+                for number, (entry, (node, told)) in enumerate(zip(files, theirs, strict=True)):
+                    _see(folder, entry["name"], told, f"rank {number} wrote on node {node!r}")
                 replace_index(folder, {**snapshot.index, "files": files})
     except InputError:
         with contextlib.suppress(OSError):
             file.unlink()
         raise
-    with together(comm, f"saved to {str(path)!r}, but cannot clear older files away"):
+    with together(comm, f"saved to {str(path)!r}, but it may not outlast a power cut"):
         if rank == 0:
             flush(folder)
+    if rank == 0:
+        try:
             for older in _files_in(folder).keys() - {entry["name"] for entry in files}:
-                (folder / older).unlink()
+                (folder / older).unlink(missing_ok=True)
+        except OSError as error:
+            said = f"saved to {str(path)!r}, but an older file there cannot be removed: {error}"
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
+
+
+def _see(folder, name, told, who):
+    """On rank 0: see that a file that a rank wrote is here, and holds what that rank was to write."""
+    deadline = time.monotonic() + PATIENCE
+    while name not in os.listdir(folder):  # which asks a file server anew
+        if time.monotonic() > deadline:
+            raise InputError(
+                f"{name}, which {who}, is not in {str(folder)!r} on node {socket.gethostname()!r}; give a folder that "
+                "all nodes share"
+            )
+        time.sleep(0.1)
+    with streamed.Source(folder / name) as file:
+        if not file.holds(told):
+            raise InputError(
+                f"{name}, which {who}, is another file in {str(folder)!r} on node {socket.gethostname()!r}"
+            )
 
 
 def load(engine, path):
@@ -147,30 +182,14 @@ def load(engine, path):
             own = rank if rank < len(index["files"]) else 0
             needed = sorted(_files_needed(engine, index) | {0, own})
             files = {k: opened.enter_context(streamed.Source(folder / index["files"][k]["name"])) for k in needed}
+            _check_holds(index, files)
             extra = decode(json.loads(files[own].metadata["extra"]), files[own])
+            _check_buffers(engine, files[0])
         engine.begin_load()
         with together(engine.comm, f"loaded {str(path)!r} in part, build the engine anew"):
             _fill_model(engine, index, files)
             _fill_optimizer(engine, index, files)
     return extra
-
-
-@contextlib.contextmanager
-def together(comm, failure):
-    """Run a block on every rank; if anything is raised on one, every rank raises an InputError that names it.
-
-    There are no collectives in the block: the ranks that fail in it would miss some. They meet behind it.
-    """
-    caught = problem = None
-    try:
-        yield
-    except Exception as error:
-        caught, told = error, isinstance(error, (InputError, OSError, SafetensorError))
-        said = str(error) if told else f"{type(error).__name__}: {error}"  # a KeyError says its key alone
-        problem = " ".join(said.split())
-    for rank, theirs in enumerate(comm.gather_objects(problem, "the checkpoint")):
-        if theirs is not None:
-            raise InputError(f"{failure}: rank {rank}: {theirs}") from caught
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------
@@ -243,7 +262,7 @@ def _index(engine, tensors):
     groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
     return {
         "world_size": engine.world_size,
-        "optimizer": type(engine.optimizer).__name__,
+        "optimizer": _name_of(engine.optimizer),
         "groups": encode(groups, tensors, "the optimizer's groups"),
         "updates": engine.updates,
         "loss_scaler": engine.loss_scaler and engine.loss_scaler.state_dict(),
@@ -251,6 +270,10 @@ def _index(engine, tensors):
         "tied": _tied(engine),
         "parameters": parameters,
     }
+
+
+def _name_of(optimizer):
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def _states(engine, piece):
@@ -280,14 +303,20 @@ def _check_fits(engine, index):
     groups = {
         name: b.kind.group if b.kind.trainable else None for b in engine.buckets + engine.frozen for name in b.slots
     }
+    optimizer, states = index["optimizer"], engine.optimizer
+    if "." not in optimizer:  # older checkpoints have the name alone
+        optimizer = _name_of(states).removesuffix(type(states).__qualname__) + optimizer
     here = {
-        "the optimizer": f"{type(engine.optimizer).__name__} over {len(engine.optimizer.param_groups)} groups",
-        **{f"parameter {n!r}": _place(p.shape, groups[n]) for n, p in engine.module.named_parameters()},
+        "the optimizer": f"{_name_of(states)} over {len(states.param_groups)} groups",
+        **{f"parameter {n!r}": _place(p.dtype, p.shape, groups[n]) for n, p in engine.module.named_parameters()},
         **{f"buffer {n!r}": f"of shape {list(buffer.shape)}" for n, buffer in _buffers(engine)},
     }
     saved = {
-        "the optimizer": f"{index['optimizer']} over {len(index['groups'])} groups",
-        **{f"parameter {n!r}": _place(p["shape"], p["group"]) for n, p in index["parameters"].items()},
+        "the optimizer": f"{optimizer} over {len(index['groups'])} groups",
+        **{
+            f"parameter {n!r}": _place(getattr(torch, p["dtype"]), p["shape"], p["group"])
+            for n, p in index["parameters"].items()
+        },
         **{f"buffer {n!r}": f"of shape {shape}" for n, shape in index["buffers"].items()},
     }
     for what in [*here, *saved]:
@@ -298,8 +327,31 @@ def _check_fits(engine, index):
             )
 
 
-def _place(shape, group):
-    return f"of shape {list(shape)}, {'frozen' if group is None else f'in group {group}'}"
+def _place(dtype, shape, group):
+    return f"{kind(dtype, shape)}, {'frozen' if group is None else f'in group {group}'}"
+
+
+def kind(dtype, shape):
+    """What a tensor in a file has in common with the one it is to become: floating dtypes are cast to each other."""
+    return f"{'floating' if dtype and dtype.is_floating_point else dtype}, of shape {list(shape)}"
+
+
+def _check_buffers(engine, file):
+    for name, buffer in _buffers(engine):
+        there, here = kind(*file.tensors[f"buffers/{name}"]), kind(buffer.dtype, buffer.shape)
+        if there != here:
+            raise InputError(
+                f"buffer {name!r} is {there} in the checkpoint and {here} here; build it as it was built then"
+            )
+
+
+def _check_holds(index, files):
+    """Refuse files that do not have the pieces that the index says: what lies behind a piece is another one's."""
+    for name, parameter in index["parameters"].items():
+        for rank, start, stop in parameter["pieces"]:
+            for of in ["parameters", *(f"optimizer/{state}" for state in parameter["states"])] if rank in files else ():
+                if files[rank].tensors.get(f"{of}/{name}@{start}", (None, ()))[1] != (stop - start,):
+                    raise InputError(f"{index['files'][rank]['name']} does not hold {of}/{name} from {start} to {stop}")
 
 
 def _files_needed(engine, index):

@@ -5,6 +5,7 @@ It is read with suspicion: whatever is not as `replace_index` writes it is damag
 
 import hashlib
 import json
+import math
 import os
 import re
 
@@ -37,9 +38,14 @@ INDEX = {  # the form of index.json; a key `str` stands for any names, a tuple f
 LATER = {"updates": int, "tied": {str: str}}  # keys of the index that older checkpoints do not have
 
 
-def read_index(folder):
+def read_index(folder, name="index.json"):
+    """The index of the checkpoint in a folder.
+
+    Raises:
+        InputError: there is none, or it is damaged.
+    """
     try:
-        contents = json.loads((folder / "index.json").read_text())
+        contents = json.loads((folder / name).read_text())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError("there is no checkpoint; give the folder that save() was given") from error
     except (ValueError, RecursionError) as error:
@@ -57,8 +63,21 @@ def _intact(contents):
         return False
     if not all(_has_form(contents["index"][key], form) for key, form in LATER.items() if key in contents["index"]):
         return False
-    names = [entry["name"] for entry in contents["index"]["files"]]
-    return len(names) == contents["index"]["world_size"] and all(map(FILE_NAME.fullmatch, names))
+    index = contents["index"]
+    names = [entry["name"] for entry in index["files"]]
+    if len(names) != index["world_size"] or not all(map(FILE_NAME.fullmatch, names)):
+        return False
+    return all(_is_covered(parameter, len(names)) for parameter in index["parameters"].values())
+
+
+def _is_covered(parameter, ranks):
+    """Whether the pieces of a parameter lie end to end, from its first element to its last, in files that there are."""
+    reached = 0
+    for rank, start, stop in sorted(parameter["pieces"], key=lambda piece: piece[1]):
+        if start != reached or stop <= start or not 0 <= rank < ranks:
+            return False
+        reached = stop
+    return reached == math.prod(parameter["shape"])
 
 
 def _has_form(value, form):
@@ -81,6 +100,7 @@ def replace_index(folder, index):
         contents = {"format": FORMAT, "sha256": digest(index), "index": index}
         partial.write_text(json.dumps(contents, indent=1))
         flush(partial)
+        read_index(folder, partial.name)  # what cannot be read takes nobody's place
         flush(folder)  # the names of the new files, before the index that names them
         os.replace(partial, folder / "index.json")
     except Exception:

@@ -1,11 +1,13 @@
 """The door of an engine: what cannot be used is refused on every rank alike, before anything is built."""
 
+import contextlib
 import itertools
 import math
 import weakref
 from collections import Counter
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from common.engine.guards import engine_of
@@ -191,6 +193,24 @@ def check_agreement(found, comm, label="the check of the model"):
             values = [line[1] for line in first if line is not None and isinstance(line[1], str)]
             shown = f" ({' and '.join(values)})" if values else ""
             raise InputError(f"{what} differs between rank {comm.rank} and rank {rank}{shown}; {how}")
+
+
+@contextlib.contextmanager
+def together(comm, failure):
+    """Run a block on every rank; if anything is raised on one, every rank raises an InputError that names it.
+
+    There are no collectives in the block: the ranks that fail in it would miss some. They meet behind it.
+    """
+    caught = problem = None
+    try:
+        yield
+    except Exception as error:
+        caught, told = error, isinstance(error, (InputError, OSError, SafetensorError))
+        said = str(error) if told else f"{type(error).__name__}: {error}"  # a KeyError says its key alone
+        problem = " ".join(said.split())
+    for rank, theirs in enumerate(comm.gather_objects(problem, "what a rank does alone")):
+        if theirs is not None:
+            raise InputError(f"{failure}: rank {rank}: {theirs}") from caught
 
 
 def _fingerprint(parameter):

@@ -51,6 +51,7 @@ DTYPES = {
     "C64": torch.complex64,
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+HEADER = 100_000_000  # bytes of a header, which libraries read no more of
 BLOCK = 2**23  # bytes that are read, hashed or written at a time
 ROOMS = 3  # blocks in memory: one that is filled, and those before it
 
@@ -68,14 +69,11 @@ def write(file, tensors, value_of, metadata):
         The file's sha256, in hex: of what was to be written, so that a fault of the disk shows.
 
     Raises:
-        InputError: safetensors has no name for a dtype.
-        OSError: the file could not be written. What is there of it stays.
+        InputError: safetensors cannot hold it; see `check`.
+        OSError: the file could not be written, or is not what was written. What is there of it stays.
     """
-    for dtype in {dtype for dtype, _ in tensors.values()} - CODES.keys():
-        names = ", ".join(name for name, (theirs, _) in tensors.items() if theirs == dtype)
-        raise InputError(f"safetensors cannot hold {dtype}, the dtype of {names}; cast it, or leave it out")
-    # The widest first: so each begins at a multiple of its element's size, as those who map the file need it.
-    order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
+    check(tensors, metadata)
+    order = _in_order(tensors)
     values = (_bytes_of(_as_told(name, value_of(name), *tensors[name])) for name in order)
     parts = itertools.chain([_header(order, tensors, metadata)], values)
     checksum, size, under_way = hashlib.sha256(), 0, deque()
@@ -92,7 +90,27 @@ def write(file, tensors, value_of, metadata):
             _wait_for(each)
         opened.truncate(size)  # O_DIRECT has written whole pages
         os.fsync(opened.fileno())
+    with Source(file) as written:
+        if not written.holds(tensors):
+            raise OSError(f"{file} does not hold what was written to it")
     return checksum.hexdigest()
+
+
+def check(tensors, metadata):
+    """Refuse what a file cannot hold, before its first byte.
+
+    Raises:
+        InputError: safetensors has no name for a dtype, or its readers would refuse a header of this length.
+    """
+    for dtype in {dtype for dtype, _ in tensors.values()} - CODES.keys():
+        names = ", ".join(name for name, (theirs, _) in tensors.items() if theirs == dtype)
+        raise InputError(f"safetensors cannot hold {dtype}, the dtype of {names}; cast it, or leave it out")
+    length = len(_header(tensors, tensors, metadata)) - 8
+    if length > HEADER:
+        raise InputError(
+            f"names and all that is no tensor take {length / 1e6:.0f} MB, and a safetensors file holds "
+            f"{HEADER / 1e6:.0f} MB of these; put long lists into tensors, or leave them out"
+        )
 
 
 def checksum(file):
@@ -114,6 +132,11 @@ def _as_told(name, value, dtype, shape):
     if (value.dtype, tuple(value.shape)) != (dtype, tuple(shape)):
         raise ValueError(f"{name!r} was to be {dtype} {list(shape)} and is {value.dtype} {list(value.shape)}")
     return value
+
+
+def _in_order(tensors):
+    """The widest first: so each begins at a multiple of its element's size, as those who map the file need it."""
+    return sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
 
 
 def _header(order, tensors, metadata):
@@ -194,6 +217,10 @@ class Source:
 
     def __exit__(self, *raised):
         self._file.close()
+
+    def holds(self, tensors):
+        """Whether it has these tensors, {name: (dtype, shape)}, and no others."""
+        return self.tensors == {name: (dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()}
 
     def read(self, name, start, target):
         """Read some elements of a tensor, row by row from number `start` on.

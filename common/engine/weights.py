@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from common.engine import streamed
-from common.engine.checkpoint import together
+from common.engine.door import together
 from common.engine.layout import distinct
 from common.errors import InputError
 
