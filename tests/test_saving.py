@@ -1,10 +1,14 @@
 """Saves beside training: what is written is the state at the call, whatever steps follow, and a failure is told."""
 
+import contextlib
 import threading
+import time
 from unittest import mock
 
 import pytest
-from harness import ENGINES, make_engine, same_bits, train_step
+import torch
+from harness import ENGINES, batch, make_engine, same_bits, train_step
+from safetensors.torch import save_file
 
 from common.engine import streamed
 from common.errors import InputError
@@ -108,7 +112,6 @@ def failing(world, path):
             saving.wait()
         except InputError as error:
             said = str(error)
-    made.saving = None  # told already
     stands = make_engine("stage2_grad").load(path)
     made.save(path, "after", wait=False).wait()
     return said, stands, make_engine("stage2_grad").load(path), sorted(file.name for file in path.iterdir())
@@ -118,6 +121,57 @@ def test_what_fails_is_raised_at_wait_and_the_last_checkpoint_stands(worlds, tmp
     for said, stands, after, files in worlds(2).run(failing, tmp_path):
         assert said.startswith(f"cannot save to '{tmp_path}': rank 1: No space left")
         assert (stands, after, len(files)) == ("before", "after", 3)
+
+
+def told_once(world, path, listener):
+    """A save that fails, of which one rank hears; then two more. What all of them say on this rank."""
+    made, said = make_engine("stage1_os", "mlp"), []
+    full = mock.patch.object(streamed, "write", side_effect=OSError("No space left on device"))
+    with full:
+        saving = made.save(path, wait=False)
+        with pytest.raises(InputError) if world.rank == listener else contextlib.nullcontext():
+            _ = world.rank == listener and saving.wait()
+        while saving.tensors:  # until it has ended
+            time.sleep(0.01)
+    for step in (1, 2):
+        try:
+            made.save(path, step)
+            said.append(None)
+        except InputError as error:
+            said.append(str(error))
+    return said, made.load(path)
+
+
+@pytest.mark.parametrize("listener", [None, 0, 1])
+def test_what_failed_is_told_once(worlds, tmp_path, listener):
+    for said, loaded in worlds(2).run(told_once, tmp_path, listener):
+        assert [complaint is None for complaint in said] == [listener is not None, True]
+        assert loaded == 2
+
+
+def in_inference_mode(world, name, path, wait):
+    """Evaluate and save the best, in inference mode; then train on. Beside it an engine to which nothing happened."""
+    ends = []
+    for disturbed in (True, False):
+        made = make_engine(name, "mlp")
+        train_step(made, world, 0)
+        if disturbed:
+            with torch.inference_mode():
+                made.module(batch(made.module, world)[0])
+                save_file(made.full_state_dict(), path / f"{world.rank}.safetensors")
+                made.save(path / "saved", {"best": torch.ones(2)}, wait=wait)
+                made.finish_saving()
+                made.load_weights(path / f"{world.rank}.safetensors")
+                made.load(path / "saved")
+        train_step(made, world, 1)
+        ends.append(made.full_state_dict())
+    return same_bits(*ends)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
+def test_who_saves_and_loads_in_inference_mode_trains_on(worlds, tmp_path, name, wait):
+    assert worlds(2).run(in_inference_mode, name, tmp_path, wait) == [True, True]
 
 
 def unsaveable(world, path):

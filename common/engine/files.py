@@ -6,6 +6,10 @@ from common.engine import checkpoint, weights
 from common.engine.saving import Saving
 from common.engine.whole import whole_state
 
+# Who evaluates in torch.inference_mode() may save there. What is made in that mode no other thread can write, such as
+# the lane of collectives.
+in_ordinary_mode = torch.inference_mode(False)
+
 
 class Files:
     """The part of `EngineBase` that concerns files.
@@ -19,6 +23,7 @@ class Files:
     def begin_load(self):
         """A phase: before the parameters change otherwise than by a step."""
 
+    @in_ordinary_mode
     def full_state_dict(self):
         """The whole model on every rank, a collective: keys of model.state_dict(), full tensors on the CPU.
 
@@ -36,6 +41,7 @@ class Files:
         finally:
             self.naming = False
 
+    @in_ordinary_mode
     def save(self, path, extra=None, wait=True):
         """Write a checkpoint that any stage at any world size can load. A collective; see `checkpoint.py`.
 
@@ -53,11 +59,12 @@ class Files:
         return self.saving
 
     def finish_saving(self):
-        """Wait for a save beside training, and raise what failed in it."""
+        """Wait for a save beside training, and raise what failed in it, unless some rank was told. A collective."""
         saving, self.saving = self.saving, None
-        if saving is not None:
+        if saving is not None and not any(self.comm.gather_objects(saving.told, "the last save")):
             saving.wait()
 
+    @in_ordinary_mode
     def load(self, path):
         """Read a checkpoint and return its `extra`; drop gradients. A collective; see `checkpoint.py`."""
         self.zero_grad()
@@ -67,6 +74,7 @@ class Files:
         torch.autograd.graph.increment_version(list(self.bucket_of))
         return extra
 
+    @in_ordinary_mode
     def load_weights(self, file):
         """Read parameters and buffers by name from a safetensors file; drop gradients. A collective; see `weights.py`.
 

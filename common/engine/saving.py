@@ -25,6 +25,7 @@ class Saving:
     Attributes:
         tensors: the snapshot's, none when it has been written.
         nbytes: what they take on this rank.
+        told: `wait` has raised what failed.
 
     Raises:
         InputError: on every rank, if one has something that a checkpoint cannot hold.
@@ -32,7 +33,7 @@ class Saving:
 
     def __init__(self, engine, path, extra):
         snapshot = Snapshot(engine, path, extra, apart=True)
-        self.tensors = list(snapshot.tensors.values())
+        self.tensors, self.told = list(snapshot.tensors.values()), False
         self.nbytes = storage_bytes(self.tensors)
         comm = Collectives(_group_of(engine.comm.group))
         self._handle = lane_of(comm.group, comm.backend, "saving").submit(partial(self._save, comm, path, snapshot))
@@ -49,7 +50,11 @@ class Saving:
         Raises:
             InputError: on every rank, if one could not write; it names that rank. The checkpoint that was there stands.
         """
-        self._handle.wait()
+        try:
+            self._handle.wait()
+        except Exception:
+            self.told = True
+            raise
 
 
 def _group_of(group):

@@ -175,7 +175,7 @@ class Collectives:
 
         A NaN on any rank is a NaN on all of them. Sends N-1 copies of the tensor, metered as an all-gather.
         """
-        everyone = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=self.device)
+        everyone = self.buffer(self.size * tensor.numel(), dtype=tensor.dtype)
         self.all_gather(tensor, everyone, label).wait()
         return everyone.view(self.size, -1).amax(dim=0)
 
@@ -188,6 +188,7 @@ class Collectives:
             return self.size - 1 if self.rank == source else 0
         return int((self.rank - source) % self.size < self.size - 1)
 
+    @torch.inference_mode(False)  # in which the lane could not write what is made here
     def gather_objects(self, value, label="objects"):
         """Return every rank's `value`, any picklable object, in rank order. For checks and files, not for steps."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -205,7 +206,7 @@ class Collectives:
         """A tensor [numel] in the receive buffer, with anything in it, for use while no reduction is under way."""
         nbytes = numel * dtype.itemsize
         if self.room is None or self.room.nbytes < nbytes:  # a smaller one lives as long as a handle holds it
-            self.room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            self.room = self.buffer(nbytes)
         return self.room[:nbytes].view(dtype)
 
     def buffer(self, *shape, dtype=torch.uint8):
