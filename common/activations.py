@@ -19,8 +19,9 @@ from common.errors import InputError
 from common.measure import figures, tables
 from common.measure.hardware import hardware
 from common.models.recompute import KINDS
+from common.outputs import write_json
 from common.ranks.collectives import Collectives
-from common.train import STAGES, add_arguments, build_model, command, rank_count, show_bytes, train, write_json
+from common.train import STAGES, add_arguments, build_model, command, rank_count, show_bytes, train
 
 CHECKPOINTS = (None, KINDS[0])
 

@@ -35,20 +35,11 @@ from common.errors import InputError
 from common.measure import figures, tables
 from common.measure.hardware import hardware
 from common.measure.memory import high_water
+from common.outputs import check_outputs, write_json
 from common.ranks.collectives import Collectives
 from common.ranks.sockets import small_send_buffers
 from common.ranks.world import LocalWorld, check_size
-from common.train import (
-    ENGINES,
-    check_folder,
-    default_nproc,
-    find_engine,
-    finish,
-    one_line_errors,
-    progress_bar,
-    train_step,
-    write_json,
-)
+from common.train import ENGINES, default_nproc, find_engine, finish, one_line_errors, progress_bar, train_step
 
 WARM_UP = 6  # rounds that are not timed: libraries take several to settle
 FEWEST_ROUNDS = 11
@@ -186,7 +177,7 @@ def check(options):
         raise InputError(f"{given}: at least {FEWEST_ROUNDS} rounds in all needed")
     if not options.bucket_mb > 0:
         raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
-    check_folder("--json", options.json)
+    check_outputs(options)
     cases = []
     for model in options.models.split(","):
         for precision in options.precisions.split(","):

@@ -40,18 +40,9 @@ from common.measure import figures, tables
 from common.measure.hardware import hardware
 from common.measure.memory import Timeline
 from common.models.gpt import GPT, GPTConfig
+from common.outputs import check_outputs, write_json
 from common.ranks.world import LocalWorld, RankFailed, check_size
-from common.train import (
-    ENGINES,
-    check_folder,
-    default_nproc,
-    find_engine,
-    one_line_errors,
-    sha256,
-    show_bytes,
-    train_step,
-    write_json,
-)
+from common.train import ENGINES, default_nproc, find_engine, one_line_errors, sha256, show_bytes, train_step
 
 try:
     import resource
@@ -146,7 +137,7 @@ def check(options):
         if precision == "fp16":
             raise InputError("--precisions fp16: it has the bytes of bf16, but skips its first steps; choose bf16")
     check_size(options.nproc, options.oversubscribe)
-    check_folder("--json", options.json)
+    check_outputs(options)
     cap, there = size_of(options.cap), _memory_of_the_machine()
     if options.nproc * cap > there:  # the system would then end ranks, or others, before they reach their limits
         raise InputError(

@@ -28,8 +28,9 @@ from common.data import Batches, load_text
 from common.errors import InputError
 from common.measure import tables
 from common.measure.hardware import hardware
+from common.outputs import check_outputs, write_json
 from common.ranks.world import launch
-from common.train import check_folder, find_engine, one_line_errors, write_json
+from common.train import find_engine, one_line_errors
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 BLOCK = 2**23
@@ -63,7 +64,7 @@ def check(options):
     """Refuse what can be refused before a rank is started."""
     find_engine(options.engine)
     models.build(options.model)
-    check_folder("--json", options.json)
+    check_outputs(options)
     if options.rounds < 1:
         raise InputError(f"--rounds {options.rounds}: at least 1 is needed")
     if not all(size.isdigit() and int(size) for size in options.nproc.split(",")):

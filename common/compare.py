@@ -14,18 +14,9 @@ import torch
 from common.errors import InputError
 from common.measure import figures, tables
 from common.measure.hardware import hardware
+from common.outputs import write_json
 from common.peers import TorchDDP
-from common.train import (
-    ENGINES,
-    add_arguments,
-    build_model,
-    command,
-    find_engine,
-    how,
-    run_with_progress,
-    show_bytes,
-    write_json,
-)
+from common.train import ENGINES, add_arguments, build_model, command, find_engine, how, run_with_progress, show_bytes
 
 BASELINE = "stage0_ddp"
 NEAR = 1e-2  # off torch's DDP by norm; for an engine that quantizes, off stage 0's loss

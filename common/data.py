@@ -1,6 +1,8 @@
 """Real text as byte tokens, and global batches that do not depend on how many ranks share them."""
 
+import hashlib
 import random
+import stat
 import sysconfig
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import torch
 from common.errors import InputError
 
 STANDARD_LIBRARY_BYTES = 4_000_000
+LARGE = 2**26  # bytes of a text that is mapped, not read, and of which samples are compared
+SAMPLES, SAMPLE = 256, 2**16  # of a large text: how many, of how many bytes
 
 
 def load_text(path=None):
@@ -19,21 +23,37 @@ def load_text(path=None):
     is downloaded. Another version of Python has another source: give a path where machines must agree.
 
     Returns:
-        uint8 array [bytes].
+        uint8 array [bytes], of a large file mapped.
 
     Raises:
-        InputError: the path is missing, a directory, unreadable or empty.
+        InputError: the path is missing, no file (a pipe has no end to draw from), unreadable or empty.
     """
     if path is None:
         return np.frombuffer(_standard_library(), dtype=np.uint8)
+    refused, hint = f"cannot read the text {str(path)!r}", "give a readable file, or none to use Python's own source"
     try:
+        found = Path(path).stat()
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            raise InputError(f"{refused}: it is no file, and may have no end; {hint}")
+        if found.st_size > LARGE:
+            return np.memmap(path, dtype=np.uint8, mode="r")
         text = Path(path).read_bytes()
     except OSError as error:
-        hint = "give a readable file, or none to use Python's own source"
-        raise InputError(f"cannot read the text {str(path)!r}: {error.strerror}; {hint}") from error
+        raise InputError(f"{refused}: {error.strerror}; {hint}") from error
     if not text:
         raise InputError(f"the text {str(path)!r} is empty; give a file with some bytes in it")
     return np.frombuffer(text, dtype=np.uint8)
+
+
+def digest(text):
+    """What tells a text from another: the sha256 of its length and bytes, of a large one of samples all over it."""
+    found = hashlib.sha256(str(len(text)).encode())
+    if len(text) <= LARGE:
+        found.update(text)
+    else:
+        for begin in np.linspace(0, len(text) - SAMPLE, SAMPLES, dtype=np.int64):
+            found.update(text[begin : begin + SAMPLE])
+    return found.hexdigest()
 
 
 def _standard_library():
@@ -76,14 +96,18 @@ class Batches:
         Raises:
             InputError: the global batch cannot be divided into equal parts.
         """
+        self.check(world_size)
+        share = self.global_batch // world_size
+        samples = [self._sample(step, index) for index in range(rank * share, (rank + 1) * share)]
+        return torch.tensor(np.stack(samples))
+
+    def check(self, world_size):
+        """Raise InputError where the global batch cannot be divided into equal parts."""
         if self.global_batch < 1 or self.global_batch % world_size:
             raise InputError(
                 f"a global batch of {self.global_batch} cannot be divided over {world_size} ranks; "
                 f"choose a positive multiple of {world_size}"
             )
-        share = self.global_batch // world_size
-        samples = [self._sample(step, index) for index in range(rank * share, (rank + 1) * share)]
-        return torch.tensor(np.stack(samples))
 
     def _sample(self, step, index):
         # A generator per sample, seeded by a string: no state to carry from rank to rank or to save.

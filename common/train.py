@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -23,6 +22,7 @@ from torch.profiler import record_function
 
 from common import models, runs
 from common.data import Batches, load_text
+from common.engine.door import together
 from common.engine.mixed_precision import dtype_of
 from common.engine.saved import HostActivations
 from common.errors import InputError
@@ -31,8 +31,9 @@ from common.measure import tables
 from common.measure.hardware import cpus, hardware
 from common.measure.memory import Timeline
 from common.measure.timeline import Recording, overlap
+from common.outputs import check_name, check_outputs, write_json, write_text
 from common.ranks.nodes import check_ranks_per_node
-from common.ranks.world import launch
+from common.ranks.world import launch, speaks_first, told_by_torchrun
 from common.report import lines_of
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
@@ -118,7 +119,7 @@ def one_line_errors():
     try:
         yield
     except InputError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
+        if speaks_first():
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -137,16 +138,15 @@ def check_options(options):
         raise InputError(f"--clip-norm {options.clip_norm}: a norm above 0 is needed")
     if not options.bucket_mb > 0:
         raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
-    check_folder("--json", options.json)
-    trace = getattr(options, "trace", None)
-    check_folder("--trace", trace)
-    if trace and options.steps < WARM_UP + TRACED + 1:
+    check_outputs(options)
+    check_name("--data", options.data)
+    if getattr(options, "trace", None) and options.steps < WARM_UP + TRACED + 1:
         raise InputError(
             f"--steps {options.steps}: a trace needs {WARM_UP + TRACED + 1}: {WARM_UP} to warm up, {TRACED} in the "
             "trace, and a last one whose memory is counted"
         )
     ranks = rank_count(options)
-    make_batches(options).of(step=0, rank=0, world_size=max(1, ranks))
+    make_batches(options).check(max(1, ranks))
     if options.ranks_per_node is not None:
         check_ranks_per_node(options.ranks_per_node, max(1, ranks))
     if options.accumulate < 1 or options.batch % (options.accumulate * max(1, ranks)):
@@ -165,15 +165,10 @@ def check_options(options):
         raise InputError(f"--generate: {options.model} does not predict text; choose a gpt, llama, moe or lora model")
 
 
-def check_folder(option, path):
-    """Refuse to write where there is no folder."""
-    if path and not Path(path).resolve().parent.is_dir():
-        raise InputError(f"{option} {path}: there is no such folder; make it first")
-
-
 def rank_count(options):
     """How many ranks there will be: torchrun's, or our own."""
-    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else options.nproc
+    told = told_by_torchrun()
+    return options.nproc if told is None else told[1]
 
 
 def build_model(options):
@@ -238,11 +233,14 @@ def train(world, name, options, progress=None):
     if ours and options.offload_activations:
         module.saving = HostActivations(engine)
     schedulers = [CosineAnnealingLR(engine.optimizer, options.steps)] if getattr(options, "cosine", False) else []
-    survives = runs.Run(engine, options, schedulers) if getattr(options, "save", None) else None
-    if survives and survives.message and world.rank == 0:
-        print(survives.message, flush=True)
+    batches = make_batches(options)
+    if ours:
+        runs.agree(engine, options, batches)
+    survives = runs.Run(engine, options, batches, schedulers) if getattr(options, "save", None) else None
     with survives or nullcontext():
-        run = _run_steps(world, engine, module, options, progress, schedulers, survives)
+        if survives and survives.message and world.rank == 0:
+            tables.say(survives.message)
+        run = _run_steps(world, engine, module, options, batches, progress, schedulers, survives)
     if run.skipped == options.steps:
         raise InputError(
             f"--steps {options.steps}: every gradient overflowed in fp16, and the loss scale sinks with each; take more"
@@ -250,26 +248,7 @@ def train(world, name, options, progress=None):
     row = {"engine": name if isinstance(name, str) else name.name, "losses": run.losses, "skipped_steps": run.skipped}
     if ours:
         row["losses"] = (survives.losses if survives else []) + runs.means(engine.comm, run.losses)
-        row["model_state_bytes"] = engine.model_state_bytes()
-        row["predicted_model_state_bytes"] = engine.predicted_model_state_bytes()
-        row["peak_bytes"] = run.timeline and run.timeline.peak_bytes()
-        row["wire_bytes_per_step"] = run.sent
-        row["wire_bytes_by_phase"] = run.by_phase
-        row["predicted_wire_bytes_per_step"] = engine.predicted_wire_bytes_per_step()
-        if engine.comm.ranks_per_node < world.size:
-            row["internode_bytes_per_step"] = run.between_nodes
-            row["predicted_internode_bytes_per_step"] = engine.accounts.predicted_between_nodes()
-        if hasattr(engine, "host_state_bytes"):
-            row["host_state_bytes"] = engine.host_state_bytes()
-            row["predicted_host_state_bytes"] = engine.predicted_host_state_bytes()
-        if hasattr(engine, "disk_state_bytes"):
-            row["disk_state_bytes"] = engine.disk_state_bytes()
-            row["predicted_disk_state_bytes"] = engine.predicted_disk_state_bytes()
-            row["disk_bytes_per_step"] = run.on_disk
-            row["predicted_disk_bytes_per_step"] = engine.predicted_disk_bytes_per_step()
-        if hasattr(engine, "host_state_bytes") or options.offload_activations:
-            row["bus_bytes_per_step"] = run.moved
-            row["predicted_bus_bytes_per_step"] = predicted_on_bus(engine, module, options, world)
+        row |= _counted(world, engine, module, options, run)
     tokens = options.batch * (module.window - 1)
     timed = run.seconds[WARM_UP:]
     row["tokens_per_second"] = tokens / statistics.median(timed) if timed else None
@@ -277,12 +256,41 @@ def train(world, name, options, progress=None):
     row["param_sha256"] = sha256(weights)
     row["parameters"] = sum(p.numel() for p in module.parameters())
     if run.recording is not None:
-        written = run.recording.write(options.trace)
-        row["overlap"] = overlap(written) if written else None
+        trace = run.recording.collect()
+        with together(engine.comm, f"--trace {options.trace}"):
+            if world.rank == 0:
+                write_text(options.trace, json.dumps(trace))
+        row["overlap"] = overlap(trace) if trace else None
     prompt = getattr(options, "generate", None)
     if prompt is not None:
         row["generated"] = generate(engine, os.fsencode(prompt), options.seed).decode(errors="replace")
     return row, weights, run.timeline.samples if run.timeline else []
+
+
+def _counted(world, engine, module, options, run):
+    """What the last step held, sent and moved, beside what was predicted; of one of the stages' engines."""
+    row = {}
+    row["model_state_bytes"] = engine.model_state_bytes()
+    row["predicted_model_state_bytes"] = engine.predicted_model_state_bytes()
+    row["peak_bytes"] = run.timeline and run.timeline.peak_bytes()
+    row["wire_bytes_per_step"] = run.sent
+    row["wire_bytes_by_phase"] = run.by_phase
+    row["predicted_wire_bytes_per_step"] = engine.predicted_wire_bytes_per_step()
+    if engine.comm.ranks_per_node < world.size:
+        row["internode_bytes_per_step"] = run.between_nodes
+        row["predicted_internode_bytes_per_step"] = engine.accounts.predicted_between_nodes()
+    if hasattr(engine, "host_state_bytes"):
+        row["host_state_bytes"] = engine.host_state_bytes()
+        row["predicted_host_state_bytes"] = engine.predicted_host_state_bytes()
+    if hasattr(engine, "disk_state_bytes"):
+        row["disk_state_bytes"] = engine.disk_state_bytes()
+        row["predicted_disk_state_bytes"] = engine.predicted_disk_state_bytes()
+        row["disk_bytes_per_step"] = run.on_disk
+        row["predicted_disk_bytes_per_step"] = engine.predicted_disk_bytes_per_step()
+    if hasattr(engine, "host_state_bytes") or options.offload_activations:
+        row["bus_bytes_per_step"] = run.moved
+        row["predicted_bus_bytes_per_step"] = predicted_on_bus(engine, module, options, world)
+    return row
 
 
 def predicted_on_bus(engine, module, options, world):
@@ -297,9 +305,9 @@ def predicted_on_bus(engine, module, options, world):
     return dict(predicted)
 
 
-def _run_steps(world, engine, module, options, progress, schedulers, survives):
+def _run_steps(world, engine, module, options, batches, progress, schedulers, survives):
     """Train, and return what was seen on the way."""
-    batches, ours = make_batches(options), hasattr(engine, "comm")
+    ours = hasattr(engine, "comm")
     run = SimpleNamespace(losses=[], seconds=[], skipped=0)
     run.sent = run.by_phase = run.between_nodes = run.moved = run.on_disk = run.timeline = run.recording = None
     last = options.steps - 1
@@ -387,11 +395,6 @@ def how(options):
     return {name: getattr(options, name) for name in kept}
 
 
-def write_json(path, results):
-    """Write results for machines: indented, keys in their order."""
-    Path(path).write_text(json.dumps(results, indent=2) + "\n")
-
-
 def progress_bar(*columns):
     """A progress bar, with columns of one's own behind the usual ones; a context manager."""
     usual = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -414,20 +417,10 @@ def _train_and_report(world, package, options):
         row, _, _ = run_with_progress(world, package, options)
     except runs.Stopped as stop:
         if world.rank == 0:
-            print(stop)
+            tables.say(stop)
         return
     if world.rank:
         return
-    title = f"{package}: {options.model} on {world.size} ranks"
-    if row["model_state_bytes"] is None:
-        print(f"all {options.steps} steps were done before, and nothing was measured")
-    else:
-        tables.show(tables.table(title, ("", "measured", "predicted"), lines_of(row, options.precision)))
-    if "overlap" in row:
-        shares = ", ".join(f"rank {rank} {share:.0%}" for rank, share in row["overlap"].items())
-        print(f"collectives beside computation, in {options.trace}: {shares}")
-    if "generated" in row:
-        print(row["generated"])
     if options.json:
         results = {
             "world_size": world.size,
@@ -438,6 +431,16 @@ def _train_and_report(world, package, options):
             **row,
         }
         write_json(options.json, results)
+    title = f"{package}: {options.model} on {world.size} ranks"
+    if row["model_state_bytes"] is None:
+        tables.say(f"all {options.steps} steps were done before, and nothing was measured")
+    else:
+        tables.show(tables.table(title, ("", "measured", "predicted"), lines_of(row, options.precision)))
+    if "overlap" in row:
+        shares = ", ".join(f"rank {rank} {share:.0%}" for rank, share in row["overlap"].items())
+        tables.say(f"collectives beside computation, in {options.trace}: {shares}")
+    if "generated" in row:
+        tables.say(row["generated"])
 
 
 def finish(device):

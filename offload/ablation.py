@@ -25,8 +25,9 @@ from common.data import Batches, load_text
 from common.errors import InputError
 from common.measure import figures, tables
 from common.measure.hardware import hardware
+from common.outputs import check_outputs, write_json
 from common.ranks.world import LocalWorld, check_size
-from common.train import check_folder, one_line_errors, progress_bar, sha256, train_step, write_json
+from common.train import one_line_errors, progress_bar, sha256, train_step
 from offload.nvme import InfinityEngine
 
 PLACED = {"parameters": "cpu", "gradients": "device", "optimizer": "device"}
@@ -117,8 +118,7 @@ def check(options):
     if options.steps < 1:
         raise InputError(f"--steps {options.steps}: at least one step is needed")
     models.build(options.model)
-    check_folder("--json", options.json)
-    check_folder("--figure", options.figure)
+    check_outputs(options)
     return sizes
 
 

@@ -66,6 +66,7 @@ class OffloadEngine(EngineBase):
 
     def __init__(self, model, optimizer, *, ratio=0.0, delayed_update=False, warmup_steps=0, **options):
         self.ratio, self.delayed_update, self.warmup_steps = ratio, delayed_update, warmup_steps
+        self.is_plain = not delayed_update
         super().__init__(model, optimizer, **options)
 
     def owned(self, bucket):

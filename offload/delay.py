@@ -18,7 +18,8 @@ import matplotlib.pyplot as plt
 from common.errors import InputError
 from common.measure import figures, tables
 from common.measure.hardware import hardware
-from common.train import add_arguments, check_folder, command, how, one_line_errors, run_with_progress, write_json
+from common.outputs import check_outputs, write_json
+from common.train import add_arguments, command, how, one_line_errors, run_with_progress
 
 LAST = 50  # losses whose mean is compared
 HEADER = ("update", f"loss, mean of the last {LAST}", "tokens/s", "to exact")
@@ -38,7 +39,7 @@ def main(arguments=None):
     with one_line_errors():
         if options.steps < 2 * LAST:
             raise InputError(f"--steps {options.steps}: at least {2 * LAST} are needed to compare how both train")
-        check_folder("--figure", options.figure)
+        check_outputs(options)
     results = command(compare, options, options=options)
     if results is None:  # a rank other than 0 under torchrun
         return

@@ -25,8 +25,9 @@ from torch import nn
 from common.errors import InputError
 from common.measure import tables
 from common.measure.hardware import hardware
+from common.outputs import check_outputs, write_json
 from common.ranks.world import launch
-from common.train import check_folder, one_line_errors, progress_bar, write_json
+from common.train import one_line_errors, progress_bar
 from offload.nvme import InfinityEngine
 
 PLACED = {"parameters": "nvme", "gradients": "cpu", "optimizer": "nvme"}
@@ -53,7 +54,7 @@ def main(arguments=None):
             raise InputError("fio is not installed; it is what the disk is measured by: apt-get install fio")
         if options.rounds < 1 or options.elements < WIDTH:
             raise InputError(f"--rounds {options.rounds} --elements {options.elements:g}: give at least 1 and {WIDTH}")
-        check_folder("--json", options.json)
+        check_outputs(options)
         results = launch(measure, options, nproc=1)
     tables.show(as_table(results))
     if options.json:

@@ -22,8 +22,9 @@ from common.measure import tables
 from common.measure.hardware import hardware
 from common.measure.memory import high_water
 from common.models.gpt import GPT, GPTConfig
+from common.outputs import check_outputs, write_json
 from common.ranks.world import launch
-from common.train import check_folder, one_line_errors, progress_bar, show_bytes, train_step, write_json
+from common.train import one_line_errors, progress_bar, show_bytes, train_step
 from offload.nvme import InfinityEngine
 
 BYTES = 16  # on disk, of a parameter: weight, gradient, two moments, in fp32
@@ -44,7 +45,7 @@ def main(arguments=None):
     parser.add_argument("--json", metavar="FILE", help="write the results here")
     options = parser.parse_args(arguments)
     with one_line_errors():
-        check_folder("--json", options.json)
+        check_outputs(options)
         for name in ("width", "sequence", "steps"):
             if getattr(options, name) < 1:
                 raise InputError(f"--{name} {getattr(options, name)}: at least 1 is needed")

@@ -23,9 +23,10 @@ from common.engine.tiers import Host
 from common.errors import InputError
 from common.measure import tables
 from common.measure.hardware import hardware
+from common.outputs import check_outputs, write_json
 from common.ranks.collectives import Collectives
 from common.ranks.world import launch
-from common.train import check_folder, one_line_errors, progress_bar, write_json
+from common.train import one_line_errors, progress_bar
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 PEER = "DeepSpeedCPUAdam"
@@ -46,7 +47,7 @@ def main(arguments=None):
         for name in ("elements", "rounds"):
             if getattr(options, name) < 1:
                 raise InputError(f"--{name} {getattr(options, name)}: at least 1 is needed")
-        check_folder("--json", options.json)
+        check_outputs(options)
         results = launch(measure, options.elements, options.rounds, nproc=1)
     tables.show(as_table(results))
     if options.json:

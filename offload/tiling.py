@@ -27,8 +27,9 @@ from common.errors import InputError
 from common.measure import tables
 from common.measure.hardware import hardware
 from common.measure.memory import Timeline
+from common.outputs import write_json
 from common.ranks.world import LocalWorld, RankFailed
-from common.train import default_nproc, find_engine, one_line_errors, show_bytes, write_json
+from common.train import default_nproc, find_engine, one_line_errors, show_bytes
 
 ROWS = 32  # kernels take rows in blocks: where the cuts lie between blocks, every row is computed as in the whole
 

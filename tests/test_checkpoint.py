@@ -525,8 +525,8 @@ def test_what_was_written_is_read_back_before_it_takes_the_place_of_the_last(wor
 
 def save_apart(world, engine, path):
     """Save into folders that ranks do not share, as on the disk of each node."""
-    checkpoint.PATIENCE = 0.0
-    with pytest.raises(InputError) as complaint:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError) as complaint:
+        patch.setattr(checkpoint, "PATIENCE", 0.0)
         make_engine(engine, "mlp").save(path / str(world.rank))
     return str(complaint.value)
 

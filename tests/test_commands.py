@@ -1,5 +1,6 @@
 """The commands, as a user types them: what they print and write, and one line for what they cannot use."""
 
+import contextlib
 import functools
 import json
 import os
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from harness import ENGINES, batch, make_engine
+from test_checkpoint_faults import linux, small_disk
 
-from common import compare, train
+from common import compare, outputs, train
+from common.errors import InputError
 
 ROOT = Path(__file__).parent.parent
 
@@ -128,7 +131,8 @@ BAD_INPUT = {
     "no rank": (("stage0_ddp", "--nproc", "0"), "at least one rank"),
     "too many ranks": (("stage0_ddp", "--nproc", "999", "--batch", "999"), "--oversubscribe"),
     "missing text": (("stage3_param", "--data", "/no/such/file"), "cannot read the text"),
-    "empty text": (("stage3_param", "--data", os.devnull), "is empty"),
+    "endless text": (("stage3_param", "--data", "/dev/zero"), "it is no file, and may have no end"),
+    "no text": (("stage3_param", "--data", ""), '--data "": the name is empty'),
     "short text": (("stage3_param", "--data", str(ROOT / ".gitignore")), "one sample needs"),
     "no steps": (("stage0_ddp", "--steps", "0"), "at least one step"),
     "batch that ranks cannot share": (("stage0_ddp", "--batch", "5", "--nproc", "2"), "cannot be divided"),
@@ -146,6 +150,14 @@ BAD_INPUT = {
     "a rate below 0": (("stage0_ddp", "--lr=-1"), "--lr -1.0"),
     "no norm": (("stage2_grad", "--clip-norm", "nan"), "--clip-norm nan"),
     "no bucket": (("stage2_grad", "--bucket-mb", "0"), "--bucket-mb"),
+    "more samples than anybody has": (("stage0_ddp", "--batch", "2000000001"), "cannot be divided"),
+    "no name of a result": (("stage2_grad", "--json", ""), '--json "": the name is empty'),
+    "no name of a trace": (("stage2_grad", "--trace", ""), '--trace "": the name is empty'),
+    "no name of a picture": (("common.compare", "--figure", ""), '--figure "": the name is empty'),
+    "no name of a folder": (("stage2_grad", "--save", ""), '--save "": the name is empty'),
+    "a result in place of a folder": (("stage2_grad", "--json", str(ROOT)), "that is a folder"),
+    "a result where none can be": (("stage2_grad", "--trace", "/proc/result.json"), "it cannot be written"),
+    "a result of too long a name": (("stage2_grad", "--json", "x" * 300), "File name too long"),
     "unwritable result": (("stage2_grad", "--json", "/no/such/folder/x.json"), "no such folder"),
 }
 
@@ -160,6 +172,50 @@ def test_bad_input_gets_one_line_and_exit_status_2(case, capfd):
     assert message in output.err
     assert len(output.err.strip().splitlines()) == 1
     assert output.out == ""
+
+
+@linux
+def test_a_result_is_tried_where_the_disk_is_full_and_leaves_nothing(tmp_path):
+    with small_disk(tmp_path / "disk", 2 * 4096):
+        full, there = tmp_path / "disk" / "full", tmp_path / "disk" / "there"
+        there.write_text("of yesterday")
+        outputs.check_output("--json", there)
+        with contextlib.suppress(OSError):
+            full.write_bytes(bytes(4 * 4096))
+        for path in (there, tmp_path / "disk" / "new"):
+            with pytest.raises(InputError, match=r"--json .* cannot be written .No space left on device"):
+                outputs.check_output("--json", path)
+        assert there.read_text() == "of yesterday"
+        assert sorted(os.listdir(tmp_path / "disk")) == ["full", "there"]
+    outputs.check_output("--json", os.devnull)
+
+
+PROGRAM = """
+import sys
+from common.measure import tables
+tables.say("\u03a8 parameters")
+tables.show(tables.table("\u03a8", ("\u03a8",), [("\u03a8",)]))
+sys.stderr.write("the training goes on")
+"""
+
+
+@pytest.mark.parametrize("reader", ["has few letters", "has gone"])
+def test_what_nobody_can_read_ends_no_training(reader):
+    reads, writes = os.pipe()
+    if reader == "has gone":
+        os.close(reads)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    said = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, stdout=writes, stderr=subprocess.PIPE, check=False
+    )
+    assert (said.returncode, said.stderr.decode()) == (0, "the training goes on")
+
+
+def test_an_error_is_told_whatever_rank_the_environment_claims(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")  # of a torchrun that is not there
+    with pytest.raises(SystemExit), train.one_line_errors():
+        raise InputError("give another")
+    assert capsys.readouterr().err == "error: give another\n"
 
 
 def test_bad_input_that_only_a_rank_can_see_ends_all_of_them():

@@ -1,12 +1,14 @@
 """Text and batches: the same samples whatever the number of ranks, and errors that say how to mend them."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.data import STANDARD_LIBRARY_BYTES, Batches, load_text
+from common.data import STANDARD_LIBRARY_BYTES, Batches, digest, load_text
 from common.errors import InputError
 
 TEXT = np.arange(1000, dtype=np.uint16).astype(np.uint8)
@@ -89,3 +91,30 @@ def test_a_text_shorter_than_a_window_is_an_input_error():
 def test_a_global_batch_that_does_not_divide_is_an_input_error(global_batch, world_size):
     with pytest.raises(InputError, match="choose a positive multiple of 4"):
         Batches(TEXT, 16, global_batch).of(0, 0, world_size)
+
+
+def test_a_large_text_is_looked_at_in_parts(tmp_path):
+    path = tmp_path / "text"
+    with open(path, "wb") as file:
+        file.truncate(2**40)  # a hole: to read it takes an hour
+        file.seek(2**40 - 16)
+        file.write(b"the last 16 byte")
+    text = load_text(path)
+    Batches(text, 16, 20_000_000).check(2)
+    assert bytes(text[-16:]) == b"the last 16 byte"
+    before = digest(text)
+    with open(path, "r+b") as file:
+        file.seek(2**40 - 1)
+        file.write(b"s")
+    assert digest(load_text(path)) != before
+
+
+def test_a_text_is_told_from_another_by_every_byte():
+    assert digest(TEXT) == digest(TEXT.copy())
+    assert len({digest(text) for text in (TEXT, TEXT[:-1], TEXT[::-1].copy(), np.append(TEXT, TEXT[:1]))}) == 4
+
+
+def test_a_pipe_is_no_text(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="it is no file, and may have no end"):
+        load_text(tmp_path / "pipe")

@@ -2,19 +2,24 @@
 
 import argparse
 import contextlib
+import errno
+import io
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from harness import ENGINES
 
 from common import runs, train
+from common.engine import locks
 from common.errors import InputError
 from common.ranks.namespaces import TwoNodes
 
@@ -208,11 +213,186 @@ def test_a_folder_of_another_run_is_refused(worlds, tmp_path):
     for arguments, said in (
         ((), "holds a run that has come to step 2: --resume goes on with it"),
         (("--resume", "--lr", "0.5"), "is of a run with --lr 0.001, this has 0.5"),
-        (("--resume", "--steps", 1), "2 steps are done, and --steps says 1"),
+        (("--resume", "--steps", 1), "is of a run with --steps 2, this has 1"),  # where the rate is to be 0
+        (("--resume", "--steps", 4), "is of a run with --steps 2, this has 4"),
         (("--resume", "--model", "mlp"), "parameter"),
     ):
         for complaint in worlds(2).run(refused, "--steps", 2, "--save", str(tmp_path), *arguments):
             assert said in complaint
+
+
+def test_without_an_end_of_the_rate_a_run_may_take_more_steps_and_no_fewer(worlds, tmp_path):
+    expected = worlds(2).run(trained, "stage1_os", steady("--steps", 4))
+    worlds(2).run(trained, "stage1_os", steady("--steps", 2, "--save", tmp_path))
+    assert worlds(2).run(trained, "stage1_os", steady("--steps", 4, "--save", tmp_path, "--resume")) == expected
+    with pytest.raises(InputError, match="4 steps are done, and --steps says 3"):
+        worlds(2).run(trained, "stage1_os", steady("--steps", 3, "--save", tmp_path, "--resume"))
+
+
+def steady(*arguments):
+    options = options_of(*arguments)
+    options.cosine = False
+    return options
+
+
+# ---- another run, another text --------------------------------------------------------------------------------------
+
+
+def complaint(world, engine, options, own=(), text=None):
+    """What a training says that is refused; `text` and `own` are given to the last rank alone, if it is 1."""
+    options.own = dict(own)
+    options.data = options.data if text is None else str(text[world.rank])
+    try:
+        trained(world, engine, options)
+    except InputError as error:
+        return str(error)
+
+
+def texts(tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name).write_bytes(b"A " + name.encode() + bytes(range(256)) * 4)
+    return [tmp_path / "one", tmp_path / "other"]
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
+def test_ranks_train_on_one_text(worlds, tmp_path, name):
+    for said in worlds(2).run(complaint, name, options_of("--steps", 2), (), texts(tmp_path)):
+        assert said.startswith("the text differs between rank ")
+        assert said.endswith("give every rank the same --data; without it, the same Python")
+
+
+def differently(world, engine):
+    return complaint(world, engine, options_of("--steps", 2 + world.rank))
+
+
+def test_ranks_agree_on_every_option(worlds):
+    for rank, said in enumerate(worlds(2).run(differently, "stage1_os")):
+        values = f"({2 + rank} and {3 - rank})"
+        assert said == f"--steps differs between rank {rank} and rank {1 - rank} {values}; give it alike on every rank"
+
+
+def test_a_run_goes_on_with_the_text_that_it_began_with(worlds, tmp_path):
+    first, other = texts(tmp_path)
+    folder = ("--steps", 2, "--save", tmp_path / "run", "--resume", "--data", first)
+    assert worlds(2).run(complaint, "stage1_os", options_of(*folder)) == [None, None]
+    first.rename(tmp_path / "elsewhere")
+    moved = (*folder[:-1], tmp_path / "elsewhere")
+    assert worlds(2).run(complaint, "stage1_os", options_of(*moved)) == [None, None]
+    other.rename(first)
+    for said in worlds(2).run(complaint, "stage1_os", options_of(*folder)):
+        assert "is of a run on another text, of sha256 " in said
+
+
+OTHERWISE = [
+    ("zeropp", {}, "zeropp", {"block": 128}),
+    ("zeropp", {"error_feedback": True}, "zeropp", {}),
+    ("zeropp", {}, "stage3_param", {}),
+    ("stage3_param", {}, "zeropp", {}),
+    ("offload", {"ratio": 0.5}, "offload", {}),
+    ("offload", {"delayed_update": True}, "offload", {}),
+    ("offload", {"delayed_update": True}, "stage2_grad", {}),
+    ("offload.nvme", {"tiers": "cpu"}, "offload.nvme", {"tiers": "device"}),
+    ("stage3_param", {"keep_last": False}, "stage3_param", {}),
+]
+
+
+@pytest.mark.parametrize(("first", "options", "then", "others"), OTHERWISE)
+def test_a_run_goes_on_with_the_options_of_its_engine(worlds, tmp_path, first, options, then, others):
+    folder = ("--steps", 2, "--save", tmp_path, "--resume", "--model", "mlp")
+    assert worlds(2).run(complaint, first, options_of(*folder), options) == [None, None]
+    for said in worlds(2).run(complaint, then, options_of(*folder), others):
+        assert "is of a run of " in said and said.endswith("give its options as they were")
+    assert worlds(2).run(complaint, first, options_of(*folder), options) == [None, None]
+
+
+def test_engines_with_the_numbers_of_stage_0_go_on_from_each_other(worlds, tmp_path):
+    folder = ("--steps", 2, "--save", tmp_path, "--resume", "--model", "mlp")
+    exact = {"quantize_weights": False, "quantize_gradients": False}
+    for name, own in (("zeropp", exact), ("offload", {"ratio": 0.5}), ("offload.nvme", {"tiers": "cpu"})):
+        assert worlds(2).run(complaint, name, options_of(*folder), own) == [None, None]
+
+
+# ---- one folder -----------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_has_one_run_at_a_time(worlds, tmp_path):
+    saved = ("--steps", "2", "--save", str(tmp_path), "--resume")
+    word = runs.lock(tmp_path / runs.OWNER, "word")
+    for said in worlds(2).run(refused, *saved):
+        assert said.startswith(f"--save {tmp_path}: rank 0: another run saves there, process {os.getpid()} on node ")
+        assert said.endswith("; give each a folder of its own")
+    locks.release(word, tmp_path / runs.OWNER)
+    assert worlds(2).run(refused, *saved) == [None, None]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_ranks_that_a_killed_torchrun_left_are_owners_too(worlds, tmp_path):
+    torchrun = ("--nproc-per-node", "2")
+    with begun(tmp_path, "stage1_os", "--steps", 100_000, torchrun=torchrun) as run:
+        left = ranks_of(run)
+        run.kill()
+        run.wait()
+        for said in worlds(2).run(refused, "--steps", "2", "--save", str(tmp_path)):
+            assert f"another run saves there, process {left[0]} on node" in said or f"process {left[1]} on" in said
+        for rank in left:
+            os.kill(rank, signal.SIGKILL)
+    said = worlds(2).run(refused, "--steps", "2", "--save", str(tmp_path))
+    assert all("holds a run that has come to step" in one for one in said)  # a dead owner has lost it
+
+
+def apart(world, folder):
+    with mock.patch.object(runs, "PATIENCE", 0.0):
+        return refused(world, "--steps", "2", "--save", str(folder / str(world.rank)))
+
+
+def test_a_folder_that_nodes_do_not_share_is_refused_before_the_first_step(worlds, tmp_path):
+    node = socket.gethostname()
+    for rank, said in enumerate(worlds(2).run(apart, tmp_path)):
+        assert said == (
+            f"--save {tmp_path / str(rank)}: rank 1: node '{node}' does not have there what rank 0 has on node "
+            f"'{node}'; give a folder that all nodes share"
+        )
+
+
+def refused_a_call(world, folder, call, rank):
+    """What a run says of a folder in which one rank is refused a call, when it begins."""
+    denied = mock.patch(call, side_effect=PermissionError(errno.EACCES, "Permission denied"))
+    with denied if world.rank == rank else contextlib.nullcontext():
+        return refused(world, "--steps", "2", "--save", str(folder))
+
+
+CALLS = [("pathlib.Path.mkdir", 0), ("common.engine.locks.own", 0), ("os.write", 0), ("tempfile.TemporaryFile", 1)]
+CALLS += [("os.listdir", 1), ("pathlib.Path.iterdir", 0), ("pathlib.Path.iterdir", 1)]
+
+
+@pytest.mark.parametrize(("call", "rank"), CALLS)
+def test_what_one_rank_is_refused_in_the_folder_all_of_them_tell(worlds, tmp_path, call, rank):
+    for said in worlds(2).run(refused_a_call, tmp_path, call, rank):
+        assert said.startswith(f"--save {tmp_path}: rank {rank}: ") and "Permission denied" in said
+    assert worlds(2).run(refused, "--steps", "2", "--save", str(tmp_path)) == [None, None]
+
+
+def notes(world, folder):
+    """Train, and return what rank 0 says of checkpoints that it cannot clear away."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        trained(world, "stage1_os", options_of("--steps", 5, "--save", folder, "--save-every", 1, "--keep", 1))
+    return said.getvalue()
+
+
+def test_what_is_no_part_of_a_checkpoint_is_never_removed_and_ends_no_run(worlds, tmp_path):
+    for number, name in enumerate([".nfs0001", "notes.txt", "folder/within"], start=1):
+        foreign = tmp_path / f"step-{number:08}" / name
+        foreign.parent.mkdir(parents=True)
+        foreign.write_text("not ours")
+    said, others = worlds(2).run(notes, tmp_path)
+    assert others == ""
+    for number, name in enumerate([".nfs0001", "notes.txt", "folder"], start=1):
+        line = (
+            f"note: {tmp_path}/step-{number:08} cannot be removed: it holds '{name}', which is no part of a checkpoint"
+        )
+        assert said.count(line) == 1
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} >= {".nfs0001", "notes.txt", "within"}
+    assert runs.complete(tmp_path) == [5]
 
 
 def test_with_nothing_to_go_on_from_a_run_begins(worlds, tmp_path):

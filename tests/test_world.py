@@ -435,11 +435,11 @@ def see_one_gpu(uuid):
     patch.setattr(world_module, "_init_group", lambda world, *rest: form(World(world.rank, world.size, on_cpu), *rest))
 
 
-def torchrun(folder, function, *gpus):
+def torchrun(folder, function, *gpus, script=SCRIPT):
     """Run a function of this file on two ranks of torchrun's, each of which sees one GPU where some are given."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    file = folder / "script.py"
+    file.write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", file]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*command, function, *gpus], env=environment, capture_output=True, text=True, timeout=2 * SOON, check=False
@@ -495,6 +495,36 @@ def test_under_torchrun_bad_input_reaches_every_rank(tmp_path):
     assert done.returncode == 0, done.stderr
     expected = [f"input error: rank {rank} cannot use this; give another" for rank in range(2)]
     assert sorted(done.stdout.splitlines()) == expected
+
+
+SPEAKING = """
+import os, time
+from common.errors import InputError
+from common.train import one_line_errors
+
+with one_line_errors():
+    rank, knows = int(os.environ["RANK"]), os.environ["KNOWS"]
+    if knows in (str(rank), "all"):
+        raise InputError("give another")
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("knows", ["1", "all"])
+def test_under_torchrun_the_rank_that_knows_what_is_wrong_says_it_once(tmp_path, monkeypatch, knows):
+    monkeypatch.setenv("KNOWS", knows)
+    done = torchrun(tmp_path, "", script=SPEAKING)
+    assert done.stderr.count("error: give another\n") == 1
+    assert "Traceback" not in done.stderr.partition("error: give another\n")[0]
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_an_environment_that_is_not_torchruns_is_told(monkeypatch, name):
+    for each in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(each, "abc" if each == name else "0")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(InputError, match=f"{name}=abc.*; start it by torchrun"):
+        launch(describe, nproc=1)
 
 
 def test_under_torchrun_a_rank_that_raises_shows_why_and_leaves_at_once(tmp_path):

@@ -23,17 +23,8 @@ from common.data import Batches, load_text
 from common.errors import InputError
 from common.measure import figures, tables
 from common.measure.hardware import hardware
-from common.train import (
-    add_arguments,
-    build_model,
-    check_folder,
-    command,
-    find_engine,
-    one_line_errors,
-    progress_bar,
-    train_step,
-    write_json,
-)
+from common.outputs import check_outputs, write_json
+from common.train import add_arguments, build_model, command, find_engine, one_line_errors, progress_bar, train_step
 from zeropp.export import load_int8, save_int8
 
 HELD_OUT = 10  # one part in so many of the text
@@ -70,7 +61,7 @@ def main(arguments=None):
         if options.steps < SMOOTH:
             raise InputError(f"--steps {options.steps}: a curve takes {SMOOTH} or more")
         chosen(options)
-        check_folder("--figure", options.figure)
+        check_outputs(options)
     results = command(compare, options, options=options)
     if results is None:  # a rank other than 0 under torchrun
         return

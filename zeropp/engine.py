@@ -78,6 +78,7 @@ class Engine(EngineBase):
         self.quantize_weights, self.hierarchical = quantize_weights, hierarchical
         self.quantize_gradients, self.error_feedback = quantize_gradients, error_feedback
         self.block, self.ranks_per_node, self.keep_last = block, ranks_per_node, keep_last
+        self.is_plain = not (quantize_weights or quantize_gradients)
         check_options(block, error_feedback, quantize_gradients)
         super().__init__(model, optimizer, **options)
 

@@ -15,7 +15,8 @@ import torch
 from common.errors import InputError
 from common.measure import tables
 from common.measure.hardware import hardware
-from common.train import check_folder, one_line_errors, progress_bar, write_json
+from common.outputs import check_outputs, write_json
+from common.train import one_line_errors, progress_bar
 from zeropp.quantize import Blocks
 
 HEADER = ("", "ms", "same bits")
@@ -35,7 +36,7 @@ def main(arguments=None):
         for name in ("elements", "rounds"):
             if getattr(options, name) < 1:
                 raise InputError(f"--{name} {getattr(options, name)}: at least 1 is needed")
-        check_folder("--json", options.json)
+        check_outputs(options)
         results = measure(options.elements, options.rounds)
     tables.show(tables.table(title(results), HEADER, cells(results)))
     if options.json:

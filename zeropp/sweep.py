@@ -25,8 +25,9 @@ import matplotlib.pyplot as plt
 
 from common.errors import InputError
 from common.measure import figures, tables
+from common.outputs import check_outputs, write_json
 from common.ranks.namespaces import TwoNodes, bits_per_second
-from common.train import check_folder, one_line_errors, progress_bar, show_bytes, write_json
+from common.train import one_line_errors, progress_bar, show_bytes
 from zeropp import two_nodes
 from zeropp.quantize import Blocks
 
@@ -54,8 +55,7 @@ def main(arguments=None):
             bits_per_second(None if rate == "none" else rate)
         if "none" not in rates:
             raise InputError(f"--rates {options.rates}: the prediction starts from none, so add it")
-        check_folder("--json", options.json)
-        check_folder("--figure", options.figure)
+        check_outputs(options)
         results = sweep(options, rates, blocks)
     tables.show(tables.table(title(results), HEADER, cells(results)))
     if options.json:

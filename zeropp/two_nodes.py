@@ -29,10 +29,11 @@ from common.data import Batches, load_text
 from common.errors import InputError
 from common.measure import tables
 from common.measure.hardware import hardware
+from common.outputs import check_outputs, write_json
 from common.ranks.namespaces import INTERFACE, TwoNodes, bytes_left
 from common.ranks.nodes import ACROSS_NODES, IN_NODE
 from common.ranks.world import launch
-from common.train import check_folder, find_engine, one_line_errors, show_bytes, train_step, write_json
+from common.train import find_engine, one_line_errors, show_bytes, train_step
 from zeropp.quantize import AsTheyAre, Blocks
 from zeropp.transports import OneHop
 
@@ -77,7 +78,7 @@ def main(arguments=None):
     parser.add_argument("--json", metavar="FILE", help="write the results here")
     with one_line_errors():
         options = parser.parse_args(arguments)
-        check_folder("--json", options.json)
+        check_outputs(options)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             launch(measure_and_write, options, nproc=RANKS, oversubscribe=True)
             return

@@ -76,6 +76,7 @@ class EngineBase(Files):
     """
 
     own_options = ()  # names of what a stage takes besides, and has set as attributes
+    is_plain = True  # with them its numbers are those of stage 0
     books = Accounts
 
     def __init__(

@@ -1,7 +1,12 @@
 """Tables, for the terminal and for pages.
 
-In the terminal words stay whole and nothing is left out, in 80 columns where the words have room.
+In the terminal words stay whole and nothing is left out, in 80 columns where the words have room. A terminal that lacks
+letters, or whose reader has gone, as of `| head`, ends no training: what it cannot show is not shown.
 """
+
+import contextlib
+import os
+import sys
 
 from rich.box import SIMPLE_HEAVY
 from rich.console import Console
@@ -38,7 +43,21 @@ def show(made, console=None):
     for column, width in zip(made.columns, widths, strict=True):
         column.width = width
     console.width = max(console.width, needed(widths))
-    console.print(made)
+    _print(console.print, made)
+
+
+def say(text):
+    """Print a line for people, at once."""
+    _print(print, text, flush=True)
+
+
+def _print(how, *what, **options):
+    with contextlib.suppress(AttributeError):  # a notebook's stdout has every letter
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        how(*what, **options)
+    except (OSError, SystemExit):  # by which rich leaves
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def fit(columns, room):

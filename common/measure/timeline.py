@@ -96,23 +96,21 @@ class Recording:
         # Called where forward raises too: checkpoints end their recomputation so.
         self._hooks.append(part.register_forward_hook(after, always_call=True))
 
-    def write(self, path):
-        """Write the trace of all ranks. A collective; rank 0 writes.
-
-        Args:
-            path: of a JSON file.
-
-        Returns:
-            On rank 0 the trace, as the file has it; elsewhere None.
-        """
+    def collect(self):
+        """The trace of all ranks, for a JSON file. A collective; on ranks other than 0 it is None."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(file))
             everyone = self._comm.gather_objects(zlib.compress(file.read_bytes()), "the trace")
         if self._comm.rank:
             return None
-        trace = merge([json.loads(zlib.decompress(one)) for one in everyone])
-        Path(path).write_text(json.dumps(trace))
+        return merge([json.loads(zlib.decompress(one)) for one in everyone])
+
+    def write(self, path):
+        """Have rank 0 write it to a file; return it there. A collective."""
+        trace = self.collect()
+        if trace is not None:
+            Path(path).write_text(json.dumps(trace))
         return trace
 
 

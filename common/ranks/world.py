@@ -30,6 +30,7 @@ from common.ranks.meeting import fresh
 from common.ranks.sockets import small_send_buffers
 
 LAST_WORDS = 2.0  # seconds in which ranks may say what another one's end did to them
+TO_ASK = 5.0  # seconds to find torchrun's store
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -66,7 +67,7 @@ def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, han
         RankFailed: a local rank failed; the others were stopped. Under torchrun a rank that fails shows its
             traceback and exits with status 1 instead, and torchrun stops the others.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if told_by_torchrun() is not None:
         return _join(function, args, oversubscribe, ranks_per_node, timeout)
     asked = {"oversubscribe": oversubscribe, "ranks_per_node": ranks_per_node, "timeout": timeout}
     with LocalWorld(nproc, **asked) as local, _handing_on(local) if hand_on else contextlib.nullcontext():
@@ -94,9 +95,35 @@ def _handing_on(local):
         restore()
 
 
+def told_by_torchrun():
+    """The rank, world size, local rank and local world size that torchrun gave this process; None where it did not.
+
+    Raises:
+        InputError: they are no numbers.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    try:
+        return [int(os.environ[name]) for name in names]
+    except (KeyError, ValueError) as error:
+        found = ", ".join(f"{name}={os.environ.get(name)}" for name in names)
+        raise InputError(f"torchrun sets numbers, and the environment has {found}; start it by torchrun") from error
+
+
+def speaks_first():
+    """Whether no other rank of torchrun's has said yet why this attempt ends: an error that all find is told once."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return True
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=TO_ASK)))
+        return store.add(f"errors of attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", 1) == 1
+    except (RuntimeError, ValueError, OSError):  # nobody can be asked: better twice than never
+        return True
+
+
 def _join(function, args, oversubscribe, ranks_per_node, timeout):
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    rank, size, local_rank, local_size = told_by_torchrun()
     if not torch.cuda.is_available():
         check_size(local_size, oversubscribe, option="--nproc-per-node")
     world = World(rank, size, _device(local_rank))

@@ -1,0 +1,85 @@
+"""What commands write and say. Files are tried at the start, so that no training is lost for want of a folder."""
+
+import contextlib
+import errno
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from common.errors import InputError
+
+TRIAL = 4096  # bytes that a file system must have left
+
+
+def check_outputs(options, *more):
+    """Try all files that the options of a command name: --json, --trace and --figure, where it has them.
+
+    Args:
+        options: the parsed arguments.
+        more: further files, each as an option and the path that comes of it.
+
+    Raises:
+        InputError: one of them cannot be written.
+    """
+    for option in ("json", "trace", "figure"):
+        check_output(f"--{option}", getattr(options, option, None))
+    for option, path in more:
+        check_output(option, path)
+
+
+def check_output(option, path):
+    """Refuse a file that could not be written. One that is there stays as it is.
+
+    Args:
+        option: what names it.
+        path: of the file; None for an option that was not given.
+
+    Raises:
+        InputError: it says why.
+    """
+    if path is None:
+        return
+    check_name(option, path)
+    folder = Path(path).resolve().parent
+    try:
+        if not folder.is_dir():
+            raise InputError(f"{option} {path}: there is no such folder; make it first")
+        mode = stat.S_IFREG
+        with contextlib.suppress(FileNotFoundError):
+            mode = os.stat(path).st_mode
+            if stat.S_ISDIR(mode):
+                raise InputError(f"{option} {path}: that is a folder; name a file in it")
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if stat.S_ISREG(mode):  # a pipe or /dev/null needs no room
+            with tempfile.TemporaryFile(dir=folder) as trial:
+                trial.write(bytes(TRIAL))
+                trial.flush()
+                os.fsync(trial.fileno())
+    except OSError as error:
+        raise InputError(f"{option} {path}: it cannot be written ({error.strerror}); name another file") from error
+
+
+def check_name(option, path):
+    """Refuse an empty name, such as a shell makes of a variable that is not set."""
+    if path is not None and not str(path):
+        raise InputError(f'{option} "": the name is empty; is a variable of the shell not set?')
+
+
+def write_json(path, results):
+    """Write results for machines: indented, keys in their order."""
+    write_text(path, json.dumps(results, indent=2) + "\n")
+
+
+def write_text(path, text):
+    """Write a file.
+
+    Raises:
+        InputError: it cannot be written any more.
+    """
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from error
