@@ -7,13 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from harness import make_engine, same_bits, train_step
 from test_checkpoint_faults import linux, small_disk
 
+from common.engine.disk import Disk
 from common.engine.swap import PAGE, SwapFile
 from common.engine.tiers import HERE
 from common.errors import InputError
+from common.ranks.collectives import Collectives
 from common.train import sha256
 
 TINY = 0.02  # MiB of a sub-group: several even in tiny models
@@ -137,3 +140,30 @@ def test_a_file_whose_next_owner_comes_while_it_is_cleared_away_is_not_lost(tmp_
         second = owners[0].result()
     assert second.path.samefile(f"/proc/self/fd/{second._file.fd}")
     first.close(), second.close()
+
+
+WHOLE, LATTER = slice(0, 2 * PAGE), slice(PAGE, 2 * PAGE)  # elements
+
+
+def written_twice(world, folder, first, second):
+    """Write ones to a part of a state, slowly, and twos to another at once. What the state's latter half is then."""
+    disk, slow, write = Disk(Collectives(), folder, sub_group=PAGE), [0.2], os.pwritev
+    disk.stepping.nbytes, disk.stepping.number, disk.shards.nbytes = 4 * PAGE, 2, 8 * PAGE
+    state = disk.keep(2 * PAGE, torch.float32, "a state")
+
+    def write_late(*arguments):
+        time.sleep(slow.pop() if slow else 0)
+        return write(*arguments)
+
+    with mock.patch.object(os, "pwritev", write_late):
+        for value, part in ((1, first), (2, second)):
+            state.lend(part, fresh=True)[0].fill_(value)
+            state.put_back(part)
+        found = state.copy(LATTER).unique().tolist()
+        disk.finish()
+    return found, state.copy(LATTER).unique().tolist()
+
+
+@pytest.mark.parametrize(("first", "second"), [(LATTER, LATTER), (WHOLE, LATTER), (LATTER, WHOLE)])
+def test_of_two_writes_that_overlap_the_later_one_stays(worlds, tmp_path, first, second):
+    assert worlds(1).run(written_twice, tmp_path, first, second) == [([2.0], [2.0])]

@@ -37,7 +37,7 @@ class OnDisk:
         self.tier, self.dtype, self.nbytes, self._label = disk, dtype, padded(numel * dtype.itemsize), label
         self._offset = disk.file.allocate(self.nbytes)
         self._lent = {}  # (first element, end) -> (buffer, the staging it is of, a Handle)
-        self._writes = {}  # first element -> the Handle of the last write there
+        self._writes = {}  # (first element, end) -> the Handle of the last write there
 
     def ahead(self, part):
         """Begin to read a part, if that has not begun."""
@@ -93,15 +93,24 @@ class OnDisk:
         return buffer[: length(part) * self.dtype.itemsize].view(self.dtype)
 
     def _read(self, part, buffer):
-        written = [write for begin, write in list(self._writes.items()) if part.start <= begin < part.stop]
-        after = Handle((), lambda buffers: [write.wait() for write in written])
-        nbytes = self._nbytes(part)
-        return self.tier.read(self._offset + part.start * self.dtype.itemsize, buffer[:nbytes], self._label, after)
+        nbytes, offset = self._nbytes(part), self._offset + part.start * self.dtype.itemsize
+        return self.tier.read(offset, buffer[:nbytes], self._label, self._written_before(part))
 
     def _write(self, part, buffer, after):
         nbytes, offset = self._nbytes(part), self._offset + part.start * self.dtype.itemsize
-        self._writes[part.start] = self.tier.write(offset, buffer[:nbytes], self._label, after)
-        return self._writes[part.start]
+        before = self._written_before(part)
+        both = Handle((), lambda buffers: (before.wait(), after.wait_on_host()))
+        write = self.tier.write(offset, buffer[:nbytes], self._label, both)
+        for begin, end in list(self._writes):  # whoever waits for this write has waited for those that it covers
+            if part.start <= begin and end <= part.stop:
+                del self._writes[begin, end]
+        self._writes[part.start, part.stop] = write
+        return write
+
+    def _written_before(self, part):
+        """A Handle of all writes that overlap a part: the threads finish requests in any order."""
+        overlaps = [w for (begin, end), w in list(self._writes.items()) if begin < part.stop and part.start < end]
+        return Handle((), lambda buffers: [write.wait() for write in overlaps])
 
 
 class Disk(Host):
