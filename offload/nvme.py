@@ -27,7 +27,7 @@ in fp32 where parameters and optimizer states lie apart.
 """
 
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -211,9 +211,12 @@ class InfinityEngine(EngineBase):
 
     def hold(self, unit):
         """Gather a unit and keep it, until as many calls of `release`."""
-        unit.found_whole = unit.whole if unit.pins == 0 else unit.found_whole
+        if unit.pins == 0:
+            self.disks.refuse_what_is_lost()
+            unit.found_whole = unit.whole
+            self.use(unit, units.Order())
+            self.disks.agree()
         unit.pins += 1
-        self.use(unit, units.Order())
 
     def release(self, unit):
         """Let go of it. What was whole before stays so: a backward may wait for it."""
@@ -269,6 +272,7 @@ class InfinityEngine(EngineBase):
 
     def begin_backward(self):
         """Autograd is about to run."""
+        self.disks.refuse_what_is_lost()
         self.backward_order.rewind()
         self.travelling = []
 
@@ -417,13 +421,11 @@ class InfinityEngine(EngineBase):
         """In this context the weights of `modules` (all, if none is named) are whole on every rank, for reading."""
         wanted = {parameter for module in modules or [self._module] for parameter in module.parameters()}
         held = [unit for unit in self.units if any(wanted & set(b.members.values()) for b in unit.buckets)]
-        for unit in held:
-            self.hold(unit)
-        try:
-            yield
-        finally:
+        with ExitStack() as holding:
             for unit in held:
-                self.release(unit)
+                self.hold(unit)
+                holding.callback(self.release, unit)
+            yield
 
     # ---- accounting -------------------------------------------------------------------------------------------
 

@@ -361,6 +361,49 @@ def test_what_a_disk_cannot_read_is_not_saved(worlds, tmp_path):
         assert same
 
 
+def reads_all(made, losses):
+    with made.gathered():
+        pass
+
+
+def runs_a_layer(made, losses):
+    layer = made._module.blocks[0].mlp.up
+    with torch.no_grad():
+        layer(torch.zeros(1, layer.in_features))
+
+
+def runs_backward(made, losses):
+    made.backward(losses.pop())
+    made.step()
+
+
+CALLS = {"gathered": reads_all, "a layer alone": runs_a_layer, "backward": runs_backward}
+
+
+def fails_outside_forward(world, call):
+    """Two calls with a disk that fails on the last rank: what they said, and the units that are still held."""
+    made, said = make_engine("offload.nvme", sub_group_mb=TINY), []
+    train_step(made, world)
+    inputs, targets = batch(made.module, world)
+    losses = [models.loss(made(inputs), targets) for _ in range(2)]
+    here = world.rank == world.size - 1
+    with no_read(made) if here else mock.patch("os.sep", os.sep):
+        for _ in range(2):
+            try:
+                CALLS[call](made, losses)
+            except InputError as error:
+                said.append(str(error))
+    return said, [unit.name for unit in made.units if unit.pins]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_disk_that_fails_where_weights_are_read_or_in_backward_is_told_on_every_rank(worlds, call):
+    for said, held in worlds(2).run(fails_outside_forward, call):
+        assert len(said) == 2
+        assert all("rank 1 cannot read" in one and "load the last checkpoint" in one for one in said)
+        assert held == []
+
+
 def two_in_one_folder(world, folder):
     made = make_engine("offload.nvme", path=folder)
     train_step(made, world)

@@ -24,7 +24,7 @@ CHANGED_METHODS = {
     | {"no_sync", "update", "gather"},
     "offload": {"sends", "partition", "reduce", "update", "gather", "synchronize"},
     "offload.nvme": {"__init__", "partition", "gather", "prefetch", "begin_forward", "end_forward", "reduce_bucket"}
-    | {"update", "free_all"},
+    | {"update", "free_all", "hold", "begin_backward"},
     "zeropp": {"__init__", "owned", "sends", "partition", "gather", "reduce_bucket", "update", "begin_load"},
 }
 NEIGHBOURS = [
