@@ -24,7 +24,7 @@ from test_offload import handed_on
 from test_timeline import record, row_names
 
 from common import capacity, models
-from common.engine import swap
+from common.engine import mixed_precision, swap
 from common.engine.disk import OnDisk
 from common.engine.swap import SwapFile
 from common.errors import InputError
@@ -134,6 +134,35 @@ def saved_again(world, engine, path):
 def test_states_of_any_dtype_are_saved_and_loaded(worlds, tmp_path):
     expected = worlds(2).run(saved_again, "stage3_param", tmp_path)
     assert worlds(2).run(saved_again, "offloaded:OnDisk", tmp_path) == expected
+
+
+def norms_and_buffers(world, engine, precision):
+    """Three steps over shards of 25 sub-groups, whose squares are added in chunks that end within these.
+
+    Returns:
+        The norms; how many staging buffers were made, and are foreseen.
+    """
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=1, width=128, heads=2, sequence=32))
+    made = make_engine(engine, model, clip_norm=0.5, precision=precision)
+    norms = []
+    with mock.patch.object(mixed_precision, "CHUNK", 10_000):
+        for step in range(3):
+            inputs, targets = batch(made.module, world, step, global_batch=4)
+            made.backward(models.loss(made(inputs), targets))
+            norms.append(made.step().norm)
+    staging = made.tier["nvme"].stepping if engine == "offloaded:OnDisk" else None
+    return norms, staging and (len(staging.made), staging.number)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_norm_and_overflow_look_at_a_sub_group_at_a_time(worlds, precision):
+    expected = worlds(2).run(norms_and_buffers, "stage3_param", precision)
+    for (norms, buffers), (norms_of_stage_3, _) in zip(
+        worlds(2).run(norms_and_buffers, "offloaded:OnDisk", precision), expected, strict=True
+    ):
+        assert norms == norms_of_stage_3
+        assert buffers[0] <= buffers[1] == 15
 
 
 # ---- ahead --------------------------------------------------------------------------------------------------------
