@@ -34,7 +34,7 @@ import torch
 from common.engine import EngineBase, Owned, units
 from common.engine.bus import Bus
 from common.engine.disk import Disks
-from common.engine.door import check_elementwise
+from common.engine.door import check_elementwise, check_swapped
 from common.engine.open_tiers import open_tiers
 from common.engine.sub_group import Placed, TieredBucket
 from common.engine.tiered_accounts import STATES, TIERS, TieredAccounts
@@ -74,6 +74,7 @@ class InfinityEngine(EngineBase):
 
     own_options = ("keep_last", "tiers", "sub_group_mb")
     books = TieredAccounts
+    state_bytes = ()  # of an element of each of the optimizer's states that lie on disk
 
     def __init__(self, model, optimizer, *, keep_last=True, tiers="nvme", path=None, sub_group_mb=64.0, **options):
         self.keep_last, self.tiers, self.path, self.sub_group_mb = keep_last, tiers, path, sub_group_mb
@@ -112,8 +113,8 @@ class InfinityEngine(EngineBase):
                 moves += [(more, "cpu", g, 4), (min(more, 1), g, "cpu", each), (max(more - 1, 0), g, "cpu", 4)]
                 moves += [(looked_at, g, "cpu", mean)]
             if o == "nvme":
-                states = 1 + self.optimizer_bytes[0] // 4  # master weights, and what the optimizer keeps of each
-                moves += [(states, o, beside, 4), (states, beside, o, 4)]
+                for width in (4, *self.state_bytes):  # master weights, and what the optimizer keeps of each
+                    moves += [(1, o, beside, width), (1, beside, o, width)]
             if bucket.masters_are_apart:
                 moves += [(1, beside, p, each)]
         return moves
@@ -434,7 +435,10 @@ class InfinityEngine(EngineBase):
         self.tiers = check_options(self.tiers, self.sub_group_mb)
         if self.tiers["optimizer"] == "device":
             return super().check_optimizer(optimizer)
-        return check_elementwise(optimizer, torch.device("cpu"), "the optimizer cannot step on the host")
+        found = check_elementwise(optimizer, torch.device("cpu"), "the optimizer cannot step on the host")
+        if self.tiers["optimizer"] == "nvme":
+            self.state_bytes = check_swapped(optimizer)
+        return found
 
     def predicted_wire_bytes_per_step(self):
         """Bytes this rank sends in a step, by collective: summed from `sends`, padding included, and two flags."""

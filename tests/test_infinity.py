@@ -22,6 +22,7 @@ from mutants import healthy
 from test_mutants import broken_promises, label
 from test_offload import handed_on
 from test_timeline import record, row_names
+from torch import nn
 
 from common import capacity, models
 from common.engine import mixed_precision, swap
@@ -108,8 +109,12 @@ def test_any_optimizers_states_go_to_disk(worlds, optimizer):
     )
 
 
-class Sixteen(torch.optim.SGD):
-    """A momentum kept in bf16."""
+class Kept(torch.optim.SGD):
+    """A momentum kept in a dtype of its own."""
+
+    def __init__(self, weights, dtype):
+        super().__init__(weights, lr=0.1)
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -117,23 +122,49 @@ class Sixteen(torch.optim.SGD):
             for weight in (weight for weight in group["params"] if weight.grad is not None):
                 state = self.state[weight]
                 old = state.get("velocity", torch.zeros_like(weight))
-                state["velocity"] = (0.9 * old + weight.grad).to(old.dtype if state else torch.bfloat16)
+                state["velocity"] = (0.9 * old + weight.grad).to(old.dtype if state else self.dtype)
                 weight.sub_(state["velocity"], alpha=group["lr"])
 
 
-def saved_again(world, engine, path):
-    """Step, save, load, save and load again, each followed by a step. Return the weights."""
-    made = make_engine(engine, optimizer=functools.partial(Sixteen, lr=0.1))
+class Wide(nn.Module):
+    """Frozen parameters of 8 bytes an element beside trainable ones, of several sub-groups each."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(100, 100)
+        self.exact = nn.Parameter(torch.randn(100, 100, dtype=torch.float64), requires_grad=False)
+        self.phase = nn.Parameter(torch.randn(100, 100, dtype=torch.complex64), requires_grad=False)
+        self.table = nn.Parameter(torch.randint(2**62, (100, 100)), requires_grad=False)
+
+    def forward(self, x):
+        y = self.linear(x) @ self.exact.float()
+        return y * self.phase.abs() + y[:, self.table[0] % 100]
+
+
+def saved_again(world, engine, path, dtype):
+    """Step, save, load, save and load again, each followed by a step. Return the weights, and bytes after a step."""
+    made, counted = make_engine(engine, Wide(), functools.partial(Kept, dtype=dtype)), {}
     for step in range(3):
-        train_step(made, world, step)
+        for micro in range(2):
+            made.comm.traffic.reset()
+            made.backward(made(torch.randn(100, 100)).pow(2).mean())
+            made.step()
+            if step == 0 and micro == 1 and engine == "offloaded:OnDisk":
+                counted = counts(made)  # a load makes fp32 of all states
         made.save(path)
         made.load(path)
-    return sha256(made.full_state_dict())
+    return sha256(made.full_state_dict()), counted
 
 
-def test_states_of_any_dtype_are_saved_and_loaded(worlds, tmp_path):
-    expected = worlds(2).run(saved_again, "stage3_param", tmp_path)
-    assert worlds(2).run(saved_again, "offloaded:OnDisk", tmp_path) == expected
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_elements_of_any_width_are_trained_saved_and_loaded(worlds, tmp_path, dtype):
+    expected = worlds(2).run(saved_again, "stage3_param", tmp_path, dtype)
+    answers = worlds(2).run(saved_again, "offloaded:OnDisk", tmp_path, dtype)
+    for (digest, counted), (of_stage_3, _) in zip(answers, expected, strict=True):
+        assert digest == of_stage_3
+        for what, (measured, predicted) in counted.items():
+            assert measured == predicted, what
 
 
 def norms_and_buffers(world, engine, precision):
