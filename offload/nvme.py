@@ -79,6 +79,7 @@ class InfinityEngine(EngineBase):
     def __init__(self, model, optimizer, *, keep_last=True, tiers="nvme", path=None, sub_group_mb=64.0, **options):
         self.keep_last, self.tiers, self.path, self.sub_group_mb = keep_last, tiers, path, sub_group_mb
         super().__init__(model, optimizer, **options)
+        self.tier[self.tiers["optimizer"]].watch(self.optimizer)
 
     def owned(self, bucket):
         """The ownership table: what this rank keeps of a bucket between steps."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -194,6 +195,52 @@ def test_norm_and_overflow_look_at_a_sub_group_at_a_time(worlds, precision):
     ):
         assert norms == norms_of_stage_3
         assert buffers[0] <= buffers[1] == 15
+
+
+class Lookahead(torch.optim.SGD):
+    """Every fifth step it goes back half the way to weights of its own, of which it takes a copy when it is built."""
+
+    def __init__(self, weights):
+        super().__init__(weights, lr=0.1)
+        self.slow = {weight: weight.detach().clone() for weight in self.param_groups[0]["params"]}
+        self.steps = Counter()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.steps.update(weight for weight in self.slow if weight.grad is not None)
+        for weight in self.slow:
+            if weight.grad is not None and self.steps[weight] % 5 == 0:
+                weight.copy_(self.slow[weight].lerp_(weight, 0.5))
+
+
+def test_an_optimizer_that_copies_weights_when_it_is_built_is_refused_on_disk(worlds):
+    for said in worlds(2).run(functools.partial(refusal, optimizer=Lookahead)):
+        assert "Lookahead looks at the weights when it is built" in said
+        assert "'cpu'" in said
+    beside = functools.partial(refusal, optimizer=Lookahead, tiers="cpu")
+    assert worlds(2).run(beside) == [None, None]
+
+
+def asked_of_the_optimizer(world):
+    """What it says when its state dict is asked for, and when it is to take over that of another."""
+    others = torch.optim.AdamW([nn.Parameter(torch.zeros(64))])
+    others.param_groups[0]["params"][0].grad = torch.zeros(64)
+    others.step()
+    made, said = make_engine("offload.nvme"), []
+    for call in ("load_state_dict", "state_dict", "load_state_dict"):
+        try:
+            getattr(made.optimizer, call)(*[others.state_dict()] * (call == "load_state_dict"))
+        except RuntimeError as error:
+            said.append(str(error))
+        train_step(made, world)
+    return said
+
+
+def test_the_optimizers_own_state_dict_is_refused_where_its_states_lie_on_disk(worlds):
+    for said in worlds(1).run(asked_of_the_optimizer):
+        assert ["engine.save" in one for one in said] == [False, True, False]
+        assert ["engine.load" in one for one in said] == [True, False, True]
 
 
 # ---- ahead --------------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ import torch
 
 from common.engine.layout import length
 from common.engine.swap import PAGE, CountedFile, SwapFile, padded
-from common.engine.tensors import host_value
+from common.engine.tensors import host_value, tensors_of_state
 from common.engine.tiers import HERE, Host
+from common.engine.units import hollow
 from common.errors import InputError
 from common.ranks.lanes import Handle
 
@@ -155,6 +156,11 @@ class Disk(Host):
     def adopt(self, states):
         """Nothing: a sub-group moves its states to disk when it is swapped out."""
 
+    def watch(self, optimizer):
+        """Refuse what others would read from an optimizer's states or write there: it holds what stands for them."""
+        optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+        optimizer.register_load_state_dict_pre_hook(_refuse_values)
+
     def read(self, offset, buffer, label, after):
         """Begin to read; see `SwapFile.read`."""
         self._comm.traffic.record("read", len(buffer))
@@ -174,6 +180,18 @@ class Disk(Host):
     def rooms(self):
         """The tensors through which everything passes."""
         return [*self.stepping.made, *self.shards.made, *([] if self.room is None else [self.room])]
+
+
+def _refuse_state_dict(optimizer):
+    if any(hollow(state) for state in tensors_of_state(optimizer)):
+        raise RuntimeError("engine.optimizer has no values of states that lie on disk; write engine.save()")
+
+
+def _refuse_values(optimizer, state_dict):
+    """A load of the engine's own has put the values on disk already, and gives what stands for them."""
+    given = [value for state in state_dict["state"].values() for value in state.values() if torch.is_tensor(value)]
+    if any(value.dim() for value in given) and not any(hollow(value) for value in given):
+        raise RuntimeError("engine.optimizer cannot put states on disk; write engine.load()")
 
 
 class Staging:
