@@ -1,7 +1,10 @@
 """Swap files: on disks that are full in earnest, and among other threads and ranks that come at the worst moment."""
 
 import contextlib
+import errno
+import fcntl
 import os
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -167,3 +170,81 @@ def written_twice(world, folder, first, second):
 @pytest.mark.parametrize(("first", "second"), [(LATTER, LATTER), (WHOLE, LATTER), (LATTER, WHOLE)])
 def test_of_two_writes_that_overlap_the_later_one_stays(worlds, tmp_path, first, second):
     assert worlds(1).run(written_twice, tmp_path, first, second) == [([2.0], [2.0])]
+
+
+# ---- a folder that fails --------------------------------------------------------------------------------------------
+
+CALLS = {  # where the folder, or the file in it, may fail
+    "is_dir": Path,
+    "iterdir": Path,
+    "stat": Path,
+    "open": os,
+    "flock": fcntl,
+    "ftruncate": os,
+    "posix_fallocate": os,
+    "mkdir": Path,
+}
+
+
+def refused_where_a_call_fails(world, folder, call):
+    """Build an engine where a call fails on rank 1, and once more where it does not. What the first said."""
+    where, path = CALLS[call], None if call == "mkdir" else folder
+    works = getattr(where, call)
+
+    def fails(first, *args, **options):
+        if world.rank == 1 and (isinstance(first, int) or str(folder) in str(first)):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return works(first, *args, **options)
+
+    with mock.patch.object(tempfile, "tempdir", str(folder)):
+        with mock.patch.object(where, call, fails):
+            said = begun(world, path)
+        assert not isinstance(begun(world, path), str)
+    return said
+
+
+@linux
+@pytest.mark.parametrize("call", CALLS)
+def test_what_fails_in_one_ranks_folder_is_told_on_every_rank(worlds, tmp_path, call):
+    one, other = worlds(2).run(refused_where_a_call_fails, tmp_path, call)
+    assert one == other
+    assert "rank 1" in one
+    assert str(tmp_path) in one
+    assert "Stale file handle" in one
+    assert not list(tmp_path.rglob("*.swap"))
+
+
+def test_a_temporary_folder_that_others_may_write_to_is_refused(tmp_path):
+    folder = tmp_path / f"zero-swap-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with mock.patch.object(tempfile, "tempdir", str(tmp_path)):
+        with pytest.raises(InputError, match="not yours alone; remove it, or give path="):
+            SwapFile(None, 0)
+        folder.chmod(0o700)
+        SwapFile(None, 0).close()
+
+
+@linux
+def test_another_users_files_stay(tmp_path):
+    theirs = [tmp_path / "rank-00000.swap", tmp_path / "rank-00003.swap"]
+    for file in theirs:
+        file.write_text("theirs")
+        os.chown(file, 12345, -1)
+    with pytest.raises(InputError, match="another user's"):
+        SwapFile(tmp_path, 0)
+    SwapFile(tmp_path, 1).close()
+    assert [file.read_text() for file in theirs] == ["theirs", "theirs"]
+
+
+def test_a_relative_path_stays_where_it_was(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name / "disk").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    own = SwapFile("disk", 0)
+    monkeypatch.chdir(tmp_path / "there")
+    another = SwapFile("disk", 0)
+    own.close()
+    assert os.listdir(tmp_path / "here" / "disk") == []
+    assert os.listdir(tmp_path / "there" / "disk") == ["rank-00000.swap"]
+    another.close()
