@@ -4,6 +4,9 @@ import contextlib
 import errno
 import fcntl
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +25,7 @@ from common.errors import InputError
 from common.ranks.collectives import Collectives
 from common.train import sha256
 
+ROOT = Path(__file__).parent.parent
 TINY = 0.02  # MiB of a sub-group: several even in tiny models
 ROOM = 4 * 2**20  # bytes of a disk that takes two ranks' states, with little to spare
 
@@ -248,3 +252,39 @@ def test_a_relative_path_stays_where_it_was(tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "here" / "disk") == []
     assert os.listdir(tmp_path / "there" / "disk") == ["rank-00000.swap"]
     another.close()
+
+
+# ---- forks ----------------------------------------------------------------------------------------------------------
+
+FORKS = """
+import os, time
+from common.engine.swap import SwapFile
+file = SwapFile({folder!r}, 0)
+file.reserve(2**20)
+if os.fork():
+    time.sleep({leaves_after})
+    file.close()
+else:
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@linux
+@pytest.mark.parametrize("end", ["released", "killed"])
+def test_a_forked_child_that_lives_on_keeps_neither_the_lock_nor_the_room(tmp_path, end):
+    program = FORKS.format(folder=str(tmp_path), leaves_after=0.1 if end == "released" else 60)
+    run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)
+    child = int(run.stdout.readline())
+    try:
+        if end == "killed":
+            run.kill()
+            run.wait()
+        else:
+            while os.listdir(tmp_path):
+                time.sleep(0.01)
+        SwapFile(tmp_path, 0).close()
+        held = [os.readlink(file) for file in Path(f"/proc/{child}/fd").iterdir()]
+        assert not [file for file in held if file.startswith(str(tmp_path))]
+    finally:
+        run.kill(), os.kill(child, signal.SIGKILL)

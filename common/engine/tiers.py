@@ -154,6 +154,8 @@ class InMemory:
 def shared(numel, dtype):
     """A tensor [numel] in an anonymous shared mapping, which lives as long as the tensor.
 
+    A forked child, a DataLoader's worker say, shares it: what the child writes there reaches its parent.
+
     Raises:
         InputError: the system does not give it.
     """
