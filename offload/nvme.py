@@ -27,14 +27,14 @@ in fp32 where parameters and optimizer states lie apart.
 """
 
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from common.engine import EngineBase, Owned, units
 from common.engine.bus import Bus
 from common.engine.disk import Disks
-from common.engine.door import check_elementwise
+from common.engine.door import check_elementwise, check_swapped
 from common.engine.open_tiers import open_tiers
 from common.engine.sub_group import Placed, TieredBucket
 from common.engine.tiered_accounts import STATES, TIERS, TieredAccounts
@@ -74,10 +74,12 @@ class InfinityEngine(EngineBase):
 
     own_options = ("keep_last", "tiers", "sub_group_mb")
     books = TieredAccounts
+    state_bytes = ()  # of an element of each of the optimizer's states that lie on disk
 
     def __init__(self, model, optimizer, *, keep_last=True, tiers="nvme", path=None, sub_group_mb=64.0, **options):
         self.keep_last, self.tiers, self.path, self.sub_group_mb = keep_last, tiers, path, sub_group_mb
         super().__init__(model, optimizer, **options)
+        self.tier[self.tiers["optimizer"]].watch(self.optimizer)
 
     def owned(self, bucket):
         """The ownership table: what this rank keeps of a bucket between steps."""
@@ -112,8 +114,8 @@ class InfinityEngine(EngineBase):
                 moves += [(more, "cpu", g, 4), (min(more, 1), g, "cpu", each), (max(more - 1, 0), g, "cpu", 4)]
                 moves += [(looked_at, g, "cpu", mean)]
             if o == "nvme":
-                states = 1 + self.optimizer_bytes[0] // 4  # master weights, and what the optimizer keeps of each
-                moves += [(states, o, beside, 4), (states, beside, o, 4)]
+                for width in (4, *self.state_bytes):  # master weights, and what the optimizer keeps of each
+                    moves += [(1, o, beside, width), (1, beside, o, width)]
             if bucket.masters_are_apart:
                 moves += [(1, beside, p, each)]
         return moves
@@ -211,9 +213,12 @@ class InfinityEngine(EngineBase):
 
     def hold(self, unit):
         """Gather a unit and keep it, until as many calls of `release`."""
-        unit.found_whole = unit.whole if unit.pins == 0 else unit.found_whole
+        if unit.pins == 0:
+            self.disks.refuse_what_is_lost()
+            unit.found_whole = unit.whole
+            self.use(unit, units.Order())
+            self.disks.agree()
         unit.pins += 1
-        self.use(unit, units.Order())
 
     def release(self, unit):
         """Let go of it. What was whole before stays so: a backward may wait for it."""
@@ -269,6 +274,7 @@ class InfinityEngine(EngineBase):
 
     def begin_backward(self):
         """Autograd is about to run."""
+        self.disks.refuse_what_is_lost()
         self.backward_order.rewind()
         self.travelling = []
 
@@ -417,13 +423,11 @@ class InfinityEngine(EngineBase):
         """In this context the weights of `modules` (all, if none is named) are whole on every rank, for reading."""
         wanted = {parameter for module in modules or [self._module] for parameter in module.parameters()}
         held = [unit for unit in self.units if any(wanted & set(b.members.values()) for b in unit.buckets)]
-        for unit in held:
-            self.hold(unit)
-        try:
-            yield
-        finally:
+        with ExitStack() as holding:
             for unit in held:
-                self.release(unit)
+                self.hold(unit)
+                holding.callback(self.release, unit)
+            yield
 
     # ---- accounting -------------------------------------------------------------------------------------------
 
@@ -432,7 +436,10 @@ class InfinityEngine(EngineBase):
         self.tiers = check_options(self.tiers, self.sub_group_mb)
         if self.tiers["optimizer"] == "device":
             return super().check_optimizer(optimizer)
-        return check_elementwise(optimizer, torch.device("cpu"), "the optimizer cannot step on the host")
+        found = check_elementwise(optimizer, torch.device("cpu"), "the optimizer cannot step on the host")
+        if self.tiers["optimizer"] == "nvme":
+            self.state_bytes = check_swapped(optimizer)
+        return found
 
     def predicted_wire_bytes_per_step(self):
         """Bytes this rank sends in a step, by collective: summed from `sends`, padding included, and two flags."""

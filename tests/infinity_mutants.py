@@ -11,7 +11,7 @@ from matrix import Cell
 from mutants import CLIPPED, TRAINED, TRAINED_IN_BF16, left_out, replaced
 from probes import UNFUSED
 
-from common.engine import base, disk, sub_group, swap
+from common.engine import base, disk, locks, sub_group, swap
 from common.engine.disk import Disks, OnDisk, Staging
 from common.engine.sub_group import SubGroup, TieredBucket
 from common.engine.tiers import HERE
@@ -240,7 +240,7 @@ def a_file_is_not_looked_at(engine):
 
 @shown_by(leaves_others_alone)
 def a_lock_is_not_asked_for(engine):
-    return mock.patch.object(swap, "_lock", lambda fd, patience=0.0: True)
+    return mock.patch.object(locks, "lock", lambda fd, patience=0.0: True)
 
 
 @shown_by(leaves_others_alone)

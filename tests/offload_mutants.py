@@ -162,10 +162,10 @@ def a_bucket_is_stepped_twice(engine):
 
 @shown_by(Cell("plain", "fp32", 3, "clipped"), "offloaded:Half")
 def the_part_on_the_device_is_left_out_of_the_norm(engine):
-    def in_float64(original, bucket, begin, chunk):
-        found = original(bucket, begin, chunk).clone()
-        found[len(bucket.pieces[0].mean) :] = 0
-        return found
+    def in_float64(original, bucket, shards):
+        for shard, chunk in original(bucket, shards):
+            chunk[len(bucket.pieces[0].mean) :] = 0
+            yield shard, chunk
 
     return replaced(mixed_precision, "_in_float64", in_float64)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -22,9 +23,10 @@ from mutants import healthy
 from test_mutants import broken_promises, label
 from test_offload import handed_on
 from test_timeline import record, row_names
+from torch import nn
 
 from common import capacity, models
-from common.engine import swap
+from common.engine import mixed_precision, swap
 from common.engine.disk import OnDisk
 from common.engine.swap import SwapFile
 from common.errors import InputError
@@ -108,8 +110,12 @@ def test_any_optimizers_states_go_to_disk(worlds, optimizer):
     )
 
 
-class Sixteen(torch.optim.SGD):
-    """A momentum kept in bf16."""
+class Kept(torch.optim.SGD):
+    """A momentum kept in a dtype of its own."""
+
+    def __init__(self, weights, dtype):
+        super().__init__(weights, lr=0.1)
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -117,23 +123,124 @@ class Sixteen(torch.optim.SGD):
             for weight in (weight for weight in group["params"] if weight.grad is not None):
                 state = self.state[weight]
                 old = state.get("velocity", torch.zeros_like(weight))
-                state["velocity"] = (0.9 * old + weight.grad).to(old.dtype if state else torch.bfloat16)
+                state["velocity"] = (0.9 * old + weight.grad).to(old.dtype if state else self.dtype)
                 weight.sub_(state["velocity"], alpha=group["lr"])
 
 
-def saved_again(world, engine, path):
-    """Step, save, load, save and load again, each followed by a step. Return the weights."""
-    made = make_engine(engine, optimizer=functools.partial(Sixteen, lr=0.1))
+class Wide(nn.Module):
+    """Frozen parameters of 8 bytes an element beside trainable ones, of several sub-groups each."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(100, 100)
+        self.exact = nn.Parameter(torch.randn(100, 100, dtype=torch.float64), requires_grad=False)
+        self.phase = nn.Parameter(torch.randn(100, 100, dtype=torch.complex64), requires_grad=False)
+        self.table = nn.Parameter(torch.randint(2**62, (100, 100)), requires_grad=False)
+
+    def forward(self, x):
+        y = self.linear(x) @ self.exact.float()
+        return y * self.phase.abs() + y[:, self.table[0] % 100]
+
+
+def saved_again(world, engine, path, dtype):
+    """Step, save, load, save and load again, each followed by a step. Return the weights, and bytes after a step."""
+    made, counted = make_engine(engine, Wide(), functools.partial(Kept, dtype=dtype)), {}
     for step in range(3):
-        train_step(made, world, step)
+        for micro in range(2):
+            made.comm.traffic.reset()
+            made.backward(made(torch.randn(100, 100)).pow(2).mean())
+            made.step()
+            if step == 0 and micro == 1 and engine == "offloaded:OnDisk":
+                counted = counts(made)  # a load makes fp32 of all states
         made.save(path)
         made.load(path)
-    return sha256(made.full_state_dict())
+    return sha256(made.full_state_dict()), counted
 
 
-def test_states_of_any_dtype_are_saved_and_loaded(worlds, tmp_path):
-    expected = worlds(2).run(saved_again, "stage3_param", tmp_path)
-    assert worlds(2).run(saved_again, "offloaded:OnDisk", tmp_path) == expected
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_elements_of_any_width_are_trained_saved_and_loaded(worlds, tmp_path, dtype):
+    expected = worlds(2).run(saved_again, "stage3_param", tmp_path, dtype)
+    answers = worlds(2).run(saved_again, "offloaded:OnDisk", tmp_path, dtype)
+    for (digest, counted), (of_stage_3, _) in zip(answers, expected, strict=True):
+        assert digest == of_stage_3
+        for what, (measured, predicted) in counted.items():
+            assert measured == predicted, what
+
+
+def norms_and_buffers(world, engine, precision):
+    """Three steps over shards of 25 sub-groups, whose squares are added in chunks that end within these.
+
+    Returns:
+        The norms; how many staging buffers were made, and are foreseen.
+    """
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=1, width=128, heads=2, sequence=32))
+    made = make_engine(engine, model, clip_norm=0.5, precision=precision)
+    norms = []
+    with mock.patch.object(mixed_precision, "CHUNK", 10_000):
+        for step in range(3):
+            inputs, targets = batch(made.module, world, step, global_batch=4)
+            made.backward(models.loss(made(inputs), targets))
+            norms.append(made.step().norm)
+    staging = made.tier["nvme"].stepping if engine == "offloaded:OnDisk" else None
+    return norms, staging and (len(staging.made), staging.number)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_norm_and_overflow_look_at_a_sub_group_at_a_time(worlds, precision):
+    expected = worlds(2).run(norms_and_buffers, "stage3_param", precision)
+    for (norms, buffers), (norms_of_stage_3, _) in zip(
+        worlds(2).run(norms_and_buffers, "offloaded:OnDisk", precision), expected, strict=True
+    ):
+        assert norms == norms_of_stage_3
+        assert buffers[0] <= buffers[1] == 15
+
+
+class Lookahead(torch.optim.SGD):
+    """Every fifth step it goes back half the way to weights of its own, of which it takes a copy when it is built."""
+
+    def __init__(self, weights):
+        super().__init__(weights, lr=0.1)
+        self.slow = {weight: weight.detach().clone() for weight in self.param_groups[0]["params"]}
+        self.steps = Counter()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.steps.update(weight for weight in self.slow if weight.grad is not None)
+        for weight in self.slow:
+            if weight.grad is not None and self.steps[weight] % 5 == 0:
+                weight.copy_(self.slow[weight].lerp_(weight, 0.5))
+
+
+def test_an_optimizer_that_copies_weights_when_it_is_built_is_refused_on_disk(worlds):
+    for said in worlds(2).run(functools.partial(refusal, optimizer=Lookahead)):
+        assert "Lookahead looks at the weights when it is built" in said
+        assert "'cpu'" in said
+    beside = functools.partial(refusal, optimizer=Lookahead, tiers="cpu")
+    assert worlds(2).run(beside) == [None, None]
+
+
+def asked_of_the_optimizer(world):
+    """What it says when its state dict is asked for, and when it is to take over that of another."""
+    others = torch.optim.AdamW([nn.Parameter(torch.zeros(64))])
+    others.param_groups[0]["params"][0].grad = torch.zeros(64)
+    others.step()
+    made, said = make_engine("offload.nvme"), []
+    for call in ("load_state_dict", "state_dict", "load_state_dict"):
+        try:
+            getattr(made.optimizer, call)(*[others.state_dict()] * (call == "load_state_dict"))
+        except RuntimeError as error:
+            said.append(str(error))
+        train_step(made, world)
+    return said
+
+
+def test_the_optimizers_own_state_dict_is_refused_where_its_states_lie_on_disk(worlds):
+    for said in worlds(1).run(asked_of_the_optimizer):
+        assert ["engine.save" in one for one in said] == [False, True, False]
+        assert ["engine.load" in one for one in said] == [True, False, True]
 
 
 # ---- ahead --------------------------------------------------------------------------------------------------------
@@ -359,6 +466,49 @@ def test_what_a_disk_cannot_read_is_not_saved(worlds, tmp_path):
         assert len(said) == 2
         assert all("rank 1" in one and "Input/output error" in one for one in said)
         assert same
+
+
+def reads_all(made, losses):
+    with made.gathered():
+        pass
+
+
+def runs_a_layer(made, losses):
+    layer = made._module.blocks[0].mlp.up
+    with torch.no_grad():
+        layer(torch.zeros(1, layer.in_features))
+
+
+def runs_backward(made, losses):
+    made.backward(losses.pop())
+    made.step()
+
+
+CALLS = {"gathered": reads_all, "a layer alone": runs_a_layer, "backward": runs_backward}
+
+
+def fails_outside_forward(world, call):
+    """Two calls with a disk that fails on the last rank: what they said, and the units that are still held."""
+    made, said = make_engine("offload.nvme", sub_group_mb=TINY), []
+    train_step(made, world)
+    inputs, targets = batch(made.module, world)
+    losses = [models.loss(made(inputs), targets) for _ in range(2)]
+    here = world.rank == world.size - 1
+    with no_read(made) if here else mock.patch("os.sep", os.sep):
+        for _ in range(2):
+            try:
+                CALLS[call](made, losses)
+            except InputError as error:
+                said.append(str(error))
+    return said, [unit.name for unit in made.units if unit.pins]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_disk_that_fails_where_weights_are_read_or_in_backward_is_told_on_every_rank(worlds, call):
+    for said, held in worlds(2).run(fails_outside_forward, call):
+        assert len(said) == 2
+        assert all("rank 1 cannot read" in one and "load the last checkpoint" in one for one in said)
+        assert held == []
 
 
 def two_in_one_folder(world, folder):

@@ -1,21 +1,31 @@
 """Swap files: on disks that are full in earnest, and among other threads and ranks that come at the worst moment."""
 
 import contextlib
+import errno
+import fcntl
 import os
+import signal
+import subprocess
+import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from harness import make_engine, same_bits, train_step
 from test_checkpoint_faults import linux, small_disk
 
+from common.engine.disk import Disk
 from common.engine.swap import PAGE, SwapFile
 from common.engine.tiers import HERE
 from common.errors import InputError
+from common.ranks.collectives import Collectives
 from common.train import sha256
 
+ROOT = Path(__file__).parent.parent
 TINY = 0.02  # MiB of a sub-group: several even in tiny models
 ROOM = 4 * 2**20  # bytes of a disk that takes two ranks' states, with little to spare
 
@@ -137,3 +147,144 @@ def test_a_file_whose_next_owner_comes_while_it_is_cleared_away_is_not_lost(tmp_
         second = owners[0].result()
     assert second.path.samefile(f"/proc/self/fd/{second._file.fd}")
     first.close(), second.close()
+
+
+WHOLE, LATTER = slice(0, 2 * PAGE), slice(PAGE, 2 * PAGE)  # elements
+
+
+def written_twice(world, folder, first, second):
+    """Write ones to a part of a state, slowly, and twos to another at once. What the state's latter half is then."""
+    disk, slow, write = Disk(Collectives(), folder, sub_group=PAGE), [0.2], os.pwritev
+    disk.stepping.nbytes, disk.stepping.number, disk.shards.nbytes = 4 * PAGE, 2, 8 * PAGE
+    state = disk.keep(2 * PAGE, torch.float32, "a state")
+
+    def write_late(*arguments):
+        time.sleep(slow.pop() if slow else 0)
+        return write(*arguments)
+
+    with mock.patch.object(os, "pwritev", write_late):
+        for value, part in ((1, first), (2, second)):
+            state.lend(part, fresh=True)[0].fill_(value)
+            state.put_back(part)
+        found = state.copy(LATTER).unique().tolist()
+        disk.finish()
+    return found, state.copy(LATTER).unique().tolist()
+
+
+@pytest.mark.parametrize(("first", "second"), [(LATTER, LATTER), (WHOLE, LATTER), (LATTER, WHOLE)])
+def test_of_two_writes_that_overlap_the_later_one_stays(worlds, tmp_path, first, second):
+    assert worlds(1).run(written_twice, tmp_path, first, second) == [([2.0], [2.0])]
+
+
+# ---- a folder that fails --------------------------------------------------------------------------------------------
+
+CALLS = {  # where the folder, or the file in it, may fail
+    "is_dir": Path,
+    "iterdir": Path,
+    "stat": Path,
+    "open": os,
+    "flock": fcntl,
+    "ftruncate": os,
+    "posix_fallocate": os,
+    "mkdir": Path,
+}
+
+
+def refused_where_a_call_fails(world, folder, call):
+    """Build an engine where a call fails on rank 1, and once more where it does not. What the first said."""
+    where, path = CALLS[call], None if call == "mkdir" else folder
+    works = getattr(where, call)
+
+    def fails(first, *args, **options):
+        if world.rank == 1 and (isinstance(first, int) or str(folder) in str(first)):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return works(first, *args, **options)
+
+    with mock.patch.object(tempfile, "tempdir", str(folder)):
+        with mock.patch.object(where, call, fails):
+            said = begun(world, path)
+        assert not isinstance(begun(world, path), str)
+    return said
+
+
+@linux
+@pytest.mark.parametrize("call", CALLS)
+def test_what_fails_in_one_ranks_folder_is_told_on_every_rank(worlds, tmp_path, call):
+    one, other = worlds(2).run(refused_where_a_call_fails, tmp_path, call)
+    assert one == other
+    assert "rank 1" in one
+    assert str(tmp_path) in one
+    assert "Stale file handle" in one
+    assert not list(tmp_path.rglob("*.swap"))
+
+
+def test_a_temporary_folder_that_others_may_write_to_is_refused(tmp_path):
+    folder = tmp_path / f"zero-swap-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with mock.patch.object(tempfile, "tempdir", str(tmp_path)):
+        with pytest.raises(InputError, match="not yours alone; remove it, or give path="):
+            SwapFile(None, 0)
+        folder.chmod(0o700)
+        SwapFile(None, 0).close()
+
+
+@linux
+def test_another_users_files_stay(tmp_path):
+    theirs = [tmp_path / "rank-00000.swap", tmp_path / "rank-00003.swap"]
+    for file in theirs:
+        file.write_text("theirs")
+        os.chown(file, 12345, -1)
+    with pytest.raises(InputError, match="another user's"):
+        SwapFile(tmp_path, 0)
+    SwapFile(tmp_path, 1).close()
+    assert [file.read_text() for file in theirs] == ["theirs", "theirs"]
+
+
+def test_a_relative_path_stays_where_it_was(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name / "disk").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    own = SwapFile("disk", 0)
+    monkeypatch.chdir(tmp_path / "there")
+    another = SwapFile("disk", 0)
+    own.close()
+    assert os.listdir(tmp_path / "here" / "disk") == []
+    assert os.listdir(tmp_path / "there" / "disk") == ["rank-00000.swap"]
+    another.close()
+
+
+# ---- forks ----------------------------------------------------------------------------------------------------------
+
+FORKS = """
+import os, time
+from common.engine.swap import SwapFile
+file = SwapFile({folder!r}, 0)
+file.reserve(2**20)
+if os.fork():
+    time.sleep({leaves_after})
+    file.close()
+else:
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@linux
+@pytest.mark.parametrize("end", ["released", "killed"])
+def test_a_forked_child_that_lives_on_keeps_neither_the_lock_nor_the_room(tmp_path, end):
+    program = FORKS.format(folder=str(tmp_path), leaves_after=0.1 if end == "released" else 60)
+    run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)
+    child = int(run.stdout.readline())
+    try:
+        if end == "killed":
+            run.kill()
+            run.wait()
+        else:
+            while os.listdir(tmp_path):
+                time.sleep(0.01)
+        SwapFile(tmp_path, 0).close()
+        held = [os.readlink(file) for file in Path(f"/proc/{child}/fd").iterdir()]
+        assert not [file for file in held if file.startswith(str(tmp_path))]
+    finally:
+        run.kill(), os.kill(child, signal.SIGKILL)

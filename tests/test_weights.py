@@ -36,9 +36,9 @@ def load_weights(world, engine, file, model, precision):
     train_step(made, world)
     made(batch(made.module, world, 1)[0])  # what this gathers, or copies within a node, is out of date then
     made.synchronize()
-    before = made.updates, str(made.optimizer.state_dict())
+    before = made.updates, str(list(made.optimizer.state.values()))
     made.load_weights(file)
-    stayed = before == (made.updates, str(made.optimizer.state_dict()))
+    stayed = before == (made.updates, str(list(made.optimizer.state.values())))
     weights = made.full_state_dict()
     with made.gathered():
         reads = {key: parameter.detach().cpu().clone() for key, parameter in made.module.named_parameters()}

@@ -28,7 +28,7 @@ Source: ZeRO++, arXiv 2306.10209. Model states with Adam: 16/N Ψ bytes, 2/P Ψ 
 `error_feedback` 2 Ψ and 2/P Ψ more, in 16-bit.
 """
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -341,13 +341,11 @@ class Engine(EngineBase):
         """In this context the weights of `modules` (all, if none is named) are whole on every rank, for reading."""
         wanted = {parameter for module in modules or [self._module] for parameter in module.parameters()}
         held = [unit for unit in self.units if any(wanted & set(b.members.values()) for b in unit.buckets)]
-        for unit in held:
-            self.hold(unit)
-        try:
-            yield
-        finally:
+        with ExitStack() as holding:
             for unit in held:
-                self.release(unit)
+                self.hold(unit)
+                holding.callback(self.release, unit)
+            yield
 
 
 def check_options(block, error_feedback, quantize_gradients):

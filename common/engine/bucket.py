@@ -156,10 +156,6 @@ class Bucket(Run, Piece):
         """A context in which this rank's part of the values can be read: here it always can."""
         return contextlib.nullcontext()
 
-    def means_at_hand(self):
-        """A context in which the mean gradient can be read: here it always can."""
-        return contextlib.nullcontext()
-
     @property
     def sixteen_bit(self):
         """The parameters are rounded, so that the optimizer needs fp32 master weights beside them."""

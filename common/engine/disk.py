@@ -14,8 +14,9 @@ import torch
 
 from common.engine.layout import length
 from common.engine.swap import PAGE, CountedFile, SwapFile, padded
-from common.engine.tensors import host_value
+from common.engine.tensors import host_value, tensors_of_state
 from common.engine.tiers import HERE, Host
+from common.engine.units import hollow
 from common.errors import InputError
 from common.ranks.lanes import Handle
 
@@ -37,7 +38,7 @@ class OnDisk:
         self.tier, self.dtype, self.nbytes, self._label = disk, dtype, padded(numel * dtype.itemsize), label
         self._offset = disk.file.allocate(self.nbytes)
         self._lent = {}  # (first element, end) -> (buffer, the staging it is of, a Handle)
-        self._writes = {}  # first element -> the Handle of the last write there
+        self._writes = {}  # (first element, end) -> the Handle of the last write there
 
     def ahead(self, part):
         """Begin to read a part, if that has not begun."""
@@ -93,15 +94,24 @@ class OnDisk:
         return buffer[: length(part) * self.dtype.itemsize].view(self.dtype)
 
     def _read(self, part, buffer):
-        written = [write for begin, write in list(self._writes.items()) if part.start <= begin < part.stop]
-        after = Handle((), lambda buffers: [write.wait() for write in written])
-        nbytes = self._nbytes(part)
-        return self.tier.read(self._offset + part.start * self.dtype.itemsize, buffer[:nbytes], self._label, after)
+        nbytes, offset = self._nbytes(part), self._offset + part.start * self.dtype.itemsize
+        return self.tier.read(offset, buffer[:nbytes], self._label, self._written_before(part))
 
     def _write(self, part, buffer, after):
         nbytes, offset = self._nbytes(part), self._offset + part.start * self.dtype.itemsize
-        self._writes[part.start] = self.tier.write(offset, buffer[:nbytes], self._label, after)
-        return self._writes[part.start]
+        before = self._written_before(part)
+        both = Handle((), lambda buffers: (before.wait(), after.wait_on_host()))
+        write = self.tier.write(offset, buffer[:nbytes], self._label, both)
+        for begin, end in list(self._writes):  # whoever waits for this write has waited for those that it covers
+            if part.start <= begin and end <= part.stop:
+                del self._writes[begin, end]
+        self._writes[part.start, part.stop] = write
+        return write
+
+    def _written_before(self, part):
+        """A Handle of all writes that overlap a part: the threads finish requests in any order."""
+        overlaps = [w for (begin, end), w in list(self._writes.items()) if begin < part.stop and part.start < end]
+        return Handle((), lambda buffers: [write.wait() for write in overlaps])
 
 
 class Disk(Host):
@@ -146,6 +156,11 @@ class Disk(Host):
     def adopt(self, states):
         """Nothing: a sub-group moves its states to disk when it is swapped out."""
 
+    def watch(self, optimizer):
+        """Refuse what others would read from an optimizer's states or write there: it holds what stands for them."""
+        optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+        optimizer.register_load_state_dict_pre_hook(_refuse_values)
+
     def read(self, offset, buffer, label, after):
         """Begin to read; see `SwapFile.read`."""
         self._comm.traffic.record("read", len(buffer))
@@ -165,6 +180,18 @@ class Disk(Host):
     def rooms(self):
         """The tensors through which everything passes."""
         return [*self.stepping.made, *self.shards.made, *([] if self.room is None else [self.room])]
+
+
+def _refuse_state_dict(optimizer):
+    if any(hollow(state) for state in tensors_of_state(optimizer)):
+        raise RuntimeError("engine.optimizer has no values of states that lie on disk; write engine.save()")
+
+
+def _refuse_values(optimizer, state_dict):
+    """A load of the engine's own has put the values on disk already, and gives what stands for them."""
+    given = [value for state in state_dict["state"].values() for value in state.values() if torch.is_tensor(value)]
+    if any(value.dim() for value in given) and not any(hollow(value) for value in given):
+        raise RuntimeError("engine.optimizer cannot put states on disk; write engine.load()")
 
 
 class Staging:

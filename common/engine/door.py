@@ -17,6 +17,7 @@ from common.engine.units import hollow
 from common.errors import InputError
 from common.measure.memory import storage_bytes
 
+SWAPPED_STEPS = 24  # of a probe: some optimizers look back only at every fifth step, or tenth
 # torch's batch norms have fp32 statistics, and run in 16-bit only if their weight and bias are fp32 as well.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -65,6 +66,33 @@ def check_elementwise(optimizer, device, refusal="the optimizer does not work el
         raise InputError(_not_elementwise(f"{type(probe).__name__} steps 64 elements otherwise than their two halves"))
     per_element = (state_bytes[64] - state_bytes[32]) // 32
     return (per_element, state_bytes[64] - 64 * per_element), f"{type(probe).__name__}{plain(probe.defaults)}"
+
+
+def check_swapped(optimizer):
+    """Probe that an optimizer steps weights that lie elsewhere between its steps, and did so when it was built.
+
+    Args:
+        optimizer: the factory.
+
+    Returns:
+        Bytes of an element of each of its states, which lie there too.
+    """
+    values, *gradients = torch.randn(1 + SWAPPED_STEPS, 64, generator=torch.Generator().manual_seed(0))
+    stepped = []
+    for between in (values, torch.full_like(values, math.nan)):
+        weight = nn.Parameter(between.clone())
+        probe, now = optimizer([weight]), values.clone()
+        for gradient in gradients:
+            weight.data, weight.grad = now, gradient.clone()
+            probe.step()
+            now, weight.data, weight.grad = weight.detach(), between, None
+        stepped.append(now)
+    if not host_value((stepped[0] == stepped[1]).all(), True):
+        raise InputError(
+            f"{type(probe).__name__} looks at the weights when it is built, and on disk they have no values then; "
+            "place the optimizer by tiers= on 'cpu' or 'device', or use AdamW, Adam, SGD, Adagrad or RMSprop"
+        )
+    return [value.itemsize for value in tensors_of_state(probe) if value.shape == weight.shape]
 
 
 def _check_settings(optimizer, device):

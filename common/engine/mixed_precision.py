@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from common.engine.layout import length
+from common.engine.piece import end_to_end
 from common.errors import InputError
 
 CHUNK = 2**20  # elements of a gradient whose squares are added at a time: a float64 copy of 8 MB
@@ -88,9 +89,9 @@ def overflow_flag(buckets, comm):
     """
     finite = torch.ones(1, device=comm.device)
     for bucket in buckets:
-        with bucket.means_at_hand():
-            for piece in bucket.pieces:
-                finite *= piece.mean.isfinite().all()
+        for piece in bucket.pieces:
+            with piece.mean_at_hand() as mean:
+                finite *= mean.isfinite().all()
     return comm.maximum(1 - finite, "the overflow flag")
 
 
@@ -110,10 +111,8 @@ def gradient_norm(buckets, comm):
     held = sum(length(piece.part) for piece in buckets[0].pieces) // buckets[0].shard_numel  # 1 or N
     squares = torch.zeros(held, dtype=torch.float64, device=comm.device)
     for bucket in buckets:
-        with bucket.means_at_hand():
-            for index, start in itertools.product(range(held), range(0, bucket.shard_numel, CHUNK)):
-                chunk = slice(start, min(start + CHUNK, bucket.shard_numel))
-                squares[index] += _in_float64(bucket, index * bucket.shard_numel, chunk).square().sum()
+        for shard, chunk in _in_float64(bucket, held):
+            squares[shard] += chunk.square().sum()
     if held < comm.size:
         own, squares = squares, torch.empty(comm.size, dtype=torch.float64, device=comm.device)
         comm.all_gather(own, squares, "the gradient norm").wait()
@@ -123,11 +122,23 @@ def gradient_norm(buckets, comm):
     return total.sqrt().float()
 
 
-def _in_float64(bucket, begin, chunk):
-    """A chunk of the mean gradient from element `begin` on, put together from the pieces that hold it."""
-    parts, reached = [], 0
+def _in_float64(bucket, shards):
+    """Chunks of the mean gradient of so many shards, put together from the pieces, of which one is at hand at a time.
+
+    Yields:
+        The number of the shard, and its next CHUNK elements or the last of them, float64.
+    """
+    starts = itertools.product(range(shards), range(0, bucket.shard_numel, CHUNK))
+    parts, missing = [], 0
     for piece in bucket.pieces:
-        part = slice(max(0, begin + chunk.start - reached), max(0, begin + chunk.stop - reached))
-        parts.append(piece.mean[part].double())
-        reached += len(piece.mean)
-    return parts[0] if len(parts) == 1 else torch.cat([part.cpu() for part in parts])
+        with piece.mean_at_hand() as mean:
+            begin = 0
+            while begin < len(mean):
+                if missing == 0:
+                    shard, start = next(starts)
+                    missing = min(CHUNK, bucket.shard_numel - start)
+                parts.append(mean[begin : begin + missing].double())
+                begin, missing = begin + len(parts[-1]), missing - len(parts[-1])
+                if missing == 0:
+                    yield shard, end_to_end(parts, parts[0].device if len(bucket.pieces) == 1 else "cpu")
+                    parts = []

@@ -31,12 +31,13 @@ def open_tiers(engine, read_ahead):
         if on_disk:
             disk = Disk(comm, engine.path, engine.sub_group)
             disk.file.reserve(sum(predicted_in("nvme", engine, buckets, engine.optimizer_bytes).values()))
-            disk.stepping.nbytes = padded(4 * engine.sub_group)
-            disk.stepping.number = 3 * (3 + engine.optimizer_bytes[0] // 4)  # with masters, gradient, new parameters
+            widest = max(4, *engine.state_bytes, *(bucket.kind.dtype.itemsize for bucket in buckets))
+            disk.stepping.nbytes = padded(widest * engine.sub_group)
+            disk.stepping.number = 3 * (3 + len(engine.state_bytes))  # with masters, gradient, new parameters
             disk.shards.nbytes = padded(max(b.shard_numel * b.kind.dtype.itemsize for b in buckets))
             disk.shards.number = (1 + read_ahead) * max(len(unit.buckets) for unit in engine.units)
-    except InputError as error:
-        problem = error
+    except (InputError, OSError) as error:
+        problem = InputError(f"rank {comm.rank}: {error}")
     try:
         check_agreement(problem or [], comm, "the check of the disks")
         check_shared(sum(predicted_in("cpu", engine, buckets, engine.optimizer_bytes).values()), comm)

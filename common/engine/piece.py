@@ -1,5 +1,7 @@
 """A piece: the part of a rank's shard that one step of the optimizer changes, and the tier that it lies in."""
 
+import contextlib
+
 import torch
 from torch import nn
 
@@ -31,6 +33,11 @@ class Piece:
     def mean(self):
         """The mean gradient since the last step: of one backward as it arrived, of several the sum, in fp32."""
         return self.reduced if self.carried is None else self.carried
+
+    @contextlib.contextmanager
+    def mean_at_hand(self):
+        """A context in which the mean gradient can be read, which it gives: here it always can."""
+        yield self.mean
 
     @property
     def gradient_tier(self):

@@ -153,15 +153,6 @@ class TieredBucket(Bucket):
         for piece in self.cut_into:
             piece.hide()
 
-    @contextlib.contextmanager
-    def means_at_hand(self):
-        """The mean gradient in memory."""
-        for piece in self.cut_into:
-            piece.lend_mean()
-        yield
-        for piece in self.cut_into:
-            piece.drop_mean()
-
 
 class SubGroup(Piece):
     """A part of a shard whose mean gradient, master weights and states are brought together, stepped and put back.
@@ -227,6 +218,13 @@ class SubGroup(Piece):
             super().add_up()
         elif self.adds:
             self.carried, self.adds = self.bucket.sums_at, False
+
+    @contextlib.contextmanager
+    def mean_at_hand(self):
+        """A context in which the mean gradient is in memory, which it gives."""
+        self.lend_mean()
+        yield self.mean
+        self.drop_mean()
 
     def lend_mean(self):
         """Have `mean` in memory."""

@@ -52,7 +52,8 @@ class SwapFile:
     """Bytes of one rank on disk, removed with the object, or when the process ends.
 
     Args:
-        path: an existing folder, of this run alone. None is one among the system's temporary files, shared with others.
+        path: an existing folder, of this run alone. None is one among the system's temporary files, shared with others
+            of this user's.
         rank: names the file.
 
     Attributes:
@@ -66,19 +67,20 @@ class SwapFile:
     _numbers = itertools.count()
 
     def __init__(self, path, rank):
-        folder, name = path, f"rank-{rank:05}"
+        name = f"rank-{rank:05}"
         if fcntl is None or not hasattr(os, "preadv"):
             raise InputError("the disk tier needs preadv() and flock(), which this system does not have")
+        folder, self._given = _temporary_folder() if path is None else Path(path), 0
         if path is None:
-            folder, name = _temporary_folder(), f"{name}-{os.getpid()}-{next(self._numbers)}"
-        folder = Path(folder)
-        if not folder.is_dir():
-            raise InputError(f"path={str(path)!r}: there is no such folder; make it first, on the disk to be used")
-        self.path, self._given = folder / f"{name}.swap", 0
-        for file in folder.iterdir():  # of runs that were killed: nobody holds their locks
-            if NAME.fullmatch(file.name) and file != self.path:
-                _remove_if_dead(file)
-        self._file = _File(self.path)
+            name += f"-{os.getpid()}-{next(self._numbers)}"
+        try:
+            self.path = _checked(folder, own=path is None) / f"{name}.swap"
+            self._file = _File(self.path)
+        except OSError as error:
+            raise InputError(
+                f"path={str(folder)!r}: no file can be made there ({error.strerror}); give a folder of your own, on "
+                "the disk to be used"
+            ) from error
         self.direct = set_direct(self._file.fd)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="disk")
         remove = _Removal(self._file, self._threads)
@@ -231,13 +233,36 @@ class _Removal:
 
 def _temporary_folder():
     """This user's folder for swap files among the system's temporary files."""
-    folder = Path(tempfile.gettempdir()) / f"zero-swap-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    return Path(tempfile.gettempdir()) / f"zero-swap-{os.getuid()}"
+
+
+def _checked(folder, own):
+    """A folder for swap files, wherever its process goes later, without those of runs that were killed.
+
+    Args:
+        folder: where it is.
+        own: it is this user's alone, and made if it is missing.
+
+    Raises:
+        InputError: it is missing, or others may write there.
+        OSError: it cannot be read.
+    """
+    if own:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise InputError(f"{str(folder)!r} is not yours alone; remove it, or give path=, a folder of your own")
+    if not folder.is_dir():
+        raise InputError(f"path={str(folder)!r}: there is no such folder; make it first, on the disk to be used")
+    folder = folder.resolve()
+    for file in folder.iterdir():
+        if NAME.fullmatch(file.name):
+            _remove_if_dead(file)
     return folder
 
 
 def _remove_if_dead(file):
-    """Remove a swap file whose lock nobody holds; one that cannot be opened is none of ours.
+    """Remove a swap file of this user's whose lock nobody holds; one that cannot be opened is none of ours.
 
     It is removed under its lock: an owner who has just made it waits for that, and then finds it gone.
     """
@@ -246,24 +271,27 @@ def _remove_if_dead(file):
     except OSError:
         return
     with contextlib.suppress(OSError):  # a file system without locks, or another user's file
-        if locks.lock(fd) and os.fstat(fd).st_nlink:  # else it was removed, and the name may be another's by now
+        ours = os.fstat(fd).st_uid == os.getuid()
+        if ours and locks.lock(fd) and os.fstat(fd).st_nlink:  # else it was removed: the name may be another's by now
             file.unlink(missing_ok=True)
     os.close(fd)
 
 
 def _own(path):
     """Open a swap file and lock it, empty; returns its descriptor."""
-    try:
-        # Another rank may hold it for a moment, to see whether its owner lives.
-        fd = locks.own(path, patience=1.0)
-    except OSError as error:
-        raise InputError(f"path={str(path.parent)!r}: no file can be made there ({error.strerror})") from error
+    if path.exists() and path.stat().st_uid != os.getuid():
+        raise InputError(f"path={str(path.parent)!r}: {path.name} there is another user's; give a folder of your own")
+    fd = locks.own(path, patience=1.0)  # another rank may hold it for a moment, to see whether its owner lives
     if fd is None:
         raise InputError(
             f"path={str(path.parent)!r}: another engine that lives keeps its swap files there; give each a folder "
             "of its own"
         )
-    os.ftruncate(fd, 0)
+    try:
+        os.ftruncate(fd, 0)
+    except OSError:
+        locks.release(fd, path)
+        raise
     return fd
 
 

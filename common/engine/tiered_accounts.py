@@ -101,17 +101,17 @@ def predicted_in(tier, engine, buckets, optimizer_bytes, summed=()):
     """
     (per_element, per_tensor), size = optimizer_bytes, padded if tier == "nvme" else int
     predicted, here = dict.fromkeys(STATES, 0), {state: name == tier for state, name in engine.tiers.items()}
+    widths = engine.state_bytes if tier == "nvme" else [per_element]
     for bucket in buckets:
         owned, each = engine.owned(bucket), bucket.kind.dtype.itemsize
         predicted["parameters"] += here["parameters"] * size(length(owned.parameters) * each)
         if bucket.kind.trainable:
             sums = size(length(owned.gradients) * 4) if bucket in summed and bucket.sixteen_bit else 0
             predicted["gradients"] += here["gradients"] * (size(length(owned.gradients) * each) + sums)
-            in_fp32 = masters_apart(engine, bucket) + per_element // 4
+            each_kept = [4, *widths] if masters_apart(engine, bucket) else widths
+            kept = sum(size(length(owned.optimizer) * width) for width in each_kept)
             steps = -(-length(owned.optimizer) // engine.sub_group)
-            predicted["optimizer"] += here["optimizer"] * (
-                in_fp32 * size(length(owned.optimizer) * 4) + per_tensor * steps
-            )
+            predicted["optimizer"] += here["optimizer"] * (kept + per_tensor * steps)
     return predicted
 
 

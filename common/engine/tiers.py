@@ -70,6 +70,9 @@ class Device:
     def adopt(self, states):
         """Nothing to move: an optimizer makes its states beside the weights."""
 
+    def watch(self, optimizer):
+        """Nothing to refuse: an optimizer holds its states here itself."""
+
 
 class Host(Device):
     """Memory beside the device.
@@ -150,6 +153,8 @@ class InMemory:
 
 def shared(numel, dtype):
     """A tensor [numel] in an anonymous shared mapping, which lives as long as the tensor.
+
+    A forked child, a DataLoader's worker say, shares it: what the child writes there reaches its parent.
 
     Raises:
         InputError: the system does not give it.
