@@ -148,6 +148,7 @@ class InfinityEngine(EngineBase):
     def gather(self, unit):
         """Begin to collect all shards of a unit's parameters; does nothing where that has begun."""
         if not unit.gathered:
+            self.disks.refuse_what_is_lost()
             unit.gathered = True
             for bucket in unit.buckets:
                 bucket.full.untyped_storage().resize_(bucket.full.nbytes)
@@ -214,7 +215,6 @@ class InfinityEngine(EngineBase):
     def hold(self, unit):
         """Gather a unit and keep it, until as many calls of `release`."""
         if unit.pins == 0:
-            self.disks.refuse_what_is_lost()
             unit.found_whole = unit.whole
             self.use(unit, units.Order())
             self.disks.agree()
@@ -230,7 +230,6 @@ class InfinityEngine(EngineBase):
 
     def begin_forward(self):
         """Nothing stays gathered from an evaluation, an exception or a forward that took another way."""
-        self.disks.refuse_what_is_lost()
         self.forward_order.rewind()
         self.ended.clear()
         for unit, watch in zip(self.units, self.watches, strict=True):
@@ -254,6 +253,8 @@ class InfinityEngine(EngineBase):
         """
         if traced or not self.recording:
             self.ended.append(unit)
+        if not self.running and not any(other.depth for other in self.units):
+            self.disks.agree()  # whoever calls a module past the engine is told as well
 
     def free_ended(self):
         """Free the units that ended, unless they run again."""

@@ -479,12 +479,23 @@ def runs_a_layer(made, losses):
         layer(torch.zeros(1, layer.in_features))
 
 
+def runs_a_block(made, losses):
+    with torch.no_grad():
+        made._module.blocks[0](torch.zeros(1, 4, made._module.blocks[0].mlp.up.in_features))
+
+
+def runs_the_module(made, losses):
+    with torch.no_grad():
+        made._module(torch.zeros(1, 4, dtype=torch.long))
+
+
 def runs_backward(made, losses):
     made.backward(losses.pop())
     made.step()
 
 
-CALLS = {"gathered": reads_all, "a layer alone": runs_a_layer, "backward": runs_backward}
+CALLS = {"gathered": reads_all, "a layer alone": runs_a_layer, "a block alone": runs_a_block}
+CALLS |= {"the module itself": runs_the_module, "backward": runs_backward}
 
 
 def fails_outside_forward(world, call):

@@ -23,8 +23,8 @@ CHANGED_METHODS = {
     "stage3_param": {"owned", "sends", "partition", "begin_backward", "gradient_ready", "reduce", "finish_backward"}
     | {"no_sync", "update", "gather"},
     "offload": {"sends", "partition", "reduce", "update", "gather", "synchronize"},
-    "offload.nvme": {"__init__", "partition", "gather", "prefetch", "begin_forward", "end_forward", "reduce_bucket"}
-    | {"update", "free_all", "hold", "begin_backward"},
+    "offload.nvme": {"__init__", "partition", "gather", "prefetch", "end_forward", "reduce_bucket"}
+    | {"update", "free_all", "hold", "begin_backward", "after_forward"},
     "zeropp": {"__init__", "owned", "sends", "partition", "gather", "reduce_bucket", "update", "begin_load"},
 }
 NEIGHBOURS = [

@@ -129,7 +129,8 @@ class EngineBase(Files):
         self.handles = []  # of the hooks on the model
         self.holders = weakref.WeakSet()  # what else keeps `tensors` on the host for it
         remove_with(self, self.handles)
-        self.syncing, self.recording, self.reducing = True, False, False
+        self.syncing = True
+        self.running = self.recording = self.reducing = False  # a forward of the engine's, for a backward; a backward
         self.updates = 0  # of the parameters, in all; checkpoints keep the number
         self.naming = self.stepping = self._failed = False
         self._initial = building.InitialValues(model, self.param_groups, init, self.comm)
@@ -165,15 +166,15 @@ class EngineBase(Files):
         self.guards.check_parameters()
         self._begin_gradients()
         torch.clear_autocast_cache()  # it keeps casts of weights, whose graph or values may be gone
-        self.recording = torch.is_grad_enabled()
-        self.begin_forward()
-        self.buffers.broadcast()
+        self.recording, self.running = torch.is_grad_enabled(), True
         try:
+            self.begin_forward()
+            self.buffers.broadcast()
             out = self._module(*map_tensors(self._cast, args), **map_tensors(self._cast, kwargs))
             self.uses.mark_gradients_in_parts()
             self.end_forward()
         finally:
-            self.recording = False
+            self.recording = self.running = False
         return out
 
     def _begin_gradients(self):
