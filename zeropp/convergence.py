@@ -34,6 +34,7 @@ from common.train import (
     train_step,
     write_json,
 )
+from zeropp.engine import check_options
 from zeropp.export import load_int8, save_int8
 
 HELD_OUT = 10  # one part in so many of the text
@@ -69,6 +70,7 @@ def main(arguments=None):
             raise InputError(f"--seeds {options.seeds}: at least 1 is needed")
         if options.steps < SMOOTH:
             raise InputError(f"--steps {options.steps}: a curve takes {SMOOTH} or more")
+        check_options(options.block, error_feedback=False, quantize_gradients=True)
         chosen(options)
         check_folder("--figure", options.figure)
     results = command(compare, options, options=options)
