@@ -176,12 +176,12 @@ OF_ONE = {
     "stage3_param": {"keep_last": "no"},
     "offload": {"ratio": "0.5", "delayed_update": "no", "warmup_steps": 2.5},
     "offload.nvme": {"keep_last": 0, "tiers": None, "sub_group_mb": "64"},
-    "zeropp": {"quantize_weights": "no", "error_feedback": 0, "block": "256", "ranks_per_node": "1", "keep_last": None},
+    "zeropp": {"quantize_weights": "no", "error_feedback": 0, "block": 3, "ranks_per_node": "1", "keep_last": None},
 }
 
 
 def refusals_of_types(world, stage):
-    """What every rank hears of options of another type, of which only the last rank has one at a time."""
+    """What every rank hears of options that cannot be, of which only the last rank has one at a time."""
     said = []
     for name, value in OF_ONE[stage].items():
         with pytest.raises(InputError) as caught:
