@@ -169,7 +169,7 @@ def check(options):
     stages = options.engines.split(",")
     for name in stages:
         find_engine(name)
-    for name in ("worlds", "rounds", "steps"):
+    for name in ("worlds", "rounds", "steps", "batch"):
         if getattr(options, name) < 1:
             raise InputError(f"--{name} {getattr(options, name)}: at least 1 needed")
     if options.worlds * options.rounds < FEWEST_ROUNDS:

@@ -96,6 +96,8 @@ def survey(options):
         InputError: the options cannot be used.
         RankFailed: a trial failed by something else than a lack of memory.
     """
+    if options.up_to < 1:
+        raise InputError(f"--up-to {options.up_to}: at least 1 layer is needed")
     engines, precisions, cap = check(options)
     rows = []
     for precision in precisions:

@@ -67,7 +67,7 @@ def check(options):
     check_outputs(options)
     if options.rounds < 1:
         raise InputError(f"--rounds {options.rounds}: at least 1 is needed")
-    if not all(size.isdigit() and int(size) for size in options.nproc.split(",")):
+    if not all(size.isdecimal() and int(size) for size in options.nproc.split(",")):
         raise InputError(f"--nproc {options.nproc}: give numbers of ranks, such as 1,2")
     if not os.path.isdir(options.path):
         raise InputError(f"--path {options.path}: there is no such folder; make it first")

@@ -53,7 +53,7 @@ def stage_of(file):
     Raises:
         InputError: there is no such file, or no stage is named.
     """
-    if not file.is_file():
+    if not os.path.isfile(file):  # which a name too long for a file is not, either
         raise InputError(f"{file}: there is no such file")
     numbers = re.findall(r"stage([1-3])", str(file))
     if not numbers:

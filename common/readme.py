@@ -3,6 +3,7 @@
 So every figure there comes from a file under results/, which names its hardware. A test holds the pages to the files.
 """
 
+import argparse
 import ast
 import importlib
 import io
@@ -37,6 +38,14 @@ IDEAS = {  # what is sharded; model states with Adam in fp32 and 16-bit, in byte
 SOURCES = {"offload": "offload/cpu.py", "offload.nvme": "offload/nvme.py"}  # others have an engine.py
 PAGES = {"offload.nvme": "offload/INFINITY.md"}  # others have a README.md
 ROOT = Path(__file__).parent.parent
+
+
+def main(arguments=None):
+    """Parse the arguments, of which there are none, and write the pages."""
+    parser = argparse.ArgumentParser(prog="python -m common.readme", description=__doc__)
+    parser.parse_args(arguments)
+    for path, text in pages().items():
+        path.write_text(text)
 
 
 def pages():
@@ -235,5 +244,4 @@ def _in_words(counts):
 
 
 if __name__ == "__main__":
-    for path, text in pages().items():
-        path.write_text(text)
+    main()

@@ -111,7 +111,7 @@ def check(options):
         raise InputError(f"--nproc {options.nproc}: give numbers of ranks, such as 1,2,4") from None
     for size in sizes:
         check_size(size, options.oversubscribe)
-        if options.batch % size:
+        if options.batch < 1 or options.batch % size:
             raise InputError(f"--batch {options.batch}: it cannot be divided over {size} ranks")
     if not 0 < options.rate < float("inf"):
         raise InputError(f"--rate {options.rate}: give MB a second, above 0")

@@ -12,6 +12,7 @@ Source: ZeRO-Infinity, arXiv 2104.07857, sec. 6.3, where states on NVMe are read
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -52,9 +53,11 @@ def main(arguments=None):
     with one_line_errors():
         if shutil.which("fio") is None:
             raise InputError("fio is not installed; it is what the disk is measured by: apt-get install fio")
-        if options.rounds < 1 or options.elements < WIDTH:
+        if options.rounds < 1 or not WIDTH <= options.elements < float("inf"):
             raise InputError(f"--rounds {options.rounds} --elements {options.elements:g}: give at least 1 and {WIDTH}")
         check_outputs(options)
+        if not os.path.isdir(options.path):
+            raise InputError(f"--path {options.path}: there is no such folder; make it first")
         results = launch(measure, options, nproc=1)
     tables.show(as_table(results))
     if options.json:

@@ -7,6 +7,7 @@ Source: ZeRO-Infinity, arXiv 2104.07857, sec. 8.2, where one node trains a trill
 """
 
 import argparse
+import os
 import shutil
 import tempfile
 import time
@@ -46,7 +47,11 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     with one_line_errors():
         check_outputs(options)
-        for name in ("width", "sequence", "steps"):
+        if not os.path.isdir(options.path):
+            raise InputError(f"--path {options.path}: there is no such folder; make it first")
+        if not 0 <= options.spare < 1:
+            raise InputError(f"--spare {options.spare}: the part of the disk left free is from 0 to less than 1")
+        for name in ("width", "sequence", "steps", *(["layers"] if options.layers is not None else [])):
             if getattr(options, name) < 1:
                 raise InputError(f"--{name} {getattr(options, name)}: at least 1 is needed")
         results = launch(train, options, nproc=1)

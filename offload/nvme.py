@@ -49,8 +49,8 @@ def check_options(tiers, sub_group_mb):
     Raises:
         InputError: the options cannot be that.
     """
-    given, tiers = tiers, dict.fromkeys(STATES, tiers) if isinstance(tiers, str) else dict(tiers)
-    if set(tiers) != set(STATES) or not set(tiers.values()) <= set(TIERS):
+    given, tiers = tiers, tiers if isinstance(tiers, dict) else dict.fromkeys(STATES, tiers)
+    if set(tiers) != set(STATES) or not all(tier in TIERS for tier in tiers.values()):
         raise InputError(
             f"tiers={given}: give one of {', '.join(TIERS)}, or a dict that has one for each of {', '.join(STATES)}"
         )

@@ -10,6 +10,7 @@ to 64K.
 
 import argparse
 import gc
+import math
 import re
 from collections import Counter, OrderedDict
 from functools import partial
@@ -21,6 +22,7 @@ from torch import nn
 
 from common import capacity, models
 from common.activations import largest_fitting
+from common.engine.door import check_types
 from common.engine.layout import Run
 from common.engine.units import READ_THEIR_CHILDREN, make_units
 from common.errors import InputError
@@ -32,6 +34,7 @@ from common.ranks.world import LocalWorld, RankFailed
 from common.train import default_nproc, find_engine, one_line_errors, show_bytes
 
 ROWS = 32  # kernels take rows in blocks: where the cuts lie between blocks, every row is computed as in the whole
+PART = re.compile(r"(?P<layer>(.*\.)?)tiles\.(?P<number>\d+)\.(?P<kind>weight|bias)")
 
 
 class TiledLinear(nn.Module):
@@ -54,7 +57,7 @@ class TiledLinear(nn.Module):
         tiles: how many; where they cannot be alike, some have more rows.
 
     Raises:
-        InputError: there are more tiles than outputs, or none.
+        InputError: there are more tiles than outputs, or none; or that is no whole number.
     """
 
     gathered_apart = True  # see `common.engine.units.make_units`
@@ -83,6 +86,7 @@ class TiledLinear(nn.Module):
 
 def _cut(rows, tiles):
     """How many rows each tile has: whole multiples of ROWS, but for the last, where there are enough."""
+    check_types({"tiles": int}, {"tiles": tiles})
     if not 1 <= tiles <= rows:
         raise InputError(f"tiles={tiles}: a layer of {rows} outputs can be cut into 1 to {rows} tiles")
     step = ROWS if rows >= ROWS * tiles else 1
@@ -99,32 +103,85 @@ def _cut_loaded(layer, state, prefix, *_):
                 state[f"{prefix}tiles.{number}.{name}"] = part
 
 
-def untiled(state):
+def untiled(state, model=None):
     """A state_dict as the model without tiles has it: from `engine.full_state_dict()`, for instance.
 
     Args:
-        state: {name: tensor}; a name such as `up.tiles.3.weight` is that of a part of `up.weight`.
+        state: {name: tensor}, in any order; a name such as `up.tiles.3.weight` is that of a part of `up.weight`.
+        model: the one in tiles. Without it all such names are taken for those of a TiledLinear: give it if a module of
+            your own has a list of linear layers that is called `tiles`.
+
+    Raises:
+        InputError: parts are missing.
     """
-    parts = {}
+    layers = None if model is None else _tiled_layers(model)
+    parts = {}  # name -> [(number, tensor)]
     for name, tensor in state.items():
-        parts.setdefault(re.sub(r"(^|\.)tiles\.\d+\.", r"\1", name), []).append(tensor)
-    return {name: torch.cat(tensors) if len(tensors) > 1 else tensors[0] for name, tensors in parts.items()}
+        part = PART.fullmatch(name)
+        if part and (layers is None or part["layer"] in layers):
+            parts.setdefault(part["layer"] + part["kind"], []).append((int(part["number"]), tensor))
+        else:
+            parts.setdefault(name, []).append((0, tensor))
+    return {name: _joined(name, numbered) for name, numbered in parts.items()}
+
+
+def _tiled_layers(model):
+    """What the names of their parameters begin with, such as "blocks.0.up."."""
+    named = model.named_modules(remove_duplicate=False)
+    return {f"{name}.".lstrip(".") for name, module in named if isinstance(module, TiledLinear)}
+
+
+def _joined(name, numbered):
+    numbered = sorted(numbered, key=lambda part: part[0])  # files may have them in the order 0, 1, 10, 2
+    numbers, tensors = zip(*numbered, strict=True)
+    if numbers != tuple(range(len(numbers))):
+        raise InputError(
+            f"{name!r} is there in tiles {', '.join(map(str, numbers))}; give each of them once, from 0 on"
+        )
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def tile(model, max_bytes):
     """Cut every `nn.Linear` inside a model whose weight is larger than that into tiles of about `max_bytes`, in place.
 
-    Some stay whole: a weight that others share, a layer whose weight torch's attention reads without calling it.
+    Some stay whole: one whose weight or bias others share, one whose weight is made from other tensors, by weight norm
+    for instance, and a layer whose weight torch's attention reads without calling it.
     Not for what only some ranks run, such as an expert: tiles are gathered, and all ranks must take part.
+
+    Raises:
+        InputError: `max_bytes` is no number above 0; or a layer that would be cut has hooks, or its parameters have:
+            they would be lost. Nothing is cut then.
     """
+    check_types({"max_bytes": float}, {"max_bytes": max_bytes})
+    if not max_bytes > 0:
+        raise InputError(f"max_bytes={max_bytes}: a tile needs a size above 0")
     readers = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
+    found = [
+        (path, parent, name, child)
+        for path, parent in model.named_modules()
+        if not isinstance(parent, READ_THEIR_CHILDREN)
+        for name, child in parent._modules.items()
+        if type(child) is nn.Linear
+        and child.weight.nbytes > max_bytes
+        and all(readers[tensor] == 1 for tensor in (child.weight, child.bias) if tensor is not None)
+    ]
+    for path, _, name, layer in found:
+        if _has_hooks(layer):
+            where = f"{path}.{name}".lstrip(".")
+            raise InputError(f"{where!r} has hooks, which its tiles would not; tile the model first, then add them")
     made = {}  # a layer that stands in several places stays one
-    for parent in [module for module in model.modules() if not isinstance(module, READ_THEIR_CHILDREN)]:
-        for name, child in list(parent._modules.items()):
-            if type(child) is nn.Linear and child.weight.nbytes > max_bytes and readers[child.weight] == 1:
-                if child not in made:
-                    made[child] = TiledLinear.of(child, min(-(-child.weight.nbytes // max_bytes), child.out_features))
-                setattr(parent, name, made[child])
+    for _, parent, name, layer in found:
+        if layer not in made:
+            tiles = math.ceil(min(layer.weight.nbytes / max_bytes, layer.out_features))
+            made[layer] = TiledLinear.of(layer, tiles)
+        setattr(parent, name, made[layer])
+
+
+def _has_hooks(layer):
+    """Whether a layer or one of its parameters has hooks of any kind. torch has no public way to ask."""
+    hooks = [value for name, value in vars(layer).items() if name.endswith("_hooks")]
+    hooks += [hooks for p in layer.parameters() for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+    return any(hooks)
 
 
 # ---- the command --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -216,6 +217,43 @@ def test_an_error_is_told_whatever_rank_the_environment_claims(monkeypatch, caps
     with pytest.raises(SystemExit), train.one_line_errors():
         raise InputError("give another")
     assert capsys.readouterr().err == "error: give another\n"
+
+
+OF_OTHERS = {
+    "no folder for pages": ("common.lessons.__main__", "--out /proc/x", "--out /proc/x: no page can be written there"),
+    "no folder to write to": ("common.lessons.__main__", "--out /proc", "--out /proc: no page can be written there"),
+    "no notebook": ("common.course.execute", "none.ipynb", "none.ipynb: there is no notebook"),
+    "another file": ("common.course.execute", "Makefile", "Makefile: there is no notebook"),
+    "no file to grade": ("common.grade", "stage1" * 100, "there is no such file"),
+    "no disk": ("offload.largest", "--path /no/folder", "--path /no/folder: there is no such folder"),
+    "no layer": ("offload.largest", "--layers 0", "--layers 0: at least 1 is needed"),
+    "no disk left": ("offload.largest", "--spare 1", "--spare 1.0"),
+    "no sample": ("common.bench", "--batch 0", "--batch 0: at least 1 needed"),
+    "no sample of a step": ("offload.ablation", "--batch 0 --nproc 1", "--batch 0"),
+    "no layers": ("common.capacity", "--up-to 0", "--up-to 0: at least 1 layer"),
+    "an odd block": ("zeropp.convergence", "--block 3", "block 3: give an even number"),
+}
+
+
+@pytest.mark.parametrize("case", OF_OTHERS)
+def test_bad_input_of_other_commands_gets_one_line_and_exit_status_2(case, capfd, monkeypatch):
+    module, options, message = OF_OTHERS[case]
+    monkeypatch.setattr("common.ranks.world.LocalWorld.__init__", lambda *_, **__: pytest.fail("it starts ranks"))
+    with pytest.raises(SystemExit) as exit:
+        importlib.import_module(module).main(options.split())
+    output = capfd.readouterr()
+    assert exit.value.code == 2
+    assert message in output.err
+    assert len(output.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("module", ["common.readme", "common.course.exercises"])
+def test_an_argument_that_there_is_not_writes_nothing(module, capsys, monkeypatch):
+    monkeypatch.setattr("pathlib.Path.write_text", lambda *_: pytest.fail("it writes"))
+    with pytest.raises(SystemExit) as exit:
+        importlib.import_module(module).main(["--nope"])
+    assert exit.value.code == 2
+    assert "unrecognized arguments: --nope" in capsys.readouterr().err
 
 
 def test_bad_input_that_only_a_rank_can_see_ends_all_of_them():

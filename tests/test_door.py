@@ -5,12 +5,13 @@ from collections import OrderedDict
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from harness import STAGES
 from torch import nn, optim
 
-from common.engine.door import check_model
+from common.engine.door import check_model, check_types
 from common.errors import InputError
 from common.ranks.collectives import Collectives
 
@@ -167,6 +168,43 @@ def assert_one_line(message, expected):
     with pytest.raises(InputError, match=expected):
         raise InputError(message)
     assert "\n" not in message
+
+
+OF_ALL = {"clip_norm": "1", "bucket_mb": "25", "deterministic": "yes", "broadcast_buffers": 1}
+OF_ONE = {
+    "stage0_ddp": OF_ALL,
+    "stage3_param": {"keep_last": "no"},
+    "offload": {"ratio": "0.5", "delayed_update": "no", "warmup_steps": 2.5},
+    "offload.nvme": {"keep_last": 0, "tiers": None, "sub_group_mb": "64"},
+    "zeropp": {"quantize_weights": "no", "error_feedback": 0, "block": 3, "ranks_per_node": "1", "keep_last": None},
+}
+
+
+def refusals_of_types(world, stage):
+    """What every rank hears of options that cannot be, of which only the last rank has one at a time."""
+    said = []
+    for name, value in OF_ONE[stage].items():
+        with pytest.raises(InputError) as caught:
+            engine_of(stage, a_model(world), **({name: value} if world.rank == world.size - 1 else {}))
+        assert Collectives().gather_objects(world.rank) == list(range(world.size))
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("stage", OF_ONE)
+def test_an_option_of_another_type_is_refused_by_name_on_every_rank(worlds, stage):
+    for messages in worlds(2).run(refusals_of_types, stage):
+        for message, (name, value) in zip(messages, OF_ONE[stage].items(), strict=True):
+            assert_one_line(message, f"^{name}[= ]{value!r}: ")
+
+
+def test_a_bool_is_no_number_and_numpys_numbers_are():
+    kinds = {"whole": int, "number": float, "switch": bool}
+    check_types(kinds, {"whole": np.int64(3), "number": np.float32(0.5), "switch": True})
+    check_types(kinds, {"whole": 3, "number": 3, "switch": False})
+    for wrong in ({"whole": True}, {"number": False}, {"whole": 2.0}, {"number": None}, {"switch": 1}):
+        with pytest.raises(InputError, match=r"give (a whole number|a number|True or False)"):
+            check_types(kinds, {"whole": 1, "number": 1, "switch": True} | wrong)
 
 
 def test_a_parameter_on_another_device_is_refused():

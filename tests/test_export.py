@@ -96,18 +96,22 @@ READ_ALL = LIMITED.format("from safetensors.torch import load_file; load_file(sy
 def large_checkpoint(folder):
     """A checkpoint of two ranks, made by hand, of which each holds a half of every tensor."""
     half = ELEMENTS // 2
-    values, parameters, files = torch.arange(half, dtype=torch.float32), {}, []
+    values, files = torch.arange(half, dtype=torch.float32), []
     for rank in range(2):
         told = {f"parameters/{number}@{rank * half}": (torch.float32, (half,)) for number in range(TENSORS)}
         name = f"000001-rank-{rank:05}.safetensors"
         checksum = streamed.write(folder / name, told, lambda name, rank=rank: values + rank, {"extra": "null"})
         files.append({"name": name, "sha256": checksum})
-    for number in range(TENSORS):
-        pieces = [[0, 0, half], [1, half, ELEMENTS]]
-        others = {"dtype": "float32", "group": 0, "states": [], "scalars": {"dict": []}}
-        parameters[str(number)] = {"shape": [2, half], "pieces": pieces, **others}
-    index = {"world_size": 2, "optimizer": "SGD", "groups": [{"dict": []}], "loss_scaler": None, "buffers": {}}
-    replace_index(folder, {**index, "parameters": parameters, "files": files})
+    shapes = {str(number): [2, half] for number in range(TENSORS)}
+    by_hand(folder, shapes, [[0, 0, half], [1, half, ELEMENTS]], files)
+
+
+def by_hand(folder, shapes, pieces, files):
+    """The index of fp32 parameters, {name: shape}, that all lie in the same pieces."""
+    others = {"dtype": "float32", "group": 0, "states": [], "scalars": {"dict": []}, "pieces": pieces}
+    parameters = {name: {"shape": shape, **others} for name, shape in shapes.items()}
+    index = {"optimizer": "SGD", "groups": [{"dict": []}], "loss_scaler": None, "buffers": {}}
+    replace_index(folder, {**index, "world_size": len(files), "parameters": parameters, "files": files})
 
 
 def limited(program, limit, *arguments):
@@ -121,9 +125,10 @@ def limited(program, limit, *arguments):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps RLIMIT_DATA")
 def test_a_model_larger_than_the_memory_is_exported(tmp_path):
-    large_checkpoint(tmp_path)
-    file, model = tmp_path / "file", TENSORS * ELEMENTS * 4
-    ended = limited(EXPORT, LIMIT, tmp_path, file)
+    folder, file, model = tmp_path / "checkpoint", tmp_path / "file", TENSORS * ELEMENTS * 4
+    folder.mkdir()
+    large_checkpoint(folder)
+    ended = limited(EXPORT, LIMIT, folder, file)
     assert model > LIMIT
     assert ended.returncode == 0, ended.stderr
     with streamed.Source(file) as source:
@@ -166,12 +171,45 @@ def test_a_damaged_file_is_not_exported(checkpoint, tmp_path, capsys):
     assert os.listdir(tmp_path) == []
 
 
-def test_where_nothing_can_be_written_is_told(checkpoint, tmp_path, capsys):
+def test_a_value_that_would_become_infinite_is_named_unless_that_is_asked_for(tmp_path, capsys):
+    values = torch.tensor([1.0, torch.inf, 65520.0])
+    told = {"parameters/w@0": (torch.float32, (3,))}
+    name = "000001-rank-00000.safetensors"
+    checksum = streamed.write(tmp_path / name, told, lambda _: values, {"extra": "null"})
+    by_hand(tmp_path, {"w": [3]}, [[0, 0, 3]], [{"name": name, "sha256": checksum}])
+    folder, file = tmp_path, tmp_path.parent / "file"
+    assert "'w' has finite values that are infinite in torch.float16" in refused(capsys, folder, file, "--dtype=fp16")
+    assert not file.exists()
+    main([str(folder), str(file), "--dtype=bf16"])
+    main([str(folder), str(file), "--dtype=fp16", "--allow-overflow"])
+    assert torch.equal(load_file(file)["w"], values.half())
+
+
+def test_the_checkpoint_is_not_written_over(checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(checkpoint)
+    (tmp_path / "link").symlink_to(checkpoint)
+    (tmp_path / "index").symlink_to(checkpoint / "index.json")
+    index, files = (checkpoint / "index.json").read_bytes(), sorted(os.listdir(checkpoint))
+    for file in (
+        "index.json",
+        checkpoint / "new",
+        tmp_path / "link" / "index.json",
+        tmp_path / "index",
+        "../checkpoint/x",
+    ):
+        assert "the checkpoint's own folder" in refused(capsys, checkpoint, file)
+    assert (index, files) == ((checkpoint / "index.json").read_bytes(), sorted(os.listdir(checkpoint)))
+
+
+def test_where_nothing_can_be_written_is_told_before_anything_is_read(checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("common.export.check_intact", lambda *_: pytest.fail("it reads"))
     (tmp_path / "text").write_text("no folder")
     (tmp_path / "folder").mkdir()
     assert "No such file or directory" in refused(capsys, checkpoint, tmp_path / "missing" / "file")
     assert "Not a directory" in refused(capsys, checkpoint, tmp_path / "text" / "file")
-    assert "Is a directory" in refused(capsys, checkpoint, tmp_path / "folder")
+    assert "File name too long" in refused(capsys, checkpoint, tmp_path / ("x" * 300))
+    for other in (tmp_path / "folder", ".", "/", os.devnull):
+        assert "something else than a file" in refused(capsys, checkpoint, other)
     assert sorted(os.listdir(tmp_path)) == ["folder", "text"]
 
 

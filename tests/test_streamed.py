@@ -65,6 +65,18 @@ def test_a_part_of_a_tensor_is_read_and_cast(tmp_path, monkeypatch):
         assert torch.equal(file.get_tensor("strided"), values.t())
 
 
+def test_what_is_infinite_already_is_no_overflow(tmp_path, monkeypatch):
+    values = torch.tensor([65519.0] * 20 + [torch.inf, -torch.inf, torch.nan] + [-65520.0])
+    write(tmp_path / "file", {"values": values, "double": values.double() * 1e300})
+    monkeypatch.setattr(streamed, "BLOCK", 64)  # several blocks
+    with streamed.Source(tmp_path / "file") as file:
+        assert file.overflows("values", 0, 24, torch.float16)
+        assert not file.overflows("values", 0, 23, torch.float16)
+        assert not file.overflows("values", 0, 24, torch.bfloat16)
+        assert file.overflows("double", 0, 1, torch.float32)
+        assert not file.overflows("double", 20, 23, torch.float32)
+
+
 def test_a_file_that_is_cut_is_refused(tmp_path):
     write(tmp_path / "file", {"values": torch.ones(100)})
     (tmp_path / "file").write_bytes((tmp_path / "file").read_bytes()[:-1])

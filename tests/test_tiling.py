@@ -76,10 +76,59 @@ def test_a_layer_made_of_another_is_like_it():
     assert not made.tiles[0].training
 
 
+def test_tiles_come_back_in_the_order_of_their_numbers():
+    tiled = nn.Sequential(TiledLinear(4, 12, tiles=12))
+    state = tiled.state_dict()
+    by_name = {name: state[name] for name in sorted(state)}  # as safetensors have them: 0, 1, 10, 11, 2
+    assert same_bits(untiled(by_name), untiled(state))
+    del by_name["0.tiles.2.bias"]
+    with pytest.raises(InputError, match=r"'0.bias' is there in tiles 0, 1, 3, .*; give each of them once, from 0 on"):
+        untiled(by_name)
+
+
+def test_a_list_of_ones_own_that_is_called_tiles_is_left_alone():
+    own = nn.ModuleDict({"tiles": nn.ModuleList([nn.Linear(4, 4), TiledLinear(4, 6, tiles=2)])})
+    names = {"tiles.0.weight", "tiles.0.bias", "tiles.1.weight", "tiles.1.bias"}
+    assert untiled(own.state_dict(), own).keys() == names
+
+
 @pytest.mark.parametrize("tiles", [-1, 0, 7])
 def test_what_cannot_be_cut_is_refused(tiles):
     with pytest.raises(InputError, match=f"tiles={tiles}: a layer of 6 outputs can be cut into 1 to 6"):
         TiledLinear(4, 6, tiles=tiles)
+
+
+@pytest.mark.parametrize("max_bytes", [0, -1, float("nan"), "64e6", True, None])
+def test_a_size_that_no_tile_can_have_is_refused(max_bytes):
+    with pytest.raises(InputError, match=f"max_bytes={max_bytes!r}: (give a number|a tile needs a size above 0)"):
+        tile(nn.Sequential(nn.Linear(4, 6)), max_bytes)
+
+
+HOOKS = {
+    "forward": lambda layer, hook: layer.register_forward_hook(hook),
+    "before forward": lambda layer, hook: layer.register_forward_pre_hook(hook),
+    "backward": lambda layer, hook: layer.register_full_backward_hook(hook),
+    "weight": lambda layer, hook: layer.weight.register_hook(hook),
+    "bias": lambda layer, hook: layer.bias.register_post_accumulate_grad_hook(hook),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_layer_with_hooks_is_refused_by_name_and_nothing_is_cut(kind):
+    model = nn.ModuleDict({"first": nn.Linear(8, 8), "inside": nn.Sequential(nn.Linear(8, 8))})
+    HOOKS[kind](model["inside"][0], print)
+    with pytest.raises(InputError, match=r"'inside\.0' has hooks"):
+        tile(model, max_bytes=100)
+    assert not any(isinstance(module, TiledLinear) for module in model.modules())
+
+
+def test_a_layer_whose_weight_is_made_from_others_or_whose_bias_is_shared_stays_whole():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    nn.utils.parametrizations.weight_norm(model[0])
+    nn.utils.parametrizations.spectral_norm(model[1])
+    model[2].bias = model[3].bias
+    tile(model, max_bytes=100)
+    assert not any(isinstance(module, TiledLinear) for module in model.modules())
 
 
 def test_large_layers_of_a_model_are_tiled_and_those_that_others_read_are_not():

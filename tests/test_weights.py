@@ -86,9 +86,9 @@ def test_a_file_in_another_dtype_and_without_buffers_is_cast(worlds, tmp_path):
         assert all(torch.equal(weights[name], half.float()) for name, half in halves.items())
 
 
-def refused(world, engine, file):
+def refused(world, engine, file, model="gpt-tiny", precision="fp32"):
     """Load, and return the complaint; the engine must be as it was."""
-    made = make_engine(engine)
+    made = make_engine(engine, model, precision=precision)
     train_step(made, world)
     before = made.full_state_dict()
     with pytest.raises(InputError) as complaint:
@@ -113,6 +113,27 @@ REFUSALS = {
 def test_the_first_difference_is_named_on_every_rank_and_nothing_changes(worlds, tmp_path, stage, complaint):
     write(tmp_path / "file", plain(), **REFUSALS[complaint])
     assert all(complaint in said for said in worlds(2).run(refused, stage, tmp_path / "file"))
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
+def test_a_value_that_would_become_infinite_is_named_on_every_rank_and_nothing_changes(worlds, tmp_path, name):
+    weight = torch.ones(16)
+    weight[-1] = 65520.0  # the first that fp16 has no room for
+    write(tmp_path / "half", plain(), **{"ln_f.weight": weight})
+    write(tmp_path / "double", plain(), **{"blocks.0.ln_1.bias": torch.full((16,), -1e39, dtype=torch.float64)})
+    for file, precision, there, dtype in (
+        ("half", "fp16", "ln_f.weight", torch.float16),
+        ("double", "fp32", "blocks.0.ln_1.bias", torch.float32),
+    ):
+        for complaint in worlds(2).run(refused, name, tmp_path / file, "gpt-tiny", precision):
+            assert f"{there!r} has finite values that are infinite in {dtype}" in complaint
+
+
+def test_a_buffer_that_would_become_infinite_is_named(worlds, tmp_path):
+    mean = torch.full((8,), 1e39, dtype=torch.float64)
+    write(tmp_path / "file", plain("resnet-tiny"), **{"bn.running_mean": mean})
+    for complaint in worlds(2).run(refused, "stage1_os", tmp_path / "file", "resnet-tiny"):
+        assert "'bn.running_mean' has finite values that are infinite" in complaint
 
 
 def test_what_is_no_safetensors_file_is_told(worlds, tmp_path):

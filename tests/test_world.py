@@ -251,20 +251,28 @@ def tell_pid_and_stay(world):
     time.sleep(600)
 
 
-def start(expression):
-    """A new process that evaluates an expression over LocalWorld."""
+def start(expression, **settings):
+    """A new process that evaluates an expression over LocalWorld, with some settings in its environment."""
     code = f"import test_world; from common.ranks.world import LocalWorld; {expression}"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **settings}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes)
 
 
-def test_a_parent_killed_takes_its_ranks_with_it():
-    parent = start("LocalWorld(2, oversubscribe=True).run(test_world.tell_pid_and_stay)")
+def test_a_parent_killed_takes_its_ranks_with_it_and_leaves_no_file(tmp_path):
+    folder = tmp_path / ("x" * 120)  # too long a name for a socket's address
+    folder.mkdir()
+    parent = start("LocalWorld(2, oversubscribe=True).run(test_world.tell_pid_and_stay)", TMPDIR=str(folder))
     ranks = [int(parent.stdout.readline()) for _ in range(2)]
+    while_they_run = files_in(folder)  # what SIGTERM would leave there, and any other signal
     parent.kill()
     assert all_gone(ranks)
     parent.communicate()
+    assert while_they_run == files_in(folder) == []
+
+
+def files_in(folder):
+    return [name for name in os.listdir(folder) if not name.startswith("torch")]  # its compiler makes a folder
 
 
 @nccl_speaks

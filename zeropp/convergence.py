@@ -25,6 +25,7 @@ from common.measure import figures, tables
 from common.measure.hardware import hardware
 from common.outputs import check_outputs, write_json
 from common.train import add_arguments, build_model, command, find_engine, one_line_errors, progress_bar, train_step
+from zeropp.engine import check_options
 from zeropp.export import load_int8, save_int8
 
 HELD_OUT = 10  # one part in so many of the text
@@ -60,6 +61,7 @@ def main(arguments=None):
             raise InputError(f"--seeds {options.seeds}: at least 1 is needed")
         if options.steps < SMOOTH:
             raise InputError(f"--steps {options.steps}: a curve takes {SMOOTH} or more")
+        check_options(options.block, error_feedback=False, quantize_gradients=True)
         chosen(options)
         check_outputs(options)
     results = command(compare, options, options=options)

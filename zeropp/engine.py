@@ -79,7 +79,6 @@ class Engine(EngineBase):
         self.quantize_gradients, self.error_feedback = quantize_gradients, error_feedback
         self.block, self.ranks_per_node, self.keep_last = block, ranks_per_node, keep_last
         self.is_plain = not (quantize_weights or quantize_gradients)
-        check_options(block, error_feedback, quantize_gradients)
         super().__init__(model, optimizer, **options)
 
     def owned(self, bucket):
@@ -97,8 +96,6 @@ class Engine(EngineBase):
 
     def partition(self):
         """Before training: cut the parameters into units and each unit into shards, of which this rank keeps one."""
-        if self.ranks_per_node is not None:
-            self.comm.ranks_per_node = check_ranks_per_node(self.ranks_per_node, self.world_size)
         self.ways = Ways(self.comm, self.dtype, **{switch: getattr(self, switch) for switch in self.switches})
         self.units = units.make_units(self._module, self.param_groups, self.dtype_of, self.world_size, Bucket)
         for unit in self.units:
@@ -336,6 +333,13 @@ class Engine(EngineBase):
             for residual in bucket.residuals:
                 residual.zero_()
 
+    def check_optimizer(self, optimizer):
+        """At the door: whether the switches go together, and the ranks into nodes, too."""
+        check_options(self.block, self.error_feedback, self.quantize_gradients)
+        if self.ranks_per_node is not None:
+            self.comm.ranks_per_node = check_ranks_per_node(self.ranks_per_node, self.world_size)
+        return super().check_optimizer(optimizer)
+
     @contextmanager
     def gathered(self, *modules):
         """In this context the weights of `modules` (all, if none is named) are whole on every rank, for reading."""
@@ -354,7 +358,7 @@ def check_options(block, error_feedback, quantize_gradients):
     Raises:
         InputError: such as a block of an odd number of elements.
     """
-    if not isinstance(block, int) or isinstance(block, bool) or block < 2 or block % 2:
+    if block < 2 or block % 2:
         raise InputError(f"block {block!r}: give an even number of elements that share a scale, 256 for instance")
     if error_feedback and not quantize_gradients:
         raise InputError("error_feedback: only gradients that are quantized leave a residual; add quantize_gradients")

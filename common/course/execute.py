@@ -15,6 +15,10 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from nbformat.reader import NotJSONError
+
+from common.errors import InputError
+from common.train import one_line_errors
 
 FOLDER = Path(__file__).parent.parent.parent / "notebooks"
 SECONDS = 300  # that a cell may take
@@ -27,14 +31,27 @@ METADATA = {
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("notebooks", nargs="*", type=Path, default=sorted(FOLDER.glob("*.ipynb")))
-    for path in parser.parse_args(argv).notebooks:
-        notebook = nbformat.read(path, as_version=4)
+    with one_line_errors():
+        notebooks = {path: read(path) for path in parser.parse_args(argv).notebooks}
+    for path, notebook in notebooks.items():
         try:
             execute(notebook, path.parent)
         except CellExecutionError as error:
             sys.exit(f"{path.name}: a cell raised, and nothing was stored\n{error}")
         path.write_text(without_places(nbformat.writes(notebook)))
         print(path.name)
+
+
+def read(path):
+    """The notebook in a file.
+
+    Raises:
+        InputError: there is none.
+    """
+    try:
+        return nbformat.read(path, as_version=4)
+    except (OSError, NotJSONError) as error:
+        raise InputError(f"{path}: there is no notebook; give the path of one, or nothing to run all") from error
 
 
 def execute(notebook, folder):

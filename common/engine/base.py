@@ -110,6 +110,7 @@ class EngineBase(Files):
         self._module = model
         try:
             self.dtype = dtype_of(precision)
+            door.check_types(door.types_of_defaults(type(self)), settings)
             door.check_numbers(clip_norm, bucket_mb)
             self.optimizer_bytes, settings["the optimizer"] = self.check_optimizer(optimizer)
             self.param_groups = door.check_groups(model, param_groups)

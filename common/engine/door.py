@@ -1,10 +1,12 @@
 """The door of an engine: what cannot be used is refused on every rank alike, before anything is built."""
 
 import contextlib
+import inspect
 import itertools
 import math
 import weakref
 from collections import Counter
+from numbers import Integral, Real
 
 import torch
 from safetensors import SafetensorError
@@ -22,9 +24,35 @@ SWAPPED_STEPS = 24  # of a probe: some optimizers look back only at every fifth 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
+# What is taken for each type of an option. numpy's numbers are numbers, a bool is none.
+TYPES = {bool: (bool, "True or False"), int: (Integral, "a whole number"), float: (Real, "a number")}
+
+
+def check_types(types, values):
+    """Refuse what is of another type.
+
+    Args:
+        types: {name: bool, int or float}; other types are not looked at.
+        values: {name: value}.
+    """
+    for name, value in values.items():
+        kind = types.get(name)
+        wanted, told = TYPES.get(kind, (object, ""))
+        if not isinstance(value, wanted) or (kind in (int, float) and isinstance(value, bool)):
+            raise InputError(f"{name}={value!r}: give {told}")
+
+
+def types_of_defaults(engine):
+    """The types of what the options of a class of engines are by default, {name: type}."""
+    signatures = [inspect.signature(made.__init__) for made in reversed(engine.__mro__)]
+    return {name: type(option.default) for signature in signatures for name, option in signature.parameters.items()}
+
+
 def check_numbers(clip_norm, bucket_mb):
-    if clip_norm is not None and not clip_norm > 0:
-        raise InputError(f"clip_norm={clip_norm}: give a norm above 0, or None not to clip")
+    if clip_norm is not None:
+        check_types({"clip_norm": float}, {"clip_norm": clip_norm})
+        if not clip_norm > 0:
+            raise InputError(f"clip_norm={clip_norm}: give a norm above 0, or None not to clip")
     if not bucket_mb > 0:
         raise InputError(f"bucket_mb={bucket_mb}: a bucket needs a size above 0")
 

@@ -71,7 +71,9 @@ class HostActivations(saved_tensors_hooks):
     """The context in which checkpoints save on the host: a model of the zoo takes it as its attribute `saving`.
 
     No bit changes, and no shape; strides do where a tensor has gaps or overlaps, as in a copy. What is empty, or not on
-    the device, stays where it is. A block must not write into its input: without this context torch would notice.
+    the device, stays where it is. Nothing may write into the input of a block before backward, neither the block itself
+    nor what comes after it: without this context torch would notice and raise. Here nobody does, and what came down to
+    the host may be the values of before or of after.
 
     Args:
         engine: one of the stages' engines. Its meter counts what crosses the bus.

@@ -238,6 +238,22 @@ class Source:
             if values is not part:
                 part.copy_(values)
 
+    def overflows(self, name, start, stop, dtype):
+        """Whether elements [start, stop) of a tensor, row by row, hold a finite number too large for a dtype.
+
+        They are read, a block at a time, if the dtype holds less than the tensor's own.
+        """
+        own, _ = self.tensors[name]
+        if dtype == own or torch.finfo(dtype).max >= torch.finfo(own).max:
+            return False
+        block = BLOCK // 8  # elements, which are looked at in float64: torch asks no float8 whether it is finite
+        for begin in range(start, stop, block):
+            values = torch.empty(min(block, stop - begin), dtype=own)
+            self.read(name, begin, values)
+            if (values.double().isfinite() & ~values.to(dtype).double().isfinite()).any():
+                return True
+        return False
+
     def get_tensor(self, name):
         """All of a tensor."""
         dtype, shape = self.tensors[name]
@@ -289,6 +305,10 @@ class SplitSource:
     def read(self, name, start, target):
         """Read some elements of a tensor; see `Source.read`."""
         self._source_of[name].read(name, start, target)
+
+    def overflows(self, name, start, stop, dtype):
+        """Whether a dtype is too small for some elements; see `Source.overflows`."""
+        return self._source_of[name].overflows(name, start, stop, dtype)
 
     def get_tensor(self, name):
         """All of a tensor."""

@@ -10,15 +10,16 @@ from torch import nn
 
 from common.engine import streamed
 from common.engine.door import together
-from common.engine.layout import distinct
+from common.engine.layout import distinct, within
 from common.errors import InputError
 
 
 def load(engine, file):
     """Read parameters into an engine, and the buffers that the file has. A collective.
 
-    They are cast to the engine's dtypes: master weights to fp32, of which 16-bit parameters are rounded. What the
-    optimizer keeps of steps before, Adam's moments for instance, stays.
+    They are cast to the engine's dtypes: master weights to fp32, of which 16-bit parameters are rounded. No finite
+    number becomes infinite by that: where a dtype holds less than the file's, ranks look at all values first, each at
+    its shards. What the optimizer keeps of steps before, Adam's moments for instance, stays.
 
     Args:
         engine: any engine.
@@ -27,15 +28,16 @@ def load(engine, file):
 
     Raises:
         InputError: on every rank: there is no such file, it is damaged, or it does not fit the model; it names the
-            first parameter or buffer that differs. Parameters and buffers are as they were; gradients are dropped all
-            the same. Also on every rank, if one could not take over what it read. Then it says that the load was in
-            part: no states can be relied on.
+            first parameter or buffer that differs, or whose values are too large for its dtype here. Parameters and
+            buffers are as they were; gradients are dropped all the same. Also on every rank, if one could not take
+            over what it read. Then it says that the load was in part: no states can be relied on.
     """
     with contextlib.ExitStack() as opened:
         with together(engine.comm, f"cannot load weights of {str(file)!r}"):
             kind = streamed.SplitSource if str(file).endswith(".json") else streamed.Source
             source = opened.enter_context(kind(file))
             name_of = _names_in(source, engine.state_as_it_stands())
+            _check_range(engine, source, name_of)
         engine.begin_load()
         with together(engine.comm, f"loaded weights of {str(file)!r} in part, build the engine anew"):
             _fill(engine, source, name_of)
@@ -75,17 +77,43 @@ def _kind(dtype, shape):
     return f"{'floating' if dtype and dtype.is_floating_point else dtype}, of shape {list(shape)}"
 
 
+def _check_range(engine, source, name_of):
+    """Raise InputError for the first number that would become infinite. Each rank looks at its shard, for all."""
+    casts = [
+        (name, common.start, common.stop, bucket.kind.dtype)
+        for bucket in engine.buckets + engine.frozen
+        for name, common, _ in _overlaps(bucket, bucket.shard(engine.rank), name_of)
+    ]
+    casts += [(name, 0, t.numel(), t.dtype) for t, name in name_of.items() if not isinstance(t, nn.Parameter)]
+    for name, start, stop, dtype in casts:
+        if source.overflows(name, start, stop, dtype):
+            raise InputError(
+                f"{name!r} has finite values that are infinite in {dtype}, its dtype here; "
+                "choose a wider precision=, or keep_fp32= for it, or mend the file"
+            )
+
+
+def _overlaps(bucket, part, name_of):
+    """What of a file elements `part` of a bucket's run are to become.
+
+    Yields:
+        The name of a tensor there, and the common elements as slices of that and of `part`.
+    """
+    for slot in bucket.slots.values():
+        common = slice(max(slot.offset, part.start), min(slot.end, part.stop))
+        if common.start < common.stop:
+            there = slice(common.start - slot.offset, common.stop - slot.offset)
+            yield name_of[bucket.members[slot.name]], there, within(common, part)
+
+
 @torch.no_grad()
 def _fill(engine, source, name_of):
     for bucket in engine.buckets + engine.frozen:
 
         def fill(target, part, bucket=bucket):
             target.zero_()  # padding
-            for slot in bucket.slots.values():
-                start, stop = max(slot.offset, part.start), min(slot.end, part.stop)
-                if start < stop:
-                    name = name_of[bucket.members[slot.name]]
-                    source.read(name, start - slot.offset, target[start - part.start : stop - part.start])
+            for name, there, here in _overlaps(bucket, part, name_of):
+                source.read(name, there.start, target[here])
 
         bucket.take_over(engine.owned(bucket).parameters, fill)
     for tensor, name in name_of.items():

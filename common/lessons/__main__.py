@@ -1,6 +1,7 @@
 """`python -m common.lessons`: train the engines on four ranks, record them, and write a page for each increment."""
 
 import argparse
+import tempfile
 from pathlib import Path
 
 from common.errors import InputError
@@ -24,9 +25,9 @@ def main(arguments=None):
     parser.add_argument("--only", metavar="ENGINE", help="the page that leads to this engine, stage1_os for instance")
     options = parser.parse_args(arguments)
     with one_line_errors():
-        increments = chosen(options.only)
+        increments, out = chosen(options.only), opened(options.out)
         recorded = recording.record_all(dict.fromkeys(name for pair in increments for name in pair))
-        for path in write(Path(options.out), increments, recorded):
+        for path in write(out, increments, recorded):
             print(path)
 
 
@@ -40,6 +41,20 @@ def chosen(only):
     if not found:
         raise InputError(f"--only {only}: no page leads there; choose one of {', '.join(b for _, b in INCREMENTS)}")
     return found
+
+
+def opened(out):
+    """The path of the folder that pages go to, which is made if it is missing.
+
+    Raises:
+        InputError: there can be no such folder, or no file in it.
+    """
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            return Path(out)
+    except OSError as error:
+        raise InputError(f"--out {out}: no page can be written there: {error.strerror}; give a folder") from error
 
 
 def write(out, increments, recorded):
@@ -57,7 +72,6 @@ def write(out, increments, recorded):
     sources = {pair: [Source(name) for name in pair] for pair in increments}
     links = [(file_of(pair), f"{before.label} to {after.label.lower()}") for pair, (before, after) in sources.items()]
     leads = [page.inline(after.paragraphs[0]) for _, after in sources.values()]
-    out.mkdir(parents=True, exist_ok=True)
     pages = {"index.html": page.index(links, leads, about)}
     for pair in increments:
         pages[file_of(pair)] = page.lesson(sources[pair], [recorded[name] for name in pair], links, about)

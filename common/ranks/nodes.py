@@ -11,6 +11,7 @@ import os
 import weakref
 from collections import Counter
 from datetime import timedelta
+from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ def check_ranks_per_node(count, size):
     Raises:
         InputError: it does not.
     """
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1 or size % count:
+    if not isinstance(count, Integral) or isinstance(count, bool) or count < 1 or size % count:
         raise InputError(f"ranks_per_node {count!r}: {size} ranks cannot be divided into nodes of so many")
     return count
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from common.errors import InputError
 from common.measure.hardware import cpus
-from common.ranks import lanes, trace
+from common.ranks import fork_server, lanes, trace
 from common.ranks.meeting import fresh
 from common.ranks.sockets import small_send_buffers
 
@@ -184,6 +184,7 @@ class LocalWorld:
         context = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             context.set_forkserver_preload(["common.ranks.world", "common.train", *preload])
+            fork_server.start()
         # The store lives in this process, on a free port, so no two worlds can race for one. It is given a socket
         # because one that it opens itself would listen to the whole network.
         listener = socket.create_server(("127.0.0.1", 0))
