@@ -10,7 +10,6 @@ Source: Chen et al., arXiv 1604.06174, sec. 4.1; ZeRO, arXiv 1910.02054, sec. 6.
 
 import argparse
 from functools import cache
-from pathlib import Path
 
 from rich.console import Console
 
@@ -19,7 +18,7 @@ from common.errors import InputError
 from common.measure import figures, tables
 from common.measure.hardware import hardware
 from common.models.recompute import KINDS
-from common.outputs import write_json
+from common.outputs import one_line_errors, publish
 from common.ranks.collectives import Collectives
 from common.train import STAGES, add_arguments, build_model, command, rank_count, show_bytes, train
 
@@ -48,16 +47,12 @@ def main(arguments=None):
     parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
     options = parser.parse_args(arguments, namespace=defaults)
     options.steps, options.checkpoint_activations = 2, KINDS[0]
-    options.batch = min(*options.batches, options.cap_batch) * max(1, rank_count(options))
+    with one_line_errors():
+        options.batch = min(*options.batches, options.cap_batch) * max(1, rank_count(options))
     results = command(survey, options, options=options)
     if results is None:  # a rank other than 0 under torchrun
         return
-    tables.show(as_table(results))
-    if options.json:
-        write_json(options.json, results)
-    if options.json or options.figure:
-        path = options.figure or Path(options.json).with_suffix(".png")
-        figures.save(figures.activation_memory(results), path)
+    publish(options, results, [as_table(results)], lambda path: figures.save(figures.activation_memory(results), path))
 
 
 def survey(world, options):

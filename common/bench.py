@@ -32,14 +32,14 @@ from common.bench_results import as_table, by_case, row
 from common.data import Batches, load_text
 from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
-from common.measure import figures, tables
+from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.memory import high_water
-from common.outputs import check_outputs, write_json
+from common.outputs import check_outputs, one_line_errors, publish
 from common.ranks.collectives import Collectives
 from common.ranks.sockets import small_send_buffers
 from common.ranks.world import LocalWorld, check_size
-from common.train import ENGINES, default_nproc, find_engine, finish, one_line_errors, progress_bar, train_step
+from common.train import ENGINES, default_nproc, find_engine, finish, progress_bar, train_step
 
 WARM_UP = 6  # rounds that are not timed: libraries take several to settle
 FEWEST_ROUNDS = 11
@@ -112,12 +112,8 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     with one_line_errors():
         results = bench(options)
-    for title, rows in by_case(results):
-        tables.show(as_table(title, rows))
-    if options.json:
-        write_json(options.json, results)
-    if options.json or options.figure:
-        figures.save(figures.bench(results), options.figure or Path(options.json).with_suffix(".png"))
+    shown = [as_table(title, rows) for title, rows in by_case(results)]
+    publish(options, results, shown, lambda path: figures.save(figures.bench(results), path))
 
 
 def bench(options):

@@ -36,13 +36,13 @@ from common.capacity_results import as_table
 from common.compare import BASELINE
 from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
-from common.measure import figures, tables
+from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.memory import Timeline
 from common.models.gpt import GPT, GPTConfig
-from common.outputs import check_outputs, write_json
+from common.outputs import check_outputs, one_line_errors, publish
 from common.ranks.world import LocalWorld, RankFailed, check_size
-from common.train import ENGINES, default_nproc, find_engine, one_line_errors, sha256, show_bytes, train_step
+from common.train import ENGINES, default_nproc, find_engine, sha256, show_bytes, train_step
 
 try:
     import resource
@@ -79,11 +79,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     with one_line_errors():
         results = survey(options)
-    tables.show(as_table(results))
-    if options.json:
-        write_json(options.json, results)
-    if options.json or options.figure:
-        figures.save(figures.capacity(results), options.figure or Path(options.json).with_suffix(".png"))
+    publish(options, results, [as_table(results)], lambda path: figures.save(figures.capacity(results), path))
 
 
 def survey(options):

@@ -28,9 +28,9 @@ from common.data import Batches, load_text
 from common.errors import InputError
 from common.measure import tables
 from common.measure.hardware import hardware
-from common.outputs import check_outputs, write_json
+from common.outputs import check_outputs, one_line_errors, publish
 from common.ranks.world import launch
-from common.train import find_engine, one_line_errors
+from common.train import find_engine
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 BLOCK = 2**23
@@ -55,9 +55,7 @@ def main(arguments=None):
         rows = [launch(measure, options, nproc=int(size)) for size in options.nproc.split(",")]
     results = {"hardware": hardware(torch.device("cpu")), "engine": options.engine, "model": options.model}
     results |= {"rounds": options.rounds, "rows": rows}
-    tables.show(as_table(results))
-    if options.json:
-        write_json(options.json, results)
+    publish(options, results, [as_table(results)])
 
 
 def check(options):

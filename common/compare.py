@@ -14,7 +14,7 @@ import torch
 from common.errors import InputError
 from common.measure import figures, tables
 from common.measure.hardware import hardware
-from common.outputs import write_json
+from common.outputs import publish
 from common.peers import TorchDDP
 from common.train import ENGINES, add_arguments, build_model, command, find_engine, how, run_with_progress, show_bytes
 
@@ -39,18 +39,17 @@ def main(arguments=None):
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all)")
     parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
     options = parser.parse_args(arguments)
-    if options.json and not options.figure:
-        options.figure = str(Path(options.json).with_suffix(".png"))
     outcome = command(compare, options.engines.split(","), options, options=options)
     if outcome is None:  # a rank other than 0 under torchrun
         return
     results, timelines = outcome
-    tables.show(as_table(results))
-    if options.json:
-        write_json(options.json, results)
-        Path(options.json).with_suffix(".md").write_text(as_markdown(results))
-    if options.figure:
-        figures.save(figures.comparison(results, timelines), options.figure)
+
+    def draw(path):
+        figures.save(figures.comparison(results, timelines), path)
+        if options.json:
+            Path(options.json).with_suffix(".md").write_text(as_markdown(results))
+
+    publish(options, results, [as_table(results)], draw)
     if not all(holds(row) for row in results["rows"]):
         sys.exit("error: a row above is not bitwise equal to stage 0, or not as predicted")
 

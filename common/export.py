@@ -21,7 +21,8 @@ from common.engine.checkpoint import check_intact
 from common.engine.checkpoint_index import flush, read_index
 from common.engine.mixed_precision import DTYPES
 from common.errors import InputError
-from common.train import one_line_errors, show_bytes
+from common.outputs import one_line_errors
+from common.train import show_bytes
 
 
 def main(arguments=None):

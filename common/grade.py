@@ -9,7 +9,6 @@ Exit status 0 says that all promises hold, 1 that one fails, 2 that there was no
 """
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -23,8 +22,9 @@ from common.course.cases import CASES
 from common.course.grading import Finding, grade
 from common.course.hints import hints_of
 from common.errors import InputError
+from common.outputs import check_outputs, one_line_errors, write_json
 from common.ranks.world import LocalWorld
-from common.train import STAGES, one_line_errors
+from common.train import STAGES
 
 RANKS = 2
 SECONDS = 8.0  # that a case may take: one takes a tenth of a second
@@ -39,10 +39,11 @@ def main(argv=None):
     parser.add_argument("--json", metavar="FILE", help="write a report here")
     options = parser.parse_args(argv)
     with one_line_errors():
+        check_outputs(options)
         stage = stage_of(options.file)
         report = graded(options.file, stage)
         if options.json:
-            Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
+            write_json(options.json, report)
     show(report, options)
     sys.exit(0 if report["passed"] else 1)
 

@@ -5,28 +5,62 @@ import errno
 import json
 import os
 import stat
+import sys
 import tempfile
 from pathlib import Path
 
 from common.errors import InputError
+from common.measure import tables
+from common.ranks.world import speaks_first
 
 TRIAL = 4096  # bytes that a file system must have left
 
 
-def check_outputs(options, *more):
-    """Try all files that the options of a command name: --json, --trace and --figure, where it has them.
+@contextlib.contextmanager
+def one_line_errors():
+    """An InputError ends the program: one line, by one rank, and exit status 2."""
+    try:
+        yield
+    except InputError as error:
+        if speaks_first():
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
-    Args:
-        options: the parsed arguments.
-        more: further files, each as an option and the path that comes of it.
+
+def check_outputs(options):
+    """Try all files that the options of a command name: --json, --trace and --figure, where it has them.
 
     Raises:
         InputError: one of them cannot be written.
     """
     for option in ("json", "trace", "figure"):
         check_output(f"--{option}", getattr(options, option, None))
-    for option, path in more:
-        check_output(option, path)
+    if hasattr(options, "figure"):
+        check_output("--json", picture(options))
+
+
+def picture(options):
+    """Where a command draws: at --figure, else beside --json; None where neither is given."""
+    return options.figure or (options.json and str(Path(options.json).with_suffix(".png")))
+
+
+def publish(options, results, shown, draw=None):
+    """Write what a command found where its options say, and then show it to people.
+
+    Args:
+        options: the parsed arguments, with `json`, and with `draw` also `figure`.
+        results: for the JSON.
+        shown: tables for the terminal.
+        draw: called with a path, draws there.
+    """
+    with one_line_errors():
+        if options.json:
+            write_json(options.json, results)
+        if draw is not None and picture(options):
+            with written(picture(options)):
+                draw(picture(options))
+    for table in shown:
+        tables.show(table)
 
 
 def check_output(option, path):
@@ -79,7 +113,14 @@ def write_text(path, text):
     Raises:
         InputError: it cannot be written any more.
     """
-    try:
+    with written(path):
         Path(path).write_text(text)
+
+
+@contextlib.contextmanager
+def written(path):
+    """In one line what keeps a file from being written."""
+    try:
+        yield
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}") from error

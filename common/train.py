@@ -7,10 +7,9 @@ import importlib.util
 import json
 import os
 import statistics
-import sys
 import time
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -31,9 +30,9 @@ from common.measure import tables
 from common.measure.hardware import cpus, hardware
 from common.measure.memory import Timeline
 from common.measure.timeline import Recording, overlap
-from common.outputs import check_name, check_outputs, write_json, write_text
+from common.outputs import check_name, check_outputs, one_line_errors, write_json, write_text
 from common.ranks.nodes import check_ranks_per_node
-from common.ranks.world import launch, speaks_first, told_by_torchrun
+from common.ranks.world import launch, told_by_torchrun
 from common.report import lines_of
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
@@ -111,17 +110,6 @@ def command(function, *args, options):
         check_options(options)
         asked = {name: getattr(options, name) for name in ("nproc", "oversubscribe", "ranks_per_node")}
         return launch(function, *args, hand_on=getattr(options, "save", None) is not None, **asked)
-
-
-@contextmanager
-def one_line_errors():
-    """An InputError ends the program: one line on one rank, and exit status 2."""
-    try:
-        yield
-    except InputError as error:
-        if speaks_first():
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def check_options(options):

@@ -15,7 +15,6 @@ import argparse
 import statistics
 import time
 from functools import partial
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
@@ -25,9 +24,9 @@ from common.data import Batches, load_text
 from common.errors import InputError
 from common.measure import figures, tables
 from common.measure.hardware import hardware
-from common.outputs import check_outputs, write_json
+from common.outputs import check_outputs, one_line_errors, publish
 from common.ranks.world import LocalWorld, check_size
-from common.train import one_line_errors, progress_bar, sha256, train_step
+from common.train import progress_bar, sha256, train_step
 from offload.nvme import InfinityEngine
 
 PLACED = {"parameters": "cpu", "gradients": "device", "optimizer": "device"}
@@ -96,11 +95,7 @@ def main(arguments=None):
     with one_line_errors():
         sizes = check(options)
         results = compare(options, sizes)
-    tables.show(as_table(results))
-    if options.json:
-        write_json(options.json, results)
-    if options.json or options.figure:
-        figures.save(figure(results), options.figure or Path(options.json).with_suffix(".png"))
+    publish(options, results, [as_table(results)], lambda path: figures.save(figure(results), path))
 
 
 def check(options):

@@ -11,15 +11,14 @@ Source: ZeRO-Offload, arXiv 2101.06840, sec. 5.2.
 import argparse
 import statistics
 from copy import copy
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 
 from common.errors import InputError
 from common.measure import figures, tables
 from common.measure.hardware import hardware
-from common.outputs import check_outputs, write_json
-from common.train import add_arguments, command, how, one_line_errors, run_with_progress
+from common.outputs import check_outputs, one_line_errors, publish
+from common.train import add_arguments, command, how, run_with_progress
 
 LAST = 50  # losses whose mean is compared
 HEADER = ("update", f"loss, mean of the last {LAST}", "tokens/s", "to exact")
@@ -43,11 +42,7 @@ def main(arguments=None):
     results = command(compare, options, options=options)
     if results is None:  # a rank other than 0 under torchrun
         return
-    tables.show(as_table(results))
-    if options.json:
-        write_json(options.json, results)
-    if options.json or options.figure:
-        figures.save(figure(results), options.figure or Path(options.json).with_suffix(".png"))
+    publish(options, results, [as_table(results)], lambda path: figures.save(figure(results), path))
 
 
 def compare(world, options):

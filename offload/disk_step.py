@@ -26,9 +26,9 @@ from torch import nn
 from common.errors import InputError
 from common.measure import tables
 from common.measure.hardware import hardware
-from common.outputs import check_outputs, write_json
+from common.outputs import check_outputs, one_line_errors, publish
 from common.ranks.world import launch
-from common.train import one_line_errors, progress_bar
+from common.train import progress_bar
 from offload.nvme import InfinityEngine
 
 PLACED = {"parameters": "nvme", "gradients": "cpu", "optimizer": "nvme"}
@@ -59,9 +59,7 @@ def main(arguments=None):
         if not os.path.isdir(options.path):
             raise InputError(f"--path {options.path}: there is no such folder; make it first")
         results = launch(measure, options, nproc=1)
-    tables.show(as_table(results))
-    if options.json:
-        write_json(options.json, results)
+    publish(options, results, [as_table(results)])
 
 
 def measure(world, options):

@@ -23,9 +23,9 @@ from common.measure import tables
 from common.measure.hardware import hardware
 from common.measure.memory import high_water
 from common.models.gpt import GPT, GPTConfig
-from common.outputs import check_outputs, write_json
+from common.outputs import check_outputs, one_line_errors, publish
 from common.ranks.world import launch
-from common.train import one_line_errors, progress_bar, show_bytes, train_step
+from common.train import progress_bar, show_bytes, train_step
 from offload.nvme import InfinityEngine
 
 BYTES = 16  # on disk, of a parameter: weight, gradient, two moments, in fp32
@@ -55,9 +55,7 @@ def main(arguments=None):
             if getattr(options, name) < 1:
                 raise InputError(f"--{name} {getattr(options, name)}: at least 1 is needed")
         results = launch(train, options, nproc=1)
-    tables.show(as_table(results))
-    if options.json:
-        write_json(options.json, results)
+    publish(options, results, [as_table(results)])
 
 
 def build(options, layers):

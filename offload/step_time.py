@@ -23,10 +23,10 @@ from common.engine.tiers import Host
 from common.errors import InputError
 from common.measure import tables
 from common.measure.hardware import hardware
-from common.outputs import check_outputs, write_json
+from common.outputs import check_outputs, one_line_errors, publish
 from common.ranks.collectives import Collectives
 from common.ranks.world import launch
-from common.train import one_line_errors, progress_bar
+from common.train import progress_bar
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 PEER = "DeepSpeedCPUAdam"
@@ -49,9 +49,7 @@ def main(arguments=None):
                 raise InputError(f"--{name} {getattr(options, name)}: at least 1 is needed")
         check_outputs(options)
         results = launch(measure, options.elements, options.rounds, nproc=1)
-    tables.show(as_table(results))
-    if options.json:
-        write_json(options.json, results)
+    publish(options, results, [as_table(results)])
 
 
 def measure(world, elements, rounds):

@@ -29,9 +29,9 @@ from common.errors import InputError
 from common.measure import tables
 from common.measure.hardware import hardware
 from common.measure.memory import Timeline
-from common.outputs import write_json
+from common.outputs import one_line_errors, publish
 from common.ranks.world import LocalWorld, RankFailed
-from common.train import default_nproc, find_engine, one_line_errors, show_bytes
+from common.train import default_nproc, find_engine, show_bytes
 
 ROWS = 32  # kernels take rows in blocks: where the cuts lie between blocks, every row is computed as in the whole
 PART = re.compile(r"(?P<layer>(.*\.)?)tiles\.(?P<number>\d+)\.(?P<kind>weight|bias)")
@@ -209,9 +209,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     with one_line_errors():
         results = survey(options)
-    tables.show(as_table(results))
-    if options.json:
-        write_json(options.json, results)
+    publish(options, results, [as_table(results)])
 
 
 def survey(options):

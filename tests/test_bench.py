@@ -158,7 +158,7 @@ def test_the_interval_holds_what_differs_between_worlds(luck, widths):
         ({"models": "gpt-huge"}, "unknown model 'gpt-huge'"),
         ({"precisions": "fp8"}, "unknown precision 'fp8'"),
         ({"nproc": "2,x"}, "'x' is no world size"),
-        ({"batch": 0}, "a global batch of 0"),
+        ({"batch": 0}, "--batch 0: at least 1 needed"),
         ({"bucket_mb": 0}, "a bucket needs a size above 0"),
         ({"json": "/no/such/folder/b.json"}, "there is no such folder"),
         ({"nproc": "64", "oversubscribe": False}, "--nproc 64: this machine has"),

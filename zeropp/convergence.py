@@ -23,8 +23,8 @@ from common.data import Batches, load_text
 from common.errors import InputError
 from common.measure import figures, tables
 from common.measure.hardware import hardware
-from common.outputs import check_outputs, write_json
-from common.train import add_arguments, build_model, command, find_engine, one_line_errors, progress_bar, train_step
+from common.outputs import check_outputs, one_line_errors, publish
+from common.train import add_arguments, build_model, command, find_engine, progress_bar, train_step
 from zeropp.engine import check_options
 from zeropp.export import load_int8, save_int8
 
@@ -67,11 +67,8 @@ def main(arguments=None):
     results = command(compare, options, options=options)
     if results is None:  # a rank other than 0 under torchrun
         return
-    tables.show(tables.table(title(results), HEADER, cells(results)))
-    if options.json:
-        write_json(options.json, results)
-    if options.json or options.figure:
-        figures.save(figure(results), options.figure or Path(options.json).with_suffix(".png"))
+    shown = [tables.table(title(results), HEADER, cells(results))]
+    publish(options, results, shown, lambda path: figures.save(figure(results), path))
 
 
 def chosen(options):

@@ -15,8 +15,8 @@ import torch
 from common.errors import InputError
 from common.measure import tables
 from common.measure.hardware import hardware
-from common.outputs import check_outputs, write_json
-from common.train import one_line_errors, progress_bar
+from common.outputs import check_outputs, one_line_errors, publish
+from common.train import progress_bar
 from zeropp.quantize import Blocks
 
 HEADER = ("", "ms", "same bits")
@@ -38,9 +38,7 @@ def main(arguments=None):
                 raise InputError(f"--{name} {getattr(options, name)}: at least 1 is needed")
         check_outputs(options)
         results = measure(options.elements, options.rounds)
-    tables.show(tables.table(title(results), HEADER, cells(results)))
-    if options.json:
-        write_json(options.json, results)
+    publish(options, results, [tables.table(title(results), HEADER, cells(results))])
 
 
 def measure(elements, rounds):

@@ -19,15 +19,14 @@ import argparse
 import itertools
 import math
 from copy import copy
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 
 from common.errors import InputError
 from common.measure import figures, tables
-from common.outputs import check_outputs, write_json
+from common.outputs import check_outputs, one_line_errors, publish
 from common.ranks.namespaces import TwoNodes, bits_per_second
-from common.train import one_line_errors, progress_bar, show_bytes
+from common.train import progress_bar, show_bytes
 from zeropp import two_nodes
 from zeropp.quantize import Blocks
 
@@ -57,11 +56,8 @@ def main(arguments=None):
             raise InputError(f"--rates {options.rates}: the prediction starts from none, so add it")
         check_outputs(options)
         results = sweep(options, rates, blocks)
-    tables.show(tables.table(title(results), HEADER, cells(results)))
-    if options.json:
-        write_json(options.json, results)
-    if options.json or options.figure:
-        figures.save(figure(results), options.figure or Path(options.json).with_suffix(".png"))
+    shown = [tables.table(title(results), HEADER, cells(results))]
+    publish(options, results, shown, lambda path: figures.save(figure(results), path))
 
 
 def numbers(text):

@@ -29,11 +29,11 @@ from common.data import Batches, load_text
 from common.errors import InputError
 from common.measure import tables
 from common.measure.hardware import hardware
-from common.outputs import check_outputs, write_json
+from common.outputs import check_outputs, one_line_errors, publish, write_json
 from common.ranks.namespaces import INTERFACE, TwoNodes, bytes_left
 from common.ranks.nodes import ACROSS_NODES, IN_NODE
 from common.ranks.world import launch
-from common.train import find_engine, one_line_errors, show_bytes, train_step
+from common.train import find_engine, show_bytes, train_step
 from zeropp.quantize import AsTheyAre, Blocks
 from zeropp.transports import OneHop
 
@@ -84,9 +84,7 @@ def main(arguments=None):
             return
         with TwoNodes(None if options.rate == "none" else options.rate) as nodes:
             results = {**on_nodes(nodes, options), "rate": options.rate}
-        tables.show(as_table(results))
-        if options.json:
-            write_json(options.json, results)
+    publish(options, results, [as_table(results)])
 
 
 def add_arguments(parser):

@@ -18,7 +18,7 @@ from nbclient.exceptions import CellExecutionError
 from nbformat.reader import NotJSONError
 
 from common.errors import InputError
-from common.train import one_line_errors
+from common.outputs import one_line_errors
 
 FOLDER = Path(__file__).parent.parent.parent / "notebooks"
 SECONDS = 300  # that a cell may take

@@ -328,17 +328,13 @@ def _check_fits(engine, index):
 
 
 def _place(dtype, shape, group):
-    return f"{kind(dtype, shape)}, {'frozen' if group is None else f'in group {group}'}"
-
-
-def kind(dtype, shape):
-    """What a tensor in a file has in common with the one it is to become: floating dtypes are cast to each other."""
-    return f"{'floating' if dtype and dtype.is_floating_point else dtype}, of shape {list(shape)}"
+    return f"{streamed.kind(dtype, shape)}, {'frozen' if group is None else f'in group {group}'}"
 
 
 def _check_buffers(engine, file):
     for name, buffer in _buffers(engine):
-        there, here = kind(*file.tensors[f"buffers/{name}"]), kind(buffer.dtype, buffer.shape)
+        there = streamed.kind(*file.tensors[f"buffers/{name}"])
+        here = streamed.kind(buffer.dtype, buffer.shape)
         if there != here:
             raise InputError(
                 f"buffer {name!r} is {there} in the checkpoint and {here} here; build it as it was built then"

@@ -134,6 +134,11 @@ def _as_told(name, value, dtype, shape):
     return value
 
 
+def kind(dtype, shape):
+    """What a tensor in a file has in common with the one it is to become: floating dtypes are cast to each other."""
+    return f"{'floating' if dtype and dtype.is_floating_point else dtype}, of shape {list(shape)}"
+
+
 def _in_order(tensors):
     """The widest first: so each begins at a multiple of its element's size, as those who map the file need it."""
     return sorted(tensors, key=lambda name: -tensors[name][0].itemsize)

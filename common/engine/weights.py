@@ -34,8 +34,8 @@ def load(engine, file):
     """
     with contextlib.ExitStack() as opened:
         with together(engine.comm, f"cannot load weights of {str(file)!r}"):
-            kind = streamed.SplitSource if str(file).endswith(".json") else streamed.Source
-            source = opened.enter_context(kind(file))
+            make = streamed.SplitSource if str(file).endswith(".json") else streamed.Source
+            source = opened.enter_context(make(file))
             name_of = _names_in(source, engine.state_as_it_stands())
             _check_range(engine, source, name_of)
         engine.begin_load()
@@ -60,7 +60,7 @@ def _names_in(source, state):
         elif isinstance(tensor, nn.Parameter):
             raise InputError(f"{own[0]!r} is missing; the names are to be those of model.state_dict()")
         for name in there:
-            theirs, ours = _kind(*source.tensors[name]), _kind(tensor.dtype, tensor.shape)
+            theirs, ours = streamed.kind(*source.tensors[name]), streamed.kind(tensor.dtype, tensor.shape)
             if theirs != ours:
                 raise InputError(f"{name!r} is {theirs} there and {ours} here; build the model that it was saved from")
         for other in there[1:]:
@@ -70,11 +70,6 @@ def _names_in(source, state):
     if superfluous:
         raise InputError(f"{superfluous[0]!r} is not in the model; leave it out")
     return name_of
-
-
-def _kind(dtype, shape):
-    """What must be the same in a file: any floating dtype is cast to any other."""
-    return f"{'floating' if dtype and dtype.is_floating_point else dtype}, of shape {list(shape)}"
 
 
 def _check_range(engine, source, name_of):

@@ -7,7 +7,7 @@ from pathlib import Path
 from common.errors import InputError
 from common.lessons import page, recording
 from common.lessons.sources import Source
-from common.train import one_line_errors
+from common.outputs import one_line_errors
 
 # (the engine before, the engine after). The steps of offload, offload.nvme and zeropp are not among them: what they
 # hold on a host, on disk or in second shards, and what they send in two hops, `events` does not see yet.
