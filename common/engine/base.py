@@ -379,7 +379,8 @@ class EngineBase(Files):
     def predicted_wire_bytes_per_step(self):
         """Bytes this rank sends in a step, by collective: summed from `sends`, padding included.
 
-        In a step of as many backwards as the last one had, and as many of them under `no_sync`.
+        In a step of as many backwards as the last one had, as many of them under `no_sync`, and forwards like its last
+        one. Where a forward takes another way than the one before, a unit that is prefetched in vain comes on top.
         """
         return self.accounts.predicted_sent()
 
