@@ -76,7 +76,7 @@ class Guards:
         def step(optimizer, closure=None):
             refuse()
 
-        self._engine.optimizer.step = types.MethodType(step, self._engine.optimizer)
+        self._engine.optimizer.step = types.MethodType(step, weakref.proxy(self._engine.optimizer))
         self._own_step = step
 
     def check_step(self):
