@@ -68,6 +68,10 @@ class OffloadEngine(EngineBase):
         self.ratio, self.delayed_update, self.warmup_steps = ratio, delayed_update, warmup_steps
         self.is_plain = not delayed_update
         super().__init__(model, optimizer, **options)
+        for bucket in self.buckets:
+            for piece in bucket.pieces:
+                piece.stepper = Stepper(piece, optimizer)
+        self.guards.rest_optimizer()
 
     def owned(self, bucket):
         """The ownership table: what this rank keeps of a bucket between steps."""
@@ -175,7 +179,6 @@ class OffloadEngine(EngineBase):
 
     def step_piece(self, bucket, piece):
         """Step a piece where it lies. The host does so on a lane of its own, one piece after the other."""
-        piece.stepper = piece.stepper or Stepper(piece, self.optimizer)
         piece.stepper.ask(self.optimizer, self.optimizer.param_groups[bucket.kind.group], self._factor)
         if piece.spare is not None:  # the next backward's mean may arrive before this one is spent
             piece.reduced, piece.spare = piece.spare, piece.reduced

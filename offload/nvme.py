@@ -89,7 +89,7 @@ class InfinityEngine(EngineBase):
     def sends(self, bucket, backwards):
         """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""
         unit = bucket.unit
-        gathers = 1 if not unit.reached or (self.keep_last and unit in self.ended) else 2
+        gathers = unit.ran * (1 if not unit.reached or unit in self.kept else 2)
         return {"all_gather": backwards * (gathers + unit.again), "reduce_scatter": backwards * bucket.kind.trainable}
 
     def placed(self, bucket):
@@ -139,7 +139,7 @@ class InfinityEngine(EngineBase):
             unit.gathered = True
             self.free(unit)
         self.forward_order, self.backward_order = units.Order(), units.Order()
-        self.ended = []  # the units whose forward ended since another one began
+        self.ended, self.kept = [], []  # units whose forward ended since another began; that were kept for a backward
         self.ahead = []  # the units that are read from disk and not yet gathered
         self.watches = units.watch(self, self.units)
 
@@ -264,7 +264,9 @@ class InfinityEngine(EngineBase):
 
     def end_forward(self):
         """What ended the forward stays for its backward, if there will be one."""
-        if not (self.keep_last and self.recording):
+        if self.keep_last and self.recording:
+            self.kept = list(self.ended)
+        else:
             self.free_ended()
         if self.recording:
             self.read_ahead(self.backward_order.upcoming(READ_AHEAD, anew=True))

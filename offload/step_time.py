@@ -102,7 +102,7 @@ def _of_tier(host, gradient):
     piece.master = nn.Parameter(host.empty(len(gradient), torch.float32).zero_())
     piece.reduced = host.empty_like(gradient)
     optimizer = ADAMW([piece.master], fused=True)
-    stepper = Stepper(piece, optimizer)
+    stepper = Stepper(piece, partial(ADAMW, fused=True))
 
     def prepare():
         piece.reduced.copy_(gradient)  # in 16-bit the new parameters have taken its place

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import STAGES, batch, claimed, follows, make_engine, or_reason, train_step
+from harness import ENGINES, STAGES, batch, claimed, follows, make_engine, or_reason, train_step
 from papers import bytes_held, bytes_sent
 from probes import inputs, small_engine
-from trap_models import CASES, InputsRequireGrad
+from trap_models import CASES, InputsRequireGrad, Net
+from trap_models import step as take_a_step
 
 from common import models, train
 from common.measure.memory import CLASSES, Timeline
@@ -61,6 +62,68 @@ def sends_where_gradients_begin(world, engine):
 def test_a_unit_in_whose_result_gradients_begin_is_not_foreseen_to_be_gathered_again(worlds, stage):
     for measured, predicted in worlds(2).run(sends_where_gradients_begin, stage):
         assert measured == predicted
+
+
+class Skipping(Net):
+    """When told to, leaves a frozen block out and what would end the forward."""
+
+    skips = False
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x):
+        return self.blocks[2](self.blocks[0](self.stem(x))) if self.skips else super().forward(x)
+
+
+COUNTS = {
+    "predicted_wire_bytes_per_step": "by_collective",
+    "predicted_bus_bytes_per_step": "on_bus",
+    "predicted_disk_bytes_per_step": "on_disk",
+}
+
+
+def on_the_way(world, engine, options):
+    """What steps sent and moved, and what was foreseen right after them, and after an evaluation that goes elsewhere.
+
+    A forward that takes another way than the one before prefetches in vain; so the step after it counts.
+    """
+    made, found = small_engine(world, engine, make=Skipping, **options), []
+    counts = [names for names in COUNTS.items() if hasattr(made, names[0])]
+    before = counted = None
+    for way in ("skip", "skip", "evaluate", "skip", "skip", "run", "run", "evaluate and skip", "run", "run"):
+        made.module.skips = "skip" in way
+        if "evaluate" in way:
+            with torch.no_grad():
+                made(inputs(world, 0))
+        else:
+            made.comm.traffic.reset()
+            take_a_step(made, inputs(world, 0))
+            made.synchronize()
+            measured, counted = [getattr(made.comm.traffic, name)() for _, name in counts], way == before
+        if counted:
+            found.append((measured, [getattr(made, name)() for name, _ in counts]))
+        before = way
+    return found
+
+
+PAGED = {"tiers": "nvme", "sub_group_mb": 1e-4}  # several sub-groups
+WAYS = [*((name, {}) for name in (*ENGINES, "offloaded:Spread")), ("offload.nvme", PAGED)]
+WAYS += [
+    ("stage3_param", {"keep_last": False}),
+    ("zeropp", {}),
+    ("quantized:Off", {}),
+    ("quantized:Copies", {"ranks_per_node": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), WAYS, ids=str)
+def test_a_unit_that_no_forward_runs_is_foreseen_to_be_reduced_and_not_gathered(worlds, name, options):
+    for rank in worlds(2).run(on_the_way, name, options):
+        assert len(rank) == 6
+        for measured, predicted in rank:
+            assert measured == predicted
 
 
 def holds(world, engine, **options):

@@ -2,13 +2,16 @@
 
 import functools
 import importlib
+import types
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ADAMW, STAGES, make_engine, same_bits
-from probes import inputs, small_engine
+from harness import ADAMW, ENGINES, STAGES, make_engine, same_bits
+from probes import UNFUSED, inputs, small_engine
 from torch import nn
+from torch.optim import lr_scheduler
 from trap_models import WIDTH, Block, FrozenEnds, Net, loss, step
 
 from common.errors import InputError
@@ -357,6 +360,122 @@ def small_engine_with(world, stage, optimizer):
 def test_an_optimizer_that_counts_or_clips_by_the_call_is_refused(worlds, stage, optimizer):
     for message in worlds(2).run(door, stage, functools.partial(optimizer, lr=0.1)):
         assert f"{optimizer.__name__} steps 64 elements otherwise than their two halves" in message
+
+
+# ---- steps of one's own ---------------------------------------------------------------------------------------------
+
+EXACT = (*ENGINES, "quantized:Off")  # ZeRO++ with its switches off
+LIMIT = 0.1  # of weights, which are larger at first
+
+
+@torch.no_grad()
+def limited(optimizer, step):
+    """Clip gradients by value, step, and clamp the weights."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    nn.utils.clip_grad_value_(parameters, 1e-3)
+    step()
+    for parameter in parameters:
+        parameter.clamp_(-LIMIT, LIMIT)
+
+
+class Limited(torch.optim.SGD):
+    def step(self, closure=None):
+        limited(self, super().step)
+
+
+def limited_instance(parameters, **options):
+    optimizer = torch.optim.SGD(parameters, **options)
+    optimizer.step = functools.partial(limited, optimizer, optimizer.step)
+    return optimizer
+
+
+def trained(world, engine, factory, precision):
+    """The weights at first, and after three steps."""
+    torch.manual_seed(0)
+    optimizer = functools.partial(factory, lr=10.0, momentum=0.9)
+    made = make_engine(engine, Net().to(world.device), optimizer, precision=precision)
+    first = made.full_state_dict()
+    for index in range(3):
+        step(made, inputs(world, index))
+    return first, made.full_state_dict()
+
+
+@pytest.mark.parametrize("factory", [Limited, limited_instance])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", EXACT)
+def test_a_step_of_ones_own_does_to_each_shard_what_it_would_do_to_the_whole(worlds, name, precision, factory):
+    _, expected = worlds(2).run(trained, "baseline:AverageAfterBackward", factory, precision)[0]
+    for first, weights in worlds(2).run(trained, name, factory, precision):
+        assert max(value.abs().max() for value in first.values()) > LIMIT
+        assert same_bits(weights, expected)
+
+
+def with_a_hook(register):
+    def factory(parameters):
+        optimizer = UNFUSED(parameters)
+        getattr(optimizer, register)(lambda *_: None)
+        return optimizer
+
+    return factory
+
+
+def hook(world, engine):
+    """What the door says of an optimizer with a hook, and the engine of one for its optimizer; then it trains."""
+    messages = []
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        messages.append(door(world, engine, with_a_hook(register)))
+        made = small_engine(world, engine)
+        messages.append(message_of(getattr(made.optimizer, register), lambda *_: None))
+        messages.append(message_of(step, made, inputs(world, 0)))
+    return messages
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
+def test_hooks_of_a_step_are_refused_in_the_factory_and_later(worlds, name):
+    said = "a hook of the optimizer's step would be called for every shard anew; do it in step() of the optimizer that "
+    said += "the factory makes, which sees each shard alone"
+    for messages in worlds(2).run(hook, name):
+        assert messages == 2 * [said, said, None]
+
+
+def watch(optimizer):
+    """Several schedulers, which wrap the optimizer's step to watch it."""
+    ramp, decay = lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, 3)
+    return lr_scheduler.SequentialLR(optimizer, [ramp, decay], [2]), lr_scheduler.ChainedScheduler([cosine, decay])
+
+
+def wrap(optimizer):
+    """Have it do more, in a step that schedulers can wrap."""
+    optimizer.step = types.MethodType(limited, optimizer)
+
+
+def wrap_twice(world, engine, *order):
+    """What a step says where the optimizer's own was wrapped so; warnings are errors."""
+    made = small_engine(world, engine)
+    step(made, inputs(world, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedulers = [scheduler for how in order for scheduler in how(made.optimizer) or ()]
+        for index in range(2):
+            message = message_of(step, made, inputs(world, index))
+            for scheduler in schedulers if message is None else ():
+                scheduler.step()
+    return message
+
+
+def in_words(order):
+    return ", then ".join(how.__name__ for how in order)
+
+
+@pytest.mark.parametrize("order", [(watch,), (wrap,), (watch, wrap), (wrap, watch)], ids=in_words)
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp", "offloaded:Delayed"])
+def test_a_step_that_is_replaced_later_is_refused_and_schedulers_may_watch_it(worlds, name, order):
+    for message in worlds(2).run(wrap_twice, name, *order):
+        if order == (watch,):
+            assert message is None
+        else:
+            assert message.startswith("engine.optimizer.step was replaced after the engine was built; do it in step()")
 
 
 # ---- two engines ----------------------------------------------------------------------------------------------------

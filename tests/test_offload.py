@@ -4,13 +4,14 @@ import contextlib
 import functools
 import itertools
 import json
+import time
 from unittest import mock
 
 import pytest
 import torch
 from harness import ENGINES, batch, make_engine, same_bits, train_step
 from matrix import Cell, train_cell
-from mutants import healthy
+from mutants import healthy, replaced
 from offload_mutants import OFFLOAD_MUTANTS, counts, delayed, lies_on_the_host, loads_over_what_is_under_way
 from offloaded import WARM_UP
 from papers import bytes_held, bytes_on_host
@@ -22,7 +23,7 @@ from common.engine import tiers
 from common.errors import InputError
 from common.measure.memory import HOST, Timeline
 from common.ranks import lanes
-from offload import delay, step_time
+from offload import OffloadEngine, delay, step_time
 from offload.__main__ import add_own
 
 RATIOS = ("offloaded:Third", "offloaded:Half", "offloaded:AllOnDevice")
@@ -67,6 +68,62 @@ def equal(ranks, others):
 def test_a_delayed_update_is_the_same_whenever_the_host_steps(worlds, tmp_path, name, lane):
     for broken in worlds(2).run(delayed, name, str(tmp_path), lane):
         assert broken == []
+
+
+OPTIMIZERS = {
+    "ASGD": functools.partial(torch.optim.ASGD, lr=0.1),
+    "NAdam": functools.partial(torch.optim.NAdam, lr=1e-2),
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=1e-2),  # it makes its states when it is built
+}
+
+
+@contextlib.contextmanager
+def a_slow_host():
+    """Within it the host is half way through the states of a piece when the next ones are asked for."""
+
+    def slow(make, *args, **options):
+        time.sleep(5e-3)
+        return make(*args, **options)
+
+    def step_piece(original, *args):
+        step = original(*args)
+        time.sleep(3e-3)
+        return step
+
+    # What ASGD and NAdam make their second state with, after the first is there.
+    with (
+        replaced(torch, "ones", slow),
+        replaced(torch, "tensor", slow),
+        replaced(OffloadEngine, "step_piece", step_piece),
+    ):
+        yield
+
+
+def steps_slowly(world, engine, optimizer):
+    with a_slow_host():
+        made = make_engine(engine, optimizer=OPTIMIZERS[optimizer])
+        return [train_step(made, world, step) for step in range(3)], made.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("reference", "name"), [("stage2_grad", "offload"), ("offloaded:DelayedLoop", "offloaded:Delayed")]
+)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_on_the_host_meets_no_half_made_states_of_another(worlds, optimizer, reference, name):
+    pair = (worlds(2).run(steps_slowly, engine, optimizer) for engine in (reference, name))
+    for (losses, weights), (found, others) in zip(*pair, strict=True):
+        assert found == losses
+        assert same_bits(weights, others)
+
+
+def kept_beside(world):
+    """States that a piece's own optimizer keeps after it is built, beside those on the host."""
+    made = make_engine("offload", optimizer=OPTIMIZERS["Adagrad"])
+    return [dict(piece.stepper._optimizer.state) for bucket in made.buckets for piece in bucket.pieces]
+
+
+def test_states_that_an_optimizer_makes_when_it_is_built_are_not_kept_twice(worlds):
+    assert not any(worlds(1).run(kept_beside)[0])
 
 
 def handed_on(world, writer, reader, folder, precision):

@@ -90,7 +90,7 @@ class Engine(EngineBase):
     def sends(self, bucket, backwards):
         """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""
         unit = bucket.unit
-        gathers = 1 if not unit.reached or (self.keep_last and unit in self.ended) else 2
+        gathers = unit.ran * (1 if not unit.reached or unit in self.kept else 2)
         gathers, reductions = backwards * (gathers + unit.again), backwards * bucket.kind.trainable
         return {**bucket.comes_by.sends(bucket, gathers), **bucket.goes_by.sends(bucket, reductions)}
 
@@ -113,7 +113,7 @@ class Engine(EngineBase):
             unit.gathered = True
             self.free(unit)
         self.forward_order, self.backward_order = units.Order(), units.Order()
-        self.ended = []  # the units whose forward ended since another one began
+        self.ended, self.kept = [], []  # units whose forward ended since another began; that were kept for a backward
         self.watches = units.watch(self, self.units)
 
     # ---- parameters come and go -------------------------------------------------------------------------------
@@ -210,7 +210,9 @@ class Engine(EngineBase):
 
     def end_forward(self):
         """What ended the forward stays for its backward, if there will be one."""
-        if not (self.keep_last and self.recording):
+        if self.keep_last and self.recording:
+            self.kept = list(self.ended)
+        else:
             self.free_ended()
 
     # ---- backward ---------------------------------------------------------------------------------------------

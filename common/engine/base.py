@@ -27,6 +27,7 @@ from common.engine.files import Files
 from common.engine.guards import Guards, engine_of
 from common.engine.hooks import Hook, remove_with
 from common.engine.mixed_precision import LossScaler, dtype_of, gradient_norm, overflow_flag
+from common.engine.stepping import alone
 from common.engine.tensors import host_value, map_tensors
 from common.engine.uses import Uses
 from common.errors import InputError
@@ -53,7 +54,10 @@ class EngineBase(Files):
     Args:
         model: an nn.Module on the group's device, or on the meta device together with `init`.
         optimizer: a factory, from parameters or param_groups to a torch.optim.Optimizer that works element by
-            element, such as `functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)`.
+            element, such as `functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)`; it is called several times.
+            Engines step shard by shard, and `step` sees each shard alone. So hooks are refused: what they would do,
+            clamp weights say, belongs in a `step` of your own, of a subclass or put in place by the factory. What that
+            reads as it goes on stands in `param_groups`.
         param_groups: torch's list of dicts over the model's trainable parameters; None is one group.
         precision: "fp32", "bf16" or "fp16": what parameters built in fp32 are kept and used in, and floating inputs
             are cast to. Parameters built in another dtype keep it; buffers keep theirs. Whatever is 16-bit is stepped
@@ -148,7 +152,7 @@ class EngineBase(Files):
         self._factor = None  # what the step's gradients are multiplied by
         self.optimizer = optimizer(self._shard_groups(param_groups))
         building.adopt_states(self.optimizer, self.buckets)
-        self.optimizer.register_step_pre_hook(Hook(self.guards.before_optimizer))
+        self.guards.take_optimizer()
 
     # ---- the calls of a training loop -------------------------------------------------------------------------
 
@@ -230,6 +234,7 @@ class EngineBase(Files):
         """
         self.guards.check_parameters()
         self.guards.check_trainable()
+        self.guards.check_step()
         if self._failed:
             self.zero_grad()
         if any(bucket.pending for bucket in self.buckets):  # of another engine's backward, or under no_sync
@@ -282,14 +287,15 @@ class EngineBase(Files):
             gradient.mul_(self._factor)
         bucket.master.grad = gradient
         try:
-            self.show_step()  # passes over the shards that have no gradient
+            with alone(self.optimizer, bucket.master):
+                self.show_step()
         finally:
             bucket.master.grad = None
         if bucket.is_apart:
             bucket.stepped.copy_(bucket.master.detach())
 
     def show_step(self):
-        """The optimizer's own step. Schedulers and hooks watch it, so it is called where pieces step by themselves."""
+        """The optimizer's own step. Schedulers watch it, so it is called where pieces step by themselves."""
         self.stepping = True
         try:
             self.optimizer.step()
@@ -376,7 +382,8 @@ class EngineBase(Files):
     def predicted_wire_bytes_per_step(self):
         """Bytes this rank sends in a step, by collective: summed from `sends`, padding included.
 
-        In a step of as many backwards as the last one had, and as many of them under `no_sync`.
+        In a step of as many backwards as the last one had, as many of them under `no_sync`, and forwards like its last
+        one. Where a forward takes another way than the one before, a unit that is prefetched in vain comes on top.
         """
         return self.accounts.predicted_sent()
 

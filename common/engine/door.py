@@ -12,8 +12,9 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from common.engine.guards import engine_of
+from common.engine.guards import check_hooks, engine_of
 from common.engine.mixed_precision import DTYPES
+from common.engine.stepping import alone
 from common.engine.tensors import checksum, host_value, tensors_of_state
 from common.engine.units import hollow
 from common.errors import InputError
@@ -84,7 +85,8 @@ def check_elementwise(optimizer, device, refusal="the optimizer does not work el
             for gradient in gradients:
                 for part, piece in zip(parts, gradient.split(length), strict=True):
                     part.grad = piece.clone()
-                    probe.step()
+                    with alone(probe, part):
+                        probe.step()
                     part.grad = None
         except Exception as error:
             raise InputError(_not_elementwise(f"it fails on a flat shard: {error}", refusal)) from error
@@ -129,6 +131,7 @@ def _check_settings(optimizer, device):
         built = optimizer([nn.Parameter(torch.zeros(8, 8, device=device))])  # a matrix, as models have them
     except Exception as error:
         raise InputError(f"the optimizer cannot be built: {error}") from error
+    check_hooks(built)
     _check_rates(built.param_groups)
 
 

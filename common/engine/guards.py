@@ -1,12 +1,16 @@
 """What is refused once an engine is built, because it would train other weights than the engine does, or none."""
 
+import types
 import weakref
 
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.engine.hooks import Hook
 from common.errors import InputError
 from common.measure.memory import storage_id
+
+WHERE_TO_WRITE = "do it in step() of the optimizer that the factory makes, which sees each shard alone"
 
 engine_of = weakref.WeakValueDictionary()  # id of a parameter -> its engine, which holds the parameter
 
@@ -58,10 +62,50 @@ class Guards:
                 "before the engine is built, or use engine.save() and engine.load()"
             )
 
+    def take_optimizer(self):
+        """Look after the engine's optimizer too: it is as it was built, and hears no hooks."""
+        optimizer = self._engine.optimizer
+        optimizer.register_step_pre_hook(Hook(self.before_optimizer))
+        optimizer.register_step_pre_hook = optimizer.register_step_post_hook = _refuse_hook
+        self._own_step = _watched(optimizer.step)
+
+    def rest_optimizer(self):
+        """Have the optimizer's own step do nothing, where pieces step by themselves. Schedulers still watch it."""
+        refuse = Hook(self.before_optimizer)
+
+        def step(optimizer, closure=None):
+            refuse()
+
+        self._engine.optimizer.step = types.MethodType(step, weakref.proxy(self._engine.optimizer))
+        self._own_step = step
+
+    def check_step(self):
+        """Refuse a `step` that has been put in the place of the optimizer's own: not every engine would hear it."""
+        put = vars(self._engine.optimizer).get("step")  # None where it is that of the class
+        if put is not None and _watched(put) is not self._own_step:
+            raise InputError(f"engine.optimizer.step was replaced after the engine was built; {WHERE_TO_WRITE}")
+
     def before_optimizer(self, *_):
         """A hook of the engine's optimizer: refuse a step that the engine does not make."""
         if not self._engine.stepping:
             raise RuntimeError("engine.optimizer.step() has no gradients to step by; write engine.step()")
+
+
+def check_hooks(optimizer):
+    """Refuse an optimizer that comes with hooks of its step. torch has no public way to ask for them."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        _refuse_hook()
+
+
+def _refuse_hook(*_, **__):
+    raise InputError(f"a hook of the optimizer's step would be called for every shard anew; {WHERE_TO_WRITE}")
+
+
+def _watched(step):
+    """The function that steps: a learning rate scheduler wraps `optimizer.step` to watch it."""
+    if getattr(step, "__globals__", None) is vars(lr_scheduler):
+        step = step.__wrapped__
+    return getattr(step, "__func__", step)
 
 
 def _refuse_other_optimizers(optimizer, *_):

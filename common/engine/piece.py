@@ -20,7 +20,7 @@ class Piece:
         reduced: where its mean gradient arrives, in the parameters' dtype.
         carried: the sum of the step's earlier means, in fp32, where `reduced` does not hold it.
         spare: room for another mean, where a step over one may run while the next arrives.
-        stepper: what steps it alone, where a tier does; made with its first step.
+        stepper: what steps it alone, where a tier does.
         fresh: the new parameters, in their dtype, once a step in another tier is taken.
     """
 

@@ -1,11 +1,27 @@
-"""The optimizer over one piece alone: what was asked for is done as it was asked for, whatever changes meanwhile."""
+"""The optimizer over one piece alone: engines step piece by piece, and each step sees what it steps and no more."""
 
-import copy
+import contextlib
 from collections import defaultdict
 
 import torch
 from torch import nn
 from torch.profiler import record_function
+
+
+@contextlib.contextmanager
+def alone(optimizer, weights):
+    """In this context the optimizer's groups list these weights alone, of all that they list.
+
+    So a `step` that clips gradients by value or clamps weights does to each shard what it would do to the whole.
+    """
+    listed = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter is weights]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, listed, strict=True):
+            group["params"] = parameters
 
 
 class Stepper:
@@ -17,14 +33,14 @@ class Stepper:
 
     Args:
         piece: its master weights and their states, which it shares, are stepped.
-        optimizer: a torch optimizer over the masters of all pieces.
+        make: the factory of the optimizer. It makes another one, over this piece's weights: a copy of the one over all
+            would read their states, which the steps of other pieces are making.
     """
 
-    def __init__(self, piece, optimizer):
+    def __init__(self, piece, make):
         self._piece, self._weights = piece, nn.Parameter(piece.master.detach())
-        self._optimizer = copy.copy(optimizer)
-        for name in vars(optimizer).keys() - vars(self._optimizer).keys() - {"step"}:  # `step` is patched by schedulers
-            setattr(self._optimizer, name, getattr(optimizer, name))
+        self._optimizer = make([self._weights])
+        self._optimizer.state.clear()  # Adagrad makes its states at once; the piece has some already
 
     def ask(self, optimizer, group, factor):
         """Take what the next step needs.

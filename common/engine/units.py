@@ -36,6 +36,7 @@ class Unit:
         pins: contexts that hold it gathered; found_whole: as the first of them found it.
         depth: its forwards that run now; more than one where a module calls itself.
         inside: the units that were running when it ran, itself among them.
+        ran: the last recorded forward ran it.
         reached: gradients reach what its last recorded forward returned.
         again: it was freed after a checkpoint had run it again, so that its backward gathers it once more.
         visits: forwards that have not met their backward yet.
@@ -46,7 +47,7 @@ class Unit:
         self.name, self.module, self.buckets, self.apart = name, module, buckets, apart
         self.pins = self.depth = self.visits = 0
         self.gathered = self.open = self.found_whole = self.again = False
-        self.reached = True
+        self.ran = self.reached = True
         self.inside = weakref.WeakSet()
         for number, bucket in enumerate(buckets):
             bucket.name = (name or "the root") + (f"/{number}" if number else "")
@@ -200,7 +201,8 @@ class _Watch:
         """Before a forward: end what an interrupt left, and surround the hooks that others have added since."""
         for reader in self.readers:
             reader.give_up()
-        self.unit.again = False
+        if self.engine.recording:  # an evaluation between two steps changes nothing in what they do
+            self.unit.ran = self.unit.again = False
         self.surround()
 
     def surround(self):
@@ -217,6 +219,7 @@ class _Watch:
             self.engine.before_recomputation(self.unit)
             return
         self.unit.depth += 1
+        self.unit.ran |= self.engine.recording
         if self.unit.depth == 1 or not self.unit.gathered:  # an exception may have left the depth of another call
             self.engine.before_forward(self.unit)
 

@@ -67,8 +67,7 @@ Phases of a step, over N ranks and Ψ parameters:
 The unit that ends the forward begins the backward, so it stays gathered between them and saves its second gather, and
 so does a last one inside it. `keep_last=False` frees them too, and the step then sends 3 (N-1)/N Ψ, as in the paper.
 
-Source: ZeRO, arXiv 1910.02054, sec. 5.3 and 7.2.2. Model states with Adam: 16/N Ψ bytes, in
-fp32 as in 16-bit.
+Source: ZeRO, arXiv 1910.02054, sec. 5.3 and 7.2.2. Model states with Adam: 16/N Ψ bytes, in fp32 as in 16-bit.
 """
 
 from contextlib import contextmanager
@@ -101,7 +100,7 @@ class Engine(EngineBase):
     def sends(self, bucket, backwards):
         """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""
         unit = bucket.unit
-        gathers = 1 if not unit.reached or (self.keep_last and unit in self.ended) else 2
+        gathers = unit.ran * (1 if not unit.reached or unit in self.kept else 2)
         return {"all_gather": backwards * (gathers + unit.again), "reduce_scatter": backwards * bucket.kind.trainable}
 
     def partition(self):
@@ -121,7 +120,7 @@ class Engine(EngineBase):
             unit.gathered = True
             self.free(unit)
         self.forward_order, self.backward_order = units.Order(), units.Order()
-        self.ended = []  # the units whose forward ended since another one began
+        self.ended, self.kept = [], []  # units whose forward ended since another began; that were kept for a backward
         self.watches = units.watch(self, self.units)
 
     # ---- parameters come and go -------------------------------------------------------------------------------
@@ -215,7 +214,9 @@ class Engine(EngineBase):
 
     def end_forward(self):
         """What ended the forward stays for its backward, if there will be one."""
-        if not (self.keep_last and self.recording):
+        if self.keep_last and self.recording:
+            self.kept = list(self.ended)
+        else:
             self.free_ended()
 
     # ---- backward ---------------------------------------------------------------------------------------------
