@@ -1,6 +1,7 @@
 """`python -m offload`: train with states beside the device and print what was measured."""
 
 from common.errors import InputError
+from common.outputs import check_name
 from common.train import main
 from offload import cpu, nvme
 
@@ -22,6 +23,7 @@ def add_own(parser):
     )
 
     def own(options):
+        check_name("--path", options.path)
         if options.tier == "cpu":
             cpu.check_options(options.ratio, options.delayed_update, options.warmup_steps)
             return "offload", {name: getattr(options, name) for name in ("ratio", "delayed_update", "warmup_steps")}

@@ -366,6 +366,7 @@ def test_a_mapping_that_the_system_refuses_is_said_with_its_size(worlds):
 
 
 BAD_OPTIONS = {
+    "--tier nvme --path=": '--path "": the name is empty',
     "--ratio 1.5": "ratio=1.5",
     "--ratio nan": "ratio=nan",
     "--warmup-steps -1": "warmup_steps=-1",
