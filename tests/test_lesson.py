@@ -12,8 +12,8 @@ from common.readme import code_lines
 
 ROOT = Path(__file__).parent.parent
 CODE_LINES = {"stage0_ddp": 80, "stage1_os": 110, "stage2_grad": 125, "stage3_param": 200}
-CODE_LINES |= {"offload": 150, "offload.nvme": 296, "zeropp": 220}
-CHANGED_LINES = {"stage1_os": 60, "stage2_grad": 45, "stage3_param": 300}  # prose included
+CODE_LINES |= {"offload": 150, "offload.nvme": 310, "zeropp": 230}
+CHANGED_LINES = {"stage1_os": 60, "stage2_grad": 45, "stage3_param": 315}  # prose included
 CHANGED_LINES |= {"offload": 215, "offload.nvme": 240, "zeropp": 120}
 SOURCES = {"offload": "offload/cpu.py", "offload.nvme": "offload/nvme.py"}  # others have an engine.py
 # What a stage has changed of the methods it shares with the stage before. All others are the same text.

@@ -89,14 +89,13 @@ def noted(phase):
         engine.done = []
         getattr(Engine, phase)(engine, *args, **options)
         about = getattr(args[0], "unit", args[0]).name if args else None  # a unit, or a bucket of one
-        if options.get("first", True):  # of the gradients that reach what a unit returned
-            engine.notes.append((phase, about, engine.done, engine.whole))
+        engine.notes.append((phase, about, engine.done, engine.whole))
         engine.done = []
 
     return run
 
 
-OF_A_UNIT = ("before_forward", "before_recomputation", "before_backward", "gradient_ready")
+OF_A_UNIT = ("before_forward", "before_recomputation", "take_turn", "gradient_ready")
 OF_ALL_UNITS = ("begin_forward", "end_forward", "finish_backward", "update")
 for name in OF_A_UNIT + OF_ALL_UNITS:
     setattr(Noting, name, noted(name))
@@ -115,6 +114,13 @@ class OnRank0(Block):
     def forward(self, x):
         x = super().forward(x)
         return self.expert(x) if dist.get_rank() == 0 else x
+
+
+class Idle(Block):
+    """Returns its input."""
+
+    def forward(self, x):
+        return x
 
 
 def nest(x):
@@ -186,6 +192,7 @@ SITUATIONS = {  # row -> (model, watched unit, loop, other options of `observe`)
     ),
     "returns no tensor": (net(run_appending, block=Appending), "blocks.1", step),
     "has an expert without tokens": (net(block=OnRank0), "blocks.1", step),
+    "returns its input": (net(block=Idle), "blocks.1", step),
     "is not in the loss": (net(lambda b, x: b[2](b[0](x)) + b[1](x).detach()), "blocks.1", step),
     "frozen": (net(block=Frozen), "blocks.1", step),
     "frozen, no gradient reaches it": (FrozenEnds, "stem", step),
@@ -243,7 +250,13 @@ def moments(notes, watched, call, calls):
         later = (k for k in range(start + 1, end) if notes[k][0] == phase and notes[k][1] != watched)
         return next(later, None)
 
-    forward, backward = number("before_forward", call), number("before_backward", calls - 1 - call)
+    def next_backward(start):
+        """The next unit's turn, or when that is computed again before it, if the watched one is over by then."""
+        turn = following(start, "take_turn", end=len(notes))
+        again = following(start, "before_recomputation", end=turn or start)
+        return again if again is not None and notes[again][2] else turn
+
+    forward, backward = number("before_forward", call), number("take_turn", calls - 1 - call)
     come = {
         "its forward": forward,
         "next forward": following(forward, "before_forward"),
@@ -254,11 +267,11 @@ def moments(notes, watched, call, calls):
         "next step": next_step,
     }
     if backward is not None:
-        until = number("before_backward", calls - call) or next_step
+        until = number("take_turn", calls - call) or next_step
         gradients = [k for k in own["gradient_ready"] if backward < k < until]
         come["its backward"] = backward
         come["last gradient"] = gradients[-1] if gradients else None
-        come["next backward"] = following(backward, "before_backward", end=len(notes))
+        come["next backward"] = next_backward(backward)
     return come
 
 

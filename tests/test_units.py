@@ -1,5 +1,6 @@
 """Units: how a model is cut into them, and stage 3 against stage 0, bit for bit, with options that are hard on them."""
 
+import contextlib
 import dataclasses
 import functools
 from collections import Counter, OrderedDict, namedtuple
@@ -7,6 +8,8 @@ from collections import Counter, OrderedDict, namedtuple
 import pytest
 import torch
 from harness import ADAMW, BUCKET_MB, batch, make_engine, same_bits
+from late_lanes import on_lane
+from probes import inputs
 from torch import nn
 from trap_models import (
     CASES,
@@ -18,7 +21,9 @@ from trap_models import (
     Rooted,
     Routed,
     TiedByReading,
+    around_each,
     loss,
+    net,
     step,
 )
 
@@ -26,6 +31,7 @@ from common import models
 from common.engine.layout import Run
 from common.engine.tensors import map_tensors
 from common.engine.units import Order, make_units
+from common.train import sha256
 from stage3_param import Engine
 
 TWO_GROUPS = {"weight_decay": 0.3}, {"lr": 1e-3}
@@ -380,3 +386,90 @@ def test_a_unit_has_one_run_for_each_kind_of_parameter():
     (unit,) = make_units(model, [{"params": [a]}, {"params": [b, d]}], own_dtype, 1, Run)
     assert [list(run.slots) for run in unit.buckets] == [["0.a.weight"], ["0.b.weight"], ["0.c.weight"], ["0.d.weight"]]
     assert [run.kind.trainable for run in unit.buckets] == [True, True, False, True]
+
+
+# ---- ranks whose graphs differ --------------------------------------------------------------------------------------
+
+
+class MayRest(Block):
+    """Returns its input while it rests, as layer drop and an adapter that is given nothing do."""
+
+    rests = False
+
+    def forward(self, x):
+        return x if self.rests else super().forward(x)
+
+
+class Heads(Rooted):
+    """Each block's output is one of the model's: deep supervision, early exit."""
+
+    def forward(self, x):
+        x, outputs = self.stem(x @ self.before), []
+        for block in self.blocks:
+            x = block(x)
+            outputs.append(x)
+        return [*outputs, self.head(x) @ self.after]
+
+
+def towers(blocks, x):
+    return torch.cat([block(x) for block in blocks]).view(len(blocks), *x.shape).sum(0)
+
+
+def last_rank_rests(number, model):
+    """On the last rank one block rests."""
+
+    def built(rank, size):
+        made = model()
+        made.blocks[number].rests = rank == size - 1
+        return made, lambda outputs, step: loss(outputs)
+
+    return built
+
+
+def another_head(last):
+    """The loss of each rank takes another output in each step; the last rank's takes `last` alone."""
+
+    def built(rank, size):
+        return Heads(), lambda outputs, step: loss(outputs[last if rank == size - 1 else (rank + step) % 4])
+
+    return built
+
+
+MODELS = {"chain": net(block=MayRest), "towers": net(towers, block=MayRest)}
+MODELS |= {f"{kind} checkpoints": net(around_each, RECOMPUTE[kind], block=MayRest) for kind in RECOMPUTE}
+MODELS |= {"rooted": functools.partial(Rooted, block=MayRest)}
+GRAPHS = {f"{name}: {n} rests": last_rank_rests(n, model) for name, model in MODELS.items() for n in range(3)}
+GRAPHS |= {
+    f"the last rank's loss takes {name}": another_head(n) for n, name in enumerate(("the first", "a", "the last"))
+}
+
+
+def differing(world, engine, lane=None):
+    """Train each of GRAPHS two steps of two backwards; return {name: digest}. Bytes must be as predicted."""
+    ends = {}
+    with on_lane(lane, world.rank) if lane else contextlib.nullcontext():
+        for name, built in GRAPHS.items():
+            torch.manual_seed(0)
+            model, loss_of = built(world.rank, world.size)
+            made = make_engine(engine, model.to(world.device), functools.partial(torch.optim.SGD, lr=0.1))
+            for step in range(2):
+                made.comm.traffic.reset()
+                for micro in range(2):
+                    made.backward(loss_of(made(inputs(world, 2 * step + micro)), step))
+                made.step()
+            assert made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step(), name
+            ends[name] = sha256(made.full_state_dict())
+            made.comm.lane.finish()
+    return ends
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["stage3_param", "offload.nvme", "offloaded:OnDisk", "quantized:Off"])
+def test_where_gradients_flow_otherwise_on_each_rank_the_bits_are_stage_2s(worlds, size, name):
+    assert worlds(size).run(differing, name) == worlds(size).run(differing, "stage2_grad")
+
+
+@pytest.mark.parametrize("lane", ["late", "drowsy"])
+@pytest.mark.parametrize("name", ["stage3_param", "offloaded:OnDisk"])
+def test_where_gradients_flow_otherwise_late_lanes_change_no_bit(worlds, name, lane):
+    assert worlds(2).run(differing, name, lane) == worlds(2).run(differing, name)

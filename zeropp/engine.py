@@ -32,7 +32,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from common.engine import Bucket, EngineBase, Owned, units
+from common.engine import Bucket, EngineBase, Owned, Turns, units
 from common.errors import InputError
 from common.ranks.nodes import check_ranks_per_node
 from zeropp.transports import Books, Ways
@@ -114,6 +114,7 @@ class Engine(EngineBase):
             self.free(unit)
         self.forward_order, self.backward_order = units.Order(), units.Order()
         self.ended, self.kept = [], []  # units whose forward ended since another began; that were kept for a backward
+        self.turns = Turns()
         self.watches = units.watch(self, self.units)
 
     # ---- parameters come and go -------------------------------------------------------------------------------
@@ -180,6 +181,7 @@ class Engine(EngineBase):
         """Nothing stays gathered from an evaluation, an exception or a forward that took another way."""
         self.forward_order.rewind()
         self.ended.clear()
+        self.turns.begin_forward()
         for unit, watch in zip(self.units, self.watches, strict=True):
             watch.settle()
             unit.depth = 0
@@ -187,7 +189,6 @@ class Engine(EngineBase):
 
     def before_forward(self, unit):
         """Phase 1. A unit is about to run; those that ended before it are done."""
-        unit.visits += self.recording
         unit.inside.update(other for other in self.units if other.depth > 0)
         self.free_ended()
         self.ended.clear()  # from here on they may be prefetched for another call
@@ -210,6 +211,7 @@ class Engine(EngineBase):
 
     def end_forward(self):
         """What ended the forward stays for its backward, if there will be one."""
+        self.turns.end_forward()
         if self.keep_last and self.recording:
             self.kept = list(self.ended)
         else:
@@ -220,25 +222,34 @@ class Engine(EngineBase):
     def begin_backward(self):
         """Autograd is about to run."""
         self.backward_order.rewind()
+        self.turns.begin_backward()
         self.travelling = []
 
     def before_recomputation(self, unit):
         """A checkpoint is about to run a unit's forward again. Nothing but tiles is freed before its backward."""
+        passed = self.turns.until_checkpoint(unit)
+        if passed is not None:  # autograd has come to that checkpoint, so that what was open is over
+            for one in passed:
+                self.take_turn(one)
+            self.end_others(unit)
         self.use(unit, self.backward_order)
 
-    def before_backward(self, unit, first):
-        """Phase 3. A gradient reaches what a unit returned, the `first` of this forward: its backward begins.
+    def before_backward(self, unit, turn):
+        """Phase 3. A gradient reaches what a unit returned: its backward begins, after those that were passed by."""
+        for passed in self.turns.until(unit, turn):
+            self.take_turn(passed)
 
-        Autograd runs in the exact reverse of forward, so all other units are over, but for those that this one ran
-        inside of, or that ran inside of it.
-        """
-        if first:
-            unit.visits = max(0, unit.visits - 1)
+    def take_turn(self, unit):
+        """A unit's backward begins; or no gradient reaches it on this rank, and the others need its shard."""
+        self.end_others(unit)
+        unit.open = True
+        self.use(unit, self.backward_order)
+
+    def end_others(self, unit):
+        """Autograd runs in the reverse of forward: others are over, but those that this one ran inside, or in it."""
         for other in self.units:
             if other.open and other not in unit.inside and unit not in other.inside:
                 self.end_backward(other)
-        unit.open = True
-        self.use(unit, self.backward_order)
 
     def gradient_ready(self, bucket, name, parameter):
         """Phase 4. A parameter's gradient is there: move it into the unit's room.
@@ -266,7 +277,7 @@ class Engine(EngineBase):
         """
         unit.open = False
         self.free(unit)
-        if self.reducing and unit.visits == 0:
+        if self.reducing and not self.turns.remains(unit):
             self.reduce(unit)
 
     def take_room(self, bucket):
@@ -285,8 +296,9 @@ class Engine(EngineBase):
 
     def finish_backward(self):
         """Phase 6. Send the units that are missing, so that all ranks send the same; wait for every mean."""
+        for unit in self.turns.rest():
+            self.take_turn(unit)
         for unit in self.units:
-            unit.visits = 0
             self.end_backward(unit)
             self.reduce(unit)
         for bucket in self.buckets:
@@ -322,6 +334,7 @@ class Engine(EngineBase):
         Raises:
             RuntimeError: a `gathered` context holds some of it.
         """
+        self.turns.forget()
         for unit in self.units:
             if unit.pins:
                 raise RuntimeError("parameters cannot change within gathered(): leave the context first")

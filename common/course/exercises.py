@@ -147,7 +147,7 @@ EXERCISES = (
             "bucket.members": "{name: the model's parameter}",
             **BUCKETS,
             "unit.buckets, unit.gathered": "of a unit; whether it is gathered, or about to be",
-            "unit.visits": "how often it ran in forward, less how often backward has passed it",
+            "self.turns.remains(unit)": "whether it ran more often in forward than backward has come to it",
             "unit.open": "its backward has begun and not ended",
             "self.reducing": "whether this backward communicates gradients",
             "self.reduce(unit)": "sends the gradients of a unit",

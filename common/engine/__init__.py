@@ -2,5 +2,6 @@
 
 from common.engine.base import EngineBase
 from common.engine.bucket import Bucket, Owned
+from common.engine.turns import Turns
 
-__all__ = ["Bucket", "EngineBase", "Owned"]
+__all__ = ["Bucket", "EngineBase", "Owned", "Turns"]

@@ -52,6 +52,11 @@ def _copy_with(value, changed):
     return copied
 
 
+def graph_nodes_made():
+    """How many nodes autograd has made for graphs in this thread. torch has no public way to ask."""
+    return torch._C._autograd._get_sequence_nr()
+
+
 def inside_backward():
     """Whether autograd is running a backward in this thread. torch has no public way to ask."""
     return torch._C._current_graph_task_id() != -1

@@ -37,15 +37,14 @@ class Unit:
         depth: its forwards that run now; more than one where a module calls itself.
         inside: the units that were running when it ran, itself among them.
         ran: the last recorded forward ran it.
-        reached: gradients reach what its last recorded forward returned.
+        reached: gradients may reach what its last recorded forward returned.
         again: it was freed after a checkpoint had run it again, so that its backward gathers it once more.
-        visits: forwards that have not met their backward yet.
         open: its backward has begun and not ended.
     """
 
     def __init__(self, name, module, buckets, apart=False):
         self.name, self.module, self.buckets, self.apart = name, module, buckets, apart
-        self.pins = self.depth = self.visits = 0
+        self.pins = self.depth = 0
         self.gathered = self.open = self.found_whole = self.again = False
         self.ran = self.reached = True
         self.inside = weakref.WeakSet()
@@ -225,17 +224,21 @@ class _Watch:
 
     def after(self, module, args, output):
         unit, output = self.unit, _copy_weights(self.unit, output)
+        turn = self.engine.turns.next_of(unit)
         tensors = tensors_in(output)
         if not inside_backward():
             unit.depth -= 1
             if unit.depth > 0:  # a module called itself: the outermost call counts
                 return output
             self.engine.after_forward(unit, traced=bool(tensors))
+            if self.engine.recording:
+                turn = self.engine.turns.note(unit, args, tensors)
+                unit.reached = turn is not None and bool(tensors)
         elif unit.apart and not unit.open:  # else a checkpoint that runs it again would gather all of its kind
             self.engine.free(unit)
             unit.again = not unit.gathered
         if torch.is_grad_enabled():
-            unit.reached = _watch_backward(self.engine, unit, tensors)
+            _watch_backward(self.engine, unit, tensors, turn)
         return output
 
 
@@ -314,18 +317,11 @@ def _refuse_hollow(module, *_):
         raise RuntimeError("the engine that held these parameters is deleted, and they have no values any more")
 
 
-def _watch_backward(engine, unit, tensors):
-    """Have `before_backward` called when a gradient reaches one of the tensors that a forward returned.
-
-    Returns:
-        Whether there is one that a gradient can reach.
-    """
-    met = reached = False
+def _watch_backward(engine, unit, tensors, turn):
+    """Have `before_backward` called when a gradient reaches one of the tensors that a forward returned."""
 
     def before_backward(gradient):
-        nonlocal met
-        engine.before_backward(unit, first=not met)
-        met = True
+        engine.before_backward(unit, turn)
 
     for tensor in tensors:
         for made in (tensor, tensor._base):  # who changes a view in place takes it out of the graph, not its base
@@ -335,8 +331,6 @@ def _watch_backward(engine, unit, tensors):
             maker = made.grad_fn.metadata.setdefault("unit", unit)
             if unit in maker.inside:
                 made.register_hook(before_backward)
-                reached = True
-    return reached
 
 
 def _copy_weights(unit, output):
