@@ -372,6 +372,21 @@ def test_what_one_rank_is_refused_in_the_folder_all_of_them_tell(worlds, tmp_pat
     assert worlds(2).run(refused, "--steps", "2", "--save", str(tmp_path)) == [None, None]
 
 
+def without_room_for_the_trace(world, path):
+    options = options_of("--steps", 5)
+    options.trace = str(path / "trace.json")
+    full = mock.patch("pathlib.Path.write_text", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with full if world.rank == 0 else contextlib.nullcontext(), pytest.raises(InputError) as said:
+        trained(world, "stage1_os", options)
+    return str(said.value)
+
+
+def test_a_trace_that_rank_0_cannot_write_is_told_by_all(worlds, tmp_path):
+    path = tmp_path / "trace.json"
+    for said in worlds(2).run(without_room_for_the_trace, tmp_path):
+        assert said == f"--trace {path}: rank 0: {path} cannot be written: No space left on device"
+
+
 def notes(world, folder):
     """Train, and return what rank 0 says of checkpoints that it cannot clear away."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
