@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from common.engine.tiers import available
 from common.errors import InputError
 
 STANDARD_LIBRARY_BYTES = 4_000_000
 LARGE = 2**26  # bytes of a text that is mapped, not read, and of which samples are compared
+AS_TOKENS = 1 + 2 * 8  # bytes of memory for each of a sample: itself, and as input and target in int64
 SAMPLES, SAMPLE = 256, 2**16  # of a large text: how many, of how many bytes
 
 
@@ -34,10 +36,12 @@ def load_text(path=None):
     try:
         found = Path(path).stat()
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-            raise InputError(f"{refused}: it is no file, and may have no end; {hint}")
+            raise InputError(f"{refused}: it is a device or a pipe, which may have no end; {hint}")
         if found.st_size > LARGE:
             return np.memmap(path, dtype=np.uint8, mode="r")
-        text = Path(path).read_bytes()
+        text = (
+            Path(path).read_bytes() if found.st_size else b""
+        )  # some of /proc are endless, and say that they are empty
     except OSError as error:
         raise InputError(f"{refused}: {error.strerror}; {hint}") from error
     if not text:
@@ -96,18 +100,26 @@ class Batches:
         Raises:
             InputError: the global batch cannot be divided into equal parts.
         """
-        self.check(world_size)
-        share = self.global_batch // world_size
+        share = self._share(world_size)
         samples = [self._sample(step, index) for index in range(rank * share, (rank + 1) * share)]
         return torch.tensor(np.stack(samples))
 
     def check(self, world_size):
-        """Raise InputError where the global batch cannot be divided into equal parts."""
+        """Raise InputError where of() would, or where a rank's part of a batch is more than the memory that is free."""
+        needed, free = self._share(world_size) * self.window * AS_TOKENS, available()
+        if needed > free:
+            raise InputError(
+                f"a global batch of {self.global_batch} takes {needed / 1e9:.3g} GB as tokens on each of {world_size} "
+                f"ranks, and {free / 1e9:.3g} GB are free; choose fewer samples"
+            )
+
+    def _share(self, world_size):
         if self.global_batch < 1 or self.global_batch % world_size:
             raise InputError(
                 f"a global batch of {self.global_batch} cannot be divided over {world_size} ranks; "
                 f"choose a positive multiple of {world_size}"
             )
+        return self.global_batch // world_size
 
     def _sample(self, step, index):
         # A generator per sample, seeded by a string: no state to carry from rank to rank or to save.

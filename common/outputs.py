@@ -40,8 +40,10 @@ def check_outputs(options):
 
 
 def picture(options):
-    """Where a command draws: at --figure, else beside --json; None where neither is given."""
-    return options.figure or (options.json and str(Path(options.json).with_suffix(".png")))
+    """Where a command draws: at --figure, else beside --json; None where neither is given, or that is no file."""
+    if options.figure or not options.json or (os.path.exists(options.json) and not os.path.isfile(options.json)):
+        return options.figure
+    return str(Path(options.json).with_suffix(".png"))
 
 
 def publish(options, results, shown, draw=None):
@@ -88,12 +90,21 @@ def check_output(option, path):
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         if stat.S_ISREG(mode):  # a pipe or /dev/null needs no room
-            with tempfile.TemporaryFile(dir=folder) as trial:
-                trial.write(bytes(TRIAL))
-                trial.flush()
-                os.fsync(trial.fileno())
+            try_folder(folder)
     except OSError as error:
         raise InputError(f"{option} {path}: it cannot be written ({error.strerror}); name another file") from error
+
+
+def try_folder(folder):
+    """Write a file there that has no name, and is gone at once.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    with tempfile.TemporaryFile(dir=folder) as trial:
+        trial.write(bytes(TRIAL))
+        trial.flush()
+        os.fsync(trial.fileno())
 
 
 def check_name(option, path):
@@ -114,7 +125,10 @@ def write_text(path, text):
         InputError: it cannot be written any more.
     """
     with written(path):
-        Path(path).write_text(text)
+        if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(1)):  # /dev/stdout, of which there is one
+            print(text, end="", flush=True)
+        else:
+            Path(path).write_text(text)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ import signal
 import socket
 import statistics
 import sys
-import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -33,21 +32,21 @@ import torch
 
 from common.data import digest
 from common.engine import locks
+from common.engine.checkpoint import PATIENCE
 from common.engine.checkpoint_index import FILE_NAME
 from common.engine.door import check_agreement, together
 from common.errors import InputError
-from common.outputs import TRIAL, check_name
+from common.outputs import check_name, try_folder
 
 NAME = re.compile(r"step-(\d{8,})")
 # What decides where a run ends, and has to be the same when it goes on. The number of ranks may change.
 SAMPLES = ("model", "batch", "seed")
 ARITHMETIC = ("accumulate", "no_sync", "precision", "deterministic", "clip_norm", "lr", "cosine")
-# In these options ranks may differ, as each node has names of its own; on `own` the engine has them agree.
-PLACES = ("data", "json", "trace", "save", "path", "own")
+# In these options ranks may differ, as each node has names and cores of its own; on `own` the engine has them agree.
+OF_A_NODE = ("data", "json", "trace", "save", "path", "nproc", "oversubscribe", "own")
 OWNER = "in-use"  # the file whose lock says that a run lives; it tells which
 LEAVING = 1.0  # seconds for a run that is about to end
 RESTARTING = 40.0  # seconds for one whose ranks torchrun is ending, on another node perhaps
-PATIENCE = 10.0  # seconds in which a shared file system shows all nodes what one has written
 
 
 def add_arguments(parser):
@@ -73,7 +72,7 @@ def check_arguments(options):
 
 def agree(engine, options, batches):
     """Refuse, on every rank alike, ranks that were given different options or texts. A collective."""
-    found = [(f"--{name.replace('_', '-')}", value) for name, value in vars(options).items() if name not in PLACES]
+    found = [(f"--{name.replace('_', '-')}", value) for name, value in vars(options).items() if name not in OF_A_NODE]
     found = [(what, str(value), "give it alike on every rank") for what, value in found]
     text = ("the text", digest(batches.text)[:12], "give every rank the same --data; without it, the same Python")
     check_agreement([*found, text], engine.comm, "the check of the options")
@@ -115,6 +114,10 @@ class Run:
         try:
             self._own()
             self._begin()
+        except InputError:
+            self._let_go()
+            self.engine.comm.gather_objects(None, "the end of the run")  # all raise it: none ends before rank 0 let go
+            raise
         except BaseException:
             self._let_go()
             raise
@@ -144,8 +147,7 @@ class Run:
                         "nodes share"
                     )
                 time.sleep(0.1)
-            with tempfile.TemporaryFile(dir=self.folder) as trial:
-                trial.write(bytes(TRIAL))
+            try_folder(self.folder)
 
     def _let_go(self):
         if self._lock is not None:
@@ -170,14 +172,15 @@ class Run:
 
     def _settings(self):
         """What the run that goes on must have in common with the one that stopped: {option: value}."""
-        settings = {name: getattr(self.options, name) for name in SAMPLES + ARITHMETIC}
-        return settings | ({"steps": self.options.steps} if self.options.cosine else {})  # the rate is 0 after these
+        return {name: getattr(self.options, name) for name in SAMPLES + ARITHMETIC}
 
     def _resume(self, step):
         path = place(self.folder, step)
         extra = self.engine.load(path)
-        now = self._settings()
-        for name, then in extra["settings"].items():
+        now, settings = self._settings(), extra["settings"]
+        if settings["cosine"] and now["cosine"]:  # the rate is 0 after these
+            now["steps"], settings["steps"] = self.options.steps, extra["schedulers"][0]["T_max"]
+        for name, then in settings.items():
             if now.get(name, then) != then:
                 said = name.replace("_", "-")
                 raise InputError(f"{path} is of a run with --{said} {then}, this has {now[name]}: give it as it was")
@@ -202,7 +205,13 @@ class Run:
         now = _described(self.engine)
         if then is None or then == now or (then["name"] != now["name"] and then["plain"] and now["plain"]):
             return
-        said = [f"{one['name']} with {one['options']}" if one["options"] else one["name"] for one in (then, now)]
+        differ = [name for name in then["options"] if then["options"][name] != now["options"].get(name)]
+        if then["name"] != now["name"]:
+            differ = list(then["options"])
+        said = [
+            ", ".join([one["name"], *(f"{n}={one['options'][n]!r}" for n in differ if n in one["options"])])
+            for one in (then, now)
+        ]
         raise InputError(f"{path} is of a run of {said[0]}, this is {said[1]}: give its options as they were")
 
     def _ask(self, number, frame):

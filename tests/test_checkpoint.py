@@ -397,6 +397,29 @@ def load_again(world, path):
     build("stage1_os", "mlp").load(path)
 
 
+def write_too_large(world, path):
+    engine = make_engine("stage3_param", "mlp")
+    with torch.no_grad():
+        engine.buckets[0].parameters[0] = 1e6
+    engine.save(path)
+
+
+def load_in_fp16(world, name, path):
+    engine = make_engine(name, "mlp", precision="fp16", seed=9)
+    weights = engine.full_state_dict()
+    with pytest.raises(InputError) as complaint:
+        engine.load(path)
+    return str(complaint.value), same_bits(weights, engine.full_state_dict())
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
+def test_what_a_precision_cannot_hold_is_not_loaded(worlds, tmp_path, name):
+    worlds(2).run(write_too_large, tmp_path)
+    for complaint, same in worlds(2).run(load_in_fp16, name, tmp_path):
+        assert "has finite values that are infinite in torch.float16, its dtype here" in complaint
+        assert same
+
+
 def test_an_unknown_format_is_named(worlds, tmp_path):
     index = {"format": 2}
     (tmp_path / "index.json").write_text(json.dumps(index))

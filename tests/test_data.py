@@ -114,7 +114,18 @@ def test_a_text_is_told_from_another_by_every_byte():
     assert len({digest(text) for text in (TEXT, TEXT[:-1], TEXT[::-1].copy(), np.append(TEXT, TEXT[:1]))}) == 4
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/kmsg"), reason="an endless file as Linux has it")
+def test_a_file_that_says_it_is_empty_is_not_read():
+    with pytest.raises(InputError, match="is empty"):
+        load_text("/proc/kmsg")
+
+
+def test_a_batch_that_no_memory_holds_is_refused_before_it_is_drawn():
+    with pytest.raises(InputError, match=r"takes .* GB as tokens on each of 2 ranks, and .*; choose fewer samples"):
+        Batches(TEXT, 16, 2 * 10**12).check(2)
+
+
 def test_a_pipe_is_no_text(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match="it is no file, and may have no end"):
+    with pytest.raises(InputError, match="it is a device or a pipe, which may have no end"):
         load_text(tmp_path / "pipe")

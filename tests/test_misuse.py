@@ -438,6 +438,33 @@ def test_hooks_of_a_step_are_refused_in_the_factory_and_later(worlds, name):
         assert messages == 2 * [said, said, None]
 
 
+class LooksAtTheFirst(torch.optim.SGD):
+    """Takes for granted that a group has parameters."""
+
+    def step(self, closure=None):
+        assert all(group["params"][0].dtype == torch.float32 for group in self.param_groups)
+        return super().step(closure)
+
+
+def in_two_groups(world, engine):
+    """A step by two groups; what the engine's optimizer says of a third."""
+    torch.manual_seed(0)
+    net = Net().to(world.device)
+    groups = [{"params": net.blocks.parameters(), "lr": 0.2}]
+    groups += [{"params": [*net.stem.parameters(), *net.head.parameters()]}]
+    made = make_engine(engine, net, functools.partial(LooksAtTheFirst, lr=0.1), param_groups=groups)
+    step(made, inputs(world, 0))
+    return message_of(made.optimizer.add_param_group, {"params": [torch.zeros(2)]}), made.full_state_dict()
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_step_meets_no_group_without_parameters_and_no_group_that_came_later(worlds, name):
+    expected = worlds(2).run(in_two_groups, "stage0_ddp")[0][1]
+    for said, weights in worlds(2).run(in_two_groups, name):
+        assert said.startswith("engine.optimizer takes no parameters later; list them in param_groups=")
+        assert same_bits(weights, expected)
+
+
 def watch(optimizer):
     """Several schedulers, which wrap the optimizer's step to watch it."""
     ramp, decay = lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)

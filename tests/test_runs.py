@@ -219,6 +219,7 @@ def test_a_folder_of_another_run_is_refused(worlds, tmp_path):
     ):
         for complaint in worlds(2).run(refused, "--steps", 2, "--save", str(tmp_path), *arguments):
             assert said in complaint
+        assert os.listdir(tmp_path) == ["step-00000002"]
 
 
 def test_without_an_end_of_the_rate_a_run_may_take_more_steps_and_no_fewer(worlds, tmp_path):
@@ -269,6 +270,17 @@ def test_ranks_agree_on_every_option(worlds):
     for rank, said in enumerate(worlds(2).run(differently, "stage1_os")):
         values = f"({2 + rank} and {3 - rank})"
         assert said == f"--steps differs between rank {rank} and rank {1 - rank} {values}; give it alike on every rank"
+
+
+def on_nodes_of_their_own(world):
+    """What is given by default may differ between nodes: the number of cores does."""
+    options = options_of("--steps", 2)
+    options.nproc = 1 + world.rank
+    return complaint(world, "stage1_os", options)
+
+
+def test_nodes_may_have_cores_of_their_own(worlds):
+    assert worlds(2).run(on_nodes_of_their_own) == [None, None]
 
 
 def test_a_run_goes_on_with_the_text_that_it_began_with(worlds, tmp_path):

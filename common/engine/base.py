@@ -383,7 +383,8 @@ class EngineBase(Files):
         """Bytes this rank sends in a step, by collective: summed from `sends`, padding included.
 
         In a step of as many backwards as the last one had, as many of them under `no_sync`, and forwards like its last
-        one. Where a forward takes another way than the one before, a unit that is prefetched in vain comes on top.
+        one. Where a forward takes another way than the one before, a unit that is prefetched in vain comes on top, and
+        so do further gathers of a unit that runs several times with others between.
         """
         return self.accounts.predicted_sent()
 

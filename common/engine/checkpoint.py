@@ -127,7 +127,7 @@ def write(comm, path, snapshot):
         with contextlib.suppress(OSError):
             file.unlink()
         raise
-    with together(comm, f"saved to {str(path)!r}, but it may not outlast a power cut"):
+    with together(comm, f"saved to {str(path)!r}, but nobody knows whether it is on the disk yet"):
         if rank == 0:
             flush(folder)
     if rank == 0:
@@ -185,6 +185,7 @@ def load(engine, path):
             _check_holds(index, files)
             extra = decode(json.loads(files[own].metadata["extra"]), files[own])
             _check_buffers(engine, files[0])
+            _check_range(engine, index, files)
         engine.begin_load()
         with together(engine.comm, f"loaded {str(path)!r} in part, build the engine anew"):
             _fill_model(engine, index, files)
@@ -273,7 +274,8 @@ def _index(engine, tensors):
 
 
 def _name_of(optimizer):
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    module = type(optimizer).__module__.replace("__mp_main__", "__main__")  # of a script, in ranks that it spawned
+    return f"{module}.{type(optimizer).__qualname__}"
 
 
 def _states(engine, piece):
@@ -304,8 +306,8 @@ def _check_fits(engine, index):
         name: b.kind.group if b.kind.trainable else None for b in engine.buckets + engine.frozen for name in b.slots
     }
     optimizer, states = index["optimizer"], engine.optimizer
-    if "." not in optimizer:  # older checkpoints have the name alone
-        optimizer = _name_of(states).removesuffix(type(states).__qualname__) + optimizer
+    if optimizer == type(states).__name__:  # older checkpoints have that alone
+        optimizer = _name_of(states)
     here = {
         "the optimizer": f"{_name_of(states)} over {len(states.param_groups)} groups",
         **{f"parameter {n!r}": _place(p.dtype, p.shape, groups[n]) for n, p in engine.module.named_parameters()},
@@ -339,6 +341,17 @@ def _check_buffers(engine, file):
             raise InputError(
                 f"buffer {name!r} is {there} in the checkpoint and {here} here; build it as it was built then"
             )
+
+
+def _check_range(engine, index, files):
+    """Raise InputError for the first parameter that would become infinite. Each rank looks at its shard, for all."""
+    for bucket in engine.buckets + engine.frozen:
+        for rank, name, there, _ in _overlaps(bucket, bucket.shard(engine.rank), index):
+            if files[rank].overflows(f"parameters/{name}", there.start, there.stop, bucket.kind.dtype):
+                raise InputError(
+                    f"parameter {name.rpartition('@')[0]!r} has finite values that are infinite in "
+                    f"{bucket.kind.dtype}, its dtype here; choose a wider precision="
+                )
 
 
 def _check_holds(index, files):

@@ -67,6 +67,7 @@ class Guards:
         optimizer = self._engine.optimizer
         optimizer.register_step_pre_hook(Hook(self.before_optimizer))
         optimizer.register_step_pre_hook = optimizer.register_step_post_hook = _refuse_hook
+        optimizer.add_param_group = _refuse_group
         self._own_step = _watched(optimizer.step)
 
     def rest_optimizer(self):
@@ -99,6 +100,10 @@ def check_hooks(optimizer):
 
 def _refuse_hook(*_, **__):
     raise InputError(f"a hook of the optimizer's step would be called for every shard anew; {WHERE_TO_WRITE}")
+
+
+def _refuse_group(*_, **__):
+    raise InputError("engine.optimizer takes no parameters later; list them in param_groups= when the engine is built")
 
 
 def _watched(step):

@@ -10,18 +10,17 @@ from torch.profiler import record_function
 
 @contextlib.contextmanager
 def alone(optimizer, weights):
-    """In this context the optimizer's groups list these weights alone, of all that they list.
+    """In this context the optimizer has these weights alone, in one group.
 
     So a `step` that clips gradients by value or clamps weights does to each shard what it would do to the whole.
     """
-    listed = [group["params"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter is weights]
+    groups = optimizer.param_groups
+    own = next(group for group in groups if any(parameter is weights for parameter in group["params"]))
+    listed, own["params"], optimizer.param_groups = own["params"], [weights], [own]
     try:
         yield
     finally:
-        for group, parameters in zip(optimizer.param_groups, listed, strict=True):
-            group["params"] = parameters
+        own["params"], optimizer.param_groups = listed, groups
 
 
 class Stepper:

@@ -51,7 +51,7 @@ DTYPES = {
     "C64": torch.complex64,
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-HEADER = 100_000_000  # bytes of a header, which libraries read no more of
+HEADER = 100_000_000  # bytes of the longest header that safetensors reads
 BLOCK = 2**23  # bytes that are read, hashed or written at a time
 ROOMS = 3  # blocks in memory: one that is filled, and those before it
 

@@ -56,7 +56,9 @@ def _print(how, *what, **options):
         sys.stdout.reconfigure(errors="replace")
     try:
         how(*what, **options)
-    except (OSError, SystemExit):  # by which rich leaves
+    except (OSError, SystemExit) as error:  # by SystemExit rich leaves, where the reader has gone
+        if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+            sys.stderr.write(f"note: nothing more can be shown: {error.strerror}\n")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
