@@ -174,7 +174,9 @@ def assert_one_line(message, expected):
 @pytest.mark.parametrize("stage", [*ENGINES, "zeropp"])
 def test_without_a_process_group_it_says_what_to_write(stage):
     assert not dist.is_initialized()
-    expected = r'^there is no process group; write torch\.distributed\.init_process_group\("gloo"\), on GPUs "nccl", before'
+    expected = (
+        r'^there is no process group; write torch\.distributed\.init_process_group\("gloo"\), on GPUs "nccl", before'
+    )
     with pytest.raises(InputError, match=expected) as caught:
         engine_of(stage, nn.Linear(2, 2))
     assert "\n" not in str(caught.value)
