@@ -105,14 +105,16 @@ class SecondShards(AllGather):
         self.inside, self.first = inside, first
         # The buckets whose second shards are the parameters of now. Sets of buckets are weak: those hold their ways.
         self.current = weakref.WeakSet()
-        # Those that went across nodes since the last step, and before it.
+        # Those that went across nodes in forward or backward since the last step, and before it. What an evaluation
+        # or `gathered` brings between two steps, the second of them finds in the node.
         self.refreshed, self.crossed = weakref.WeakSet(), None
 
     def gather(self, bucket):
         if bucket in self.current:
             return self.inside.all_gather(bucket.second, bucket.full, bucket.name)
         self.current.add(bucket)
-        self.refreshed.add(bucket)
+        if self.comm.traffic.phase in ("forward", "backward"):
+            self.refreshed.add(bucket)
         arrived, handle = bucket.full[self.second(bucket)], self.first.gather(bucket)
         keep = partial(bucket.second.copy_, arrived)
         return self.comm.work(f"keep a part of {bucket.name}", keep, *handle.buffers, arrived, bucket.second)
