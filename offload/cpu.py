@@ -179,7 +179,7 @@ class OffloadEngine(EngineBase):
 
     def step_piece(self, bucket, piece):
         """Step a piece where it lies. The host does so on a lane of its own, one piece after the other."""
-        piece.stepper.ask(self.optimizer, self.optimizer.param_groups[bucket.kind.group], self._factor)
+        piece.stepper.ask(piece, self.optimizer, self.optimizer.param_groups[bucket.kind.group], self._factor)
         if piece.spare is not None:  # the next backward's mean may arrive before this one is spent
             piece.reduced, piece.spare = piece.spare, piece.reduced
         return piece.tier.lane.submit(partial(piece.stepper.take, bucket.name, after=bucket.rising))

@@ -108,7 +108,7 @@ def _of_tier(host, gradient):
         piece.reduced.copy_(gradient)  # in 16-bit the new parameters have taken its place
 
     def step():
-        stepper.ask(optimizer, optimizer.param_groups[0], None)
+        stepper.ask(piece, optimizer, optimizer.param_groups[0], None)
         stepper.take("all", after=None)
 
     return prepare, step

@@ -311,7 +311,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         whole = not part and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         if whole and _equivalence.cells:
             _score.write(engine, config.getoption("--scores"))
-        summarize(terminalreporter, engine, whole)
+        summarize(terminalreporter, engine, whole, exitstatus)
         terminalreporter.write_line(f"What its ranks printed went to {log_of(engine)}.")
         return
     folder = RECORDS if config.getoption("--record") else LOCAL
@@ -332,7 +332,7 @@ def as_text(made):
     return capture.get()
 
 
-def summarize(terminalreporter, engine, whole):
+def summarize(terminalreporter, engine, whole, status):
     """What --engine shows: verdicts of the `whole` suite, failures by cause, skips by reason, and what that means."""
     line, cells = terminalreporter.write_line, _equivalence.cells
     failures, bytes_off = grouped(_equivalence.causes), failures_of_bytes(terminalreporter, engine)
@@ -356,7 +356,8 @@ def summarize(terminalreporter, engine, whole):
     for reason, number in skips.most_common():
         line(f"{number}: {reason}")
     line("")
-    line(in_one_line(engine, failures, bytes_off))
+    unexplained = [report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])]
+    line(in_one_line(failures, bytes_off, unexplained, status))
 
 
 def failures_of_bytes(terminalreporter, engine):
@@ -370,8 +371,8 @@ def failures_of_bytes(terminalreporter, engine):
     return said
 
 
-def in_one_line(engine, failures, bytes_off):
-    """What the score means, and what to look at first."""
+def in_one_line(failures, bytes_off, unexplained, status):
+    """What the score means, and what to look at first. Nothing fails only where pytest's status says so too."""
     cells, causes = _equivalence.cells, _equivalence.causes
     failed = [cell for cell, cause in causes.items() if cause is not None]
     bits = sum(found["verdict"] == "bitwise" for found in cells.values())
@@ -385,4 +386,8 @@ def in_one_line(engine, failures, bytes_off):
         return f"{said}. Look first at {groups[0][1][0]}: most fail as it does ({cause})."
     if bytes_off:
         return f"{said}. Look first at the bytes: {next(iter(bytes_off))}"
+    if unexplained:
+        return f"{said}. Look first at {unexplained[0]}, which failed for another reason: see above."
+    if status != pytest.ExitCode.OK:
+        return f"{said}. This is not the whole of it: pytest ends with status {int(status)}, see above."
     return f"{said}. Nothing fails."

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from matrix import OPTIONS
 
+from stage0_ddp import Engine
+
 PAGE = Path(__file__).with_name("README.md")
 (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 printed = {"__name__": __name__}
@@ -202,6 +204,15 @@ class Hangs(DataParallel):
             dist.all_reduce(torch.zeros(1))
         else:
             dist.recv(torch.zeros(1), 0)
+
+
+class ForgetsAtLoad(Engine):
+    """A resumed run begins with fresh states of the optimizer."""
+
+    def load(self, path):
+        extra = super().load(path)
+        self.optimizer.state.clear()
+        return extra
 
 
 BUGS = (

@@ -126,6 +126,35 @@ def test_a_unit_that_no_forward_runs_is_foreseen_to_be_reduced_and_not_gathered(
             assert measured == predicted
 
 
+def sends_around_others(world, engine, options):
+    """What steps sent, and what was foreseen right after them: after a step, an evaluation, and `gathered`."""
+    made, found = small_engine(world, engine, **options), []
+    for way in ("begin", "step", "evaluate", "step", "gathered", "step"):
+        if way == "evaluate":
+            with torch.no_grad():
+                made(inputs(world, 0))
+        if way == "gathered":
+            with made.gathered():
+                pass
+        made.comm.traffic.reset()
+        if way in ("begin", "step"):
+            take_a_step(made, inputs(world, 0))
+            made.synchronize()
+            found.append((made.comm.traffic.by_collective(), made.predicted_wire_bytes_per_step()))
+    return found[1:]  # the first one has nothing recorded
+
+
+AROUND = [*((name, {}) for name in (*ENGINES, "zeropp")), ("quantized:Copies", {"ranks_per_node": 1})]
+
+
+@pytest.mark.parametrize(("name", "options"), AROUND, ids=str)
+def test_what_a_step_sends_is_foreseen_where_an_evaluation_or_gathered_stands_before_it(worlds, name, options):
+    for rank in worlds(2).run(sends_around_others, name, options):
+        assert len(rank) == 3
+        for measured, predicted in rank:
+            assert measured == predicted
+
+
 def holds(world, engine, **options):
     """The bytes of model states that a rank holds after a step on gpt-nano."""
     return or_reason(_holds, world, engine, **options)

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from harness import STAGES
+import torch.distributed as dist
+from harness import ENGINES, STAGES
 from torch import nn, optim
 
 from common.engine.door import check_model, check_types
@@ -168,6 +169,17 @@ def assert_one_line(message, expected):
     with pytest.raises(InputError, match=expected):
         raise InputError(message)
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("stage", [*ENGINES, "zeropp"])
+def test_without_a_process_group_it_says_what_to_write(stage):
+    assert not dist.is_initialized()
+    expected = (
+        r'^there is no process group; write torch\.distributed\.init_process_group\("gloo"\), on GPUs "nccl", before'
+    )
+    with pytest.raises(InputError, match=expected) as caught:
+        engine_of(stage, nn.Linear(2, 2))
+    assert "\n" not in str(caught.value)
 
 
 OF_ALL = {"clip_norm": "1", "bucket_mb": "25", "deterministic": "yes", "broadcast_buffers": 1}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import STAGES
+from harness import ENGINES, STAGES
 from probes import inputs, small_engine
 from trap_models import Net, step
 
@@ -43,20 +43,21 @@ def live_bytes():
     return storage_bytes(found for found in gc.get_objects() if type(found) in plain)
 
 
-def engines_come_and_go(world, stage):
+def engines_come_and_go(world, stage, options):
     """Live bytes after each of some engines is deleted, without the collector's help; hooks on a model that stays."""
-    small_engine(world, stage)  # whatever is made once
+    small_engine(world, stage, **options)  # whatever is made once
     gc.collect()
     gc.disable()
     try:
         before, after = live_bytes(), []
         for _ in range(3):
-            made = small_engine(world, stage, make=Net)
+            made = small_engine(world, stage, make=Net, **options)
             step(made, inputs(world, 0))
+            made.synchronize()  # a delayed step of the host holds what it steps
             life = weakref.ref(made)
             del made
             after.append((live_bytes() - before, life()))
-        made = small_engine(world, stage, make=Net)
+        made = small_engine(world, stage, make=Net, **options)
         module = made.module
         del made
         kinds = [hooks for m in module.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
@@ -67,8 +68,13 @@ def engines_come_and_go(world, stage):
     return after, left
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_engine_that_is_deleted_frees_what_it_held_and_takes_its_hooks_along(worlds, stage):
-    for after, left in worlds(2).run(engines_come_and_go, stage):
+HELD = [(name, {}) for name in (*ENGINES, "zeropp")]
+HELD += [("offload", {"ratio": 0.5, "delayed_update": True}), ("offload.nvme", {"tiers": "cpu"})]
+HELD += [("zeropp", {"ranks_per_node": 1, "error_feedback": True})]  # second shards, and scales of what is rounded
+
+
+@pytest.mark.parametrize(("stage", "options"), HELD, ids=str)
+def test_an_engine_that_is_deleted_frees_what_it_held_and_takes_its_hooks_along(worlds, stage, options):
+    for after, left in worlds(2).run(engines_come_and_go, stage, options):
         assert after == [(0, None)] * 3
         assert left == 0

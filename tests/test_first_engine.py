@@ -21,6 +21,7 @@ from common.train import find_engine
 PLAIN = Cell("plain", "fp32", 2, optimizer="SGD with momentum")
 GPT = Cell("gpt-tiny", "fp32", 2, optimizer="SGD with momentum")
 CLIPPED = Cell("gpt-tiny", "fp32", 3, "clipped", optimizer="SGD with momentum")
+RESUMED = Cell("gpt-tiny", "fp32", 2, "resumed from a checkpoint")
 EVALUATED = Cell("resnet-tiny", "fp32", 3, "evaluated between steps", optimizer="SGD with momentum")
 
 
@@ -75,6 +76,7 @@ WHERE = {  # bug -> what is said of a cell
     "NoReduction": (PLAIN, r"after step 1: .* on every rank"),
     "UntiedWeights": (GPT, r"before the first step: .* do tied weights stay tied"),
     "NormAfterClipping": (CLIPPED, r"the norm of step 1: 0\.5 on rank 0, not 0\.9"),
+    "ForgetsAtLoad": (RESUMED, r"after step \d: .* on every rank\); the step moved it"),
     "NoBroadcastOfBuffers": (EVALUATED, r"the loss of an evaluation after step 1: .* on rank 1, not"),
 }
 
@@ -123,6 +125,13 @@ def test_the_command_says_what_fails_and_why_the_rest_was_skipped():
     )
     assert "2.00 times as far as it should" in said
     assert "0 of 2 trainings end where the baseline does" in said
+
+
+def test_the_last_line_does_not_say_that_nothing_fails_where_the_suite_itself_does():
+    said = suite("first_engine:DataParallel", "--quick", "-k", "mlp and not wire", "--basetemp", "/dev/null/folder")
+    assert re.search(r"\d errors? in ", said)
+    assert "Nothing fails" not in said
+    assert "Look first at tests/test_equivalence.py::" in said
 
 
 @pytest.mark.parametrize("name", ["no_such_module:Engine", "first_engine:NoSuchName", "first_engine.py:DataParallel"])

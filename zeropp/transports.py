@@ -13,6 +13,7 @@ the collective that follows some packing sends what was packed, and the last Han
 Source: ZeRO++, arXiv 2306.10209, sec. 3.
 """
 
+import weakref
 from functools import partial
 
 import torch
@@ -102,14 +103,18 @@ class SecondShards(AllGather):
     def __init__(self, comm, inside, first):
         super().__init__(comm)
         self.inside, self.first = inside, first
-        self.current = set()  # the buckets whose second shards are the parameters of now
-        self.refreshed, self.crossed = set(), None  # those that went across nodes since the last step; and before it
+        # The buckets whose second shards are the parameters of now. Sets of buckets are weak: those hold their ways.
+        self.current = weakref.WeakSet()
+        # Those that went across nodes in forward or backward since the last step, and before it. What an evaluation
+        # or `gathered` brings between two steps, the second of them finds in the node.
+        self.refreshed, self.crossed = weakref.WeakSet(), None
 
     def gather(self, bucket):
         if bucket in self.current:
             return self.inside.all_gather(bucket.second, bucket.full, bucket.name)
         self.current.add(bucket)
-        self.refreshed.add(bucket)
+        if self.comm.traffic.phase in ("forward", "backward"):
+            self.refreshed.add(bucket)
         arrived, handle = bucket.full[self.second(bucket)], self.first.gather(bucket)
         keep = partial(bucket.second.copy_, arrived)
         return self.comm.work(f"keep a part of {bucket.name}", keep, *handle.buffers, arrived, bucket.second)
@@ -122,7 +127,7 @@ class SecondShards(AllGather):
         self.current.discard(bucket)
 
     def begin_step(self):
-        self.refreshed, self.crossed = set(), self.refreshed
+        self.refreshed, self.crossed = weakref.WeakSet(), self.refreshed
 
     def sends(self, bucket, gathers):
         across = min(gathers, int(self.crossed is None or bucket in self.crossed))
@@ -177,7 +182,7 @@ class OneHop(ReduceScatter):
     def __init__(self, comm, blocks, error_feedback=False):
         super().__init__(comm)
         self.blocks, self.error_feedback = blocks, error_feedback
-        self._scales = {}  # (bucket, hop) -> the loss scale of what it rounded last
+        self._scales = weakref.WeakKeyDictionary()  # bucket -> {hop: the loss scale of what it rounded last}
 
     def reduce(self, bucket):
         pieces = bucket.local.split(bucket.shard_numel)
@@ -222,8 +227,9 @@ class OneHop(ReduceScatter):
 
     def _growth_of_scale(self, bucket, hop):
         """What the loss scale of this backward is to that of the last one. Residuals are as much too small."""
-        before = self._scales.get((bucket, hop))
-        self._scales[bucket, hop] = scale = max(bucket.scales, default=before)
+        scales = self._scales.setdefault(bucket, {})
+        before = scales.get(hop)
+        scales[hop] = scale = max(bucket.scales, default=before)
         return 1.0 if before is None else scale / before
 
     def _mean(self, bucket, received, *buffers):

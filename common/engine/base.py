@@ -164,7 +164,7 @@ class EngineBase(Files):
 
     def __call__(self, *args, **kwargs):
         """The module's own forward; floating inputs are cast to the precision."""
-        self.comm.traffic.phase = "forward"
+        self.comm.traffic.phase = "forward" if torch.is_grad_enabled() else "evaluation"
         if self._failed:
             self.settle()
             self.zero_grad()

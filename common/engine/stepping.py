@@ -31,26 +31,27 @@ class Stepper:
     is under way.
 
     Args:
-        piece: its master weights and their states, which it shares, are stepped.
+        piece: its master weights and their states, which it shares, are stepped. It holds the stepper, which holds it
+            only from `ask` to the end of `take`.
         make: the factory of the optimizer. It makes another one, over this piece's weights: a copy of the one over all
             would read their states, which the steps of other pieces are making.
     """
 
     def __init__(self, piece, make):
-        self._piece, self._weights = piece, nn.Parameter(piece.master.detach())
+        self._weights = nn.Parameter(piece.master.detach())
         self._optimizer = make([self._weights])
         self._optimizer.state.clear()  # Adagrad makes its states at once; the piece has some already
 
-    def ask(self, optimizer, group, factor):
+    def ask(self, piece, optimizer, group, factor):
         """Take what the next step needs.
 
         Args:
+            piece: the one that it steps.
             optimizer: whose states they are; a load replaces them.
             group: the one of its `param_groups` that the piece belongs to.
             factor: what the gradient is multiplied by, a number or a scalar tensor on the CPU; None leaves it.
         """
-        piece = self._piece
-        self._gradient, self._factor = piece.mean, factor
+        self._piece, self._gradient, self._factor = piece, piece.mean, factor
         # What goes up in 16-bit takes the room of the gradient, which is as large, and spent by then.
         self._fresh = piece.reduced if piece.reduced.dtype != torch.float32 else piece.master.detach()
         options = {name: value.clone() if torch.is_tensor(value) else value for name, value in group.items()}
@@ -65,10 +66,13 @@ class Stepper:
             name: the bucket's, for a trace.
             after: the handle of what still reads the last `fresh`; None if nothing does.
         """
-        if after is not None:
-            after.wait_on_host()
-        with record_function(f"optimizer's step of {name}"):
-            self._step()
+        try:
+            if after is not None:
+                after.wait_on_host()
+            with record_function(f"optimizer's step of {name}"):
+                self._step()
+        finally:
+            self._piece = None
 
     def _step(self):
         tier, gradient = self._piece.tier, self._gradient

@@ -15,7 +15,9 @@ DISK = ("read", "write")
 
 
 class Traffic:
-    """Bytes that this rank sent, by phase (setup, forward, backward, step) and collective; and moved, by direction.
+    """Bytes that this rank sent, by phase and collective; and moved, by direction.
+
+    Phases are setup, forward, backward, step and, of a forward that records nothing for a backward, evaluation.
 
     Where ranks live in nodes it tells apart what left the node: the part that a slower network has to carry.
     """

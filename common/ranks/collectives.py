@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from common.errors import InputError
 from common.measure.traffic import Traffic
 from common.ranks import nodes, trace
 from common.ranks.lanes import backend_of, lane_of
@@ -67,10 +68,16 @@ class Collectives:
         tracer: what has the ranks agree on each collective, a `trace.Tracer`; None unless ZERO_TRACE is 1.
 
     Raises:
-        InputError: the group's backend is neither NCCL nor gloo (nor torch's fake one, which simulates).
+        InputError: there is no process group, or its backend is neither NCCL nor gloo (nor torch's fake one, which
+            simulates).
     """
 
     def __init__(self, group=None, *, deterministic=False, whole=None, where=""):
+        if not dist.is_initialized():
+            raise InputError(
+                'there is no process group; write torch.distributed.init_process_group("gloo"), on GPUs "nccl", before '
+                "the engine is built"
+            )
         self._group = weakref.ref(group if group is not None else dist.group.WORLD)
         self.owner, self._where = "" if whole is None else whole.owner, where
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)

@@ -47,7 +47,7 @@ class Record:
         collective: its name.
         nbytes: of the whole tensor.
         label: who asks, "blocks.3" for instance.
-        phase: setup, forward, backward or step.
+        phase: setup, forward, backward, step, or evaluation: a forward that records nothing for a backward.
     """
 
     number: int
