@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from common import runs
 from common.engine import streamed
 from common.engine.checkpoint import check_intact
 from common.engine.checkpoint_index import flush, read_index
@@ -30,15 +31,21 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(
         prog="python -m common.export", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("checkpoint", type=Path, help="the folder that save() was given")
+    parser.add_argument("checkpoint", type=Path, help="the folder that save() was given; of a run's, its newest step")
     parser.add_argument("file", type=Path, help="what to write, in place of what is there")
     parser.add_argument("--dtype", choices=DTYPES, help="of the parameters; buffers keep theirs (default: as saved)")
     parser.add_argument("--allow-overflow", action="store_true", help="what is too large for --dtype becomes infinite")
     options = parser.parse_args(arguments)
     with one_line_errors():
-        dtype = DTYPES.get(options.dtype)
-        checksum = export(options.checkpoint, options.file, dtype, options.allow_overflow)
-    print(f"{options.file}: {show_bytes(options.file.stat().st_size)}, sha256 {checksum}")
+        dtype, checkpoint = DTYPES.get(options.dtype), newest(options.checkpoint)
+        checksum = export(checkpoint, options.file, dtype, options.allow_overflow)
+    print(f"{options.file}: {show_bytes(options.file.stat().st_size)}, sha256 {checksum}, of {checkpoint}")
+
+
+def newest(folder):
+    """The newest complete checkpoint in the folder of a run; of another folder that itself."""
+    steps = runs.complete(folder)
+    return runs.place(folder, max(steps)) if steps else folder
 
 
 def export(checkpoint, file, dtype=None, allow_overflow=False):

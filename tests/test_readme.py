@@ -20,16 +20,22 @@ def test_every_figure_in_a_readme_is_the_recorded_one():
 def anchors(page):
     """What a link within a page can name: its headings, as GitHub writes them."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {anchor(heading) for heading in headings}
+
+
+def anchor(text):
+    return re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-        target, _, anchor = link.partition("#")
+    for words, link in re.findall(r"\[([^]]*)\]\(([^)]+)\)", page.read_text()):
+        target, _, section = link.partition("#")
         place = page.parent / target if target else page
         assert target.startswith("https://arxiv.org/") or place.exists(), link
-        assert not anchor or anchor in anchors(place), link
+        assert not section or section in anchors(place), link
+        elsewhere = [other for other in PAGES if anchor(words) in anchors(other)]
+        assert section or not elsewhere or place.resolve() in elsewhere, f"{words} is in {elsewhere}, not in {link}"
 
 
 def test_the_first_page_is_a_door():
