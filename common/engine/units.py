@@ -324,6 +324,11 @@ def _watch_backward(engine, unit, tensors):
 
     def before_backward(gradient):
         nonlocal met
+        if torch.is_grad_enabled() and not unit.pins:
+            raise RuntimeError(
+                f"create_graph=True reads the weights of {unit.name or 'the model'!r} again when they are freed: "
+                "do it, and engine.backward() of what comes of it, within engine.gathered()"
+            )
         engine.before_backward(unit, first=not met)
         met = True
 
