@@ -1,7 +1,9 @@
 """What would train nothing, or something else, is refused in words that say what to write; and a clean step follows."""
 
+import copy
 import functools
 import importlib
+import pickle
 import types
 import warnings
 
@@ -113,6 +115,65 @@ def test_weights_loaded_into_the_model_are_trained_or_refused(worlds, stage, pre
     for message, loaded in worlds(2).run(load_weights, stage, precision):
         assert loaded == (message is None) == (precision == "fp32" and stage != "stage3_param")
         assert loaded or message.endswith("load before the engine is built, or use engine.save() and engine.load()")
+
+
+def a_gradient_of_a_gradient(engine, x):
+    """The penalty of a WGAN: the norm of the gradient at the inputs is a part of the loss."""
+    x = x.clone().requires_grad_()
+    value = loss(engine(x))
+    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+    engine.backward(value + gradient.square().sum())
+
+
+def penalized(world, name):
+    """What a penalty says, and what it says and makes within gathered()."""
+    made = small_engine(world, name)
+    message = message_of(a_gradient_of_a_gradient, made, inputs(world, 0))
+    made = small_engine(world, name)
+    with made.gathered():
+        held = message_of(a_gradient_of_a_gradient, made, inputs(world, 0))
+    made.step()
+    return message, held, made.full_state_dict()
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "quantized:Off"])
+def test_a_gradient_of_a_gradient_is_right_within_gathered_and_refused_elsewhere_where_weights_are_freed(worlds, name):
+    expected = worlds(2).run(penalized, "stage0_ddp")[0][-1]
+    for message, held, weights in worlds(2).run(penalized, name):
+        assert held is None
+        assert same_bits(weights, expected)
+        if name in ("stage0_ddp", "stage1_os", "stage2_grad", "offload"):  # they keep whole weights
+            assert message is None
+        else:
+            assert message.startswith("create_graph=True reads the weights of 'head' again when they are freed")
+            assert message.endswith("within engine.gathered()")
+
+
+TAKEN_FOR_A_MODEL = {
+    "parameters": "write engine.module.parameters()",
+    "named_parameters": "write engine.module.named_parameters()",
+    "state_dict": "write engine.full_state_dict(), or engine.save(path)",
+    "load_state_dict": "write engine.load(path), or engine.load_weights(file)",
+    "to": "move the model before the engine is built",
+}
+
+
+def take_for_a_model(world, engine):
+    made, said = small_engine(world, engine), {}
+    for name in TAKEN_FOR_A_MODEL:
+        with pytest.raises(AttributeError) as caught:
+            getattr(made, name)
+        said[name] = str(caught.value)
+    return said, [message_of(call, made) for call in (copy.deepcopy, copy.copy, pickle.dumps)]
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
+def test_who_takes_an_engine_for_a_model_is_told_what_to_write(worlds, name):
+    for said, copied in worlds(2).run(take_for_a_model, name):
+        for attribute, words in TAKEN_FOR_A_MODEL.items():
+            assert said[attribute].startswith(f"an engine has no '{attribute}': {words}")
+        refusal = "an engine cannot be copied or pickled: it is one rank's part of several; copy engine.module within "
+        assert copied == 3 * [refusal + "engine.gathered(), or write engine.save(path)"]
 
 
 # ---- parameters that leave ------------------------------------------------------------------------------------------

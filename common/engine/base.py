@@ -9,7 +9,7 @@ phases this file calls by name:
     step       -> update
 
 What is checked, built, counted and kept in files on the way has modules of its own beside this one: `door`, `guards`,
-`building`, `buffers`, `uses`, `accounting`, `files`.
+`building`, `buffers`, `uses`, `accounting`, `files`, `no_module`.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from common.engine.files import Files
 from common.engine.guards import Guards, engine_of
 from common.engine.hooks import Hook, remove_with
 from common.engine.mixed_precision import LossScaler, dtype_of, gradient_norm, overflow_flag
+from common.engine.no_module import NoModule
 from common.engine.stepping import alone
 from common.engine.tensors import host_value, map_tensors
 from common.engine.uses import Uses
@@ -48,7 +49,7 @@ class StepResult:
     skipped: bool
 
 
-class EngineBase(Files):
+class EngineBase(Files, NoModule):
     """What the engines share. See a stage's `Engine` for the phases.
 
     Args:

@@ -321,6 +321,11 @@ def _watch_backward(engine, unit, tensors, turn):
     """Have `before_backward` called when a gradient reaches one of the tensors that a forward returned."""
 
     def before_backward(gradient):
+        if torch.is_grad_enabled() and not unit.pins:
+            raise RuntimeError(
+                f"create_graph=True reads the weights of {unit.name or 'the model'!r} again when they are freed: "
+                "do it, and engine.backward() of what comes of it, within engine.gathered()"
+            )
         engine.before_backward(unit, turn)
 
     for tensor in tensors:
