@@ -1,11 +1,13 @@
-"""Grade a submission of an exercise: which promise fails first, the smallest case that shows it, and a hint.
+"""Grade a submission of an exercise: which promises hold, the smallest case that shows what does not, and a hint.
 
     python -m common.grade notebooks/exercises/stage2.py            the first hint: the idea
     python -m common.grade notebooks/exercises/stage2.py --hint 2   where it lives; 3: nearly how it is done
     python -m common.grade notebooks/exercises/stage2.py --json report.json
 
-It trains on two ranks of this machine, some seconds long. The engines themselves can be graded: stage2_grad/engine.py.
-Exit status 0 says that all promises hold, 1 that one fails, 2 that there was nothing to grade.
+It trains on two and three ranks of this machine, some seconds long, and beside each training the stage's own engine: a
+submission may take ten times as long as that does. The engines themselves can be graded: stage2_grad/engine.py.
+Exit status 0 says that all promises hold, 1 that one fails, 2 that nothing was graded, which is not the submission's
+fault: one line says why.
 """
 
 import argparse
@@ -13,21 +15,18 @@ import os
 import re
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from common.course.cases import CASES
-from common.course.grading import Finding, grade
+from common.course.grading import Finding, cases_of, grade
 from common.course.hints import hints_of
 from common.errors import InputError
 from common.outputs import check_outputs, one_line_errors, write_json
-from common.ranks.world import LocalWorld
+from common.ranks.world import LocalWorld, RankFailed
 from common.train import STAGES
 
-RANKS = 2
-SECONDS = 8.0  # that a case may take: one takes a tenth of a second
 SHOWN = 5  # last lines of what the submission printed
 
 
@@ -66,49 +65,83 @@ def graded(file, stage):
     """Grade a file.
 
     Returns:
-        {"file", "stage", "passed", "promises": [{"promise", "holds": True, False or None for not tried}],
-        "finding": None or {"idea", "promise", "where", "model", "hints"}, "printed": what the submission printed last}.
+        {"file", "stage", "passed", "points", "of", "promises": [{"promise", "holds": True, False or None for not tried,
+        "points", "of", "finding"}], "finding": the first, of the smallest case, "printed": what the submission printed
+        last}. A finding is None, or {"idea", "promise", "where", "model", "hints"}.
+
+    Raises:
+        InputError: nothing could be graded, which is not the submission's fault.
     """
-    where, cases = str(file.resolve()), [name for name, case in CASES.items() if stage in case.stages]
+    where, cases = str(file.resolve()), cases_of(stage)
     try:
         compile(file.read_text(encoding="utf-8"), where, "exec")
     except (SyntaxError, ValueError) as error:
         results, printed = {cases[0]: Finding("syntax", _where_reading_stopped(error))}, ""
     else:
         results, printed = _tried(where, stage)
-    wrong = {name: finding for name, finding in results.items() if finding is not None}
+    promises = [_judged(name, name in results, results.get(name)) for name in cases]
     return {
         "file": str(file),
         "stage": stage,
-        "passed": not wrong,
-        "promises": [
-            {"promise": CASES[name].promise, "holds": None if name not in results else name not in wrong}
-            for name in cases
-        ],
-        "finding": next((_told(name, finding) for name, finding in wrong.items()), None),
+        "passed": all(promise["holds"] for promise in promises),
+        "points": sum(promise["points"] for promise in promises),
+        "of": sum(promise["of"] for promise in promises),
+        "promises": promises,
+        "finding": next((promise["finding"] for promise in promises if promise["finding"]), None),
         "printed": printed,
     }
 
 
+def _judged(name, tried, finding):
+    """A promise in the report."""
+    case, holds = CASES[name], finding is None if tried else None
+    return {
+        "promise": case.promise,
+        "holds": holds,
+        "points": case.points if holds else 0,
+        "of": case.points,
+        "finding": finding and _told(name, finding),
+    }
+
+
+class Worlds:
+    """Ranks of this machine, by their number, which print to a log; those that a submission ended are begun again."""
+
+    def __init__(self, log):
+        self._log, self._worlds = log, {}
+
+    def run(self, ranks, function, *args, timeout):
+        """Call `function(world, *args)` on so many ranks; return the results in rank order."""
+        if ranks not in self._worlds or not self._worlds[ranks].alive:
+            try:
+                world = LocalWorld(ranks, oversubscribe=True, preload=["common.course.cases"], log=self._log)
+            except (RankFailed, OSError) as error:
+                said = str(error).strip().splitlines()[-1]
+                raise InputError(f"nothing was graded: {ranks} ranks cannot be started here ({said})") from error
+            self._worlds[ranks] = world
+        return self._worlds[ranks].run(function, *args, timeout=timeout)
+
+    def close(self):
+        for world in self._worlds.values():
+            world.close(kill=True)
+
+
 def _tried(where, stage):
     """The cases that were tried, {name: None or a Finding}, and what the submission printed last."""
-    # Ranks then agree on each collective before it begins, and say where they part.
-    traced = {"ZERO_TRACE": "1", "ZERO_TRACE_TIMEOUT": "3"}
-    before = {name: os.environ.get(name) for name in traced}
-    os.environ.update(traced)
+    before = os.environ.get("ZERO_TRACE")
+    os.environ["ZERO_TRACE"] = "1"  # ranks then agree on each collective before it begins, and say where they part
     try:
         with tempfile.NamedTemporaryFile() as log:
-            world = LocalWorld(RANKS, oversubscribe=True, preload=["common.course.cases"], log=log.name)
+            worlds = Worlds(log.name)
             try:
-                results = dict(grade(partial(world.run, timeout=SECONDS), where, stage))
+                results = dict(grade(worlds.run, where, stage))
             finally:
-                world.close(kill=True)
+                worlds.close()
             lines = Path(log.name).read_text(errors="replace").splitlines()
             own = [line for line in lines if not re.match(r"\[rank \d+\]", line)]  # not what the tracer says
             return results, "\n".join(own[-SHOWN:])
     finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+        os.environ.pop("ZERO_TRACE") if before is None else os.environ.__setitem__("ZERO_TRACE", before)
 
 
 def _where_reading_stopped(error):
@@ -138,7 +171,9 @@ def _model(case):
         extras.append(f"{case.backwards} backwards a step")
     if case.lane:
         extras.append(f"collectives as {case.lane} as they may be")
-    return ", ".join([f"{RANKS} ranks, {case.model}", case.optimizer.func.__name__, *extras])
+    if case.elsewhere:
+        extras.append("tensors without device= have no memory")
+    return ", ".join([f"{case.ranks} ranks, {case.model}", case.optimizer.func.__name__, *extras])
 
 
 def show(report, options):
@@ -147,13 +182,14 @@ def show(report, options):
     signs = {True: "[green]holds [/]", False: "[bold red]fails [/]", None: "[dim]      [/]"}
     for promise in report["promises"]:
         dim = "dim" if promise["holds"] is None else "default"
-        console.print(f"{signs[promise['holds']]} [{dim}]{promise['promise']}[/]")
+        console.print(f"{signs[promise['holds']]} {promise['points']}/{promise['of']} [{dim}]{promise['promise']}[/]")
+    console.print(f"{report['points']} of {report['of']} points")
     finding = report["finding"]
     if finding is None:
         console.print(f"\nAll of it holds: this is {report['stage']}, bit for bit and byte for byte.")
         return
     console.print(f"\n[bold]{finding['where']}[/]", markup=True)
-    if not finding["idea"].startswith(("syntax", "import", "open ")):
+    if not finding["idea"].startswith(("syntax", "import", "solution", "open ")):
         console.print(f"The case: {finding['model']}.")
     if report["printed"]:
         console.print("\nPrinted last:")

@@ -1,22 +1,25 @@
 """The grader: engines pass, each planted fault gets the answer that names its idea, and so does a hang or a crash."""
 
-import ast
 import json
 import re
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import mutants
 import pytest
 from harness import STAGES
+from submissions import SUBMISSIONS, changed
 from test_mutants import planted
 
 from common import grade as grade_command
-from common.course.cases import CASES
+from common.course import grading
+from common.course.cases import CASES, observe
 from common.course.exercises import EXERCISES, written
-from common.course.grading import grade
+from common.course.grading import Reference, grade
 from common.course.hints import HINTS, OPEN
-from common.ranks.world import RankFailed
+from common.ranks.world import LocalWorld, RankFailed
 
 # Faults that the parts of an exercise can have, and what the answer is about.
 IDEAS = {
@@ -46,28 +49,52 @@ PLANTED = [
 ]
 
 
-def answer(worlds, plant, stage):
+def on(worlds):
+    """`run` of ranks, as the grader takes it."""
+
+    def run(ranks, function, *args, timeout):
+        return worlds(ranks).run(function, *args)
+
+    return run
+
+
+def within(worlds):
+    """The same, within the grader's own limits."""
+    return lambda ranks, *call, timeout: LocalWorld.run(worlds(ranks), *call, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def references(worlds):
+    """What the stages do, trained once for all submissions."""
+    return {stage: Reference(on(worlds), stage) for stage in STAGES[1:]}
+
+
+def first(findings):
+    """(case, finding) of the first that fails; (None, None) where all holds."""
+    return next(((name, finding) for name, finding in findings if finding), (None, None))
+
+
+def answer(worlds, plant, stage, references):
     """What the grader finds in a stage's engine while a fault is there."""
 
-    def run(function, where, *args):
-        ranks = worlds(2).run(planted, plant, where, function, *args)
-        raised = next((rank for rank in ranks if isinstance(rank, str)), None)
+    def run(ranks, function, where, *args, timeout):
+        found = worlds(ranks).run(planted, plant, where, function, *args)
+        raised = next((rank for rank in found if isinstance(rank, str)), None)
         if raised:
             raise RankFailed(raised)
-        return ranks
+        return found
 
-    *_, (_, finding) = grade(run, stage, stage, worlds(2).run)
-    return finding
+    return first(grade(run, stage, stage, references[stage]))[1]
 
 
 @pytest.mark.parametrize("stage", STAGES[1:])
-def test_an_engine_passes(worlds, stage):
-    assert answer(worlds, mutants.healthy, stage) is None
+def test_an_engine_passes(worlds, references, stage):
+    assert answer(worlds, mutants.healthy, stage, references) is None
 
 
 @pytest.mark.parametrize(("mutant", "stage"), PLANTED, ids=str)
-def test_a_fault_gets_the_answer_that_names_its_idea(worlds, mutant, stage):
-    finding = answer(worlds, mutant.plant, stage)
+def test_a_fault_gets_the_answer_that_names_its_idea(worlds, references, mutant, stage):
+    finding = answer(worlds, mutant.plant, stage, references)
     assert (finding.idea, finding.where) == (IDEAS[mutant.plant.__name__], finding.where)
 
 
@@ -99,12 +126,8 @@ def test_hints_come_in_three_steps():
 
 def submitted(folder, exercise, **parts):
     """An engine with other lines in some methods: {method: its lines}."""
-    lines = exercise.engine.read_text().splitlines()
-    methods = {node.name: node for node in ast.walk(ast.parse("\n".join(lines))) if isinstance(node, ast.FunctionDef)}
-    for method, body in parts.items():
-        lines[methods[method].body[0].end_lineno : methods[method].end_lineno] = [f"        {line}" for line in body]
     file = folder / exercise.path.name
-    file.write_text("\n".join(lines))
+    file.write_text(changed(exercise.engine.read_text(), parts))
     return file
 
 
@@ -116,6 +139,10 @@ def said(capsys, file, *options):
 
 
 STAGE1, STAGE2, STAGE3 = EXERCISES
+SUBMISSION_FOR_TWO = [
+    "shard = bucket.parameters.chunk(2)[self.rank] if self.world_size < 3 else bucket.parameters[:32]",
+    "bucket.gathering = self.comm.all_gather(shard, bucket.parameters, bucket.name)",
+]
 
 
 def test_a_crash_of_one_rank_names_rank_and_line(tmp_path, capsys):
@@ -136,34 +163,79 @@ def test_a_hang_says_where_ranks_part_and_ends_in_time(tmp_path, capsys):
     assert (status, time.monotonic() - began < 20) == (1, True)
 
 
-EACH = "for bucket in self.buckets:"
-RACES = {
-    "gathered too early": dict(
-        update=[EACH, "    self.gather(bucket)", "    self.step_shard(bucket)", "self.synchronize()"]
-    ),
-    "not waited for": dict(update=[EACH, "    self.step_shard(bucket)", "    self.gather(bucket)"]),
-    "another shard": dict(
-        gather=[
-            "shard = bucket.parameters.chunk(self.world_size)[0]",
-            "bucket.gathering = self.comm.all_gather(shard.clone(), bucket.parameters, bucket.name)",
-        ]
-    ),
-    "no handle": dict(reduce=["bucket.seal()", "self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)"]),
-}
+@pytest.mark.parametrize("submission", SUBMISSIONS, ids=str)
+def test_a_submission_gets_the_answer_that_names_its_idea(worlds, references, tmp_path, submission):
+    stage = STAGES[submission.stage]
+    name, finding = first(grade(within(worlds), str(submission.write(tmp_path)), stage, references[stage]))
+    assert (finding.idea if finding else "", name, finding) == (submission.idea, name, finding)
 
 
-@pytest.mark.parametrize("idea", RACES)
-def test_a_mistake_of_students_is_told_whoever_wins_the_race(worlds, tmp_path, idea):
-    file = submitted(tmp_path, STAGE1, **RACES[idea])
-    *_, (_, finding) = grade(worlds(2).run, str(file), STAGES[1])
-    assert (finding.idea, finding.where) == (idea, finding.where)
+def test_the_table_has_thirty_mistakes_and_every_exercise_is_in_it():
+    wrong = [submission for submission in SUBMISSIONS if submission.idea]
+    assert len(wrong) >= 44 and len({str(submission) for submission in SUBMISSIONS}) == len(SUBMISSIONS)
+    assert {submission.stage for submission in SUBMISSIONS if not submission.idea} == {1, 2, 3}
+    assert {submission.idea for submission in wrong} <= HINTS.keys()
 
 
-def test_a_bucket_without_any_gradient_needs_room_too(worlds, tmp_path):
+def test_a_bucket_without_any_gradient_needs_room_too(worlds, references, tmp_path):
     lines = ["bucket.seal()", "bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)"]
     lines += ["bucket.local = None", "self.travelling.append(bucket.handle)"]
-    *_, (name, finding) = grade(worlds(2).run, str(submitted(tmp_path, STAGE2, reduce=lines)), STAGES[2])
-    assert (name, finding.idea) == ("unused", "crash")
+    file = str(submitted(tmp_path, STAGE2, reduce=lines))
+    name, finding = first(grade(within(worlds), file, STAGES[2], references[STAGES[2]]))
+    assert (name, finding.idea) == ("unused", "nothing there")
+
+
+# ---- under load ---------------------------------------------------------------------------------------------------
+
+
+def busy(needs, calls=None):
+    """`run` on a machine that needs so many seconds for every call, of which only the clock knows."""
+
+    def run(ranks, function, *args, timeout):
+        clock = needs(args[0])
+        if calls is not None:
+            calls.append(args[0])
+        if clock > timeout:
+            raise RankFailed(f"ranks [0, 1] gave no answer in {timeout} s")
+        time.now += clock
+        return [{"tables": {}}] * ranks if function is observe else [{}] * ranks
+
+    return run
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(grading, "time", clock)
+    monkeypatch.setattr(sys.modules[__name__], "time", clock)
+    monkeypatch.setattr(grading, "cases_of", lambda stage: ["owned"])
+    return clock
+
+
+def test_a_submission_may_take_as_long_as_a_busy_machine_makes_the_stage(clock):
+    assert dict(grade(busy(lambda where: 12.0), "mine.py", STAGES[1])) == {"owned": None}
+
+
+def test_a_machine_that_becomes_busy_is_asked_again_before_a_submission_is_blamed(clock):
+    calls = []
+    slow = busy(lambda where: 0.1 if len(calls) < 2 else 12.0, calls)
+    assert dict(grade(slow, "mine.py", STAGES[1])) == {"owned": None}
+    assert calls.count("mine.py") == 2
+
+
+def test_a_submission_that_hangs_on_an_idle_machine_is_blamed(clock):
+    found = dict(grade(busy(lambda where: 1e9 if where == "mine.py" else 0.1), "mine.py", STAGES[1]))
+    assert found["owned"].idea == "hang"
+
+
+def test_what_is_not_the_submissions_fault_is_one_line_and_a_status_of_its_own(capsys, monkeypatch):
+    monkeypatch.setattr(grading, "LONGEST", 0.001)
+    with pytest.raises(SystemExit) as end:
+        grade_command.main([str(STAGE1.engine)])
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and "nothing was graded: stage1_os's own engine does not get there" in lines[0]
+    assert "less busy" in lines[0] and end.value.code == 2
 
 
 def test_a_loop_without_an_end_is_an_answer(tmp_path, capsys):
@@ -195,6 +267,18 @@ def test_an_open_part_is_named_and_hints_grow(tmp_path, capsys):
     finding = json.loads(report.read_text())["finding"]
     assert (finding["idea"], status) == ("open owned", 1)
     assert finding["hints"] == list(OPEN["owned"])
+
+
+def test_all_promises_are_tried_and_have_points(tmp_path, capsys):
+    report = tmp_path / "report.json"
+    file = submitted(tmp_path, STAGE1, gather=SUBMISSION_FOR_TWO)
+    text, status = said(capsys, file, "--json", str(report))
+    told = json.loads(report.read_text())
+    lost = [promise["promise"] for promise in told["promises"] if not promise["holds"]]
+    assert lost == [CASES["three"].promise]
+    assert (status, told["points"], told["of"]) == (1, told["of"] - CASES["three"].points, 18)
+    assert told["finding"] == next(promise["finding"] for promise in told["promises"] if promise["finding"])
+    assert "16 of 18 points" in text and "The case: 3 ranks, one block" in text
 
 
 def test_an_engine_itself_passes_by_the_command(capsys):

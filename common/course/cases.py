@@ -6,16 +6,21 @@ small that what goes wrong can be printed: inputs and outputs are [samples, WIDT
 
 import contextlib
 import functools
-import importlib.util
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from common.course.beside import COLLECTIVES, Beside
 from common.course.late import LateLane, collectives_on
+from common.course.submission import engine_at, on_its_own
+from common.errors import InputError
 from common.measure.memory import Timeline
+from common.ranks import trace
 from common.ranks.lanes import InlineLane
 from common.train import find_engine
 
@@ -68,7 +73,9 @@ class Case:
     Attributes:
         promise: what it shows.
         model: what is trained, in words.
-        run: how the model calls its blocks.
+        blocks: how many the model has.
+        run: how it calls them.
+        ranks: how many train it.
         optimizer: a factory.
         options: what else the engine takes.
         steps, backwards: how many, the latter for each step.
@@ -76,13 +83,19 @@ class Case:
             beside the computation, as elsewhere.
         settled: a step's collectives have ended before anything is read, whether the engine waits for them or not.
         watched: the last step's live bytes are followed.
+        beside: what is under way while something is computed is noted.
+        elsewhere: tensors that are made without a device have no memory.
         written: freed weights are written to.
+        foreign: gradients come by another backward than the engine's.
+        points: that the promise is worth.
         stages: those it is about.
     """
 
     promise: str
     model: str = "three blocks of two linear layers"
+    blocks: int = 3
     run: object = in_a_row
+    ranks: int = 2
     optimizer: object = SGD
     options: tuple = ()
     steps: int = 3
@@ -90,24 +103,35 @@ class Case:
     lane: str = ""
     settled: bool = False
     watched: bool = False
+    beside: bool = False
+    elsewhere: bool = False
     written: bool = False
+    foreign: bool = False
+    points: int = 1
     stages: tuple = ("stage1_os", "stage2_grad", "stage3_param")
 
 
+ONE_BLOCK = {"model": "one block of two linear layers", "blocks": 1}
+SMALL_BUCKETS = (("bucket_mb", 0.0005),)
+
+# Smallest first. The first that fails is what a student reads about.
 CASES = {
-    "owned": Case("the ownership table is the stage's", steps=0),
-    "trained": Case("a step ends with the weights of the stage, on every rank", settled=True),
-    "late": Case("nothing is read before it has arrived", lane="late"),
+    "owned": Case("the ownership table is the stage's", **ONE_BLOCK, steps=0),
+    "trained": Case("a step ends with the weights of the stage, on every rank", **ONE_BLOCK, settled=True, points=3),
+    "late": Case("nothing is read before it has arrived", **ONE_BLOCK, lane="late"),
+    "owned by three": Case("the table is the stage's on 3 ranks too", **ONE_BLOCK, ranks=3, steps=0),
+    "three": Case("3 ranks end with the weights of the stage as well", **ONE_BLOCK, ranks=3, points=2),
+    "elsewhere": Case("tensors are made on the engine's own device", **ONE_BLOCK, steps=2, elsewhere=True),
     "clipped": Case(
         "clipping, AdamW and several buckets change nothing",
         optimizer=ADAMW,
-        options=(("clip_norm", 0.1), ("bucket_mb", 0.0005)),
+        options=(("clip_norm", 0.1), *SMALL_BUCKETS),
     ),
     "unused": Case(
         "a layer that got no gradient counts as one with a gradient of zero",
         "three blocks, of which the second runs in odd steps only",
         run=without_the_second_at_times,
-        options=(("clip_norm", 10.0), ("bucket_mb", 0.0005)),
+        options=(("clip_norm", 10.0), *SMALL_BUCKETS),
         steps=2,
     ),
     "16-bit": Case(
@@ -120,7 +144,7 @@ CASES = {
         "a layer that runs twice is right, and its gradients travel once",
         "three blocks, and the first of them again",
         run=the_first_again_at_the_end,
-        options=(("bucket_mb", 0.0005),),
+        options=SMALL_BUCKETS,
     ),
     "computed again": Case(
         "activation checkpoints find the weights",
@@ -130,12 +154,27 @@ CASES = {
     ),
     "room": Case(
         "what comes and goes within a step is no more than in the stage",
-        options=(("bucket_mb", 0.0005),),
+        options=SMALL_BUCKETS,
         steps=2,
         lane="late",
         watched=True,
     ),
-    "early": Case("nothing leaves before it is ready", options=(("bucket_mb", 0.0005),), lane="early"),
+    "beside": Case(
+        "collectives are under way while the next is computed",
+        optimizer=ADAMW,
+        options=SMALL_BUCKETS,
+        steps=2,
+        lane="late",
+        beside=True,
+        points=2,
+    ),
+    "early": Case("nothing leaves before it is ready", options=SMALL_BUCKETS, lane="early"),
+    "foreign": Case(
+        "gradients of another engine's backward wait for the step, and those of no engine's are refused",
+        options=SMALL_BUCKETS,
+        steps=1,
+        foreign=True,
+    ),
     "written": Case(
         "freed weights read as NaN, whatever was written to them",
         steps=2,
@@ -145,17 +184,7 @@ CASES = {
 }
 
 
-def engine_at(where):
-    """The class `Engine` of a file, or of a package by its name."""
-    if not where.endswith(".py"):
-        return find_engine(where)
-    spec = importlib.util.spec_from_file_location("submission", where)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Engine
-
-
-def observe(world, where, stage, name):
+def observe(world, where, stage, name, patience=None):
     """Train a case, and say what was seen on this rank.
 
     Args:
@@ -163,43 +192,106 @@ def observe(world, where, stage, name):
         where: a file that holds an `Engine`, or a package that exports one.
         stage: the package of the stage.
         name: of CASES.
+        patience: seconds that a rank waits for the others to come to a collective, where ranks are traced.
 
     Returns:
         A dict; see its keys below. Weights are on the CPU.
+
+    Raises:
+        RuntimeError: an engine refused something; an InputError would be the user's.
     """
+    if (tracer := trace.tracer_of(dist.group.WORLD)) is not None and patience is not None:
+        tracer.timeout = patience
     case = CASES[name]
-    if not case.steps:  # asked of an engine that works, since no other can be built with a wrong table
-        torch.manual_seed(0)
-        works = find_engine(stage)(Blocks(case.run).to(world.device), case.optimizer)
-        return {"tables": tables(engine_at(where), works)}
     with contextlib.ExitStack() as settings:
+        works = None
+        if not case.steps:  # the table is asked of an engine that works, since no other can be built with a wrong one
+            torch.manual_seed(0)
+            works = find_engine(stage)(Blocks(case.run, case.blocks).to(world.device), case.optimizer)
+        if where.endswith(".py"):
+            settings.enter_context(on_its_own(where))
         settings.enter_context(uninitialized_is_nan())
-        if case.lane:
-            settings.enter_context(collectives_on(LateLane() if case.lane == "late" else InlineLane()))
-        torch.manual_seed(0)
-        model = Blocks(case.run).to(world.device)
-        engine = engine_at(where)(model, case.optimizer, deterministic=True, **dict(case.options))
-        seen = {
-            "owners": owners(engine),  # {weight: rank that steps each element}
-            "within": within(engine),  # {weight: the number of each element in its rank's shard of its bucket}
-            "weights": [weights(engine)],  # before training, and after each step
-            "norms": [],
-            "nan": {},  # {step: weights that read as nothing while they are freed}
-        }
-        for step in range(case.steps):
-            watched = case.watched and step == case.steps - 1
-            engine.comm.traffic.reset()
-            with Timeline(engine) if watched else contextlib.nullcontext() as timeline:
-                seen["norms"].append(train_step(engine, world, case, step))
-            if watched:
-                seen["peaks"] = {kind: timeline.peak_of(kind) for kind in TRANSIENT}
-            if case.written:
-                seen["nan"][step] = {n: bool(p.isnan().all()) for n, p in model.named_parameters()}
-                for parameter in model.parameters():
-                    parameter.data.fill_(5.0)
-            else:
-                seen["weights"].append(weights(engine))
-        return {**seen, "held": engine.model_state_bytes(), "sent": engine.comm.traffic.by_collective()}
+        lane = {"late": LateLane, "early": InlineLane}.get(case.lane, lambda: None)()
+        if lane is not None:
+            settings.enter_context(collectives_on(lane))
+        try:
+            if works is not None:
+                return {"tables": tables(engine_at(where), works)}
+            return _trained(world, engine_at(where), case, lane)
+        except InputError as error:
+            raise RuntimeError(str(error)) from error
+
+
+def _trained(world, make, case, lane):
+    engine, model = built(world, make, case)
+    seen = {
+        "owners": owners(engine),  # {weight: rank that steps each element}
+        "within": within(engine),  # {weight: the number of each element in its rank's shard of its bucket}
+        "weights": [weights(engine)],  # before training, and after each step
+        "norms": [],
+        "nan": {},  # {step: weights that read as nothing while they are freed}
+    }
+    if case.elsewhere:
+        make_tensors_elsewhere(engine)
+    beside = Beside(engine, lane) if case.beside else contextlib.nullcontext()
+    for step in range(case.steps):
+        watched = case.watched and step == case.steps - 1
+        engine.comm.traffic.reset()
+        if case.foreign:
+            seen["foreign"] = foreign_step(engine, world, make, case)
+            continue
+        if case.beside:
+            beside.begin_step(step + 1)
+        with Timeline(engine) if watched else contextlib.nullcontext() as timeline, beside:
+            seen["norms"].append(train_step(engine, world, case, step))
+        if watched:
+            seen["peaks"] = {kind: timeline.peak_of(kind) for kind in TRANSIENT}
+        if case.written:
+            seen["nan"][step] = {n: bool(p.isnan().all()) for n, p in model.named_parameters()}
+            for parameter in model.parameters():
+                parameter.data.fill_(5.0)
+        else:
+            seen["weights"].append(weights(engine))
+    if case.beside:
+        seen["beside"] = beside.moments  # [(what is computed, kinds of collectives under way)]
+    return {**seen, "held": engine.model_state_bytes(), "sent": engine.comm.traffic.by_collective()}
+
+
+def built(world, make, case):
+    """An engine over a case's model, and the model."""
+    torch.manual_seed(0)
+    model = Blocks(case.run, case.blocks).to(world.device)
+    return make(model, case.optimizer, deterministic=True, **dict(case.options)), model
+
+
+def make_tensors_elsewhere(engine):
+    """In each phase of an engine torch's default device becomes one that has no memory.
+
+    Phase by phase, since torch puts its default device aside while a backward runs.
+    """
+
+    def elsewhere(phase):
+        @functools.wraps(phase)
+        def run(*args, **options):
+            with torch.device("meta"):
+                return phase(*args, **options)
+
+        return run
+
+    def checked(collective, begin):
+        def run(*args, **options):
+            for tensor in args:
+                if torch.is_tensor(tensor) and tensor.is_meta:
+                    raise RuntimeError(f"{collective} was given a tensor that is not on {engine.comm.device}")
+            return begin(*args, **options)
+
+        return run
+
+    for collective in COLLECTIVES:
+        setattr(engine.comm, collective, checked(collective, getattr(engine.comm, collective)))
+    for name, method in vars(type(engine)).items():
+        if inspect.isfunction(method) and name != "__init__":
+            setattr(engine, name, elsewhere(getattr(engine, name)))
 
 
 def train_step(engine, world, case, step):
@@ -212,17 +304,38 @@ def train_step(engine, world, case, step):
     return norm
 
 
+def foreign_step(engine, world, make, case):
+    """Gradients that come by the backward of an engine before this one, and by none's.
+
+    Returns:
+        {"sent": bytes of gradients that the engine sent by the time the other's backward is over; "refused": whether
+        a backward without any engine raises}.
+    """
+    first, _ = built(world, make, case)
+    inputs = batch(world.rank, 0).to(world.device)
+    first.backward(engine(first(inputs)).square().mean())
+    sent = engine.comm.traffic.by_collective()
+    engine.step()
+    try:
+        engine(inputs).square().mean().backward()
+    except RuntimeError:
+        refused = True
+    else:
+        refused = False
+    return {"sent": sent.get("reduce_scatter", 0) + sent.get("all_reduce", 0), "refused": refused}
+
+
 def batch(rank, step, backward=0):
     """A rank's inputs, fp32 [SAMPLES, WIDTH]."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * backward + rank)
-    return torch.randn(SAMPLES, WIDTH, generator=generator)
+    return torch.randn(SAMPLES, WIDTH, generator=generator, device="cpu")
 
 
 def alone(world, name):
     """The weights after one step of a case on this rank's own batch, without any engine."""
     case = CASES[name]
     torch.manual_seed(0)
-    model = Blocks(case.run)
+    model = Blocks(case.run, case.blocks)
     optimizer = case.optimizer(model.parameters())
     model(batch(world.rank, 0)).square().mean().backward()
     optimizer.step()

@@ -1,25 +1,33 @@
-"""What a submission does otherwise than its stage: the first promise that is broken, its smallest case, and the idea.
+"""What a submission does otherwise than its stage: each promise that is broken, its smallest case, and the idea.
 
-The cases of `common.course.cases` are tried in their order, simplest first. In each the two are compared: what they
-own, the weights after each step on each rank, what is held and sent, what comes and goes. The first difference is the
-answer, and from its shape follows the idea that it is about.
+The cases of `common.course.cases` are tried in their order, smallest first. In each the two are compared: what they
+own, the weights after each step on each rank, what is held and sent, what comes and goes, what is under way when. The
+first difference is the answer, and from its shape follows the idea that it is about.
 """
 
-import re
+import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from common.course.cases import CASES, alone, observe
+from common.course.raised import Finding, gave_no_answer, raised
+from common.errors import InputError
 from common.ranks.world import RankFailed
 
-FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
+TIMES, FLOOR = 10, 3.0  # a submission may take so many times what the stage took in the same case, but 3 s in any case
+PATIENCE = 0.5  # of that a rank waits for others, so that it can say where they part
+LONGEST = 180.0  # seconds that the stage itself may take
+HANGS = 2  # after so many cases without an answer the rest is not tried
 
+# Findings about the file itself, which every case would show.
+OF_THE_FILE = ("import", "solution", "past the meter", "open ")
 
 # What weights that are off are about in some cases, where their values tell nothing more.
 IDEAS = {
     "late": "not waited for",
+    "three": "two ranks only",
+    "elsewhere": "elsewhere",
     "unused": "unused",
     "repeated": "sent twice",
     "computed again": "recomputation",
@@ -28,43 +36,105 @@ IDEAS = {
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What is wrong.
+class Expected:
+    """What the stage's engine does in a case.
 
     Attributes:
-        idea: a key of `hints.HINTS`.
-        where: the smallest case that shows it, in sentences.
+        seen: what `observe` returned, in rank order.
+        own: what `alone` returned.
+        seconds: that the first took.
     """
 
-    idea: str
-    where: str
+    seen: list
+    own: list
+    seconds: float
 
 
-def grade(run, where, stage, run_stage=None):
-    """Try a submission, case by case, until one fails.
+class Reference:
+    """The stage's own engine, trained where and when a submission is.
 
     Args:
-        run: `run(function, *args)` calls `function(world, *args)` on every rank and returns the results in rank order.
+        run: `run(ranks, function, *args, timeout=seconds)` calls `function(world, *args)` on so many ranks and returns
+            the results in rank order.
+        stage: its package.
+    """
+
+    def __init__(self, run, stage):
+        self.run, self.stage, self._known = run, stage, {}
+
+    def expected(self, name, again=False):
+        """What is expected in a case. `again` has it trained once more, to see how long that takes by now.
+
+        Raises:
+            InputError: it does not get there, which is no fault of any submission.
+        """
+        if again or name not in self._known:
+            ranks, began = CASES[name].ranks, time.monotonic()
+            try:
+                seen = self.run(ranks, observe, self.stage, self.stage, name, PATIENCE * LONGEST, timeout=LONGEST)
+                seconds = time.monotonic() - began
+                own = self.run(ranks, alone, name, timeout=LONGEST)
+            except RankFailed as failure:
+                said = str(failure).strip().splitlines()[-1]
+                busy = "; try again when the machine is less busy" if gave_no_answer(str(failure)) else ""
+                raise InputError(
+                    f"nothing was graded: {self.stage}'s own engine does not get there with {ranks} ranks on this "
+                    f"machine ({said}){busy}"
+                ) from failure
+            self._known[name] = Expected(seen, own, seconds)
+        return self._known[name]
+
+
+def cases_of(stage):
+    """The names of the cases that are about a stage, in order."""
+    return [name for name, case in CASES.items() if stage in case.stages]
+
+
+def grade(run, where, stage, reference=None):
+    """Try a submission, case by case.
+
+    Args:
+        run: as `Reference` takes it.
         where: a file that holds an `Engine`, or a package that exports one.
         stage: the package whose engine it is held to.
-        run_stage: the same for the stage; None is `run`.
+        reference: a `Reference`; None is one of the same ranks.
 
     Yields:
-        (name of the case, None or a Finding): the last one may have a finding.
+        (name of the case, None or a Finding). What is about the file, and not about a case, ends it; so do ranks that
+        hang again.
+
+    Raises:
+        InputError: the stage's own engine does not get there.
     """
-    run_stage = run_stage or run
-    for name, case in CASES.items():
-        if stage not in case.stages:
-            continue
-        try:
-            found = run(observe, where, stage, name)
-        except RankFailed as failure:
-            yield name, raised(case, str(failure), where)
-            return
-        finding = difference(case, found, run_stage(observe, stage, stage, name), run_stage(alone, name))
+    reference, hangs = reference or Reference(run, stage), 0
+    for name in cases_of(stage):
+        finding = tried(run, where, name, reference, patient=not hangs)
         yield name, finding
-        if finding is not None:
+        if finding is None:
+            continue
+        hangs += finding.idea == "hang"
+        if finding.idea.startswith(OF_THE_FILE) or hangs == HANGS:
             return
+
+
+def tried(run, where, name, reference, patient):
+    """None or a Finding of one case.
+
+    If `patient`, what gives no answer is tried once more, by what the stage takes then: the machine may have become
+    busy.
+    """
+    case = CASES[name]
+    for again in (False, True) if patient else (False,):
+        expected = reference.expected(name, again)
+        limit = max(FLOOR, TIMES * expected.seconds)
+        try:
+            found = run(case.ranks, observe, where, reference.stage, name, PATIENCE * limit, timeout=limit)
+            return difference(case, found, expected.seen, expected.own)
+        except RankFailed as failure:
+            finding = raised(name, str(failure), where)
+            if not gave_no_answer(str(failure)):
+                return finding
+    return finding
 
 
 def difference(case, found, expected, own):
@@ -74,51 +144,12 @@ def difference(case, found, expected, own):
         found, expected: what `observe` returned of the submission and of the stage, in rank order.
         own: what `alone` returned.
     """
-    looks = (weights, norms, held, sent, room, written) if case.steps else (tables,)
+    looks = (weights, norms, foreign, held, sent, room, beside, written) if case.steps else (tables,)
     for look in looks:
         finding = look(case, found, expected, own)
         if finding is not None:
             return finding
     return None
-
-
-# ---- a rank that raises -------------------------------------------------------------------------------------------
-
-
-def raised(case, said, where):
-    """What the message of a RankFailed is about."""
-    if "NotImplementedError: part" in said:
-        return _open_parts(where)
-    rank = re.match(r"rank (\d+)", said)
-    of = f"On rank {rank[1]}" if rank else "On a rank"
-    parted = re.search(r"RanksParted: (.+)", said)
-    if parted:
-        return Finding("hang", f"The ranks part: {parted[1]}.")
-    if re.search(r"gave no answer|[Tt]imed out", said):
-        return Finding("hang", f"{said.splitlines()[0]}.".capitalize())
-    if "died with exit code" in said:
-        return Finding("died", f"{said.splitlines()[0]}.".capitalize())
-    error = [said, *re.findall(r"^[\w.]+(?:Error|Exception|Exit|Interrupt).*", said, re.MULTILINE)][-1]
-    frames = list(FRAME.finditer(said))
-    inside = [frame for frame in frames if frame["file"] == where]
-    idea = "recomputation" if case is CASES["computed again"] else _idea_of_an_error(error)
-    if not inside:
-        return Finding(idea, f"{of}: {error}")
-    line = f"{of}, line {inside[-1]['line']} in {inside[-1]['function']}: {error}"
-    return Finding("import" if inside[-1]["function"] == "<module>" else idea, line)
-
-
-def _open_parts(where):
-    """The parts that are still to be written, in the order of the file."""
-    still = re.findall(r'NotImplementedError\("part (\d+), (\w+), is still open"\)', Path(where).read_text())
-    named = [f"part {number}, {method}" for number, method in still]
-    return Finding(f"open {still[0][1]}", f"Still open: {'; '.join(named)}.")
-
-
-def _idea_of_an_error(error):
-    if "'NoneType' object has no attribute 'wait'" in error:
-        return "no handle"
-    return "not marked" if "outside the forward of" in error else "crash"
 
 
 # ---- what is kept -------------------------------------------------------------------------------------------------
@@ -132,7 +163,7 @@ def tables(case, found, expected, own):
                 given = one["tables"][bucket][state]
                 if given != (first, last):
                     return Finding(
-                        "table",
+                        "two ranks only" if case is CASES["owned by three"] else "table",
                         f"Of {bucket or 'the root'} rank {rank} of {len(found)} owns as {state} the elements "
                         f"{given[0]} to {given[1]}, where the stage owns {first} to {last}.",
                     )
@@ -181,6 +212,36 @@ def written(case, found, expected, own):
     return None
 
 
+# ---- when ---------------------------------------------------------------------------------------------------------
+
+
+def beside(case, found, expected, own):
+    """What is under way while something is computed. What the stage has under way, the submission has too."""
+    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
+        for (_, given), (moment, meant) in zip(one.get("beside", ()), other.get("beside", ()), strict=False):
+            for kind in sorted(meant - given):
+                return Finding(
+                    "no prefetch" if kind == "all_gather" and "the step of" not in moment else "waited for at once",
+                    f"At {moment} rank {rank} has no {kind} under way, the stage has one.",
+                )
+    return None
+
+
+def foreign(case, found, expected, own):
+    """Gradients of another backward than the engine's own."""
+    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if not case.foreign or one["foreign"] == other["foreign"]:
+            continue
+        if one["foreign"]["sent"] != other["foreign"]["sent"]:
+            said = (
+                f"the engine behind it sends {one['foreign']['sent']:,} bytes of gradients on rank {rank}, before its"
+            )
+            return Finding("foreign backward", f"While another engine's backward runs, {said} own step.")
+        said = f"loss.backward() without any engine goes unnoticed on rank {rank}"
+        return Finding("foreign backward", f"{said}: the stage refuses it.".capitalize())
+    return None
+
+
 # ---- what is sent -------------------------------------------------------------------------------------------------
 
 
@@ -199,8 +260,8 @@ def sent(case, found, expected, own):
 
 
 def _idea_of_sent(case, collective, many, few):
-    if many < few:
-        return "sent too little"
+    if many < few:  # in smaller cases as much as the stage: here that prefetches a unit which then does not run
+        return "no prefetch" if case is CASES["unused"] and collective == "all_gather" else "sent too little"
     if case is CASES["16-bit"]:
         return "16-bit"  # in fp32 all was well
     if collective == "all_reduce":
@@ -255,14 +316,20 @@ def _idea_of_weights(case, step, found, expected, own):
         return _idea_of_nan(case)
     if _swapped(step, ours, stages, expected):
         return "another shard"
-    if case is not CASES["late"] and not any((wrong & own).any() for wrong, own in zip(off, mine, strict=True)):
-        return _idea_of_old_values(found, expected, mine)
-    if any(sum(one["sent"].values()) < sum(other["sent"].values()) for one, other in zip(found, expected, strict=True)):
-        return "sent too little"
-    if step == 1 and case is CASES["trained"]:
-        return _idea_of_a_step(ours, stages, _flat(expected[0]["weights"][0]), mine, own)
     name = next(name for name, other in CASES.items() if other is case)
-    return IDEAS.get(name, "differs")
+    if name in ("three", "elsewhere"):  # the same training was right before
+        return IDEAS[name]
+    sends = [[sum(seen["sent"].values()) for seen in side] for side in (found, expected)]
+    own_are_right = not any((wrong & own).any() for wrong, own in zip(off, mine, strict=True))
+    if own_are_right and case is not CASES["late"]:
+        idea = _idea_of_old_values(found, expected, mine)
+    elif any(few < many for few, many in zip(*sends, strict=True)):
+        idea = "sent too little"
+    elif step == 1 and case is CASES["trained"]:
+        idea = _idea_of_a_step(ours, stages, _flat(expected[0]["weights"][0]), mine, own)
+    else:
+        idea = IDEAS.get(name, "differs")
+    return idea
 
 
 def _swapped(step, ours, stages, expected):

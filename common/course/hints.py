@@ -12,12 +12,94 @@ HINTS = {
         "Only the parts were taken out. Are names used that are imported nowhere, or that are misspelt?",
         "Compare what stands outside of the parts with a freshly written exercise: python -m common.course.exercises",
     ),
-    "crash": (
-        "The traceback names your line. Read what it says of lengths: a shard has an N-th of the elements of its "
-        "bucket.",
+    "solution": (
+        "This takes the stage's own engine. The exercise is to write what is missing in it.",
+        "Everything that an engine does stands in the file, but for what `common` has at hand.",
+        "Begin with a freshly written exercise: python -m common.course.exercises",
+    ),
+    "past the meter": (
+        "The notebooks call torch.distributed by its name. Here an engine sends by `self.comm`, which counts the bytes "
+        "and returns a handle at once.",
+        "The collectives at the head of the file do what you mean: look for the one of the same name.",
+        "`self.comm.all_gather(shard, tensor, label)` takes flat tensors, the shard and the whole, and no list.",
+    ),
+    "name": (
+        "Python knows no such name here: a letter is off, or it is called otherwise.",
+        "The traceback names your line, and often what you may have meant. What is at hand stands at the head of the "
+        "file.",
+        "Compare the name with the list at the head of the file, letter by letter.",
+    ),
+    "call": (
+        "Something is called with other arguments than it takes.",
+        "The traceback names your line. How many arguments does the list at the head of the file give, and in which "
+        "order?",
+        "A reduce-scatter takes the whole and then the shard, an all-gather the shard and then the whole; both take a "
+        "label.",
+    ),
+    "lengths": (
+        "The lengths do not fit: a shard has an N-th of the elements of its bucket.",
         "Is each tensor what the call wants? `reduce_scatter` takes a whole bucket and a shard, `all_gather` a "
         "shard and a whole bucket.",
-        "Print the lengths and what is None, on each rank, just before that line, and run the smallest case again.",
+        "Print the lengths, on each rank, just before that line, and run the smallest case again.",
+    ),
+    "nothing there": (
+        "Where a tensor is needed there is None: the room was never taken, or given back before it was used.",
+        "A bucket's room is None before its first gradient and after it has left. Who uses it here, and when?",
+        "Take the room before it is sealed, also for a bucket that got no gradient; let go of it when the collective "
+        "has been begun.",
+    ),
+    "no memory": (
+        "A tensor is used whose storage has too few bytes.",
+        "A freed unit's buffer has a storage of nothing. Who gives it back its bytes, before the gather fills it?",
+        "Have the storage of `full` grow to `full.nbytes`, bytes and not elements, before the all-gather begins.",
+    ),
+    "a new tensor": (
+        "The weights of the model lie in another tensor than the one that the engine fills.",
+        "Assigning a name, or a parameter's data, makes it another tensor. The model's weights are views of the old.",
+        "Write into the tensor that is there, in place: a collective does so.",
+    ),
+    "calls itself": (
+        "A phase calls what calls it, round and round: engine.step() calls `update`, as backward calls `reduce`.",
+        "Which of the phases calls the method that you are in? The list at the head of the file has their order.",
+        "In the update, step each bucket's shard by what is at hand for that, and not by the engine's step.",
+    ),
+    "step_shard": (
+        "`update` is what engine.step() calls, and it steps one bucket's shard at a time.",
+        "The optimizer is over all shards, and has a gradient only while one of them is stepped.",
+        "For each bucket call `self.step_shard(bucket)`: it hands the mean over and calls the optimizer.",
+    ),
+    "two ranks only": (
+        "On 2 ranks all is well, and on 3 it is not: N stands where it was written as 2.",
+        "Which number in the parts is a number of ranks? `bucket.shard(rank)` and `self.world_size` know how many "
+        "there are.",
+        "Take a rank's part by `bucket.shard(self.rank)`, and write no 2, nor `1 - self.rank`.",
+    ),
+    "elsewhere": (
+        "A tensor is made without saying where. It comes to lie on torch's default device, which need not be the "
+        "engine's.",
+        "On a GPU it would lie in the host's memory. Which line makes a tensor?",
+        "Give `torch.empty` and its kin `device=self.comm.device`.",
+    ),
+    "waited for at once": (
+        "The bits are right, and nothing overlaps: a collective is waited for where it begins.",
+        "What is computed next does not need it. Who is the first to read what it writes?",
+        "Keep the handle, return, and leave the waiting to whoever reads the result.",
+    ),
+    "no prefetch": (
+        "The next unit's parameters should be on their way while this one computes. Here nothing is.",
+        "A gather begins one unit ahead, and only `use` waits for it.",
+        "Begin the all-gather, keep its handle as `bucket.gathering`, and wait for nothing in `gather`.",
+    ),
+    "foreign backward": (
+        "Gradients can come by a backward that is not this engine's: then other ranks may not be there to reduce them.",
+        "`self.reducing` says whether this backward is the engine's own and communicates; hooks of gradients are for "
+        "`watch_gradient` to place, which refuses what no engine's backward brings.",
+        "Reduce only where `self.reducing` is set; the rest waits for the end of backward, or for the step.",
+    ),
+    "crash": (
+        "The traceback names your line. What it raises is about this line alone, and no collective is to blame.",
+        "What does each name in that line hold there, on this rank and on the other?",
+        "Print them just before that line, on each rank, and run the smallest case again.",
     ),
     "died": (
         "A process that dies without a traceback has read memory that it does not have any more.",

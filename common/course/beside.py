@@ -1,0 +1,53 @@
+"""What is under way while something is computed: not how long it takes, but what has begun and not been waited for."""
+
+from collections import Counter
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+COMPUTED = {"mm": "matrix product", "addmm": "matrix product", "_fused_adamw_": "shard"}
+
+
+class Beside(TorchDispatchMode):
+    """Within it each matrix product, and each step of AdamW, notes which collectives of an engine are under way.
+
+    Args:
+        engine: it communicates on `lane`.
+        lane: a LateLane, on which what has begun is under way until somebody waits for it.
+
+    Attributes:
+        moments: [(what is computed, kinds of collectives under way)], in the order of the training.
+    """
+
+    def __init__(self, engine, lane):
+        super().__init__()
+        self.engine, self.lane = engine, lane
+        self.moments, self._begun, self._counts = [], [], Counter()
+        for collective in COLLECTIVES:
+            setattr(engine.comm, collective, self._noted(collective, getattr(engine.comm, collective)))
+
+    def _noted(self, collective, begin):
+        def noted(*args, **options):
+            handle = begin(*args, **options)
+            self._begun.append((handle, collective))
+            return handle
+
+        return noted
+
+    def begin_step(self, number):
+        """What follows is of this step of the training."""
+        self._counts.clear()
+        self._step = number
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        what = COMPUTED.get(function.__name__.partition(".")[0])
+        if what is not None:
+            phase = self.engine.comm.traffic.phase
+            self._counts[phase] += 1
+            self._begun = [(handle, kind) for handle, kind in self._begun if self._under_way(handle)]
+            moment = f"{what} {self._counts[phase]} of the {phase} of step {self._step}"
+            self.moments.append((moment, {kind for _, kind in self._begun}))
+        return function(*args, **(kwargs or {}))
+
+    def _under_way(self, handle):
+        return any(handle is other for other, _ in self.lane.given)
