@@ -93,6 +93,15 @@ MISTAKES = [
     ),
     (
         "stage1_os",
+        "gradients kept over steps",
+        {
+            4: "kept = 0 if self.shard.grad is None else self.shard.grad\n"
+            "        self.shard.grad = mean_of_my_shard(self.gradients) + kept"
+        },
+        "in step 2, on rank 0: a shard's gradient has that of the step before in it",
+    ),
+    (
+        "stage1_os",
         "a copy is stepped",
         {2: "self.shard = nn.Parameter(self.parameters.chunk(dist.get_world_size())[dist.get_rank()].clone())"},
         "is a copy.* whether self.shard is a view of self.parameters",
@@ -222,6 +231,16 @@ def test_a_mistake_gets_the_sentence_that_names_the_idea(ranks, capsys, stage, l
     make, parts = build(stage, ranks, solutions(stage) | lines)
     assert not check(ranks, make, stage, *parts)
     assert re.search(f"not yet: .*{sentence}", capsys.readouterr().out)
+
+
+def test_a_mean_in_another_order_is_told_from_no_mean(capsys):
+    """From 3 ranks on the order shows."""
+    three = Ranks(3, timeout=60)
+    lines = {1: "return sum(reversed(received.chunk(dist.get_world_size()))) / dist.get_world_size()"}
+    make, parts = build("stage1_os", three, solutions("stage1_os") | lines)
+    assert not check(three, make, "stage1_os", *parts)
+    three.close()
+    assert "is the mean, but for its last bits. Think about the order in which it is added" in capsys.readouterr().out
 
 
 def test_gradients_that_stay_until_backward_ends_are_noticed(ranks, capsys):

@@ -96,6 +96,7 @@ class Comparison:
         models.materialize(self.plain, models.initial_values(0), world.device)
         self.elements = [len(flat(group, world.size)) for group in self.page.cut(self.plain)]
         self.engine, self.module = build(world, make)
+        self.last = [None] * len(self.elements)  # means of the step before
 
     def first_fault(self):
         """A sentence about what is wrong first, the same on every rank; None where all is right."""
@@ -121,12 +122,13 @@ class Comparison:
 
         def before_update(held):
             faults = [self._fault_of_bytes(held.bytes(), first=step == 0)]
-            faults += map(self._fault_of_gradient, stepped_by(self.engine), mean, own)
+            faults += map(self._fault_of_gradient, stepped_by(self.engine), mean, own, self.last)
             self._agree(next(filter(None, faults), None), step)
 
         recording = train_step(self.world, self.engine, self.module, step, before_update=before_update)
         train(self.reference, [batch(self.world, self.plain, step)])
         self.plain.load_state_dict(self.reference.full_state_dict())
+        self.last = mean
         self._agree(self._fault_of_weights(before) or self._fault_of_peak(recording), step)
 
     def _fault_of_what_is_stepped(self):
@@ -180,15 +182,28 @@ class Comparison:
                 )
         return None
 
-    def _fault_of_gradient(self, shard, mean, own):
+    def _fault_of_gradient(self, shard, mean, own, last):
         if shard.grad is None:
             return "a shard has no gradient after backward. Think about where the mean goes that arrives"
-        if torch.equal(shard.grad, mean):
-            return None
-        if torch.equal(shard.grad, own):
+        return None if torch.equal(shard.grad, mean) else self._kind_of_gradient(shard.grad, mean, own, last)
+
+    def _kind_of_gradient(self, gradient, mean, own, last):
+        """What a gradient [n] is that is not the mean."""
+
+        def near(other):
+            return torch.allclose(gradient, other, rtol=1e-4, atol=1e-7)
+
+        if torch.equal(gradient, own):
             return "a shard's gradient is this rank's own. Think about what the other ranks have to say"
-        if torch.allclose(shard.grad, self.world.size * mean, rtol=1e-4):
+        if near(mean):
+            return (
+                "a shard's gradient is the mean, but for its last bits. Think about the order in which it is added: "
+                "rank 0 first, and divided once"
+            )
+        if near(self.world.size * mean):
             return f"a shard's gradient is {self.world.size} times the mean. Think about what makes a sum a mean"
+        if last is not None and near(mean + last):
+            return "a shard's gradient has that of the step before in it. Think about where the old one goes"
         return "a shard's gradient is not the mean over ranks. Think about which part of it this rank needs"
 
     def _fault_of_peak(self, recording):
