@@ -203,7 +203,7 @@ class OffloadEngine(EngineBase):
         for bucket, steps in landing:
             self.bring_up(bucket, steps)
             self.gather(bucket)
-            torch.autograd.graph.increment_version(bucket.members.values())  # graphs of before are out of date
+            self.writes.made([bucket])
         self.settle()
 
     def settle(self):
@@ -221,8 +221,8 @@ class OffloadEngine(EngineBase):
         return self._module
 
     @contextmanager
-    def gathered(self, *modules):
-        """The weights are whole on every rank at any time, as the next iteration reads them."""
+    def at_hand(self, buckets):
+        """Parameters are whole on every rank at any time, as the next iteration reads them."""
         yield
 
     def live(self):

@@ -299,12 +299,10 @@ class Engine(EngineBase):
         self.free_all()
 
     @contextmanager
-    def gathered(self, *modules):
-        """In this context the weights of `modules` (all, if none is named) are whole on every rank, for reading."""
-        wanted = {parameter for module in modules or [self._module] for parameter in module.parameters()}
-        held = [unit for unit in self.units if any(wanted & set(b.members.values()) for b in unit.buckets)]
+    def at_hand(self, buckets):
+        """In this context the parameters of buckets are whole on every rank, and what is gathered with them."""
         with ExitStack() as holding:
-            for unit in held:
+            for unit in dict.fromkeys(bucket.unit for bucket in buckets):
                 self.hold(unit)
                 holding.callback(self.release, unit)
             yield

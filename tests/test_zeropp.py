@@ -17,6 +17,7 @@ from test_mutants import label, planted
 from test_offload import handed_on
 from zeropp_mutants import ZEROPP_MUTANTS
 
+from common.engine import units
 from common.engine.mixed_precision import DTYPES
 from common.errors import InputError
 from common.ranks.namespaces import bits_per_second
@@ -256,8 +257,9 @@ def kept_exact(world):
     """The weights that `keep_fp32` names, and integers, arrive as they are."""
     made = make_engine("quantized:Weights", "gpt-tiny", precision="bf16", keep_fp32=["ln_1", "ln_2", "ln_f"], seed=1)
     exact = made.full_state_dict()
-    with made.gathered():
-        return {n: torch.equal(p.float(), exact[n]) for n, p in made.module.named_parameters() if "ln_" in n}
+    for unit in made.units:
+        made.use(unit, units.Order())  # as in a forward
+    return {n: torch.equal(p.float(), exact[n]) for n, p in made.module.named_parameters() if "ln_" in n}
 
 
 def test_what_keep_fp32_names_is_not_quantized(worlds):

@@ -125,7 +125,8 @@ class Engine(EngineBase):
             unit.gathered = True
             for bucket in unit.buckets:
                 bucket.full.untyped_storage().resize_(bucket.full.nbytes)
-                bucket.gathering = bucket.comes_by.gather(bucket)
+                way = self.ways.exact if unit.pins else bucket.comes_by
+                bucket.gathering = way.gather(bucket)
 
     def use(self, unit, order):
         """A unit is needed now: gather it, let its weights be views of the result, and prefetch the unit after it."""
@@ -164,16 +165,19 @@ class Engine(EngineBase):
             bucket.nothing.restore()
 
     def hold(self, unit):
-        """Gather a unit and keep it, until as many calls of `release`."""
-        unit.found_whole = unit.whole if unit.pins == 0 else unit.found_whole
+        """Gather a unit as it is kept, and not rounded, for whoever looks at it, until as many calls of `release`."""
+        if unit.pins == 0:
+            unit.found_whole = unit.whole
+            self.free(unit)
         unit.pins += 1
         self.use(unit, units.Order())
 
     def release(self, unit):
-        """Let go of it. What was whole before stays so: a backward may wait for it."""
+        """Let go of it. What was whole before is gathered as it was: a backward may wait for it."""
         unit.pins -= 1
-        if not unit.found_whole:
-            self.free(unit)
+        self.free(unit)
+        if unit.found_whole and unit.pins == 0:
+            self.use(unit, units.Order())
 
     # ---- forward ----------------------------------------------------------------------------------------------
 
@@ -341,10 +345,9 @@ class Engine(EngineBase):
             self.free(unit)
 
     def begin_load(self):
-        """Before the parameters become those of a file. What nodes keep of those before is out of date."""
+        """Before the parameters become those of a file. What rounding took is of gradients before them."""
         self.free_all()
-        for bucket in self.buckets + self.frozen:
-            bucket.comes_by.outdate(bucket)
+        for bucket in self.buckets:
             for residual in bucket.residuals:
                 residual.zero_()
 
@@ -356,12 +359,10 @@ class Engine(EngineBase):
         return super().check_optimizer(optimizer)
 
     @contextmanager
-    def gathered(self, *modules):
-        """In this context the weights of `modules` (all, if none is named) are whole on every rank, for reading."""
-        wanted = {parameter for module in modules or [self._module] for parameter in module.parameters()}
-        held = [unit for unit in self.units if any(wanted & set(b.members.values()) for b in unit.buckets)]
+    def at_hand(self, buckets):
+        """In this context the parameters of buckets are whole on every rank, and what is gathered with them."""
         with ExitStack() as holding:
-            for unit in held:
+            for unit in dict.fromkeys(bucket.unit for bucket in buckets):
                 self.hold(unit)
                 holding.callback(self.release, unit)
             yield

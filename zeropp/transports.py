@@ -306,13 +306,16 @@ class Ways:
         dtype: what is quantized: parameters and gradients of this dtype. Those that `keep_fp32` names, and integers, go
             as they are.
         quantize_weights, hierarchical, quantize_gradients, error_feedback, block: the engine's.
+
+    Attributes:
+        exact: the way of parameters that are not for a step: stage 3's.
     """
 
     def __init__(self, comm, dtype, *, quantize_weights, hierarchical, quantize_gradients, error_feedback, block):
         self.dtype = dtype
         inside, across = comm.by_nodes()
         coarse, fine = Blocks(4, block), Blocks(8, block)
-        self.plain = self.quantized = AllGather(comm)
+        self.exact = self.plain = self.quantized = AllGather(comm)
         if quantize_weights:
             self.quantized = QuantizedAllGather(comm, fine)
         if hierarchical and across.size > 1:  # one node's second shards would be its first ones

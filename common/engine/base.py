@@ -9,7 +9,7 @@ phases this file calls by name:
     step       -> update
 
 What is checked, built, counted and kept in files on the way has modules of its own beside this one: `door`, `guards`,
-`building`, `buffers`, `uses`, `accounting`, `files`, `no_module`.
+`writes`, `building`, `buffers`, `uses`, `accounting`, `files`, `no_module`.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ from common.engine.no_module import NoModule
 from common.engine.stepping import alone
 from common.engine.tensors import host_value, map_tensors
 from common.engine.uses import Uses
+from common.engine.writes import Writes, gathered
 from common.errors import InputError
 from common.measure.memory import HOST, storage_id
 from common.ranks.collectives import Collectives
@@ -154,6 +155,7 @@ class EngineBase(Files, NoModule):
         self.optimizer = optimizer(self._shard_groups(param_groups))
         building.adopt_states(self.optimizer, self.buckets)
         self.guards.take_optimizer()
+        self.writes = Writes(self.buckets + self.frozen)
 
     # ---- the calls of a training loop -------------------------------------------------------------------------
 
@@ -233,11 +235,11 @@ class EngineBase(Files, NoModule):
             RuntimeError: there was no backward since the last step; or a gradient came under another loss scale than
                 this engine's, from another engine's backward or because `loss_scaler` was replaced.
         """
+        if self._failed:
+            self.zero_grad()
         self.guards.check_parameters()
         self.guards.check_trainable()
         self.guards.check_step()
-        if self._failed:
-            self.zero_grad()
         if any(bucket.pending for bucket in self.buckets):  # of another engine's backward, or under no_sync
             self._flush()
         if not all(bucket.has_gradient for bucket in self.buckets):
@@ -264,8 +266,7 @@ class EngineBase(Files, NoModule):
         self.accounts.before_update()
         self.update()
         self.updates += 1
-        # A graph of before this step computes with weights that are gone: its backward raises, as without an engine.
-        torch.autograd.graph.increment_version([p for p in self.bucket_of if p.requires_grad])
+        self.writes.made(self.buckets)
         if self.loss_scaler is not None:
             self.loss_scaler.update(overflow=False)
         self.zero_grad()
@@ -305,6 +306,8 @@ class EngineBase(Files, NoModule):
 
     def zero_grad(self):
         """Drop the gradients since the last step."""
+        if self._failed:  # half way through a step
+            self.writes.accept_all()
         for bucket in self.buckets:
             if bucket.handle is not None:
                 bucket.handle.wait()
@@ -356,9 +359,20 @@ class EngineBase(Files, NoModule):
         """Wait for what is under way, and begin nothing."""
         self.synchronize()
 
+    def gathered(self, *modules, write=False):
+        """A context in which the weights of `modules` (all, if none is named) are whole on every rank, for reading.
+
+        With `write`, a collective, for writing: every rank keeps its shard of what is there when the context is left, in
+        master weights and second shards too. What the optimizer keeps stays.
+
+        Raises:
+            InputError: weights were written in a context for reading, or not alike on all ranks.
+        """
+        return gathered(self, modules, write)
+
     @contextlib.contextmanager
-    def gathered(self, *modules):
-        """In this context the weights of `modules` (all, if none is named) are whole on every rank, for reading."""
+    def at_hand(self, buckets):
+        """A context in which the parameters of buckets are whole on every rank."""
         self.synchronize()
         yield
 

@@ -142,15 +142,25 @@ class Bucket(Run, Piece):
     def take_over(self, part, fill):
         """Become other values: what this rank keeps of the parameters, elements `part` of the run, and its masters.
 
+        What ZeRO++ keeps of them for a node is then out of date.
+
         Args:
-            fill: `fill(target, part)` writes elements of the run into a flat tensor of any floating dtype.
+            fill: `fill(target, part)` writes elements of the run into a flat tensor of any floating dtype, which holds
+                what they were.
         """
+        if self.comes_by is not None:
+            self.comes_by.outdate(self)
         fill(self.parameters, part)
         for piece in self.pieces if self.kind.trainable else ():
             if self.sixteen_bit:  # the parameters are rounded
                 fill(piece.master, piece.part)
             else:
                 piece.master.copy_(self.parameters[within(piece.part, part)])
+
+    @property
+    def at_hand(self):
+        """The whole run of parameters where this rank has it: flat, and with anything in it while it is freed."""
+        return self.parameters if self.full is None else self.full
 
     def values_at_hand(self):
         """A context in which this rank's part of the values can be read: here it always can."""
@@ -165,6 +175,11 @@ class Bucket(Run, Piece):
     def masters_are_apart(self):
         """What is written to its parameters is lost in the next step, which makes them from masters elsewhere."""
         return self.kind.trainable and any(piece.is_apart for piece in self.pieces)
+
+    @property
+    def loses_writes(self):
+        """What is written to its parameters is lost: with the next step, or when they are freed."""
+        return self.full is not None or self.masters_are_apart
 
     @property
     def packs_in_place(self):

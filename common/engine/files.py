@@ -71,7 +71,7 @@ class Files:
         self.synchronize()
         self.finish_saving()
         extra = checkpoint.load(self, path)
-        torch.autograd.graph.increment_version(list(self.bucket_of))
+        self.writes.made(self.buckets + self.frozen)
         return extra
 
     @in_ordinary_mode
@@ -83,4 +83,4 @@ class Files:
         self.zero_grad()
         self.synchronize()
         weights.load(self, file)
-        torch.autograd.graph.increment_version(list(self.bucket_of))
+        self.writes.made(self.buckets + self.frozen)

@@ -44,6 +44,7 @@ class Guards:
             members = (pair for bucket in engine.buckets + engine.frozen for pair in bucket.members.items())
             gone = next(name for name, parameter in members if parameter not in names)
             raise InputError(f"{gone!r} is no part of the model any more; build the engine after that")
+        engine.writes.check()
 
     def check_trainable(self):
         """Refuse what was frozen or thawed: a frozen weight would still be stepped, a thawed one not be trained."""
@@ -56,7 +57,7 @@ class Guards:
     def _before_load_state_dict(self, module, *_):
         bucket_of = self._engine.bucket_of
         own = [bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of]
-        if any(bucket.full is not None or bucket.masters_are_apart for bucket in own):
+        if any(bucket.loses_writes for bucket in own):
             raise RuntimeError(
                 "load_state_dict() reaches the model's weights, which this engine only makes from those it keeps; load "
                 "before the engine is built, or use engine.save() and engine.load()"

@@ -135,9 +135,10 @@ class TieredBucket(Bucket):
 
     def take_over(self, part, fill):
         """Become other values, a sub-group at a time; see `Bucket.take_over`."""
+        self.parameters_at.drop(slice(0, self.shard_numel))  # where it was read ahead
         for place in dict.fromkeys((self.parameters_at, self.masters_at)):
             for own in self.parts:
-                values, there = place.lend(own, fresh=True)
+                values, there = place.lend(own)
                 there.wait_on_host()
                 fill(values, slice(part.start + own.start, part.start + own.stop))
                 place.put_back(own)

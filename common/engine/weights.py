@@ -10,7 +10,7 @@ from torch import nn
 
 from common.engine import streamed
 from common.engine.door import together
-from common.engine.layout import distinct, within
+from common.engine.layout import distinct
 from common.errors import InputError
 
 
@@ -94,11 +94,8 @@ def _overlaps(bucket, part, name_of):
     Yields:
         The name of a tensor there, and the common elements as slices of that and of `part`.
     """
-    for slot in bucket.slots.values():
-        common = slice(max(slot.offset, part.start), min(slot.end, part.stop))
-        if common.start < common.stop:
-            there = slice(common.start - slot.offset, common.stop - slot.offset)
-            yield name_of[bucket.members[slot.name]], there, within(common, part)
+    for name, there, here in bucket.overlaps(part):
+        yield name_of[bucket.members[name]], there, here
 
 
 @torch.no_grad()

@@ -1,0 +1,198 @@
+"""Who writes weights past the steps of an engine, and how every rank comes to keep what was written.
+
+Weights stand in several places: whole parameters, a rank's shard, fp32 master weights, and in ZeRO++ the second shards
+of a node. A write to one of them reaches no other. So weights are written within `engine.gathered(write=True)`, which
+takes what is there afterwards to all of these places. A write elsewhere that would be lost, or that no other rank would
+hear of, is refused at the engine's next call.
+
+torch counts the writes to a tensor in `tensor._version`, those under torch.no_grad() and in torch.inference_mode() too.
+It does not count what is written through `tensor.data`, through numpy, or by a fused optimizer. Within `gathered` the
+bits tell of that; elsewhere it goes unseen.
+"""
+
+import contextlib
+
+import torch
+
+from common.engine.door import check_agreement
+from common.engine.tensors import checksum, host_value
+from common.errors import InputError
+from common.measure.memory import storage_id
+
+HOW = "write weights within `with engine.gathered(module, write=True):`"
+
+
+class Writes:
+    """Tells the writes of others from those of the engine.
+
+    Args:
+        buckets: the engine's, trainable and frozen, with their parameters in place.
+
+    Attributes:
+        open: for each `gathered(write=True)` that is open, the outermost first, {parameter: its values at first}.
+        changes: how often the engine itself has changed weights.
+    """
+
+    def __init__(self, buckets):
+        self._buckets, self.open, self.changes, self._versions = buckets, [], 0, {}
+        self.accept_all()
+
+    def made(self, buckets):
+        """The engine itself has changed buckets. A backward of a graph from before raises, as without an engine."""
+        self.changes += 1
+        torch.autograd.graph.increment_version([p for bucket in buckets for p in bucket.members.values()])
+        self.accept(tensor for bucket in buckets for tensor in (*bucket.members.values(), *masters(bucket)))
+
+    def accept(self, tensors):
+        """What these parameters and master weights hold now is right."""
+        self._versions.update((tensor, tensor._version) for tensor in tensors)
+
+    def accept_all(self):
+        """What all of them hold is right."""
+        self.accept(tensor for bucket in self._buckets for tensor in (*bucket.members.values(), *masters(bucket)))
+
+    def counted(self, tensor):
+        """Whether torch has counted a write since."""
+        return tensor._version != self._versions[tensor]
+
+    def check(self):
+        """Refuse what was written where it would be lost, or where no other rank would hear of it.
+
+        In fp32 stages 0 to 2 keep whole parameters, without master weights: writes there last.
+
+        Raises:
+            InputError: it names the parameter.
+        """
+        for bucket in self._buckets:
+            for name, parameter in bucket.members.items() if bucket.loses_writes else ():
+                if self.counted(parameter) and not any(parameter in before for before in self.open):
+                    raise InputError(f"{name!r} was written where the engine does not keep it; {HOW}")
+            if any(map(self.counted, masters(bucket))):
+                raise InputError(
+                    f"the tensors of engine.optimizer were written, those of {next(iter(bucket.members))!r} among "
+                    f"them, and no other rank hears of it; {HOW}, and what each step is to do in step() of the "
+                    "optimizer that the factory makes"
+                )
+
+
+def masters(bucket):
+    """The master weights of a bucket; none while a delayed step is changing them."""
+    return [piece.master for piece in bucket.pieces] if bucket.kind.trainable and bucket.stepping is None else []
+
+
+@contextlib.contextmanager
+def gathered(engine, modules, write):
+    """See `EngineBase.gathered`."""
+    engine.guards.check_parameters()
+    wanted = {parameter for module in modules or [engine._module] for parameter in module.parameters()}
+    buckets = [b for b in engine.buckets + engine.frozen if not wanted.isdisjoint(b.members.values())]
+    members = [(b, name, p) for b in buckets for name, p in b.members.items() if p in wanted]
+    if write:
+        engine.synchronize()
+    with engine.at_hand(buckets):
+        if write:
+            with _kept(engine, members):
+                yield
+        else:
+            engine.writes.accept(parameter for _, _, parameter in members)
+            changes, before = engine.writes.changes, {bucket: _sum_of_bits(bucket) for bucket in buckets}
+            yield
+            unseen = [b for b in buckets if changes == engine.writes.changes and before[b] != _sum_of_bits(b)]
+            _check_read_only(engine.writes, members, unseen)
+
+
+def _sum_of_bits(bucket):
+    """A number that tells whether something was written to whole parameters, at the cost of reading them once."""
+    return host_value(bucket.at_hand.view(torch.int64).sum(), 0)
+
+
+def _check_read_only(writes, members, unseen):
+    """Refuse what was written in a context for reading; by the bucket's name where its bits alone tell."""
+    written = [repr(n) for b, n, p in members if writes.counted(p) or storage_id(p) not in b.storages]
+    written += [f"{n!r} or another weight of {b.name}" for b, n, _ in members if b in unseen]
+    if not written:
+        return
+    for bucket, _, parameter in members:
+        if bucket.unit is not None:  # what was written goes with the unit, which is gathered anew when it is needed
+            bucket.unit.found_whole = False
+            writes.accept([parameter])
+    raise InputError(f"{written[0]} was written within gathered(), which is for reading; {HOW}")
+
+
+@contextlib.contextmanager
+def _kept(engine, members):
+    """In this context parameters are written, and after it the engine keeps that. After an exception all is as before.
+
+    Args:
+        members: [(bucket, name, parameter)], whole on this rank.
+    """
+    places = {parameter: bucket.view(bucket.at_hand, name) for bucket, name, parameter in members}
+    with torch.inference_mode(False):
+        before = {parameter: place.clone() for parameter, place in places.items()}
+    engine.writes.open.append(before)
+    try:
+        yield
+        _agree(engine.comm, members, places)
+    except BaseException:
+        for parameter, place in places.items():
+            place.data.copy_(before[parameter])
+            parameter.data = place
+        engine.writes.accept(places)
+        raise
+    finally:
+        engine.writes.open.pop()
+    _take_over(engine, members, before)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _agree(comm, members, places):
+    """Bring parameters back to their places, where `parameter.data = tensor` has taken them away; compare all ranks."""
+    try:
+        moved = {}
+        for _, name, parameter in members:
+            if parameter.shape != places[parameter].shape:
+                raise InputError(f"{name!r} has become {tuple(parameter.shape)}; write what has its shape")
+            if parameter.data_ptr() != places[parameter].data_ptr():
+                moved[parameter] = parameter.detach().clone()
+        for parameter, values in moved.items():
+            places[parameter].data.copy_(values)
+            parameter.data = places[parameter]
+        how = "write the same on every rank; nothing of it is kept"
+        found = [(f"{name!r} within gathered(write=True)", checksum(p), how) for _, name, p in members]
+    except InputError as error:
+        found = error
+    check_agreement(found, comm, "what was written")
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _take_over(engine, members, before):
+    """Have each bucket keep the elements that are others than before. Master weights of the rest keep their digits."""
+    written = {}  # bucket -> {name: (whole parameter, flat; which elements are others)}
+    for bucket, name, parameter in members:
+        now = parameter.detach().view(-1)
+        others = (_bytes(now) != _bytes(before[parameter].view(-1))).any(1)
+        if others.any():
+            written.setdefault(bucket, {})[name] = now, others
+            torch.autograd.graph.increment_version([parameter])
+            for outer in engine.writes.open:
+                if parameter in outer:
+                    outer[parameter].copy_(parameter)
+    for bucket, of_name in written.items():
+
+        def fill(target, part, bucket=bucket, of_name=of_name):
+            for name, there, here in bucket.overlaps(part):
+                if name in of_name:
+                    now, others = (tensor[there].to(target.device) for tensor in of_name[name])
+                    target[here] = torch.where(others, now.to(target.dtype), target[here])
+
+        bucket.take_over(engine.owned(bucket).parameters, fill)
+        engine.writes.changes += 1
+        engine.writes.accept(masters(bucket))
+    engine.writes.accept(parameter for _, _, parameter in members)
+
+
+def _bytes(flat):
+    """[n] -> uint8 [n, bytes of an element]."""
+    return flat.view(torch.uint8).view(len(flat), flat.itemsize)
