@@ -136,8 +136,7 @@ class EngineBase(Files, NoModule):
         self.handles = []  # of the hooks on the model
         self.holders = weakref.WeakSet()  # what else keeps `tensors` on the host for it
         remove_with(self, self.handles)
-        self.syncing = True
-        self.running = self.recording = self.reducing = False  # a forward of the engine's, for a backward; a backward
+        self.syncing, self.running, self.recording, self.reducing = True, False, False, False
         self.updates = 0  # of the parameters, in all; checkpoints keep the number
         self.naming = self.stepping = self._failed = False
         self._initial = building.InitialValues(model, self.param_groups, init, self.comm)
@@ -362,7 +361,7 @@ class EngineBase(Files, NoModule):
     def gathered(self, *modules, write=False):
         """A context in which the weights of `modules` (all, if none is named) are whole on every rank, for reading.
 
-        With `write`, a collective, for writing: every rank keeps its shard of what is there when the context is left, in
+        With `write`, a collective, for writing: each rank keeps its shard of what is there when the context is left, in
         master weights and second shards too. What the optimizer keeps stays.
 
         Raises:
