@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 import sys
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import zeropp_mutants as probes
@@ -17,7 +19,7 @@ from test_mutants import label, planted
 from test_offload import handed_on
 from zeropp_mutants import ZEROPP_MUTANTS
 
-from common.engine import units
+from common.engine import Bucket, units
 from common.engine.mixed_precision import DTYPES
 from common.errors import InputError
 from common.ranks.namespaces import bits_per_second
@@ -127,6 +129,75 @@ def test_two_hops_one_hop_and_the_exact_mean_agree_within_the_bound(worlds, size
             assert ((mean - exact).abs() <= off).all()
             assert ((other - exact).abs() <= other_off).all()
             assert ((mean - other).abs() <= off + other_off).all()
+
+
+# ---- error feedback -----------------------------------------------------------------------------------------------
+
+BLOCK, WIDTH = 32, 48
+EVENTS = [  # (what becomes of a gradient, loss scale, the ranks that have one)
+    ("step", 64.0, (0, 1)),
+    ("step", 8.0, (0,)),  # the scale has fallen, and rank 1 has no gradient that would tell of it
+    ("step", 64.0, ()),
+    ("zero_grad", 64.0, (0, 1)),
+    ("step", 16.0, (0, 1)),
+    ("overflow", 16.0, (0, 1)),
+    ("step", 8.0, (1,)),
+    ("step", 8.0, (0, 1)),
+]
+
+
+def gradient_of(rank, event):
+    """What a rank's backward gives, without the loss scale; a multiple of 2^-10, so that fp16 holds it scaled."""
+    generator = torch.Generator().manual_seed(10 * event + rank)
+    return torch.randint(-1000, 1000, (WIDTH, WIDTH), generator=generator) / 1024
+
+
+def fed_back(world):
+    """The means that each event gives, without the loss scale."""
+    layer = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+    made = make_engine("zeropp", layer, precision="fp16", block=BLOCK, error_feedback=True)
+    (bucket,), means = made.buckets, []
+    for event, (what, scale, ranks) in enumerate(EVENTS):
+        made.loss_scaler.scale = scale
+        if world.rank in ranks:
+            gradient = gradient_of(world.rank, event) * scale
+            gradient[0, 0] = torch.inf if what == "overflow" else gradient[0, 0]
+            made.take_room(bucket)
+            with mock.patch.object(Bucket, "scale_of_backward", scale):
+                bucket.pack("weight", gradient.to(made.dtype))
+        made.finish_backward()
+        means.append(bucket.reduced.float() / scale)
+        skipped = made.zero_grad() if what == "zero_grad" else made.step().skipped
+        assert skipped == {"step": False, "overflow": True, "zero_grad": None}[what]
+    return torch.cat(made.comm.gather_objects(torch.stack(means).cpu().T))
+
+
+def rounded(values):
+    """Values [n] as int4 with a scale for each block has them, in NumPy."""
+    blocks = values.reshape(-1, BLOCK).astype(np.float32)
+    scales = np.maximum(np.abs(blocks).max(axis=1, keepdims=True) / np.float32(7), np.finfo(np.float32).tiny)
+    return (np.round(blocks / scales).clip(-7, 7) * scales).reshape(-1)
+
+
+def modelled():
+    """The same by the definition: a rank sends what it has and what rounding took before, and keeps what it takes."""
+    kept, means = np.zeros((2, WIDTH * WIDTH), np.float32), []
+    for event, (what, scale, ranks) in enumerate(EVENTS):
+        own = [gradient_of(rank, event).numpy().reshape(-1) * (rank in ranks) for rank in range(2)]
+        wanted = [before + gradient for before, gradient in zip(kept, own, strict=True)]
+        sent = [rounded(values) for values in wanted]
+        means.append(sum(sent) / 2)
+        taken = np.stack([one - other for one, other in zip(wanted, sent, strict=True)])
+        kept = (taken * scale).astype(np.float16).astype(np.float32) / scale * (what == "step")
+    return torch.from_numpy(np.stack(means))
+
+
+def test_error_feedback_is_that_of_its_definition_whatever_the_loss_scale_and_what_is_dropped(worlds):
+    expected = modelled()
+    for means in worlds(2).run(fed_back):
+        for event, (what, _, _) in enumerate(EVENTS):
+            if what != "overflow":
+                assert torch.allclose(means.T[event], expected[event], rtol=0, atol=2e-3), event
 
 
 # ---- the engine ---------------------------------------------------------------------------------------------------

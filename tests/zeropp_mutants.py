@@ -184,8 +184,8 @@ def nothing_of_a_gradient_is_lost(world, engine, folder):
     total = torch.zeros_like(exact)
     for time in range(16):
         scale = 4.0 if time % 2 else 1.0  # the loss scaler's: what is carried was counted in units of the one before
-        bucket.local, bucket.scales = local * scale, {scale}
-        bucket.goes_by.reduce(bucket).wait()
+        bucket.local = local * scale
+        bucket.goes_by.reduce(bucket, scale).wait()
         total += bucket.reduced / scale
     pieces = torch.stack(made.comm.gather_objects(local)).view(made.world_size, made.world_size, -1)[:, made.rank]
     once = bound_of_mean(pieces, made.comm.ranks_per_node, made.block)
@@ -328,14 +328,14 @@ def a_second_shard_is_kept_before_it_is_there(engine):
 
 @shown_by(nothing_of_a_gradient_is_lost, "Remembering")
 def what_is_carried_keeps_the_old_loss_scale(engine):
-    return replaced(OneHop, "_growth_of_scale", lambda growth, self, bucket, hop: 1.0)
+    return replaced(OneHop, "_growth_of_scale", lambda growth, self, bucket, hop, scale: 1.0)
 
 
 @shown_by(nothing_of_a_gradient_is_lost, "Remembering")
 def the_second_hop_remembers_nothing(engine):
-    def pack(original, self, bucket, hop, pieces, messages):
+    def pack(original, self, bucket, hop, *others):
         with mock.patch.object(self, "error_feedback", hop == 0):
-            return original(self, bucket, hop, pieces, messages)
+            return original(self, bucket, hop, *others)
 
     return replaced(TwoHops, "_pack", pack)
 

@@ -311,7 +311,7 @@ class Engine(EngineBase):
     def reduce_bucket(self, bucket):
         self.take_room(bucket)
         bucket.seal()
-        bucket.handle = bucket.goes_by.reduce(bucket)
+        bucket.handle = bucket.goes_by.reduce(bucket, self._scale)
         bucket.local = None
         self.travelling.append(bucket.handle)
 
@@ -330,6 +330,7 @@ class Engine(EngineBase):
         self.free_all()
         for bucket in self.buckets:
             bucket.comes_by.outdate(bucket)
+            bucket.goes_by.take(bucket)
             self.step_shard(bucket)
 
     def free_all(self):

@@ -148,16 +148,22 @@ class ReduceScatter:
     def __init__(self, comm):
         self.comm = comm
 
-    def reduce(self, bucket):
+    def reduce(self, bucket, scale=1.0):
         """Begin to write this rank's shard of the mean to `bucket.reduced`; return the Handle of that.
 
-        Uses `bucket.local` up, this rank's own gradients.
+        Uses `bucket.local` up, this rank's own gradients, of a loss that was multiplied by `scale` on all ranks.
         """
         return self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)
 
     def residuals(self, bucket):
         """The elements of a bucket's gradients that rounding leaves to the next step, hop by hop: none."""
         return ()
+
+    def take(self, bucket):
+        """A step takes what was reduced."""
+
+    def drop(self, bucket):
+        """What was reduced since the last step is dropped, if anything was."""
 
     def sends(self, bucket, reductions):
         """The collectives of so many reductions in a step: {name in the meter: times}."""
@@ -183,17 +189,26 @@ class OneHop(ReduceScatter):
         super().__init__(comm)
         self.blocks, self.error_feedback = blocks, error_feedback
         self._scales = weakref.WeakKeyDictionary()  # bucket -> {hop: the loss scale of what it rounded last}
+        self._reduced = weakref.WeakSet()  # the buckets whose reductions no step has taken yet
 
-    def reduce(self, bucket):
+    def reduce(self, bucket, scale=1.0):
         pieces = bucket.local.split(bucket.shard_numel)
         messages = self._messages(bucket, self.comm.size)
         received = self._messages(bucket, self.comm.size)
-        self._pack(bucket, 0, pieces, messages)
+        self._pack(bucket, 0, scale, pieces, messages)
         self.comm.all_to_all(messages.view(-1), received.view(-1), bucket.name)
         return self._mean(bucket, received, messages, bucket.local)
 
     def residuals(self, bucket):
         return (bucket.padded_numel,) if self.error_feedback else ()
+
+    def take(self, bucket):
+        self._reduced.discard(bucket)
+
+    def drop(self, bucket):
+        for residual in bucket.residuals if bucket in self._reduced else ():
+            residual.zero_()
+        self._reduced.discard(bucket)
 
     def legs(self, bucket):
         return {"all_to_all": self.blocks.nbytes(bucket.shard_numel) * (self.comm.size - 1)}
@@ -202,15 +217,19 @@ class OneHop(ReduceScatter):
         """Room for so many messages of a shard each [number, bytes]."""
         return self.comm.buffer(number, self.blocks.nbytes(bucket.shard_numel))
 
-    def _pack(self, bucket, hop, pieces, messages):
+    def _pack(self, bucket, hop, scale, pieces, messages):
         """Quantize pieces of a gradient, one by one, into their messages.
 
-        With error feedback what rounding took the last time is added first, and what it takes now is kept: nothing of a
-        gradient is lost, it comes later. A block with an overflow leaves nothing.
+        With error feedback what rounding took the last time is added first, and what it takes now is kept: what a step
+        takes of a gradient is not lost, it comes later. Where no step takes it, because zero_grad() drops it or fp16
+        overflows, what is kept goes with it: it is of that gradient, too large a one perhaps. What rounding took before
+        that is lost then, half a quantization step at most; to give it back would take room for a second copy.
         """
         residuals, growth = [None] * len(pieces), 1.0
         if self.error_feedback:
-            residuals, growth = bucket.residuals[hop].split(bucket.shard_numel), self._growth_of_scale(bucket, hop)
+            self._reduced.add(bucket)
+            residuals = bucket.residuals[hop].split(bucket.shard_numel)
+            growth = self._growth_of_scale(bucket, hop, scale)
 
         def pack():
             for piece, message, residual in zip(pieces, messages, residuals, strict=True):
@@ -225,12 +244,11 @@ class OneHop(ReduceScatter):
 
         self.comm.work(f"quantize the gradient of {bucket.name}", pack)
 
-    def _growth_of_scale(self, bucket, hop):
+    def _growth_of_scale(self, bucket, hop, scale):
         """What the loss scale of this backward is to that of the last one. Residuals are as much too small."""
         scales = self._scales.setdefault(bucket, {})
-        before = scales.get(hop)
-        scales[hop] = scale = max(bucket.scales, default=before)
-        return 1.0 if before is None else scale / before
+        before, scales[hop] = scales.get(hop, scale), scale
+        return scale / before
 
     def _mean(self, bucket, received, *buffers):
         """Add up the messages for this rank's shard, [number, bytes], to the mean over all ranks."""
@@ -266,12 +284,12 @@ class TwoHops(OneHop):
         super().__init__(comm, blocks, error_feedback)
         self.inside, self.across = inside, across
 
-    def reduce(self, bucket):
+    def reduce(self, bucket, scale=1.0):
         nodes, places, shard = self.across.size, self.inside.size, bucket.shard_numel
         of_rank = bucket.local.view(nodes, places, shard)
         pieces = [of_rank[node, place] for place in range(places) for node in range(nodes)]
         messages, received = self._messages(bucket, self.comm.size), self._messages(bucket, self.comm.size)
-        self._pack(bucket, 0, pieces, messages)
+        self._pack(bucket, 0, scale, pieces, messages)
         self.inside.all_to_all(messages.view(-1), received.view(-1), bucket.name)
 
         sums = self.comm.buffer(nodes, shard, dtype=torch.float32)
@@ -283,7 +301,7 @@ class TwoHops(OneHop):
 
         self.comm.work(f"add up the node's gradient of {bucket.name}", add_up_node)
         outgoing, incoming = self._messages(bucket, nodes), self._messages(bucket, nodes)
-        self._pack(bucket, 1, sums, outgoing)
+        self._pack(bucket, 1, scale, sums, outgoing)
         self.across.all_to_all(outgoing.view(-1), incoming.view(-1), bucket.name)
         return self._mean(bucket, incoming, bucket.local, messages, received, sums, outgoing)
 

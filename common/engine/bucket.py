@@ -94,6 +94,8 @@ class Bucket(Run, Piece):
         self.has_gradient = False
         self.handle = None
         self.scales = set()  # the loss scales under which its gradients came
+        if self.goes_by is not None:
+            self.goes_by.drop(self)
         if self.local is not self.gradients:
             self.local = None
         for piece in self.pieces:
