@@ -66,7 +66,8 @@ class EngineBase(Files, NoModule):
         clip_norm: scale the gradient down to this global 2-norm; None does not, and does not compute the norm.
         bucket_mb: MiB of a gradient bucket, counted in fp32 in every precision.
         process_group: the data-parallel group; None is the default group.
-        init: `init(qualified name, tensor)` fills each parameter and buffer of a meta-device model in place.
+        init: `init(qualified name, tensor)` fills each parameter and buffer of a meta-device model in place. What it
+            leaves is NaN, and a file must set it before the first forward.
         deterministic: sum gradients in rank order with NCCL too. gloo always does.
         keep_fp32: classes of modules, or names (of modules, of parameters, or parts of these between dots), whose
             parameters stay in fp32 in every precision: torch's batch norms, unless you say otherwise. The modules
@@ -142,7 +143,7 @@ class EngineBase(Files, NoModule):
         self._initial = building.InitialValues(model, self.param_groups, init, self.comm)
         self.partition()
         self._initial.place_buffers()
-        door.check_agreement(self._initial.filled, self.comm, "the check of initial values")
+        self._initial.check()
         for bucket in self.buckets + self.frozen:
             tensors = [*bucket.members.values(), bucket.full]
             bucket.storages = {storage_id(tensor) for tensor in tensors if tensor is not None}
@@ -169,6 +170,7 @@ class EngineBase(Files, NoModule):
         if self._failed:
             self.settle()
             self.zero_grad()
+        self._initial.check_set()
         self.guards.check_parameters()
         self._begin_gradients()
         torch.clear_autocast_cache()  # it keeps casts of weights, whose graph or values may be gone
