@@ -1,6 +1,7 @@
 """Bad input at an engine's door: refused in one line, on every rank, in every stage, before anything is sent."""
 
 import importlib
+import itertools
 from collections import OrderedDict
 from functools import partial
 from types import SimpleNamespace
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ENGINES, STAGES
+from harness import ADAMW, ENGINES, STAGES
+from safetensors.torch import save_file
 from torch import nn, optim
 
 from common.engine.door import check_model, check_types
 from common.errors import InputError
 from common.ranks.collectives import Collectives
+from common.train import find_engine
 
 
 def engine_of(stage, module, optimizer=optim.SGD, **options):
@@ -169,6 +172,74 @@ def assert_one_line(message, expected):
     with pytest.raises(InputError, match=expected):
         raise InputError(message)
     assert "\n" not in message
+
+
+class Rotated(nn.Module):
+    """As Llama has it: a linear layer, a table that no file holds, and buffers that files hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("inv_freq", torch.ones(8), persistent=False)
+        self.register_buffer("scale", torch.ones(8))
+        self.register_buffer("count", torch.ones(2, dtype=torch.int64))
+
+    def forward(self, x):
+        return self.linear(x * self.inv_freq * self.scale) * self.count.sum()
+
+
+def leaving(*names):
+    """An init that does not know some names; the others it fills with ones, past the version counter."""
+
+    def init(name, tensor):
+        if name == "linear.weight" and "a row" in names:
+            tensor[1:] = 1
+        elif name not in names:
+            tensor.fill_(1) if not tensor.is_floating_point() else tensor.data.fill_(1)
+
+    return init
+
+
+def build_rotated(stage, *names):
+    with torch.device("meta"):
+        module = Rotated()
+    return find_engine(stage)(module, ADAMW, init=leaving(*names))
+
+
+LEFT = {"linear.weight": "linear.weight", "a row": "linear.weight", "scale": "scale", "count": "count"}
+
+
+def without_values(world, stage, folder):
+    """What building says of a table that init leaves, and a first forward of other tensors, before and after a load."""
+    with pytest.raises(InputError) as table:
+        build_rotated(stage, "inv_freq")
+    whole, x = build_rotated(stage), torch.ones(2, 8, device=world.device)
+    whole.save(folder / "saved")
+    weights, expected = whole.full_state_dict(), whole(x)
+    if world.rank == 0:
+        save_file(weights, folder / "file")
+    whole.comm.gather_objects(None)  # the file is there
+    said = {}
+    for left, load in zip(LEFT, itertools.cycle(["load_weights", "load"])):
+        made = build_rotated(stage, left)
+        with pytest.raises(InputError) as caught:
+            made(x)
+        said[left] = str(caught.value)
+        getattr(made, load)(folder / ("file" if load == "load_weights" else "saved"))
+        assert torch.equal(made(x), expected)
+    return str(table.value), said
+
+
+@pytest.mark.parametrize("stage", [*ENGINES, "zeropp"])
+def test_what_neither_init_nor_a_file_has_set_is_named(worlds, tmp_path, stage):
+    for table, said in worlds(2).run(without_values, stage, tmp_path):
+        assert_one_line(
+            table, "^init= leaves buffer 'inv_freq' without values, and no file has any, .* not persistent: "
+        )
+        for left, name in LEFT.items():
+            assert_one_line(
+                said[left], f"^init= leaves '{name}' without values; have it fill that, or write engine.load_w"
+            )
 
 
 @pytest.mark.parametrize("stage", [*ENGINES, "zeropp"])

@@ -67,7 +67,7 @@ class EngineBase(Files, NoModule):
         clip_norm: scale the gradient down to this global 2-norm; None does not, and does not compute the norm.
         bucket_mb: MiB of a gradient bucket, counted in fp32 in every precision.
         process_group: the data-parallel group; None is the default group.
-        init: `init(qualified name, tensor)` fills each parameter and buffer of a meta-device model in place.
+        init: `init(qualified name, tensor)` fills a meta-device model in place. What it leaves a file must set.
         deterministic: sum gradients in rank order with NCCL too. gloo always does.
         keep_fp32: classes of modules, or names (of modules, of parameters, or parts of these between dots), whose
             parameters stay in fp32 in every precision: torch's batch norms, unless you say otherwise. The modules
@@ -137,12 +137,12 @@ class EngineBase(Files, NoModule):
         self.holders = weakref.WeakSet()  # what else keeps `tensors` on the host for it
         remove_with(self, self.handles)
         self.syncing, self.running, self.recording, self.reducing = True, False, False, False
-        self.updates = 0  # of the parameters, in all; checkpoints keep the number
+        self.updates, self._factor = 0, None  # updates in all, kept in checkpoints; what multiplies a step's gradients
         self.naming = self.stepping = self._failed = False
         self._initial = building.InitialValues(model, self.param_groups, init, self.comm)
         self.partition()
         self._initial.place_buffers()
-        door.check_agreement(self._initial.filled, self.comm, "the check of initial values")
+        self._initial.check()
         for bucket in self.buckets + self.frozen:
             tensors = [*bucket.members.values(), bucket.full]
             bucket.storages = {storage_id(tensor) for tensor in tensors if tensor is not None}
@@ -150,7 +150,6 @@ class EngineBase(Files, NoModule):
         self.begin_backward()
         self.buffers = Buffers(model, self.comm, broadcast_buffers)
         self.uses, self.guards, self.accounts = Uses(self), Guards(self), self.books(self, self.optimizer_bytes)
-        self._factor = None  # what the step's gradients are multiplied by
         self.optimizer = optimizer(self._shard_groups(param_groups))
         building.adopt_states(self.optimizer, self.buckets)
         self.guards.take_optimizer()
@@ -170,6 +169,7 @@ class EngineBase(Files, NoModule):
         if self._failed:
             self.settle()
             self.zero_grad()
+        self._initial.check_set()
         self.guards.check_parameters()
         self._begin_gradients()
         torch.clear_autocast_cache()  # it keeps casts of weights, whose graph or values may be gone

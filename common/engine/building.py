@@ -3,7 +3,9 @@
 import torch
 from torch import nn
 
+from common.engine.door import check_agreement
 from common.engine.tensors import checksum
+from common.errors import InputError
 
 
 class InitialValues:
@@ -16,12 +18,13 @@ class InitialValues:
         comm: its `Collectives`.
 
     Attributes:
-        filled: what all ranks must agree on: (what it is, its checksum, how to mend a difference).
+        unset: what `init` has left as it was, and no file has set since, {name: tensor}.
     """
 
     def __init__(self, module, param_groups, init, comm):
         self._module, self._init, self._comm = module, init, comm
-        self.filled = []
+        self.unset, self._filled = {}, []  # of the latter all ranks must agree
+        self._in_files = set(module.state_dict(keep_vars=True))
         self._missing = {name for name, parameter in module.named_parameters() if parameter.is_meta}
         real = {}  # meta parameter -> the one in its place: what was one object stays one object
         for part in module.modules():
@@ -42,7 +45,7 @@ class InitialValues:
         with torch.no_grad():
             for name, parameter in bucket.members.items():
                 if name in self._missing:
-                    self._fill(f"parameter {name!r}", name, bucket.view(whole, name))
+                    self._fill("parameter", name, bucket.view(whole, name), parameter)
                 else:
                     bucket.view(whole, name).copy_(parameter)
         return whole
@@ -54,12 +57,47 @@ class InitialValues:
                 if buffer is not None and buffer.is_meta:
                     module._buffers[name] = torch.empty_like(buffer, device=self._comm.device)
                     qualified = f"{module_name}.{name}" if module_name else name
-                    self._fill(f"buffer {qualified!r}", qualified, module._buffers[name])
+                    self._fill("buffer", qualified, module._buffers[name], module._buffers[name])
 
-    def _fill(self, what, name, tensor):
+    def _fill(self, what, name, tensor, stands_for):
+        """Have `init` fill a tensor, and find out whether it did, by NaN that is left or, without NaN, the version."""
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+        before = tensor._version  # torch has no public way to ask
         self._init(name, tensor)
-        if not self._comm.simulated:
-            self.filled.append((what, checksum(tensor), "init= must fill it alike on every rank"))
+        if self._comm.simulated:
+            return
+        is_set = not tensor.isnan().any().item() if tensor.is_floating_point() else tensor._version > before
+        if not is_set:
+            self.unset[name] = stands_for
+        values = checksum(tensor) if is_set else None
+        self._filled.append((f"{what} {name!r}", values, "init= must fill it alike on every rank"))
+
+    def check(self):
+        """Refuse, on every rank alike, values that differ between ranks, and those that nothing will ever set."""
+        check_agreement(self._filled, self._comm, "the check of initial values")
+        for name in self.unset:
+            if name not in self._in_files:
+                raise InputError(
+                    f"init= leaves buffer {name!r} without values, and no file has any, as it is not persistent: have "
+                    "init= compute it, or build the model's buffers off the meta device"
+                )
+
+    def take_from_file(self, tensors):
+        """These parameters and buffers have got their values from a file."""
+        self.unset = {name: tensor for name, tensor in self.unset.items() if tensor not in tensors}
+
+    def check_set(self):
+        """Refuse to compute with what has no values yet.
+
+        Raises:
+            InputError: there is something.
+        """
+        for name in self.unset:
+            raise InputError(
+                f"init= leaves {name!r} without values; have it fill that, or write engine.load_weights(file) or "
+                "engine.load(path) before the first forward"
+            )
 
 
 def adopt_states(optimizer, buckets):

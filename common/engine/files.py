@@ -71,6 +71,7 @@ class Files:
         self.synchronize()
         self.finish_saving()
         extra = checkpoint.load(self, path)
+        self._initial.unset.clear()
         self.writes.made(self.buckets + self.frozen)
         return extra
 
@@ -82,5 +83,5 @@ class Files:
         """
         self.zero_grad()
         self.synchronize()
-        weights.load(self, file)
+        self._initial.take_from_file(weights.load(self, file))
         self.writes.made(self.buckets + self.frozen)

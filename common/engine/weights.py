@@ -26,6 +26,9 @@ def load(engine, file):
         file: its path, the same on all ranks; of several files that of their index, such as
             "model.safetensors.index.json".
 
+    Returns:
+        The parameters and buffers that it had.
+
     Raises:
         InputError: on every rank: there is no such file, it is damaged, or it does not fit the model; it names the
             first parameter or buffer that differs, or whose values are too large for its dtype here. Parameters and
@@ -41,6 +44,7 @@ def load(engine, file):
         engine.begin_load()
         with together(engine.comm, f"loaded weights of {str(file)!r} in part, build the engine anew"):
             _fill(engine, source, name_of)
+    return name_of.keys()
 
 
 def _names_in(source, state):
