@@ -54,6 +54,7 @@ def engines_come_and_go(world, stage, options):
             made = small_engine(world, stage, make=Net, **options)
             step(made, inputs(world, 0))
             made.synchronize()  # a delayed step of the host holds what it steps
+            made.comm.lane.finish()  # and a lane what it is given to do
             life = weakref.ref(made)
             del made
             after.append((live_bytes() - before, life()))
