@@ -145,14 +145,14 @@ SUBMISSION_FOR_TWO = [
 ]
 
 
-def test_a_crash_of_one_rank_names_rank_and_line(tmp_path, capsys):
+def test_a_crash_of_one_rank_names_rank_and_line(worlds, references, tmp_path):
     lines = ["bucket.seal()", "mean = [bucket.reduced][self.rank]"]
     lines += ["bucket.handle = self.comm.reduce_scatter(bucket.local, mean, bucket.name)"]
     file = submitted(tmp_path, STAGE1, reduce=lines)
-    text, status = said(capsys, file)
+    _, finding = first(grade(within(worlds), str(file), STAGES[1], references[STAGES[1]]))
     line = 1 + file.read_text().splitlines().index("        mean = [bucket.reduced][self.rank]")
-    assert f"On rank 1, line {line} in reduce: IndexError: list index out of range" in text
-    assert status == 1
+    assert f"On rank 1, line {line} in reduce: IndexError: list index out of range" in finding.where
+    assert finding.idea == "crash"
 
 
 def test_a_hang_says_where_ranks_part_and_ends_in_time(tmp_path, capsys):
