@@ -70,7 +70,7 @@ so does a last one inside it. `keep_last=False` frees them too, and the step the
 Source: ZeRO, arXiv 1910.02054, sec. 5.3 and 7.2.2. Model states with Adam: 16/N Ψ bytes, in fp32 as in 16-bit.
 """
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -331,14 +331,10 @@ class Engine(EngineBase):
         self.free_all()
 
     @contextmanager
-    def gathered(self, *modules):
-        """In this context the weights of `modules` (all, if none is named) are whole on every rank, for reading."""
-        wanted = {parameter for module in modules or [self._module] for parameter in module.parameters()}
-        held = [unit for unit in self.units if any(wanted & set(b.members.values()) for b in unit.buckets)]
-        for unit in held:
-            self.hold(unit)
-        try:
+    def at_hand(self, buckets):
+        """In this context the parameters of buckets are whole on every rank, and what is gathered with them."""
+        with ExitStack() as holding:
+            for unit in dict.fromkeys(bucket.unit for bucket in buckets):
+                self.hold(unit)
+                holding.callback(self.release, unit)
             yield
-        finally:
-            for unit in held:
-                self.release(unit)
