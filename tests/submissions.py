@@ -19,6 +19,8 @@ FETCH = "        bucket.gathering = self.comm.all_gather(bucket.parameters, buck
 BEGUN = ["if not unit.gathered:", "    unit.gathered = True", "    for bucket in unit.buckets:"]
 AT_ONCE = ["        bucket.gathering.wait()", "        for name, parameter in bucket.members.items():"]
 AT_ONCE += ["            parameter.data = bucket.views[name]", "        bucket.gathering = None"]
+OVER = ["unit.open = False", "self.free(unit)"]
+LAST = "if self.reducing and not self.turns.remains(unit):"
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,8 @@ SUBMISSIONS = (
         "buckets are freed by name",
         "",
         end_backward=[
-            "unit.open = False",
-            "self.free(unit)",
-            "if unit.visits == 0 and self.reducing:",
+            *OVER,
+            "if not self.turns.remains(unit) and self.reducing:",
             "    for bucket in unit.trainable:",
             "        if bucket.handle is None:",
             "            self.reduce_bucket(bucket)",
@@ -162,9 +163,8 @@ SUBMISSIONS = (
         "a reduction that is waited for at once",
         "waited for at once",
         end_backward=[
-            "unit.open = False",
-            "self.free(unit)",
-            "if self.reducing and unit.visits == 0:",
+            *OVER,
+            LAST,
             "    self.reduce(unit)",
             "    for bucket in unit.trainable:",
             "        bucket.handle.wait()",
@@ -173,7 +173,7 @@ SUBMISSIONS = (
     three(
         "self.reducing left out",
         "foreign backward",
-        end_backward=["unit.open = False", "self.free(unit)", "if unit.visits == 0:", "    self.reduce(unit)"],
+        end_backward=[*OVER, "if not self.turns.remains(unit):", "    self.reduce(unit)"],
     ),
     one(
         "hooks of its own",
@@ -347,11 +347,11 @@ SUBMISSIONS = (
     three(
         "not freed after backward",
         "not freed",
-        end_backward=["unit.open = False", "if self.reducing and unit.visits == 0:", "    self.reduce(unit)"],
+        end_backward=["unit.open = False", LAST, "    self.reduce(unit)"],
     ),
     three(
         "visits are not asked",
         "sent twice",
-        end_backward=["unit.open = False", "self.free(unit)", "if self.reducing:", "    self.reduce(unit)"],
+        end_backward=[*OVER, "if self.reducing:", "    self.reduce(unit)"],
     ),
 )

@@ -508,6 +508,7 @@ def test_under_torchrun_bad_input_reaches_every_rank(tmp_path):
 SPEAKING = """
 import os, time
 from common.errors import InputError
+from common.outputs import one_line_errors
 
 with one_line_errors():
     rank, knows = int(os.environ["RANK"]), os.environ["KNOWS"]
