@@ -254,7 +254,7 @@ class InfinityEngine(EngineBase):
         """
         if traced or not self.recording:
             self.ended.append(unit)
-        if not self.running and not any(other.depth for other in self.units):
+        if not (self.running or any(other.depth for other in self.units) or all(other.pins for other in self.units)):
             self.disks.agree()  # whoever calls a module past the engine is told as well
 
     def free_ended(self):
@@ -272,7 +272,7 @@ class InfinityEngine(EngineBase):
             self.free_ended()
         if self.recording:
             self.read_ahead(self.backward_order.upcoming(READ_AHEAD, anew=True))
-        else:
+        elif not all(unit.pins for unit in self.units):  # within gathered() each rank may run as often as it likes
             self.disks.agree()
 
     # ---- backward ---------------------------------------------------------------------------------------------

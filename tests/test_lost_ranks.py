@@ -1,5 +1,6 @@
 """A rank that dies in the middle of a collective: the others end, and each says which rank was lost, and where."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from a_rank_that_dies import train
-from harness import make_engine
+from harness import ENGINES, make_engine, same_bits
+from probes import inputs, small_engine
+from trap_models import step
 
 from common.ranks.collectives import RankLost
 from common.ranks.world import LocalWorld, RankFailed
@@ -63,3 +66,62 @@ def test_a_rank_that_stays_away_is_named_as_well():
         world.close(kill=True)
     for rank, complaint in enumerate(said):
         assert re.match(f"rank 2 gave no answer in time: rank {rank} was in all_gather of the roll", complaint)
+
+
+# ---- ranks that call unequally ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(engine, world, times):
+    for index in range(times):
+        engine(inputs(world, index))
+
+
+@torch.no_grad()
+def generate(engine, world, times):
+    for index in range(times):
+        engine.module(inputs(world, index))
+
+
+UNEQUAL = {  # how often each of two ranks does what
+    "3 and 2 batches": (evaluate, (3, 2)),
+    "rank 0 alone": (evaluate, (1, 0)),
+    "other lengths": (generate, (2, 4)),
+}
+
+
+def call_unequally(world, name, how, within_gathered):
+    """What a rank hears, and the weights where it hears nothing: two steps, unequal calls, two steps."""
+    made, (call, times) = small_engine(world, name), UNEQUAL[how]
+    try:
+        for turn in range(2):
+            for index in range(2):
+                step(made, inputs(world, index))
+            with made.gathered() if within_gathered else contextlib.nullcontext():
+                call(made, world, times[world.rank] if turn == 0 else 1)
+        return made.full_state_dict()
+    except RankLost as error:
+        return str(error)
+
+
+IN = r"\w+ of .+ \(\w+, [\d,]+ bytes\)"
+
+
+PARTED = [("stage3_param", "rank 0 alone"), ("stage3_param", "other lengths")]
+PARTED += [("offload.nvme", "3 and 2 batches"), ("zeropp", "3 and 2 batches")]  # others hold whole weights
+
+
+@pytest.mark.parametrize(("name", "how"), PARTED)
+def test_ranks_that_call_unequally_are_told_who_waits_for_whom_and_the_cure(name, how):
+    with LocalWorld(2, oversubscribe=True, timeout=3) as world:
+        said = world.run(call_unequally, name, how, False, timeout=WITHIN)
+        world.close(kill=True)
+    for rank, complaint in enumerate(said):
+        waits = f"the ranks part: rank {rank} waits for rank {1 - rank} in {IN}, and rank {1 - rank} waits in {IN}; "
+        assert re.fullmatch(waits + r"call the engine equally often .+ within engine\.gathered\(\)", complaint)
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
+def test_within_gathered_they_may(worlds, name):
+    answers = [rank for how in UNEQUAL for rank in worlds(2).run(call_unequally, name, how, True)]
+    assert all(same_bits(weights, answers[0]) for weights in answers)

@@ -13,8 +13,9 @@ tensor as a ring would, and gives the same bits as the two steps of the sharded 
 path there, and shards travel point to point. NCCL reduces in ring or tree order: fast, but another order of
 additions. `deterministic=True` takes the exact path on NCCL too.
 
-**Ranks that are gone.** Point to point a rank knows whom it was with when gloo gives up, and says so: see `RankLost`.
-NCCL says what it says; that is untried.
+**Ranks that part.** Point to point a message is tagged with what it is for: those of different collectives never meet,
+which would end the process or pass for the right data. So ranks that call unequally wait until gloo gives up. Then each
+knows whom it was with, and tells what both of them waited in: see `RankLost`. NCCL says what it says; that is untried.
 
 **Labels.** Each call may say who asks, a unit's name for instance. `common.ranks.trace` shows it where ranks part, and
 `common.measure.timeline` beside the computation.
@@ -23,6 +24,7 @@ NCCL says what it says; that is untried.
 import contextlib
 import pickle
 import weakref
+import zlib
 from functools import partial
 
 import torch
@@ -36,14 +38,19 @@ from common.ranks.lanes import backend_of, lane_of
 
 CHUNK = 2**17  # elements that are added at a time
 SEGMENT = 2**23  # bytes of a shard that are reduced at a time, point to point
-TAG = 0x5A65524F  # of messages between ranks: those of a user, on the same group, have smaller numbers, 0 by default
+TAG = 0x40000000  # and above, of messages between ranks: those of a user, on the same group, have smaller numbers
+GRACE = 2.0  # seconds for the rank that one waited for to tell what it waits in
+CURE = "call the engine equally often on every rank, or evaluate and generate within engine.gathered()"
 # torch renamed these two; 2.11 knows the names on the right only.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class RankLost(RuntimeError):
-    """A rank died or fell silent in a collective: the message names it, and where this rank was. With gloo alone."""
+    """A rank died, fell silent or waits in another collective: the message names it, and where this rank was.
+
+    With gloo alone.
+    """
 
 
 class Collectives:
@@ -91,7 +98,7 @@ class Collectives:
         # One lane and one meter for an engine, whatever its groups: all ranks then run its collectives in one order.
         self.lane = lane_of(self.group, backend) if whole is None else whole.lane
         self.traffic = Traffic() if whole is None else whole.traffic
-        self.room, self._running = None, ""  # what runs on the lane
+        self.room, self._running, self._tag = None, "", TAG  # what runs on the lane
         self.tracer = None if self.simulated else trace.tracer_of(self.group)
 
     @property
@@ -157,7 +164,15 @@ class Collectives:
     def all_to_all(self, tensor, received, label=""):
         """Send part k of `tensor` to rank k; part k of `received` comes from there. Sends (N-1)/N of the tensor."""
         self._count("all_to_all", self._remote(tensor))
-        work = partial(dist.all_to_all_single, received, tensor, group=self.group)
+
+        def work():
+            if not self.point_to_point:
+                dist.all_to_all_single(received, tensor, group=self.group)
+                return
+            sent, arrived = tensor.view(self.size, -1), received.view(self.size, -1)
+            arrived[self.rank].copy_(sent[self.rank])
+            self._transfer({peer: arrived[peer] for peer in self._others()}, {k: sent[k] for k in self._others()})
+
         return self._submit("all_to_all", tensor, label, work, tensor, received)
 
     def broadcast(self, tensor, source=0, label="", after=None):
@@ -232,16 +247,18 @@ class Collectives:
         return self.lane.submit(labelled, *buffers)
 
     def _submit(self, collective, tensor, label, work, *buffers, after=None):
-        label = self.owner + label
+        label, phase = self.owner + label, self.traffic.phase
         if self.tracer is not None:
-            work = self.tracer.checked(collective, tensor.nbytes, label, self.traffic.phase, work)
+            work = self.tracer.checked(collective, tensor.nbytes, label, phase, work)
+        name = f"{collective} of {label}" if label else collective
 
         def labelled(group=self.group):  # which lives until this is done
             if after is not None:
                 after.wait()
+            self._running = f"{name} ({phase}, {tensor.nbytes:,} bytes)"
+            self._tag = TAG + zlib.crc32(f"{name} {tensor.nbytes}".encode()) % TAG
             # For a profiler; where none looks, this costs some microseconds.
-            self._running = f"{collective} of {label}" if label else collective
-            with record_function(self._running):
+            with record_function(name):
                 work()
 
         return self.lane.submit(labelled, *buffers)
@@ -330,10 +347,10 @@ class Collectives:
     # The group's own calls: those of torch.distributed look up for each message which group and rank is meant.
 
     def _send(self, tensor, peer):
-        return self._with(peer, self.group.send, [tensor], peer, TAG)
+        return self._with(peer, self.group.send, [tensor], peer, self._tag)
 
     def _receive(self, tensor, peer):
-        return self._with(peer, self.group.recv, [tensor], peer, TAG)
+        return self._with(peer, self.group.recv, [tensor], peer, self._tag)
 
     def _with(self, peer, call, *args):
         """A call that another rank takes part in.
@@ -344,11 +361,22 @@ class Collectives:
         try:
             return call(*args)
         except RuntimeError as error:
-            partner = f"rank {dist.get_global_rank(self.group, peer)}"
-            gone = f"{partner} gave no answer in time" if "Timed out" in str(error) else f"{partner} was lost"
+            rank, partner = dist.get_rank(), dist.get_global_rank(self.group, peer)
+            in_vain, store, theirs = "Timed out" in str(error), self.group.get_group_store(), None
+            gone = f"rank {partner} gave no answer in time" if in_vain else f"rank {partner} was lost"
             with contextlib.suppress(dist.DistError):  # the store may be gone as well
-                gone = self.group.get_group_store().compare_set("gone", "", gone).decode()
-            raise RankLost(f"{gone}: rank {dist.get_rank()} was in {self._running} with {partner}") from error
+                if in_vain:
+                    store.set(f"waits/{rank}", self._running)
+                    trace.comes_true(lambda: store.check([f"waits/{partner}"]), within=GRACE)
+                if store.check([f"waits/{partner}"]):
+                    theirs = store.get(f"waits/{partner}").decode()
+                else:
+                    gone = store.compare_set("gone", "", gone).decode()
+            if theirs is not None:
+                apart = f"rank {rank} waits for rank {partner} in {self._running}, and rank {partner} waits in {theirs}"
+                raise RankLost(f"the ranks part: {apart}; {CURE}") from error
+            alone = f"; {CURE}" if in_vain else ""
+            raise RankLost(f"{gone}: rank {rank} was in {self._running} with rank {partner}{alone}") from error
 
 
 def mean_in_rank_order(pieces, mean):

@@ -113,8 +113,8 @@ class Tracer:
                 return True
             return all(self._has(key) or self._has(f"left/{rank}") for rank, key in enumerate(keys))
 
-        if _comes_true(lambda: self._has(*keys) or self._has("alarm"), within=self.timeout):
-            _comes_true(nobody_else_will_come, within=GRACE)
+        if comes_true(lambda: self._has(*keys) or self._has("alarm"), within=self.timeout):
+            comes_true(nobody_else_will_come, within=GRACE)
 
     def _has(self, *keys):
         return self.store.check(list(keys))
@@ -183,7 +183,7 @@ class Tracer:
             return all(any(self._has(f"{sign}/{rank}") for sign in signs) for rank in others)
 
         with contextlib.suppress(dist.DistError):
-            _comes_true(all_others_did, within=GRACE)
+            comes_true(all_others_did, within=GRACE)
 
 
 _tracers = weakref.WeakKeyDictionary()  # group -> tracer, as long as the group lives
@@ -220,7 +220,7 @@ def _timeout():
     raise InputError(f"ZERO_TRACE_TIMEOUT={given}: give a number of seconds above 0")
 
 
-def _comes_true(condition, within):
+def comes_true(condition, within):
     """Whether a condition comes true within so many seconds. It is asked ever more rarely."""
     deadline, pause = time.monotonic() + within, 0.0005
     while not condition():
