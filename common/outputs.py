@@ -11,6 +11,7 @@ from pathlib import Path
 
 from common.errors import InputError
 from common.measure import tables
+from common.measure.hardware import commit
 from common.ranks.world import speaks_first
 
 TRIAL = 4096  # bytes that a file system must have left
@@ -114,8 +115,8 @@ def check_name(option, path):
 
 
 def write_json(path, results):
-    """Write results for machines: indented, keys in their order."""
-    write_text(path, json.dumps(results, indent=2) + "\n")
+    """Write results for machines, {name: value}: the commit that they are of, then keys in their order."""
+    write_text(path, json.dumps({"commit": commit(), **results}, indent=2) + "\n")
 
 
 def write_text(path, text):

@@ -1,6 +1,5 @@
 """Worlds of ranks, started once per session and used by all tests; the memory reduction, shown when it ends."""
 
-import json
 import os
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -18,6 +17,7 @@ from common import models
 from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.tables import show, table
+from common.outputs import write_json
 from common.ranks.world import LocalWorld, RankFailed
 from common.train import find_engine, show_bytes
 
@@ -124,7 +124,7 @@ class MemoryReduction:
         parameters = sum(p.numel() for p in models.build(self.model).parameters())
         results = {"model": self.model, "parameters": parameters, "precision": "fp32", "optimizer": "AdamW"}
         results |= {"hardware": hardware(device), "rows": self.rows}
-        (folder / "memory_reduction.json").write_text(json.dumps(results, indent=2) + "\n")
+        write_json(folder / "memory_reduction.json", results)
         rows = []
         for size in sizes:
             cells = [totals[stage, size] for stage in STAGES]
@@ -163,7 +163,7 @@ class Equivalence:
             return None  # only a part of the suite ran
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         results = {"hardware": hardware(device), "cells": list(self.rows())}
-        (folder / "equivalence.json").write_text(json.dumps(results, indent=1) + "\n")
+        write_json(folder / "equivalence.json", results)
         return verdict_table(self.cells, ENGINES)
 
 
@@ -214,7 +214,7 @@ class Score:
             "failed": [row for row in _equivalence.rows() if (row["engine"], row["verdict"]) == (engine, "fail")],
         }
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{results['name']}.json").write_text(json.dumps(results, indent=1) + "\n")
+        write_json(folder / f"{results['name']}.json", results)
 
 
 HANGS = 3  # so many trainings may hang before the rest is skipped

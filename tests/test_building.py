@@ -12,6 +12,9 @@ from test_notebooks import NOTEBOOKS, executed, printed, read
 from common.course.building import check, open_lines
 from common.course.notebook import Ranks
 from common.course.questions import check_answer
+from common.course.recording import record_step
+from stage0_ddp.minimal import DataParallel
+from stage1_os.minimal import ShardedOptimizer
 
 STAGES = {"01_optimizer_states": "stage1_os", "02_gradients": "stage2_grad", "03_parameters": "stage3_param"}
 PATHS = {path.stem: path for path in NOTEBOOKS if path.stem in STAGES}
@@ -212,7 +215,7 @@ def test_the_lines_of_the_page_solve_a_notebook_and_right_answers_its_questions(
     cells, names = opened(stage, ranks)
     said = {}
     for name, source in cells.items():
-        if name not in ("setup", "imports", "close") and "plt.show()" not in source:
+        if name not in ("setup", "imports", "close") and "show(" not in source:
             answered = source.replace("return None", ANSWERS[stage].get(name, ""))
             said[name] = run_cell(fill(answered, solutions(stage)), names)
     assert re.search(rf"^solved: all [\d,]+ weights are equal to {stage}'s, bit for bit", said["check-run"], re.M)
@@ -292,3 +295,11 @@ def test_an_answer_is_judged(capsys):
     check_answer(5, 3, [(4, "no")])
     said = ["not solved yet", "solved", "not yet: the second is too small", "not yet: count it again, kind by kind"]
     assert capsys.readouterr().out.splitlines() == said
+
+
+@pytest.mark.parametrize("page", [DataParallel, ShardedOptimizer])
+def test_the_picture_of_a_step_has_the_buffer_that_gradients_are_received_in(ranks, page):
+    operations = ranks.run(record_step, page, "gpt-tiny")[0]["operations"]
+    received = [(phase, now["receive buffer"], now["parameters"]) for phase, now in operations]
+    assert max(received, key=lambda moment: moment[1])[:2] == ("backward", received[0][2])  # as large as all weights
+    assert received[-1][1] == 0

@@ -16,6 +16,7 @@ from test_checkpoint_faults import linux, small_disk
 
 from common import compare, outputs, train
 from common.errors import InputError
+from common.measure.hardware import commit
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,6 +39,7 @@ def test_training_shows_what_was_measured_and_writes_it(tmp_path):
     assert results["model_state_bytes"] == results["predicted_model_state_bytes"]
     assert len(results["losses"]) == 4
     assert "torch" in results["hardware"]
+    assert results["commit"] == commit()
 
 
 def test_a_stage_joins_the_group_that_torchrun_made(tmp_path):
@@ -193,6 +195,7 @@ def test_a_result_is_tried_where_the_disk_is_full_and_leaves_nothing(tmp_path):
 
 PROGRAM = """
 import sys
+from common.measure.hardware import commit
 from common.measure import tables
 tables.say("\u03a8 parameters")
 tables.show(tables.table("\u03a8", ("\u03a8",), [("\u03a8",)]))

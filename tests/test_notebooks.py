@@ -43,7 +43,7 @@ LABELLED = """
 def _names(axis):
     return axis.get_label_text() or any(c.isalpha() for tick in axis.get_ticklabels() for c in tick.get_text())
 
-def _show_labelled(show=plt.show):
+def _show_labelled(alt, show=show):
     for figure in map(plt.figure, plt.get_fignums()):
         figure.canvas.draw()
         for axes in figure.axes:
@@ -51,9 +51,9 @@ def _show_labelled(show=plt.show):
                 ticks = [tick.get_text() for tick in axis.get_ticklabels() if tick.get_visible()]
                 whole = figure.get_supxlabel() if axis is axes.xaxis else figure.get_supylabel()
                 assert not any(ticks) or whole or _names(axis), (axes.get_title(), axis.axis_name)
-    show()
+    show(alt)
 
-plt.show = _show_labelled
+show = _show_labelled
 """
 
 
@@ -87,7 +87,8 @@ def test_a_notebook_runs_and_draws_its_pictures(path):
             assert not [out for out in cell.outputs if out.output_type == "error"]
             assert not [out for out in cell.outputs if "\x1b[" in out.get("text", "")]  # a terminal's codes
             drawn = [out for out in cell.outputs if "image/png" in out.get("data", {})]
-            assert bool(drawn) == ("plt.show()" in cell.source), f"cell {cell.id}"
+            assert bool(drawn) == bool(re.search(r"^show\(", cell.source, re.MULTILINE)), f"cell {cell.id}"
+            assert all(len(out.metadata["image/png"]["alt"].split()) > 10 for out in drawn), f"cell {cell.id}"
             pictures += len(drawn)
     assert pictures
 
@@ -120,7 +121,8 @@ def test_notebooks_start_in_the_repositorys_root_too():
 
 
 def test_a_figure_without_names_on_its_axes_is_noticed():
-    cells = ["%matplotlib inline\nimport matplotlib.pyplot as plt", LABELLED, "plt.plot([1, 2])\nplt.show()"]
+    imports = "%matplotlib inline\nimport matplotlib.pyplot as plt\nfrom common.course.notebook import show"
+    cells = [imports, LABELLED, "plt.plot([1, 2])\nshow('A line.')"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     with pytest.raises(CellExecutionError, match="AssertionError"):
         execute(notebook, ROOT)
@@ -144,3 +146,16 @@ def test_links_to_files_lead_somewhere(path):
     text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_path_tells_the_minutes_that_are_counted_from_the_cells(path):
+    cells = [cell for cell in read(path).cells if cell.id not in ("setup", "imports", "close")]
+    words = sum(len(cell.source.split()) for cell in cells if cell.cell_type == "markdown")
+    code = [cell.source for cell in cells if cell.cell_type == "code"]
+    lines = sum(1 for source in code for line in source.splitlines() if line.strip())
+    predicted = sum(cell.source.count("Before you run it") for cell in cells)
+    written = sum(source.count("# YOUR LINE") + bool(re.search(r"(return|=|:) None\b", source)) for source in code)
+    minutes = words / 150 + lines / 15 + 2 * predicted + 4 * written
+    told = re.search(rf"\({path.name}\) \| (\d+) \|", (ROOT / "notebooks" / "README.md").read_text())
+    assert abs(int(told[1]) - minutes) <= 5, minutes

@@ -1,4 +1,4 @@
-"""Ranks for a notebook: processes that run functions of its cells, and whose lines appear as they print them.
+"""Ranks for a notebook, processes that run functions of its cells and whose lines appear as they print them; figures.
 
 A cell defines `hello(world)`, another one runs it on every rank: `Ranks(2).run(hello)` returns what the two return, and
 beneath the cell stand their lines, each rank's in its colour.
@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import cloudpickle
+import matplotlib.pyplot as plt
 from IPython.display import HTML, display
 
 from common.course import ranks as far_side
@@ -63,6 +64,13 @@ class Ranks:
         """End the ranks."""
         if self._world is not None:
             self._world.close()
+
+
+def show(alt):
+    """Draw the figure at hand beneath its cell. `alt` says what is to be seen in it, to those who do not see it."""
+    figure = plt.gcf()
+    display(figure, metadata={"image/png": {"alt": alt}})
+    plt.close(figure)
 
 
 class Lines:

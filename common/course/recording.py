@@ -6,6 +6,7 @@ that makes an optimizer; it has `backward` and `step`.
 
 import functools
 import inspect
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -50,6 +51,7 @@ class Held:
         self.engine, self.mine = engine, list(module.parameters())
         self.units = getattr(engine, "units", [])
         self.comm = SimpleNamespace(traffic=SimpleNamespace(phase="forward"))
+        self.received = lambda: None  # what gives the tensor that the last all-to-all filled, while it lives
 
     def begin(self, phase):
         self.comm.traffic.phase = phase
@@ -62,6 +64,7 @@ class Held:
             "parameters": self.mine + stepped,
             "gradients": [p.grad for p in self.mine + stepped if p.grad is not None],
             "optimizer": [s for p in stepped for s in states.get(p, {}).values() if s.dim()],
+            "receive buffer": [self.received()] if self.received() is not None else [],
         }
 
     def bytes(self):
@@ -97,6 +100,7 @@ class Recording(Timeline):
         name, others = function.__name__.partition(".")[0], self._world_size - 1
         if name == "alltoall_base_":  # (received, sent, ...)
             self._add("all_to_all", args[1].nbytes // self._world_size * others)
+            self.engine.received = weakref.ref(args[0])
         elif name == "allgather_":  # ([received], [sent], ...)
             self._add("all_gather", args[1][0].nbytes * others)
         return super().__torch_dispatch__(function, types, args, kwargs)

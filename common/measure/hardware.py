@@ -1,7 +1,8 @@
-"""The machine a figure was measured on, in one line."""
+"""The machine a figure was measured on, in one line, and the commit."""
 
 import os
 import platform
+import subprocess
 from pathlib import Path
 
 import torch
@@ -27,6 +28,17 @@ def hardware(device):
         machine, backend = f"{cpus()} x {_cpu_name()}", "gloo"
     python = platform.python_version()
     return f"{machine}, {memory / 2**30:.0f} GiB, {backend}, torch {torch.__version__}, Python {python}"
+
+
+def commit():
+    """The commit that this runs from, with "-dirty" where files differ from it; "" without a checkout, or git."""
+    root = Path(__file__).parents[2]
+    checkout = ["git", "--git-dir", root / ".git", "--work-tree", root]  # and not one that this lies in
+    describe = [*checkout, "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def _cpu_name():

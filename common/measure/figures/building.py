@@ -6,7 +6,7 @@ from common.measure.figures.style import COLORS, PHASES
 
 # What moves stands on what does not. In the order of `CLASSES` gradients, which come and go from stage 2 on, would lift
 # the optimizer's states, which stay.
-STATES = ("parameters", "optimizer", "gradients", "gathered units")
+STATES = ("parameters", "optimizer", "gradients", "gathered units", "receive buffer")
 MARGIN = 1.03  # of the x axis, in which is seen what is left after the step
 
 
