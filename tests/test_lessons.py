@@ -18,6 +18,7 @@ from common.errors import InputError
 from common.lessons import chart, diff, notes, recording
 from common.lessons.__main__ import INCREMENTS, chosen, file_of, write
 from common.lessons.events import Event, Recorder
+from common.lessons.moments import moments
 from common.lessons.page import inline
 from common.lessons.sentences import sentence
 from common.lessons.sources import Source
@@ -53,7 +54,7 @@ def test_every_method_that_differs_has_a_note_of_three_lines(recorded, pages, pa
     text = (pages / file_of(pair)).read_text()
     for name in CHANGED_METHODS[pair[1]] | new:
         assert name in after.reasons(), f"{pair[1]}'s page gives no reason for {name}"
-        note = notes.note(found[name], *(recorded[stage] for stage in pair), after.reasons(), after.phases)
+        note = notes.note(found[name], *(recorded[stage] for stage in pair), after.reasons())
         shown = re.search(rf'data-name="{name}">.*?</dl>', text, re.DOTALL)[0]
         for what in ("why", "saves", "sends"):
             assert getattr(note, what)
@@ -64,7 +65,7 @@ def test_notes_tell_what_was_counted(recorded):
     def note(name, pair):
         before, after = (Source(stage) for stage in pair)
         (found,) = (one for one in diff.pairs(before, after) if one.name == name)
-        return notes.note(found, *(recorded[stage] for stage in pair), after.reasons(), after.phases)
+        return notes.note(found, *(recorded[stage] for stage in pair), after.reasons())
 
     first, second, third = INCREMENTS
     assert note("owned", first).saves == "2.91 MB of optimizer states: 3.88 MB before, 969 kB now"
@@ -88,6 +89,20 @@ def test_every_line_of_both_files_is_shown_and_equal_ones_are_equal(pair):
     for hunk in (hunk for one in found for hunk in one.hunks if hunk.equal):
         texts = [[s.lines[n - 1] for n in lines] for s, lines in zip(sources, (hunk.before, hunk.after), strict=True)]
         assert texts[0] == texts[1]
+
+
+@PAIRS
+def test_the_schedule_is_open_and_the_edges_are_folded(recorded, pages, pair):
+    shown, _, folded = (pages / file_of(pair)).read_text().partition('<details class="fold edges">')
+    core, edges = (set(re.findall(r'data-name="([^"]+)"', half)) for half in (shown, folded))
+    assert {"owned", "reduce"} <= core
+    assert not core & edges
+    for name in pair:
+        assert not Source(name).schedule & edges
+        assert not {event["method"] for event in recorded[name]["events"]} & edges
+    if pair[1] == "stage3_param":
+        assert {"gather", "free", "prefetch", "before_forward", "end_backward", "update"} < core
+        assert {"__init__", "hold", "release", "before_recomputation", "begin_load", "at_hand"} < edges
 
 
 def test_a_page_that_is_not_there_is_refused():
@@ -134,7 +149,9 @@ def test_after_the_step_each_rank_holds_what_owned_says(recorded, name):
                         shard for shard, state in enumerate(cells(event, kind)[rank][row["bucket"]]) if state != "."
                     }
                     assert held == set(range(begin, end))
-    assert one["events"][0]["held"] == one["events"][-1]["held"] > sum(one["states"].values())
+    receive_buffer = one["samples"][0][1]["receive buffer"]
+    assert one["events"][0]["held"] == one["events"][-1]["held"] == sum(one["states"].values()) + receive_buffer
+    assert min(event["held"] for event in one["events"]) == one["events"][0]["held"]
     assert one["states"] == one["predicted_states"]
 
 
@@ -205,6 +222,21 @@ def test_every_event_has_a_sentence_and_most_a_line_of_code(recorded, name):
             section = source.method(event.method)
             assert section.first <= event.line <= section.last
         before = event
+
+
+@PAIRS
+def test_moments_are_those_at_which_the_same_part_computes_on_both_sides(recorded, pair):
+    found = moments(*(recorded[name]["events"] for name in pair))
+    for side, name in zip(("before", "after"), pair, strict=True):
+        events, numbers = recorded[name]["events"], [moment[side] for moment in found]
+        assert numbers == sorted(numbers)
+        assert (numbers[0], numbers[-1]) == (0, len(events) - 1)
+        for moment in found:
+            phase, _, parts = moment["said"].partition(" of ")
+            if parts:
+                event = events[moment[side]]
+                assert (event["kind"], set(re.split(", | and ", parts)) - set(event["names"])) == (phase, set())
+    assert {"backward of blocks.1", "the step begins"} < {moment["said"] for moment in found}
 
 
 def test_ranks_that_go_other_ways_are_noticed(recorded):
@@ -384,6 +416,51 @@ def test_the_stepper_steps_by_keys_and_plays(opened):
     assert page.locator("[data-side=after] [data-go=play]").inner_text() == "Play"
     outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
     assert outline == "solid"  # where the focus is, shows
+
+
+def test_two_keys_step_both_engines_from_one_shared_moment_to_the_next(opened):
+    page = opened(file_of(INCREMENTS[2]))
+    both, sentences = page.locator(".moment"), page.locator(".stepper .sentence")
+    for _ in range(3):  # wte and wpe, blocks.0, blocks.1
+        page.keyboard.press("n")
+    assert both.inner_text() == "Both at: forward of blocks.1"
+    assert all("blocks.1" in said for said in sentences.all_inner_texts())
+    page.keyboard.press("ArrowRight")
+    assert both.inner_text() == "Each at a moment of its own"
+    page.keyboard.press("p")
+    assert both.inner_text() == "Both at: forward of blocks.1"
+    page.locator("[data-both='-1']").focus()
+    page.keyboard.press("Enter")
+    assert both.inner_text() == "Both at: forward of blocks.0"
+    for _ in range(30):
+        page.keyboard.press("n")
+    assert both.inner_text() == "Both at: the step is over"
+
+
+def test_a_print_shows_all_folds_both_engines_and_no_controls(opened):
+    page = opened(file_of(INCREMENTS[2]), scheme="dark")
+    assert not page.locator("[data-name=at_hand]").is_visible()
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("[data-name=at_hand]").is_visible()
+    assert page.locator("details:not([open])").count() == 0
+    assert page.locator("button, input").locator("visible=true").count() == 0
+    assert page.locator(".stepper").locator("visible=true").count() == 2
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator("details[open]").count() == 0
+
+
+@PAIRS
+def test_every_picture_says_what_it_shows(opened, recorded, pair):
+    page = opened(file_of(pair))
+    said = page.locator("svg, img, [role=img], progress").evaluate_all("all => all.map((one) => one.ariaLabel)")
+    assert all(said)
+    charts = page.locator("svg").evaluate_all("all => all.map((one) => one.getAttribute('role') + one.ariaLabel)")
+    for chart_says, name in zip(charts, pair, strict=True):
+        highest = sum(chart.peak(recorded[name]["samples"]).values())
+        assert re.match(r"imgStage \d: live bytes .* peak in (for|back)ward with ", chart_says)
+        assert chart.show_bytes(highest) in chart_says
 
 
 def test_an_event_leads_to_its_line_in_the_code_above(opened, recorded):

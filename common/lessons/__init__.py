@@ -9,6 +9,7 @@ stage's page, and every number and every event is recorded from the engines when
     diff.py          two files side by side, unchanged stretches folded
     events.py        what an engine does in one step, event by event
     sentences.py     the same in words
+    moments.py       which events of two engines belong together
     recording.py     ranks that train the engines and record them
     notes.py         a note for each changed method: why, what it saves, what it sends
     chart.py         the memory timelines

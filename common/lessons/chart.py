@@ -12,7 +12,7 @@ WIDTH, HEIGHT = 960, 400  # units of the drawing, which is stretched to its plac
 
 def peak(samples):
     """The most bytes that a rank held at once, by class: {class: bytes}."""
-    return max((now for _, now in samples), key=lambda now: sum(now.values()))
+    return _highest(samples)[1]
 
 
 def timeline(title, samples, top):
@@ -34,28 +34,41 @@ def timeline(title, samples, top):
         if any(sizes):
             areas.append(f'<path class="class{number}" d="{_area(base, above, top)}"/>')
         base = above
-    highest = sum(peak(samples).values())
-    said = f"{title}: live bytes of rank 0 through one step, {show_bytes(highest)} at most"
+    said = escape(described(title, samples))
     return f"""<figure class="timeline">
-<figcaption><strong>{escape(title)}</strong>: {show_bytes(highest)} at most</figcaption>
+<figcaption><strong>{escape(title)}</strong>: {show_bytes(sum(peak(samples).values()))} at the peak</figcaption>
 <div class="plot"><span class="unit">live MB</span>{_ticks(top)}
-<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(said)}">
+<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{said}">
 {"".join(areas)}
-</svg>{_phases(samples)}<span class="along">operations of one step, in their order</span></div>
+</svg>{_phases(samples)}<span class="along">operations of one step, in order</span></div>
 </figure>"""
+
+
+def described(title, samples):
+    """What a timeline shows, for those who do not see it."""
+    phase, now = _highest(samples)
+    held = ", ".join(f"{name} {show_bytes(size)}" for name, size in now.items() if size)
+    first, last = (show_bytes(sum(held.values())) for _, held in (samples[0], samples[-1]))
+    return (
+        f"{title}: live bytes of rank 0 through one step. It begins with {first}, has its peak in {phase} with "
+        f"{show_bytes(sum(now.values()))} ({held}), and ends with {last}."
+    )
 
 
 def legend(*timelines):
     """The classes that any of the timelines holds, each with its colour."""
     held = [any(now[name] for samples in timelines for _, now in samples) for name in CLASSES]
-    items = [f'<li><i class="class{n}"></i>{name}</li>' for n, name in enumerate(CLASSES) if held[n]]
+    items = [f'<li><i class="class{n}" aria-hidden="true"></i>{name}</li>' for n, name in enumerate(CLASSES) if held[n]]
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def _column(samples, number):
     count = min(COLUMNS, len(samples))
-    part = samples[number * len(samples) // count : (number + 1) * len(samples) // count]
-    return max(part, key=lambda sample: sum(sample[1].values()))
+    return _highest(samples[number * len(samples) // count : (number + 1) * len(samples) // count])
+
+
+def _highest(samples):
+    return max(samples, key=lambda sample: sum(sample[1].values()))
 
 
 def _area(base, above, top):

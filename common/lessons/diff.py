@@ -64,14 +64,3 @@ def _pair(name, before, old, after, new):
 
 def _lines(section):
     return range(section.first, section.last + 1)
-
-
-def folded(all_pairs):
-    """Neighbouring pairs that are the same, together: lists of one pair that differs, or of several that do not."""
-    groups = []
-    for pair in all_pairs:
-        if groups and pair.status == "same" and groups[-1][0].status == "same":
-            groups[-1].append(pair)
-        else:
-            groups.append([pair])
-    return groups

@@ -24,21 +24,16 @@ class Note:
     sends: str
 
 
-def note(pair, before, after, reasons, phases):
+def note(pair, before, after, reasons):
     """The note of a method.
 
     Args:
         pair: its `diff.Pair`.
         before, after: what was recorded of the two engines, as `recording.record_all` has it.
         reasons: {method: why}, of the second.
-        phases: {method: its rows of the table of phases}, of the second.
     """
     why = reasons.get(pair.name) or (pair.after or pair.before).docstring
-    why = why[:1].upper() + why[1:]
-    sent, phases = sends(pair, before, after), phases.get(pair.name, [])
-    if phases and not sent.startswith(NOTHING):
-        sent += f". In the table of phases: {'; '.join(phases)}"
-    return Note(why, saves(pair, before, after), sent)
+    return Note(why[:1].upper() + why[1:], saves(pair, before, after), sends(pair, before, after))
 
 
 def saves(pair, before, after):
@@ -54,7 +49,7 @@ def sends(pair, before, after):
     """What a method sends, in the second engine beside the first."""
     if pair.name == "sends":
         foreseen = [_listed(one["predicted_sent"]) for one in (before, after)]
-        return f"nothing itself; as it foresees, a step sends {foreseen[1]}; before: {foreseen[0]}"
+        return f"nothing itself; it predicts that a step sends {foreseen[1]}; before: {foreseen[0]}"
     if pair.name in TABLES:
         return NOTHING
     return _beside(pair, _sent, before, after)

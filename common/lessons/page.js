@@ -8,11 +8,23 @@ document.getElementById("theme").addEventListener("click", () => {
   style.colorScheme = (style.colorScheme || system) === "dark" ? "light" : "dark";
 });
 
+// ---- folds ----
+
+// Paper has no folds: they open for the print, and close after it.
+let opened = [];
+addEventListener("beforeprint", () => {
+  opened = [...document.querySelectorAll("details:not([open])")];
+  for (const box of opened) box.open = true;
+});
+addEventListener("afterprint", () => {
+  for (const box of opened) box.open = false;
+});
+
 // ---- a step ----
 
 const KINDS = ["parameters", "gradients", "optimizer"];
 const SAID = {
-  ".": "not held", r: "room, empty", o: "its own gradients", t: "on its way", h: "held", n: "held, stepped",
+  ".": "not held", r: "room, still empty", o: "its own gradients", t: "on its way", h: "held", n: "held, stepped",
 };
 const PAUSE = 1500; // milliseconds between events that play by themselves
 
@@ -37,12 +49,37 @@ function start(steps) {
     stepper.place.addEventListener("pointerdown", () => show(stepper));
   }
 
+  // Moments that both engines share: the same part computes on both sides, for instance.
+  const { moments } = steps;
+  const shared = () => moments.findIndex((moment) => steppers.every((one) => one.at === moment[one.side]));
+  const goBoth = (way) => {
+    const passed = moments.findLastIndex((moment) => moment[active.side] <= active.at);
+    const to = shared() >= 0 ? shared() + way : passed + Math.max(0, way); // each on its own: back to the last one passed
+    const moment = moments[Math.min(moments.length - 1, Math.max(0, to))];
+    for (const one of steppers) {
+      one.stop();
+      one.show(moment[one.side]);
+    }
+  };
+  const tell = () => {
+    const moment = moments[shared()];
+    document.querySelector(".moment").textContent = moment ? `Both at: ${moment.said}` : "Each at a moment of its own";
+  };
+  tell();
+  for (const stepper of steppers) stepper.place.addEventListener("shown", tell);
+  for (const button of document.querySelectorAll("[data-both]")) {
+    button.addEventListener("click", () => goBoth(Number(button.dataset.both)));
+  }
+
+  const ways = { n: 1, p: -1 };
   const keys = { ArrowLeft: "back", ArrowRight: "next", Home: "first", End: "last", " ": "play" };
   document.addEventListener("keydown", (event) => {
     const go = keys[event.key];
     const focus = document.activeElement;
     const inside = focus.closest(".stepper, .switch");
-    if (!go || event.ctrlKey || event.altKey || event.metaKey) return;
+    if (event.ctrlKey || event.altKey || event.metaKey) return;
+    if (event.key in ways) goBoth(ways[event.key]);
+    if (!go) return;
     // Home, End and space scroll the page, unless a step is in focus. A button takes the space itself, a slider arrows.
     if (!inside && (focus !== document.body || !event.key.startsWith("Arrow"))) return;
     if (event.key === " " && focus.matches("button, a")) return;
@@ -111,6 +148,7 @@ class Stepper {
     }
     this.table.show(event);
     this.mark(event);
+    this.place.dispatchEvent(new Event("shown"));
   }
 
   // The lines of code that an event comes from, here and in the code above.

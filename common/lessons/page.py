@@ -10,6 +10,7 @@ from pygments.token import Comment, Keyword, Name, Number, String
 
 from common.lessons import chart, diff, notes
 from common.lessons.events import Event
+from common.lessons.moments import moments
 from common.lessons.sentences import sentence
 from common.measure.figures import PALETTE
 from common.train import show_bytes
@@ -50,8 +51,8 @@ def index(pages, leads, about):
         for (file, title), lead in zip(pages, leads, strict=True)
     )
     said = (
-        "Two neighbouring engines side by side, why each change is there, what it saves and what it sends; the memory "
-        "of both; and a step of both, event by event, on four ranks."
+        "Each page sets two neighbouring engines side by side: why each change is there, what it saves and what it "
+        "sends; how much memory each engine holds; and a step of both, event by event, on four ranks."
     )
     body = f'<p>{said}</p><p class="about">{inline(about)}</p></header><main><ul class="pages">{links}</ul></main>'
     return document("ZeRO, increment by increment", body, [])
@@ -96,6 +97,17 @@ def inline(text):
 # ---- what is kept and sent ----------------------------------------------------------------------------------------
 
 
+TERMS = """<dl class="terms">
+<div><dt>Model states</dt><dd>Parameters, gradients and optimizer states, as they stand just before the update: what a
+rank has to keep, and what <code>owned</code> predicts.</dd></div>
+<div><dt>Held now</dt><dd>In the step below: the model states, the receive buffer of the reductions, which stays between
+steps, and what comes and goes within one: gathered units, room for gradients, gradients on their way. No
+activations.</dd></div>
+<div><dt>Peak of live bytes</dt><dd>The most that is live after any operation of a step, activations, inputs and
+temporary results included.</dd></div>
+</dl>"""
+
+
 def _summary(sources, recorded):
     rows = [(said, *(show_bytes(one["states"][state]) for one in recorded)) for state, said in notes.STATES.items()]
     rows.append(("model states", *(show_bytes(sum(one["states"].values())) for one in recorded)))
@@ -110,9 +122,10 @@ def _summary(sources, recorded):
     heads = "".join(f'<th scope="col">{escape(source.label)}</th>' for source in sources)
     lead, said = (inline(part) for part in sources[1].paragraphs[:2])
     return f"""<div class="both"><div><p class="lead">{lead}</p><p>{said}</p>
-<p class="contents"><a href="#code">The code</a> <a href="#memory">Its memory</a> <a href="#step">A step</a></p></div>
-<div class="scroll"><table class="numbers"><caption>A rank, counted; model states and bytes sent are {verdict}
-<code>owned</code> and <code>sends</code> foresee</caption>
+<p class="contents"><a href="#code">The code</a> <a href="#memory">The memory</a> <a href="#step">A step</a></p>
+{TERMS}</div>
+<div class="scroll"><table class="numbers"><caption>Counted on rank 0. Model states and bytes sent are {verdict}
+the tables <code>owned</code> and <code>sends</code> predict.</caption>
 <thead><tr><td></td>{heads}</tr></thead><tbody>{lines}</tbody></table></div></div>"""
 
 
@@ -123,35 +136,54 @@ def _code(sources, recorded):
     before, after = sources
     colored = [_colored(source) for source in sources]
     reasons = after.reasons()
-    blocks = []
-    for group in diff.folded(diff.pairs(before, after)):
-        if group[0].status == "same":
-            blocks.append(_fold(group, colored))
+    core, edges, same = [], [], []
+    for pair in diff.pairs(before, after):
+        if pair.status == "same":
+            same.append(pair)
         else:
-            blocks.append(_difference(group[0], colored, recorded, reasons, after.phases))
+            (core if is_core(pair, sources, recorded) else edges).append(pair)
+    shown, folded = ("".join(_difference(pair, colored, recorded, reasons) for pair in some) for some in (core, edges))
+    more = "change" if len(edges) == 1 else "changes"
+    summary = f"<summary>Edges and helpers, {len(edges)} more {more}: {_names(edges)}</summary>"
+    rest = f'<details class="fold edges">{summary}{folded}</details>'
     files = "".join(
         f'<span class="{side}">{escape(_path(source))}</span>' for side, source in zip(SIDES, sources, strict=True)
     )
     return f"""<section id="code" aria-label="The code">
 <h2>The code</h2>
-<p>What a change <b>saves</b> and <b>sends</b> are bytes of rank 0, as the tables <code>owned</code> and
-<code>sends</code> say and as counted in the recorded step. What a method does by calling another is said to be
-<i>through</i> that.</p>
+<p>The phases of a step, over N ranks and Ψ parameters, as the docstring of {after.label.lower()} lists them:</p>
+<div class="scroll"><pre class="phases"><code>{escape(after.table)}</code></pre></div>
+<p>The methods of this schedule come first: the phases, the tables <code>owned</code> and <code>sends</code>, and
+whatever an event of the step below comes from. All other changes are behind a fold after them. <b>Saves</b> and
+<b>Sends</b> are bytes of rank 0, from the two tables and from the recorded step; <i>through</i> names the method that
+was called to do it.</p>
 <div class="files" aria-hidden="true">{files}</div>
-{"".join(blocks)}
+{shown}
+{rest if edges else ""}
+{_fold(same, colored) if same else ""}
 </section>"""
+
+
+def is_core(pair, sources, recorded):
+    """Whether a pair of sections is the schedule: named by the phases, or where an event of the step comes from."""
+    named = any(pair.name in source.schedule for source in sources)
+    return named or any(event["method"] == pair.name for one in recorded for event in one["events"])
+
+
+def _names(pairs):
+    return ", ".join(f"<code>{p.name}</code>" if (p.after or p.before).is_method else p.name for p in pairs)
 
 
 def _path(source):
     return f"{source.file.parent.name}/{source.file.name}"
 
 
-def _difference(pair, colored, recorded, reasons, phases):
+def _difference(pair, colored, recorded, reasons):
     section = pair.after or pair.before
     name = f"<code>{pair.name}</code>" if section.is_method else pair.name
     noted = ""
     if section.is_method:
-        note = notes.note(pair, *recorded, reasons, phases)
+        note = notes.note(pair, *recorded, reasons)
         said = (("Why", note.why), ("Saves", note.saves), ("Sends", note.sends))
         noted = "".join(f"<div><dt>{what}</dt><dd>{inline(text)}</dd></div>" for what, text in said)
         noted = f'<dl class="note">{noted}</dl>'
@@ -164,11 +196,10 @@ def _difference(pair, colored, recorded, reasons, phases):
 
 
 def _fold(group, colored):
-    names = ", ".join(f"<code>{p.name}</code>" if p.after.is_method else p.name for p in group)
     count = sum(len(hunk.after) for pair in group for hunk in pair.hunks)
     hunks = "".join(_hunk(hunk, colored, fold=False) for pair in group for hunk in pair.hunks)
     lines = "line" if count == 1 else "lines"
-    summary = f"<summary>{count} {lines} unchanged: {names}</summary>"
+    summary = f"<summary>{count} {lines} unchanged: {_names(group)}</summary>"
     return f'<details class="fold">{summary}<div class="lines">{hunks}</div></details>\n'
 
 
@@ -217,10 +248,10 @@ def _memory(sources, recorded):
     figures = "".join(
         chart.timeline(source.label, samples, top) for source, samples in zip(sources, timelines, strict=True)
     )
-    return f"""<section id="memory" aria-label="Its memory">
-<h2>Its memory</h2>
-<p>What rank 0 holds through one step, after every operation, by class. What the engine does not know is counted as
-activations.</p>
+    return f"""<section id="memory" aria-label="The memory">
+<h2>The memory</h2>
+<p>What rank 0 holds after every operation of one step, by class, from the bottom up in the order of the legend.
+Whatever the engine does not know of counts as activations, inputs and temporary results included.</p>
 {chart.legend(*timelines)}
 <div class="both">{figures}</div>
 </section>"""
@@ -229,11 +260,11 @@ activations.</p>
 # ---- a step -------------------------------------------------------------------------------------------------------
 
 LEGEND = (
-    ("h", "held; of gradients the mean"),
-    ("n", "stepped: new values"),
+    ("h", "held; as a gradient, the mean"),
+    ("n", "stepped: has new values"),
     ("t", "on its way"),
     ("o", "this rank's own gradients"),
-    ("r", "room with nothing in it yet"),
+    ("r", "room, still empty"),
     (".", "not held"),
 )
 
@@ -241,19 +272,27 @@ LEGEND = (
 def _steps(sources, recorded):
     steps = {side: _step(source, one) for side, source, one in zip(SIDES, sources, recorded, strict=True)}
     steps["most"] = {key: max(e[key] for side in SIDES for e in steps[side]["events"]) for key in ("sent", "held")}
+    steps["moments"] = moments(*(one["events"] for one in recorded))
     data = json.dumps(steps, separators=(",", ":")).replace("<", "\\u003c")
-    legend = "".join(f'<li><i class="cell optimizer" data-state="{state}">0</i>{said}</li>' for state, said in LEGEND)
+    legend = "".join(
+        f'<li><i class="cell optimizer" data-state="{state}" aria-hidden="true">0</i>{said}</li>'
+        for state, said in LEGEND
+    )
     switch = "".join(
         f'<button type="button" data-show="{side}" aria-pressed="false">{source.label}</button>'
         for side, source in zip(SIDES, sources, strict=True)
     )
     return f"""<section id="step" aria-label="A step">
 <h2>A step</h2>
-<p>The third step of a run, as four ranks went through it: all of them in this order. Each has, of each
-shard <code>0 1 2 3</code>, what its cells show: <b class="parameters">parameters</b>,
-<b class="gradients">gradients</b>, <b class="optimizer">optimizer states</b>. What travels counts as held until the
-engine has waited for it. Keys: left and right arrow, Home, End, space to play.</p>
+<p>The third step of a run. All four ranks went through it in this order. The cells show what each rank has of the
+shards <code>0 1 2 3</code>: of the <b class="parameters">parameters</b>, the <b class="gradients">gradients</b> and the
+<b class="optimizer">optimizer states</b>. What is on its way counts as held until the engine has waited for it.</p>
+<p class="keys">Keys: <kbd>n</kbd> and <kbd>p</kbd> take both engines to the next and the previous moment that they
+share; <kbd>←</kbd> <kbd>→</kbd> <kbd>Home</kbd> <kbd>End</kbd> step the engine last used; <kbd>space</kbd> plays
+it.</p>
 <ul class="legend states">{legend}</ul>
+<div class="together" role="group" aria-label="Both engines"><button type="button" data-both="-1">Both back</button>
+<button type="button" data-both="1">Both on</button><p class="moment"></p></div>
 <div class="switch" role="group" aria-label="Engine">{switch}</div>
 <div class="both steppers">{"".join(_stepper(side, source) for side, source in zip(SIDES, sources, strict=True))}</div>
 <script type="application/json" id="steps">{data}</script>

@@ -17,19 +17,19 @@ def sentence(event, before, nbytes):
 
 
 def _start(event, before, nbytes):
-    return "Between steps: what a rank keeps."
+    return "Between steps: this is what each rank keeps."
 
 
 def _computes(event, before, nbytes):
     begins = "Forward" if event.kind == "forward" else "Backward"
-    return f"{begins} of {_listed(event.names)}."
+    return f"{begins} of {listed(event.names)}."
 
 
 def _pack(event, before, nbytes):
     one = len(event.names) == 1
-    which = event.names[0] if one else f"{event.names[0]} to {event.names[-1]}"
+    which = event.names[0] if one else f"from {event.names[0]} to {event.names[-1]}"
     moves = "A gradient moves" if one else f"{len(event.names)} gradients move"
-    return f"{moves} into {event.about}: {which}. Each rank has its own."
+    return f"{moves} into {event.about}: {which}. Each rank still has its own."
 
 
 def _begins(event, before, nbytes):
@@ -44,9 +44,9 @@ def _begins(event, before, nbytes):
 
 def _gathers(event):
     if event.phase == "step":
-        return f"The new parameters of {event.about} leave in an all-gather, beside the steps of the buckets after it."
+        return f"The new parameters of {event.about} leave in an all-gather; the optimizer does not wait for it."
     if "prefetch" in event.within:
-        return f"{_first(event.about)} is gathered ahead: its all-gather runs while what comes before it computes."
+        return f"{_first(event.about)} is gathered ahead of its use: the all-gather runs while another part computes."
     return f"{_first(event.about)} is needed now: an all-gather of its parameters begins."
 
 
@@ -54,9 +54,9 @@ def _arrive(event, before, nbytes):
     (collective,) = event.names
     if collective == "all_gather":
         new = "new " if event.phase == "step" else ""
-        return f"The {new}parameters of {event.about} are here, whole."
+        return f"The {new}parameters of {event.about} have arrived: each rank holds them whole."
     which = "its shard of the mean gradient" if collective == "reduce_scatter" else "the mean gradient"
-    freed = " Only then may another bucket take room." if "take_room" in event.within else ""
+    freed = " Only now may another bucket take room." if "take_room" in event.within else ""
     return f"The gradients of {event.about} have arrived: each rank holds {which}.{freed}"
 
 
@@ -72,10 +72,10 @@ def _change(event, before, nbytes):
     about = event.names[0]
     now, then, size = event.cells[about], before.cells[about], show_bytes(nbytes[about])
     if _held(now[0]) < _held(then[0]):
-        return f"{_first(_listed(event.names))} is freed: of its {size} of parameters each rank keeps its shard."
+        return f"{_first(listed(event.names))} is freed: each rank keeps only its shard of the {size} of parameters."
     if _held(now[1]) > _held(then[1]):
-        return f"Room for the gradients of {about} is taken, {size}, as the first of them is here."
-    return f"`{event.method}` is done with {_listed(event.names)}."
+        return f"{_first(about)} takes room for its gradients, {size}: the first of them is ready."
+    return f"`{event.method}` is done with {listed(event.names)}."
 
 
 WORDS = {
@@ -98,5 +98,6 @@ def _first(name):
     return name if "." in name else name[0].upper() + name[1:]
 
 
-def _listed(names):
+def listed(names):
+    """Names in a sentence: wte, wpe and blocks.0."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -3,12 +3,15 @@
 import ast
 import inspect
 import re
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.train import find_engine
 
-PHASE = re.compile(r"^ +(?:\d\. )? *([a-z_]+(?:, [a-z_]+)*) {2,}(forward|backward|step) {2,}(.+)$", re.MULTILINE)
+TABLE = re.compile(r"^Phases of a step.*?\n\n(.+?)\n\n", re.MULTILINE | re.DOTALL)
+PHASE = re.compile(r"^ *(?:\d\. +)?([a-z_]+(?:, [a-z_]+)*) {2,}(?:forward|backward|step) ", re.MULTILINE)
+NAMED = re.compile(r"(Phase \d+\.|The \w+ table:)")  # how the docstring of a phase, or of a table, begins
 REASON = re.compile(r"^- ((?:`\w+`(?:, )?)+): (.+?)(?=^- |\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -38,8 +41,8 @@ class Source:
         sections: [Section], in the file's order.
         docstring: of the module; paragraphs: the same, each in one line.
         label: how it begins, "Stage 1".
-        phases: {method: ["backward, a full bucket: reduce-scatter to the mean, (N-1)/N Ψ sent"]}, the rows of the
-            table of phases that name it and say what is sent.
+        table: the table of phases, as the docstring has it.
+        schedule: the names of the methods that this table or their own docstring calls a phase, and of the two tables.
     """
 
     def __init__(self, name):
@@ -53,11 +56,9 @@ class Source:
         self.sections = list(self._sections(module, node))
         self.paragraphs = [" ".join(part.split()) for part in self.docstring.split("\n\n")]
         self.label = re.match(r"[^:,]+", self.docstring)[0]
-        self.phases = {}
-        for names, phase, said in PHASE.findall(self.docstring):
-            for method in names.split(", ") if " sent" in said else ():
-                row = f"{phase}, {re.sub(' {2,}', ', ', said)}"
-                self.phases.setdefault(method, []).append(row)
+        self.table = textwrap.dedent(TABLE.search(self.docstring)[1])
+        self.schedule = {section.name for section in self.sections if NAMED.match(section.docstring)}
+        self.schedule.update(name for names in PHASE.findall(self.table) for name in names.split(", "))
 
     def _sections(self, module, node):
         methods = [child for child in node.body if isinstance(child, ast.FunctionDef)]
