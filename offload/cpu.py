@@ -28,7 +28,7 @@ from functools import partial
 
 import torch
 
-from common.engine import Bucket, EngineBase, Owned, layout
+from common.engine import EngineBase, Owned, layout
 from common.engine.bus import Bus
 from common.engine.door import check_elementwise
 from common.engine.stepping import Stepper
@@ -97,15 +97,12 @@ class OffloadEngine(EngineBase):
         self.device = Device(self.comm, delayed=self.delayed_update)
         self.host = Host(self.comm, delayed=self.delayed_update)
         self.bus, self.landed = Bus(self.comm), 1  # updates that landed in the last step: none in the first delayed one
-        named = list(self._module.named_parameters())
-        buckets = layout.buckets(named, self.param_groups, self.dtype_of, self.bucket_bytes, self.world_size, Bucket)
+        buckets = self.make_buckets()
         check_room(self, buckets, self.optimizer_bytes)
         for bucket in buckets:
             self.allocate(bucket)
             for name, parameter in bucket.members.items():
                 parameter.data = bucket.view(bucket.parameters, name)
-                self.watch_gradient(bucket, name, parameter)
-            (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
 
     def begin_backward(self):
         """Start with the bucket that fills first."""
@@ -119,11 +116,8 @@ class OffloadEngine(EngineBase):
         leave in the order of the list, a full one waiting for those before it.
         """
         gradient, parameter.grad = parameter.grad, None
-        if bucket.handle is not None:  # a second part of the gradient, after the bucket was sent
-            bucket.arrive()
         self.take_room(bucket)
         bucket.pack(name, gradient)
-        self.comm.lane.follow()  # on CUDA: the collective waits for this stream's gradients
         while self.reducing and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
             self.reduce(self.buckets[self.next_bucket])
             self.next_bucket += 1
@@ -149,11 +143,10 @@ class OffloadEngine(EngineBase):
     def finish_backward(self):
         """Phase 3. Send the buckets that did not fill, so that all ranks send the same; wait for every mean."""
         for bucket in self.buckets:
-            if self.syncing and bucket.handle is None:
+            if bucket.handle is None:
                 self.reduce(bucket)
         for bucket in self.buckets:
-            if self.syncing:
-                bucket.arrive()
+            bucket.arrive()
 
     @contextmanager
     def no_sync(self):
@@ -209,9 +202,7 @@ class OffloadEngine(EngineBase):
     def settle(self):
         """Wait for the gathers under way, and let no delayed update land."""
         for bucket in self.buckets:
-            if bucket.gathering is not None:
-                bucket.gathering.wait()
-                bucket.gathering = None
+            bucket.land()
 
     # ---- between a delayed update and the next step -----------------------------------------------------------
 

@@ -17,7 +17,7 @@ Source: ZeRO, arXiv 1910.02054, sec. 5.1 and 7.2.1. Model states with Adam: (8 +
 in fp32, (4 + 12/N) Ψ in 16-bit.
 """
 
-from common.engine import Bucket, EngineBase, Owned, layout
+from common.engine import EngineBase, Owned
 
 
 class Engine(EngineBase):
@@ -34,16 +34,11 @@ class Engine(EngineBase):
 
     def partition(self):
         """Before training: cut the parameters into buckets, and make each a view of its place in a bucket."""
-        named = list(self._module.named_parameters())
-        for bucket in layout.buckets(
-            named, self.param_groups, self.dtype_of, self.bucket_bytes, self.world_size, Bucket
-        ):
+        for bucket in self.make_buckets():
             self.allocate(bucket)
             for name, parameter in bucket.members.items():
                 parameter.data = bucket.view(bucket.parameters, name)
-                self.watch_gradient(bucket, name, parameter)
             bucket.local = bucket.gradients  # gradients are packed where they are kept
-            (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
 
     def begin_backward(self):
         """Start with the bucket that fills first."""
@@ -56,10 +51,7 @@ class Engine(EngineBase):
         leave in the order of the list, a full one waiting for those before it.
         """
         gradient, parameter.grad = parameter.grad, None
-        if bucket.handle is not None:  # a second part of the gradient, after the bucket was sent
-            bucket.arrive()
         bucket.pack(name, gradient)
-        self.comm.lane.follow()  # on CUDA: the collective waits for this stream's gradients
         while self.reducing and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
             self.reduce(self.buckets[self.next_bucket])
             self.next_bucket += 1
@@ -72,11 +64,10 @@ class Engine(EngineBase):
     def finish_backward(self):
         """Phase 3. Send the buckets that did not fill, so that all ranks send the same; wait for every mean."""
         for bucket in self.buckets:
-            if self.syncing and bucket.handle is None:
+            if bucket.handle is None:
                 self.reduce(bucket)
         for bucket in self.buckets:
-            if self.syncing:
-                bucket.arrive()
+            bucket.arrive()
 
     def update(self):
         """Phase 4. Each rank steps its own shards, and sends each on its way while it steps the next."""
@@ -93,6 +84,4 @@ class Engine(EngineBase):
     def synchronize(self):
         """Phase 6. Wait for all parameters. Whoever reads or writes them after the step has the new ones in hand."""
         for bucket in self.buckets:
-            if bucket.gathering is not None:
-                bucket.gathering.wait()
-                bucket.gathering = None
+            bucket.land()

@@ -93,7 +93,7 @@ HINTS = {
     "foreign backward": (
         "Gradients can come by a backward that is not this engine's: then other ranks may not be there to reduce them.",
         "`self.reducing` says whether this backward is the engine's own and communicates; hooks of gradients are for "
-        "`watch_gradient` to place, which refuses what no engine's backward brings.",
+        "`allocate` to place, which refuses what no engine's backward brings.",
         "Reduce only where `self.reducing` is set; the rest waits for the end of backward, or for the step.",
     ),
     "crash": (

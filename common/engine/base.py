@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.engine import building, door
+from common.engine import building, door, layout
 from common.engine.accounting import Accounts
 from common.engine.bucket import Bucket
 from common.engine.buffers import Buffers
@@ -150,7 +150,7 @@ class EngineBase(Files, NoModule):
         self.begin_backward()
         self.buffers = Buffers(model, self.comm, broadcast_buffers)
         self.uses, self.guards, self.accounts = Uses(self), Guards(self), self.books(self, self.optimizer_bytes)
-        self.optimizer = optimizer(self._shard_groups(param_groups))
+        self.optimizer = optimizer(building.shards_of(self.buckets, self.param_groups, param_groups is None))
         building.adopt_states(self.optimizer, self.buckets)
         self.guards.take_optimizer()
         self.writes = Writes(self.buckets + self.frozen)
@@ -214,7 +214,8 @@ class EngineBase(Files, NoModule):
         finally:
             # What comes later is of another engine's backward: ranks may disagree on it, so that it waits for step().
             Bucket.scale_of_backward, self.reducing = None, False
-        self.finish_backward()
+        if self.syncing:
+            self.finish_backward()
         self.accounts.backwards += 1
         self.accounts.reductions += self.syncing
         self._failed = False
@@ -273,9 +274,7 @@ class EngineBase(Files, NoModule):
 
     def _flush(self):
         """Reduce what no backward of this engine has."""
-        before, self.syncing = self.syncing, True
         self.finish_backward()
-        self.syncing = before
         self.accounts.reductions += 1
 
     def step_shard(self, bucket):
@@ -412,13 +411,22 @@ class EngineBase(Files, NoModule):
 
     # ---- building ---------------------------------------------------------------------------------------------
 
+    def make_buckets(self):
+        """Cut the model into buckets of about `bucket_mb`, last registered first, in which nothing lies yet."""
+        named = list(self._module.named_parameters())
+        return layout.buckets(named, self.param_groups, self.dtype_of, self.bucket_bytes, self.world_size, Bucket)
+
     def allocate(self, bucket):
-        """Give a bucket the storage that `owned` says this rank keeps, and its initial values."""
+        """Give a bucket the storage that `owned` says this rank keeps, and its initial values; watch its gradients."""
         whole = self._initial.of(bucket)
-        for parameter in bucket.members.values():
+        for name, parameter in bucket.members.items():
             parameter.grad = None  # of a time before the engine
             self.bucket_of[parameter] = bucket
+            if bucket.kind.trainable:  # called when autograd has added up all uses of the parameter in a backward
+                report = Hook(self._report_gradient, name)
+                self.handles.append(parameter.register_post_accumulate_grad_hook(report))
         bucket.lay(self.owned(bucket), self.placed(bucket), whole)
+        (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
 
     def placed(self, bucket):
         """The placement table: what `owned` gives the optimizer, cut into (part, tier). Here uncut, on the device."""
@@ -429,22 +437,9 @@ class EngineBase(Files, NoModule):
         rounded = parameter.dtype == torch.float32 and name not in self._kept_fp32
         return self.dtype if rounded else parameter.dtype
 
-    def watch_gradient(self, bucket, name, parameter):
-        """Have `gradient_ready` called when autograd has added up all uses of a trainable parameter in a backward."""
-        if bucket.kind.trainable:
-            report = Hook(self._report_gradient, name)
-            self.handles.append(parameter.register_post_accumulate_grad_hook(report))
-
     def _report_gradient(self, name, parameter):
         if Bucket.scale_of_backward is None:
             parameter.grad = None
             raise RuntimeError(f"{name!r} got a gradient outside of engine.backward(): write that for loss.backward()")
         self.gradient_ready(self.bucket_of[parameter], name, parameter)
-
-    def _shard_groups(self, param_groups):
-        shards = [[] for _ in self.param_groups]
-        for bucket in self.buckets:
-            shards[bucket.kind.group] += [piece.master for piece in bucket.pieces]
-        if param_groups is None:
-            return shards[0]
-        return [{**group, "params": own} for group, own in zip(self.param_groups, shards, strict=True)]
+        self.comm.lane.follow()  # on CUDA: the bucket's collective waits for this stream, too

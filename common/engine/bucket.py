@@ -190,6 +190,8 @@ class Bucket(Run, Piece):
 
     def pack(self, name, gradient):
         """Move a gradient to its place in `local`. One that finds another there, left by `no_sync`, adds in fp32."""
+        if self.handle is not None:  # a second part of the gradient, after the bucket was sent
+            self.arrive()
         self._make_room()
         place = self._places[name]
         if name not in self._filled:
@@ -222,6 +224,14 @@ class Bucket(Run, Piece):
             for piece in self.pieces:
                 piece.set_aside()
         self.has_gradient = False
+
+    def land(self):
+        """Wait for the all-gather under way. Returns whether there was one."""
+        if self.gathering is None:
+            return False
+        self.gathering.wait()
+        self.gathering = None
+        return True
 
     def arrive(self):
         """Wait for the reduction; add the mean to those of the step's earlier backwards.

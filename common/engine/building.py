@@ -100,6 +100,14 @@ class InitialValues:
             )
 
 
+def shards_of(buckets, param_groups, are_one):
+    """What the optimizer is made of: this rank's shards, in torch's groups or, if they `are_one`, in a list."""
+    shards = [[] for _ in param_groups]
+    for bucket in buckets:
+        shards[bucket.kind.group] += [piece.master for piece in bucket.pieces]
+    return shards[0] if are_one else [{**g, "params": own} for g, own in zip(param_groups, shards, strict=True)]
+
+
 def adopt_states(optimizer, buckets):
     """Move the states that an optimizer makes with its first breath, such as Adagrad's, to where their pieces lie."""
     for piece in (piece for bucket in buckets for piece in bucket.pieces):

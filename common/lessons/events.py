@@ -127,7 +127,8 @@ class Recorder:
             try:
                 result = method(*args, **kwargs)
                 self._boundary()
-                self._note_change()
+                if name not in COLLECTIVES:  # which have a note of their own
+                    self._note_change()
                 return result
             finally:
                 self._within.pop()

@@ -87,6 +87,7 @@ class Engine(EngineBase):
     """
 
     own_options = ("keep_last",)
+    bucket = Bucket
 
     def __init__(self, model, optimizer, *, keep_last=True, **options):
         self.keep_last = keep_last
@@ -105,24 +106,25 @@ class Engine(EngineBase):
 
     def partition(self):
         """Before training: cut the parameters into units and each unit into shards, of which this rank keeps one."""
-        self.units = units.make_units(self._module, self.param_groups, self.dtype_of, self.world_size, Bucket)
+        self.units = self.make_units()
         for unit in self.units:
             for bucket in unit.buckets:
                 self.allocate(bucket)
                 bucket.unit = unit
-                bucket.full = bucket.parameters.new_empty(bucket.padded_numel)
+                bucket.full = torch.empty(bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device)
                 # What a parameter is while its unit is gathered, and while it is not.
                 bucket.views = bucket.cut(bucket.full)
                 bucket.nothing = units.Nothing(bucket)
-                for name, parameter in bucket.members.items():
-                    self.watch_gradient(bucket, name, parameter)
-                (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
             unit.gathered = True
             self.free(unit)
         self.forward_order, self.backward_order = units.Order(), units.Order()
         self.ended, self.kept = [], []  # units whose forward ended since another began; that were kept for a backward
         self.turns = Turns()
         self.watches = units.watch(self, self.units)
+
+    def make_units(self):
+        """Cut the model into units, in whose buckets nothing lies yet."""
+        return units.make_units(self._module, self.param_groups, self.dtype_of, self.world_size, self.bucket)
 
     # ---- parameters come and go -------------------------------------------------------------------------------
 
@@ -132,14 +134,16 @@ class Engine(EngineBase):
         # has begun.
         raise NotImplementedError("part 2, gather, is still open")
 
+    def all_gather(self, bucket):
+        """Begin to collect all shards of a bucket's parameters. Returns a Handle."""
+        return self.comm.all_gather(bucket.parameters, bucket.full, bucket.name)
+
     def use(self, unit, order):
         """A unit is needed now: gather it, let its weights be views of the result, and prefetch the unit after it."""
         order.visit(unit)
         self.gather(unit)
         for bucket in unit.buckets:
-            if bucket.gathering is not None:
-                bucket.gathering.wait()
-                bucket.gathering = None
+            if bucket.land():
                 for name, parameter in bucket.members.items():
                     parameter.data = bucket.views[name]
         self.prefetch(order)
@@ -160,9 +164,7 @@ class Engine(EngineBase):
             return
         unit.gathered = False
         for bucket in unit.buckets:
-            if bucket.gathering is not None:  # prefetched in vain
-                bucket.gathering.wait()
-                bucket.gathering = None
+            bucket.land()  # prefetched in vain
             # PART 3 of 4, 4 lines here. What had all parameters gives its memory back, whoever else holds a view of
             # it; the shard stays. A use outside the unit shall show.
             raise NotImplementedError("part 3, free, is still open")
@@ -267,11 +269,8 @@ class Engine(EngineBase):
                 f"{name!r} was read outside the forward of {bucket.unit.name or 'the model'!r}, where it is NaN: call "
                 "that module, or hold it by gathered() until backward ends"
             )
-        if bucket.handle is not None:  # a second part of the gradient, after the unit was sent
-            bucket.arrive()
         self.take_room(bucket)
         bucket.pack(name, gradient)
-        self.comm.lane.follow()  # on CUDA: the collective waits for this stream's gradients
 
     def end_backward(self, unit):
         """Phase 5. A unit's backward is over: free it, and send its gradients, unless it runs another time.
@@ -310,9 +309,13 @@ class Engine(EngineBase):
     def reduce_bucket(self, bucket):
         self.take_room(bucket)
         bucket.seal()
-        bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)
+        bucket.handle = self.reduce_scatter(bucket)
         bucket.local = None
         self.travelling.append(bucket.handle)
+
+    def reduce_scatter(self, bucket):
+        """Begin to make this rank's shard of a bucket's gradients the mean over ranks. Returns a Handle."""
+        return self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)
 
     @contextmanager
     def no_sync(self):
