@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -24,6 +25,8 @@ FILES, POINTS = ("stage1.py", "stage2.py", "stage3.py"), (18, 18, 20)
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
     """The archive unpacked as a student does, and the bundle as Gradescope does."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("a release is made of what git tracks, and this is no checkout")
     out, here = (tmp_path_factory.mktemp(name) for name in ("out", "autograder"))
     _, archive, bundle = command.release(out)
     source = here / "source"
@@ -69,16 +72,19 @@ def test_no_solution_stands_in_the_tree(released):
 
 
 def seen(path):
-    """What a file shows, as `bare` has it; of a notebook each line of its cells and of what they printed."""
+    """What a file shows, as `bare` has it; of a notebook its cells, and what they printed."""
     text = path.read_text()
-    return bare(
-        json.dumps(json.loads(text)).replace("\\n", "\n").splitlines() if path.suffix == ".ipynb" else text.splitlines()
-    )
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        shown = [[cell["source"], *(out.get("text", "") for out in cell.get("outputs", ()))] for cell in cells]
+        text = "\n".join("".join(part) for cell in shown for part in cell)
+    return bare(text.splitlines())
 
 
-def test_notebooks_of_the_repository_show_solutions_and_those_of_the_tree_do_not(released):
+def test_what_a_notebook_printed_of_an_engine_is_not_in_the_tree(released):
     start = "notebooks/00_start_here.ipynb"
-    assert "return Owned(parameters=" in seen(ROOT / start)
+    for exercise in EXERCISES:
+        assert solutions(exercise)["owned"] in seen(ROOT / start)
     assert "return Owned(parameters=" not in seen(released.tree / start)
 
 
@@ -94,18 +100,12 @@ def test_commands_of_the_tree_run_what_the_student_writes(released):
     assert (ran.returncode, "is what you write" in ran.stderr) == (2, True)
 
 
-def test_a_student_solves_an_exercise_in_the_tree(released):
-    exercise = EXERCISES[0]
-    file = str(exercise.path.relative_to(ROOT))
+def test_an_exercise_as_given_names_its_gaps(released):
+    file = str(EXERCISES[1].path.relative_to(ROOT))
     opened = run_in(released.tree, "-m", "common.grade", file)
-    assert opened.returncode == 1 and "Still open: part 1, owned; part 2, reduce" in opened.stdout
-    given = (released.tree / file).read_text()
-    try:
-        (released.tree / file).write_text(exercise.engine.read_text())
-        right = run_in(released.tree, "-m", "common.grade", file)
-    finally:
-        (released.tree / file).write_text(given)
-    assert right.returncode == 0 and "18 of 18 points" in right.stdout, right.stdout + right.stderr
+    assert opened.returncode == 1, opened.stderr
+    assert "Still open: part 1, owned; part 2, take_room; part 3, reduce; part 4, update;" in opened.stdout
+    assert f"0 of {POINTS[1]} points" in opened.stdout
 
 
 def test_the_bundle_answers_as_the_repository_does(worlds, released, tmp_path):
