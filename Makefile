@@ -17,6 +17,8 @@
 # make notebooks  run the notebooks from a clean kernel, and store what comes out
 # make lessons    write a page for each increment to results/local/lessons: two
 #                 engines side by side, their memory, and a step to go through
+# make student    write what students are given to results/local/student: a tree
+#                 without solutions, and an autograder for Gradescope
 # make infinity   train the largest model that this machine's free disk holds
 # make readme     write the recorded results into the READMEs
 # make lint       ruff's checks and its format
@@ -35,7 +37,7 @@ INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters DeepSpeed1 DeepSpeed2 DeepSpeed3
 RECORDS := suite demo activations accumulated scores bench second-machine small-send-buffers growth alone capacity offload infinity zeropp checkpoint
 
-.PHONY: help demo notebooks lessons infinity test test-gpu test-all soak lint readme scores record $(RECORDS:%=record-%) clean
+.PHONY: help demo notebooks lessons student infinity test test-gpu test-all soak lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
 
 # The comment at the top of this file.
@@ -48,6 +50,9 @@ demo: $(INSTALLED)
 
 lessons: $(INSTALLED)
 	$(BIN)/python -m common.lessons --out $(RESULTS)/lessons
+
+student: $(INSTALLED)
+	$(BIN)/python -m common.course.release --out $(RESULTS)/student
 
 test: lint
 	$(BIN)/python -m pytest

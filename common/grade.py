@@ -22,6 +22,7 @@ from rich.console import Console
 from common.course.cases import CASES
 from common.course.grading import Finding, cases_of, grade
 from common.course.hints import hints_of
+from common.course.promises import reference_of
 from common.errors import InputError
 from common.outputs import check_outputs, one_line_errors, write_json
 from common.ranks.world import LocalWorld, RankFailed
@@ -134,7 +135,7 @@ def _tried(where, stage):
         with tempfile.NamedTemporaryFile() as log:
             worlds = Worlds(log.name)
             try:
-                results = dict(grade(worlds.run, where, stage))
+                results = dict(grade(worlds.run, where, stage, reference_of(worlds.run, stage)))
             finally:
                 worlds.close()
             lines = Path(log.name).read_text(errors="replace").splitlines()

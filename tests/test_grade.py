@@ -16,7 +16,7 @@ from test_mutants import planted
 from common import grade as grade_command
 from common.course import grading
 from common.course.cases import CASES, observe
-from common.course.exercises import EXERCISES, written
+from common.course.exercises import EXERCISES, apart, written
 from common.course.grading import Reference, grade
 from common.course.hints import HINTS, OPEN
 from common.ranks.world import LocalWorld, RankFailed
@@ -118,7 +118,7 @@ def test_an_exercise_is_its_engine_less_a_dozen_lines(exercise):
 
 def test_hints_come_in_three_steps():
     assert all(len(set(steps)) == 3 and all(steps) for steps in [*HINTS.values(), *OPEN.values()])
-    assert {part.method for exercise in EXERCISES for part in exercise.parts} == OPEN.keys()
+    assert {part.method for exercise in apart(EXERCISES) for part in exercise.parts} == OPEN.keys()
 
 
 # ---- the command --------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from common.errors import InputError
 from common.measure.memory import Timeline
 from common.ranks import trace
 from common.ranks.lanes import InlineLane
-from common.train import find_engine
+from common.train import STAGES, find_engine
 
 WIDTH = 8
 SAMPLES = 4  # of a rank
@@ -182,13 +182,12 @@ CASES = {
 }
 
 
-def observe(world, where, stage, name, patience=None):
+def observe(world, where, name, patience=None):
     """Train a case, and say what was seen on this rank.
 
     Args:
         world: the rank's World.
         where: a file that holds an `Engine`, or a package that exports one.
-        stage: the package of the stage.
         name: of CASES.
         patience: seconds that a rank waits for the others to come to a collective, where ranks are traced.
 
@@ -203,9 +202,9 @@ def observe(world, where, stage, name, patience=None):
     case = CASES[name]
     with contextlib.ExitStack() as settings:
         works = None
-        if not case.steps:  # the table is asked of an engine that works, since no other can be built with a wrong one
+        if not case.steps:  # the table is asked of stage 0's buckets: no engine can be built with a wrong one
             torch.manual_seed(0)
-            works = find_engine(stage)(Blocks(case.run, case.blocks).to(world.device), case.optimizer)
+            works = find_engine(STAGES[0])(Blocks(case.run, case.blocks).to(world.device), case.optimizer)
         if where.endswith(".py"):
             settings.enter_context(on_its_own(where))
         settings.enter_context(uninitialized_is_nan())

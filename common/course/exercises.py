@@ -8,8 +8,11 @@ A test compares what is there with what this writes, so that no exercise falls b
 import argparse
 import ast
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from common.errors import InputError
+from common.outputs import one_line_errors
 
 ROOT = Path(__file__).parent.parent.parent
 WIDTH = 116
@@ -160,17 +163,55 @@ EXERCISES = (
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args(argv)  # there are none
-    for exercise in EXERCISES:
-        exercise.path.parent.mkdir(exist_ok=True)
-        exercise.path.write_text(written(exercise))
-        print(exercise.path.relative_to(ROOT))
+    with one_line_errors():
+        for exercise in EXERCISES:
+            if exercise.engine.resolve() == exercise.path.resolve():
+                raise InputError(
+                    f"{exercise.package}/engine.py is what you write; an exercise as given is in the archive"
+                )
+            exercise.path.parent.mkdir(exist_ok=True)
+            exercise.path.write_text(written(exercise))
+            print(exercise.path.relative_to(ROOT))
+
+
+def apart(exercises):
+    """The same exercises with more parts: what an earlier one asks for stands in no later one either."""
+    asked, found = [], []  # (the lines of a part, where it is asked for)
+    for exercise in exercises:
+        parts = {part.method: part for part in exercise.parts}
+        methods, lines = _methods(exercise)
+        for name, method in methods.items():
+            body = bare(lines[slice(*_place(method, Part(name, ""), lines))])
+            before = [where for text, where in asked if text in body]
+            if name not in parts and before:
+                parts[name] = Part(name, f"You have written this before, in {before[-1]}.")
+        asked += [(text, f"`{name}` of {exercise.path.name}") for name, text in solutions(exercise).items()]
+        found.append(replace(exercise, parts=tuple(parts[name] for name in methods if name in parts)))
+    return found
+
+
+def solutions(exercise):
+    """What the engine has in the place of each part: {method: its lines, as `bare` gives them}."""
+    methods, lines = _methods(exercise)
+    return {part.method: bare(lines[slice(*_place(methods[part.method], part, lines))]) for part in exercise.parts}
+
+
+def bare(lines):
+    """Lines as one text without indentation and empty ones, so that it is found wherever it stands."""
+    return "\n".join(line.strip() for line in lines if line.strip())
+
+
+def _methods(exercise):
+    """An engine's methods {name: node}, in the order of the file, and the file's lines."""
+    lines = exercise.engine.read_text().splitlines()
+    (engine,) = (node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.ClassDef))
+    return {node.name: node for node in engine.body if isinstance(node, ast.FunctionDef)}, lines
 
 
 def written(exercise):
     """The text of an exercise."""
-    lines = exercise.engine.read_text().splitlines()
+    methods, lines = _methods(exercise)
     tree = ast.parse("\n".join(lines))
-    methods = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     taken = 0
     for number, part in reversed(list(enumerate(exercise.parts, 1))):  # from below, so that line numbers stay
         first, last = _place(methods[part.method], part, lines)
@@ -188,7 +229,7 @@ def written(exercise):
 
 def _place(method, part, lines):
     """The lines that are taken out, as a slice's ends: what follows the docstring, or the part's first line."""
-    first = method.body[0].end_lineno
+    first = method.body[0].end_lineno if ast.get_docstring(method) else method.body[0].lineno - 1
     if part.begin:
         first = next(n for n in range(first, method.end_lineno) if part.begin in lines[n])
     return first, method.end_lineno

@@ -71,7 +71,7 @@ class Reference:
         if again or name not in self._known:
             ranks, began = CASES[name].ranks, time.monotonic()
             try:
-                seen = self.run(ranks, observe, self.stage, self.stage, name, PATIENCE * LONGEST, timeout=LONGEST)
+                seen = self.run(ranks, observe, self.stage, name, PATIENCE * LONGEST, timeout=LONGEST)
                 seconds = time.monotonic() - began
                 own = self.run(ranks, alone, name, timeout=LONGEST)
             except RankFailed as failure:
@@ -97,7 +97,7 @@ def grade(run, where, stage, reference=None):
         run: as `Reference` takes it.
         where: a file that holds an `Engine`, or a package that exports one.
         stage: the package whose engine it is held to.
-        reference: a `Reference`; None is one of the same ranks.
+        reference: what has an `expected` as a `Reference` has; None is a Reference of the same ranks.
 
     Yields:
         (name of the case, None or a Finding). What is about the file, and not about a case, ends it; so do ranks that
@@ -128,7 +128,7 @@ def tried(run, where, name, reference, patient):
         expected = reference.expected(name, again)
         limit = max(FLOOR, TIMES * expected.seconds)
         try:
-            found = run(case.ranks, observe, where, reference.stage, name, PATIENCE * limit, timeout=limit)
+            found = run(case.ranks, observe, where, name, PATIENCE * limit, timeout=limit)
             return difference(case, found, expected.seen, expected.own)
         except RankFailed as failure:
             finding = raised(name, str(failure), where)

@@ -315,6 +315,11 @@ OPEN = {
         "A unit that ran twice in forward has a second backward to come: its gradients wait for that.",
         "Not open any more; `free` it; and where this backward reduces and no visit is left, `reduce` it.",
     ),
+    "reduce_bucket": (
+        "What leaves here is the gradients of one bucket. Where have you sent those before?",
+        "A bucket travels as in stage 2, whose `reduce` you have written: it gets room, is made ready, and leaves.",
+        "The five lines of `reduce` of stage2.py.",
+    ),
 }
 
 
