@@ -113,7 +113,7 @@ def test_all_faults_planted_in_what_an_exercise_takes_out_are_answered():
 def test_an_exercise_is_its_engine_less_a_dozen_lines(exercise):
     assert exercise.path.read_text() == written(exercise), "python -m common.course.exercises"
     taken = int(re.search(r"(\d+) lines are missing", exercise.path.read_text())[1])
-    assert 12 <= taken <= 16
+    assert 12 <= taken <= 17
 
 
 def test_hints_come_in_three_steps():

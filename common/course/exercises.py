@@ -129,6 +129,7 @@ EXERCISES = (
         (
             OWNED,
             Part("gather", "Room for the whole unit, and all shards on their way to it; nothing where that has begun."),
+            Part("all_gather", "From where to where do a bucket's shards go?"),
             Part(
                 "free",
                 "What had all parameters gives its memory back, whoever else holds a view of it; the shard stays. "
@@ -139,6 +140,7 @@ EXERCISES = (
                 "end_backward",
                 "Its weights are not needed any more, and its gradients are there, if it will not run again.",
             ),
+            Part("reduce_scatter", "Of which gradients is the mean kept, and where?"),
         ),
         {
             "bucket.parameters": "[shard] what this rank keeps",
@@ -153,7 +155,7 @@ EXERCISES = (
             "self.turns.remains(unit)": "whether it ran more often in forward than backward has come to it",
             "unit.open": "its backward has begun and not ended",
             "self.reducing": "whether this backward communicates gradients",
-            "self.reduce(unit)": "sends the gradients of a unit",
+            "self.reduce(unit)": "sends the gradients of a unit, by `reduce_scatter`",
             **COLLECTIVES,
         },
     ),
@@ -217,7 +219,7 @@ def written(exercise):
         first, last = _place(methods[part.method], part, lines)
         indent = " " * (len(lines[first]) - len(lines[first].lstrip()))
         of = sum(bool(line.strip()) for line in lines[first:last])
-        task = f"PART {number} of {len(exercise.parts)}, {of} lines here. {part.task}"
+        task = f"PART {number} of {len(exercise.parts)}, {of} line{'s' * (of > 1)} here. {part.task}"
         comment = textwrap.wrap(task, WIDTH - len(indent), initial_indent="# ", subsequent_indent="# ")
         open_part = f'raise NotImplementedError("part {number}, {part.method}, is still open")'
         lines[first:last] = [indent + line for line in [*comment, open_part]]

@@ -315,10 +315,15 @@ OPEN = {
         "A unit that ran twice in forward has a second backward to come: its gradients wait for that.",
         "Not open any more; `free` it; and where this backward reduces and no visit is left, `reduce` it.",
     ),
-    "reduce_bucket": (
+    "all_gather": (
+        "What this rank has of a bucket is one shard. All ranks need all of them.",
+        "The shards are what `bucket.parameters` is, on each rank its own; `bucket.full` has room for all.",
+        "Return the Handle of `self.comm.all_gather` from the one to the other, under the bucket's name.",
+    ),
+    "reduce_scatter": (
         "What leaves here is the gradients of one bucket. Where have you sent those before?",
-        "A bucket travels as in stage 2, whose `reduce` you have written: it gets room, is made ready, and leaves.",
-        "The five lines of `reduce` of stage2.py.",
+        "As in `reduce` of stages 1 and 2: of all gradients of the bucket each rank keeps the mean of its shard.",
+        "Return the Handle of `self.comm.reduce_scatter` from `bucket.local` to `bucket.reduced`.",
     ),
 }
 

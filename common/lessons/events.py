@@ -126,8 +126,8 @@ class Recorder:
             self.methods.setdefault(name, Count())
             try:
                 result = method(*args, **kwargs)
-                self._boundary()
-                if name not in COLLECTIVES:  # which have a note of their own
+                if name not in COLLECTIVES:  # whose note waits until the caller has the handle
+                    self._boundary()
                     self._note_change()
                 return result
             finally:

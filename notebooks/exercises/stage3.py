@@ -1,4 +1,4 @@
-"""Exercise. From stage3_param/engine.py 15 lines are missing, in 4 parts.
+"""Exercise. From stage3_param/engine.py 17 lines are missing, in 6 parts.
 
 Write them all, and ask as often as you like; from then on the answers are about what is wrong:
 
@@ -39,7 +39,7 @@ At hand:
                                                     to it
     unit.open                                       its backward has begun and not ended
     self.reducing                                   whether this backward communicates gradients
-    self.reduce(unit)                               sends the gradients of a unit
+    self.reduce(unit)                               sends the gradients of a unit, by `reduce_scatter`
     self.comm.all_reduce(tensor, label)             -> Handle; every rank gets the mean, in place
     self.comm.reduce_scatter(tensor, shard, label)  -> Handle; the mean of this rank's part of `tensor`, in
                                                     `shard`
@@ -95,7 +95,7 @@ class Engine(EngineBase):
 
     def owned(self, bucket):
         """The ownership table: what this rank keeps of a bucket between steps."""
-        # PART 1 of 4, 2 lines here. What must a rank keep between steps, of each of the three, to step its shard?
+        # PART 1 of 6, 2 lines here. What must a rank keep between steps, of each of the three, to step its shard?
         raise NotImplementedError("part 1, owned, is still open")
 
     def sends(self, bucket, backwards):
@@ -130,13 +130,14 @@ class Engine(EngineBase):
 
     def gather(self, unit):
         """Begin to collect all shards of a unit's parameters; does nothing where that has begun."""
-        # PART 2 of 4, 5 lines here. Room for the whole unit, and all shards on their way to it; nothing where that
+        # PART 2 of 6, 5 lines here. Room for the whole unit, and all shards on their way to it; nothing where that
         # has begun.
         raise NotImplementedError("part 2, gather, is still open")
 
     def all_gather(self, bucket):
         """Begin to collect all shards of a bucket's parameters. Returns a Handle."""
-        return self.comm.all_gather(bucket.parameters, bucket.full, bucket.name)
+        # PART 3 of 6, 1 line here. From where to where do a bucket's shards go?
+        raise NotImplementedError("part 3, all_gather, is still open")
 
     def use(self, unit, order):
         """A unit is needed now: gather it, let its weights be views of the result, and prefetch the unit after it."""
@@ -165,9 +166,9 @@ class Engine(EngineBase):
         unit.gathered = False
         for bucket in unit.buckets:
             bucket.land()  # prefetched in vain
-            # PART 3 of 4, 4 lines here. What had all parameters gives its memory back, whoever else holds a view of
+            # PART 4 of 6, 4 lines here. What had all parameters gives its memory back, whoever else holds a view of
             # it; the shard stays. A use outside the unit shall show.
-            raise NotImplementedError("part 3, free, is still open")
+            raise NotImplementedError("part 4, free, is still open")
 
     def hold(self, unit):
         """Gather a unit and keep it, until as many calls of `release`."""
@@ -278,9 +279,9 @@ class Engine(EngineBase):
         Its last gradient would be earlier, but ranks may disagree on which that is: an expert without tokens gets
         none. That another unit begins is the same moment on all of them, so they send in the same order.
         """
-        # PART 4 of 4, 4 lines here. Its weights are not needed any more, and its gradients are there, if it will
+        # PART 5 of 6, 4 lines here. Its weights are not needed any more, and its gradients are there, if it will
         # not run again.
-        raise NotImplementedError("part 4, end_backward, is still open")
+        raise NotImplementedError("part 5, end_backward, is still open")
 
     def take_room(self, bucket):
         """Room for a bucket's gradients, from the first of them to the reduction. One other may have room by then."""
@@ -315,7 +316,8 @@ class Engine(EngineBase):
 
     def reduce_scatter(self, bucket):
         """Begin to make this rank's shard of a bucket's gradients the mean over ranks. Returns a Handle."""
-        return self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)
+        # PART 6 of 6, 1 line here. Of which gradients is the mean kept, and where?
+        raise NotImplementedError("part 6, reduce_scatter, is still open")
 
     @contextmanager
     def no_sync(self):
