@@ -113,9 +113,9 @@ CAPACITY := --cap 600MB --precisions bf16 --engines stage0_ddp,stage2_grad,offlo
 record-offload: $(INSTALLED)
 	$(BIN)/python -m common.capacity $(CAPACITY) --nproc 1 --json results/offload_capacity_1.json
 	$(BIN)/python -m common.capacity $(CAPACITY) --nproc 4 --oversubscribe --json results/offload_capacity_4.json
-	$(BIN)/python -m offload.step_time --json results/offload_step_time.json
-	$(BIN)/python -m offload.delay --nproc 2 --steps 600 --json results/offload_delay.json
-	$(BIN)/python -m offload.delay --nproc 2 --steps 600 --lr 2e-4 --json results/offload_delay_slow.json
+	$(BIN)/python -m offload.experiments.step_time --json results/offload_step_time.json
+	$(BIN)/python -m offload.experiments.delay --nproc 2 --steps 600 --json results/offload_delay.json
+	$(BIN)/python -m offload.experiments.delay --nproc 2 --steps 600 --lr 2e-4 --json results/offload_delay_slow.json
 	$(BIN)/python -m common.bench --nproc 2 --precisions bf16 --worlds 1 --rounds 11 --engines stage2_grad,offload --peers TorchDDP,DeepSpeed2,DeepSpeedOffload --json results/bench_offload.json
 
 # fio is what the disk is measured by: apt-get install fio
@@ -123,23 +123,23 @@ WALL := --cap 600MB --precisions bf16 --engines stage0_ddp,offload.nvme --up-to 
 record-infinity: $(INSTALLED)
 	$(BIN)/python -m common.capacity $(WALL) --nproc 1 --json results/infinity_capacity_1.json
 	$(BIN)/python -m common.capacity $(WALL) --nproc 4 --oversubscribe --json results/infinity_capacity_4.json
-	$(BIN)/python -m offload.disk_step --json results/infinity_disk_step.json
-	$(BIN)/python -m offload.ablation --oversubscribe --json results/infinity_ablation.json
+	$(BIN)/python -m offload.experiments.disk_step --json results/infinity_disk_step.json
+	$(BIN)/python -m offload.experiments.ablation --oversubscribe --json results/infinity_ablation.json
 	$(BIN)/python -m offload.tiling --nproc 4 --oversubscribe --json results/infinity_tiling.json
 	$(MAKE) infinity RESULTS=results
 
 record-zeropp: $(INSTALLED)
-	$(BIN)/python -m zeropp.two_nodes --json results/zeropp_two_nodes.json
-	$(BIN)/python -m zeropp.sweep --json results/zeropp_sweep.json
-	$(BIN)/python -m zeropp.pack_time --json results/zeropp_pack_time.json
-	$(BIN)/python -m zeropp.convergence --oversubscribe --json results/zeropp_convergence.json
+	$(BIN)/python -m zeropp.experiments.two_nodes --json results/zeropp_two_nodes.json
+	$(BIN)/python -m zeropp.experiments.sweep --json results/zeropp_sweep.json
+	$(BIN)/python -m zeropp.experiments.pack_time --json results/zeropp_pack_time.json
+	$(BIN)/python -m zeropp.experiments.convergence --oversubscribe --json results/zeropp_convergence.json
 
 record-checkpoint: $(INSTALLED)
 	$(BIN)/python -m common.checkpoint_bench --json results/checkpoint.json
 
 infinity: $(INSTALLED)
 	mkdir -p $(RESULTS)
-	$(BIN)/python -m offload.largest --json $(RESULTS)/infinity_largest.json
+	$(BIN)/python -m offload.experiments.largest --json $(RESULTS)/infinity_largest.json
 
 notebooks: $(INSTALLED)
 	$(BIN)/python -m common.course.execute

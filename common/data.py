@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.engine.tiers import available
 from common.errors import InputError
+from common.measure.hardware import available
 
 STANDARD_LIBRARY_BYTES = 4_000_000
 LARGE = 2**26  # bytes of a text that is mapped, not read, and of which samples are compared

@@ -16,10 +16,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from common import runs
-from common.engine import streamed
-from common.engine.checkpoint import check_intact
-from common.engine.checkpoint_index import flush, read_index
+from common.checkpoint import runs, tensor_file
+from common.checkpoint.checkpoint import check_intact
+from common.checkpoint.index import flush, read_index
 from common.engine.mixed_precision import DTYPES
 from common.errors import InputError
 from common.outputs import one_line_errors
@@ -73,7 +72,7 @@ def export(checkpoint, file, dtype=None, allow_overflow=False):
             opened.callback(partial.unlink, missing_ok=True)  # there is none unless something failed
             for entry in index["files"]:
                 check_intact(checkpoint, entry)
-            files = [opened.enter_context(streamed.Source(checkpoint / entry["name"])) for entry in index["files"]]
+            files = [opened.enter_context(tensor_file.Source(checkpoint / entry["name"])) for entry in index["files"]]
             checksum = _write(index, files, partial, dtype, allow_overflow)
             os.replace(partial, file)
         flush(file.parent)
@@ -120,7 +119,7 @@ def _write(index, files, partial, dtype, allow_overflow):
         return whole
 
     tensors = {name: kind(own) for name, own in saved_as.items()}
-    return streamed.write(partial, tensors, value, {"format": "pt"})  # which some libraries ask for
+    return tensor_file.write(partial, tensors, value, {"format": "pt"})  # which some libraries ask for
 
 
 if __name__ == "__main__":

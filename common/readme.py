@@ -20,8 +20,8 @@ from common.report import MOVED
 from common.train import ENGINES, STAGES, show_bytes
 
 DELAYS = ("offload_delay.json", "offload_delay_slow.json")  # two learning rates
-INFINITY = ("disk_step", "ablation", "tiling", "largest")  # commands of offload/
-ZEROPP = ("two_nodes", "sweep", "convergence", "pack_time")  # and of zeropp/
+INFINITY = ("experiments.disk_step", "experiments.ablation", "tiling", "experiments.largest")  # commands of offload/
+ZEROPP = ("two_nodes", "sweep", "convergence", "pack_time")  # and of zeropp/experiments/
 AT_RANKS = 4  # of the scores' bytes
 ALONE = ("alone_cpu.json", "alone_cpu_batch128.json")  # two batches
 BENCHES = ("bench_cpu.json", "bench_cpu_second_machine.json")
@@ -71,16 +71,19 @@ def pages():
     texts |= {page_of(row["engine"]): {"measured": stage_table(demo, row)} for row in demo["rows"]}
     texts["offload/README.md"] |= {
         "capacity": "\n\n".join(capacity_results.as_markdown(_read(f"offload_capacity_{n}.json")) for n in (1, 4)),
-        "step_time": _module("offload.step_time").as_markdown(_read("offload_step_time.json")),
-        "delay": "\n\n".join(_module("offload.delay").as_markdown(_read(name)) for name in DELAYS),
+        "step_time": _module("offload.experiments.step_time").as_markdown(_read("offload_step_time.json")),
+        "delay": "\n\n".join(_module("offload.experiments.delay").as_markdown(_read(name)) for name in DELAYS),
         "bench": bench_results.as_markdown(_read("bench_offload.json")),
     }
     texts["offload/INFINITY.md"] |= {
         "capacity": "\n\n".join(capacity_results.as_markdown(_read(f"infinity_capacity_{n}.json")) for n in (1, 4)),
-        **{name: _module(f"offload.{name}").as_markdown(_read(f"infinity_{name}.json")) for name in INFINITY},
+        **{
+            (name := path.rpartition(".")[2]): _module(f"offload.{path}").as_markdown(_read(f"infinity_{name}.json"))
+            for path in INFINITY
+        },
     }
     texts["zeropp/README.md"] |= {
-        name: _module(f"zeropp.{name}").as_markdown(_read(f"zeropp_{name}.json")) for name in ZEROPP
+        name: _module(f"zeropp.experiments.{name}").as_markdown(_read(f"zeropp_{name}.json")) for name in ZEROPP
     }
     return {ROOT / page: fill((ROOT / page).read_text(), parts) for page, parts in texts.items()}
 

@@ -19,11 +19,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.profiler import record_function
 
-from common import models, runs
+from common import models
+from common.checkpoint import runs
 from common.data import Batches, load_text
-from common.engine.door import together
 from common.engine.mixed_precision import dtype_of
-from common.engine.saved import HostActivations
 from common.errors import InputError
 from common.generate import generate
 from common.measure import tables
@@ -31,9 +30,11 @@ from common.measure.hardware import cpus, hardware
 from common.measure.memory import Timeline
 from common.measure.timeline import Recording, overlap
 from common.outputs import check_name, check_outputs, one_line_errors, write_json, write_text
+from common.ranks.agreement import together
 from common.ranks.nodes import check_ranks_per_node
 from common.ranks.world import launch, told_by_torchrun
 from common.report import lines_of
+from common.tiers.activations import HostActivations
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
 ENGINES = (*STAGES, "offload", "offload.nvme", "zeropp")

@@ -29,12 +29,14 @@ from functools import partial
 import torch
 
 from common.engine import EngineBase, Owned, layout
-from common.engine.bus import Bus
 from common.engine.door import check_elementwise
-from common.engine.stepping import Stepper
-from common.engine.tiers import Device, Host, check_room
 from common.errors import InputError
 from common.measure.memory import HOST
+from common.tensors import length
+from common.tiers.bus import Bus
+from common.tiers.memory import Device, Host
+from common.tiers.opening import check_room
+from common.tiers.stepping import Stepper
 
 
 def check_options(ratio, delayed_update, warmup_steps):
@@ -82,7 +84,7 @@ class OffloadEngine(EngineBase):
         """The placement table: where this rank's shard of gradients and optimizer states lies."""
         on_host, on_device = layout.cut_in_two(bucket.shard(self.rank), 1 - self.ratio)
         placed = [(on_host, self.host), (on_device, self.device)]
-        return [(part, tier) for part, tier in placed if layout.length(part)]
+        return [(part, tier) for part, tier in placed if length(part)]
 
     def sends(self, bucket, backwards):
         """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""

@@ -32,13 +32,13 @@ import torch
 
 import stage3_param
 from common.engine import units
-from common.engine.bus import Bus
-from common.engine.disk import Disks
 from common.engine.door import check_elementwise, check_swapped
-from common.engine.open_tiers import open_tiers
-from common.engine.sub_group import Placed, TieredBucket
-from common.engine.tiered_accounts import STATES, TIERS, TieredAccounts
 from common.errors import InputError
+from common.tiers.accounting import STATES, TIERS, TieredAccounts
+from common.tiers.bus import Bus
+from common.tiers.disk import Disks
+from common.tiers.opening import open_tiers
+from common.tiers.sub_group import Placed, TieredBucket
 
 READ_AHEAD = 2  # units that are read from disk while the one before them is gathered
 

@@ -11,12 +11,15 @@ from matrix import Cell
 from mutants import CLIPPED, TRAINED, TRAINED_IN_BF16, left_out, replaced
 from probes import UNFUSED
 
-from common.engine import base, disk, locks, sub_group, swap
-from common.engine.disk import Disks, OnDisk, Staging
-from common.engine.sub_group import SubGroup, TieredBucket
-from common.engine.tiers import HERE
+from common.checkpoint import locks
+from common.checkpoint.pages import PAGE
+from common.engine import base
 from common.engine.units import hollow
 from common.errors import InputError
+from common.tiers import disk, sub_group, swap
+from common.tiers.disk import Disks, OnDisk, Staging
+from common.tiers.memory import HERE
+from common.tiers.sub_group import SubGroup, TieredBucket
 
 INFINITY_MUTANTS = []
 ON_DISK = "offloaded:OnDisk"
@@ -91,7 +94,7 @@ def minds_a_file_that_was_cut(world, engine, folder):
     made, said = make_engine(engine), ""
     train_step(made, world)
     if world.rank == 0:
-        os.truncate(made.tier["nvme"].file.path, swap.PAGE)
+        os.truncate(made.tier["nvme"].file.path, PAGE)
     try:
         train_step(made, world, 1)
     except InputError as error:

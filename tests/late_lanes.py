@@ -6,9 +6,9 @@ import time
 from unittest import mock
 
 from common.course.late import LateLane
-from common.engine import bus, swap, tiers
 from common.ranks import collectives
 from common.ranks.lanes import InlineLane, ThreadLane
+from common.tiers import bus, memory, swap
 
 
 class LateThreads:
@@ -67,7 +67,7 @@ def on_lane(kind, rank, prompt=()):
         return lanes[name]
 
     with contextlib.ExitStack() as patched:
-        for module in (collectives, bus, tiers):
+        for module in (collectives, bus, memory):
             patched.enter_context(mock.patch.object(module, "lane_of", lane_of))
         if kind == "late" and "disk" not in prompt:
             patched.enter_context(mock.patch.object(swap, "ThreadPoolExecutor", LateThreads))

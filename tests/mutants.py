@@ -18,7 +18,8 @@ from harness import STAGES
 from matrix import Cell
 from torch import nn
 
-from common.engine import Bucket, EngineBase, Owned, base, checkpoint, door, layout, units, whole
+from common.checkpoint import checkpoint, files
+from common.engine import Bucket, EngineBase, Owned, base, door, layout, units
 from common.engine.buffers import Buffers
 from common.engine.building import InitialValues
 from common.engine.mixed_precision import LossScaler
@@ -453,7 +454,7 @@ def parameters_do_not_follow_their_masters(engine):
 
 @shown_by(TRAINED_IN_BF16)
 def the_state_dict_is_rounded(engine):
-    return replaced(whole, "_whole", lambda whole, comm, bucket: whole(comm, bucket).to(bucket.kind.dtype).float())
+    return replaced(files, "_whole", lambda whole, comm, bucket: whole(comm, bucket).to(bucket.kind.dtype).float())
 
 
 @shown_by(MANY_BUCKETS)

@@ -11,11 +11,13 @@ from mutants import CLIPPED, TRAINED, TRAINED_IN_BF16, left_out, replaced
 from offloaded import WARM_UP
 from torch.optim.lr_scheduler import ExponentialLR
 
-from common.engine import Bucket, accounting, mixed_precision, tiers, whole
-from common.engine.bus import Bus
-from common.engine.piece import Piece
-from common.engine.stepping import Stepper
+from common.checkpoint import files
+from common.engine import Bucket, accounting, mixed_precision
+from common.engine.master_weights import Piece
 from common.ranks.collectives import Collectives
+from common.tiers import memory
+from common.tiers.bus import Bus
+from common.tiers.stepping import Stepper
 
 OFFLOAD_MUTANTS = []
 LATE = probes.no_bit_depends_on_when_the_lane_runs
@@ -180,7 +182,7 @@ def the_part_on_the_device_keeps_the_loss_scale(engine):
 
 @shown_by(lies_on_the_host)
 def moments_stay_where_the_optimizer_makes_them(engine):
-    return left_out(tiers.Host, "adopt")
+    return left_out(memory.Host, "adopt")
 
 
 @shown_by(Cell("gpt-tiny", "bf16", 3, "accumulated"))
@@ -293,7 +295,7 @@ def the_warm_up_is_delayed_too(engine):
 
 @shown_by(delayed, DELAYED)
 def the_last_update_is_not_drained(engine):
-    return replaced(engine, "full_state_dict", lambda original, self: whole.whole_state(self))
+    return replaced(engine, "full_state_dict", lambda original, self: files.whole_state(self))
 
 
 @shown_by(loads_over_what_is_under_way, DELAYED)

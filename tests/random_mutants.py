@@ -36,8 +36,8 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [f"{stage}/engine.py" for stage in ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")]
-ENGINE = ("accounting", "base", "bucket", "buffers", "building", "door", "guards", "tensors", "units", "uses")
-SOURCES += [f"common/engine/{name}.py" for name in ENGINE]
+ENGINE = ("accounting", "base", "bucket", "buffers", "building", "door", "misuse", "units", "reentrant", "turns")
+SOURCES += ["common/tensors.py", *(f"common/engine/{name}.py" for name in ENGINE)]
 SOURCES += ["common/ranks/collectives.py", "common/ranks/lanes.py"]
 # Those most likely to fail come first. What is named nowhere here comes last.
 FIRST = ["misuse", "reads", "contract", "units", "lifetimes", "collectives", "door", "mixed_precision", "accounting"]

@@ -23,8 +23,8 @@ from pathlib import Path
 from harness import ENGINES
 from rich.progress import track
 
-from common.engine.checkpoint_index import read_index
-from common.runs import complete, place
+from common.checkpoint.index import read_index
+from common.checkpoint.runs import complete, place
 
 ROOT = Path(__file__).parent.parent
 TRAINING = ("--nproc", "2", "--oversubscribe", "--model", "gpt-tiny", "--cosine", "--steps", "600")

@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from common import models
-from common.engine import checkpoint, streamed
-from common.engine.checkpoint_index import digest
+from common.checkpoint import checkpoint, tensor_file
+from common.checkpoint.index import digest
 from common.errors import InputError
 from common.ranks.world import LocalWorld, RankFailed
 
@@ -471,7 +471,7 @@ def fail_unexpectedly(*args):
 
 
 def no_checksum(patch):
-    patch.setattr(streamed.hashlib, "sha256", fail_unexpectedly)
+    patch.setattr(tensor_file.hashlib, "sha256", fail_unexpectedly)
 
 
 def no_index_unexpectedly(patch):
@@ -528,13 +528,13 @@ def save_to_a_disk_that_lies(world, path, lost_rank):
     engine = make_engine("stage2_grad", "mlp")
     engine.save(path, {"step": 1})
 
-    def lose(file, data, write=streamed._write_all):
+    def lose(file, data, write=tensor_file._write_all):
         data[:] = bytes(len(data))
         write(file, data)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError) as complaint:
         if world.rank == lost_rank:
-            patch.setattr(streamed, "_write_all", lose)
+            patch.setattr(tensor_file, "_write_all", lose)
         engine.save(path, {"step": 2})
     return str(complaint.value), engine.load(path)["step"]
 
@@ -668,7 +668,7 @@ def replace_and_die(source, target, replace=os.replace):
 
 
 MOMENTS = {
-    "while writing": (1, streamed, "write", write_half_and_die),
+    "while writing": (1, tensor_file, "write", write_half_and_die),
     "before the index": (0, os, "replace", kill),
     "behind the index": (0, os, "replace", replace_and_die),
 }

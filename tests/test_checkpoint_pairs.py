@@ -13,7 +13,7 @@ from harness import ENGINES, make_engine, same_bits, train_step
 from safetensors.torch import load_file
 from torch import nn
 
-from common.engine.layout import length
+from common.tensors import length
 from common.train import sha256
 
 WRITERS = (*ENGINES, "zeropp")  # which steps exact master weights by rounded gradients: the others' step is another

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from harness import make_engine, train_step
 
 from common.engine import Bucket
-from common.engine.bus import Bus
-from common.engine.disk import Staging
-from common.engine.stepping import Stepper
 from common.errors import InputError
 from common.measure.traffic import Traffic
 from common.ranks import collectives
 from common.ranks.collectives import Collectives
 from common.ranks.lanes import Handle, StreamLane, ThreadLane, backend_of
 from common.ranks.sockets import bytes_sent_by_own_sockets
+from common.tiers.bus import Bus
+from common.tiers.disk import Staging
+from common.tiers.stepping import Stepper
 
 ROOT = Path(__file__).parent.parent
 SIZES = [1, 2, 3, 4, 8]

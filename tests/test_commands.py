@@ -231,13 +231,13 @@ OF_OTHERS = {
     "no notebook": ("common.course.execute", "none.ipynb", "none.ipynb: there is no notebook"),
     "another file": ("common.course.execute", "Makefile", "Makefile: there is no notebook"),
     "no file to grade": ("common.grade", "stage1" * 100, "there is no such file"),
-    "no disk": ("offload.largest", "--path /no/folder", "--path /no/folder: there is no such folder"),
-    "no layer": ("offload.largest", "--layers 0", "--layers 0: at least 1 is needed"),
-    "no disk left": ("offload.largest", "--spare 1", "--spare 1.0"),
+    "no disk": ("offload.experiments.largest", "--path /no/folder", "--path /no/folder: there is no such folder"),
+    "no layer": ("offload.experiments.largest", "--layers 0", "--layers 0: at least 1 is needed"),
+    "no disk left": ("offload.experiments.largest", "--spare 1", "--spare 1.0"),
     "no sample": ("common.bench", "--batch 0", "--batch 0: at least 1 needed"),
-    "no sample of a step": ("offload.ablation", "--batch 0 --nproc 1", "--batch 0"),
+    "no sample of a step": ("offload.experiments.ablation", "--batch 0 --nproc 1", "--batch 0"),
     "no layers": ("common.capacity", "--up-to 0", "--up-to 0: at least 1 layer"),
-    "an odd block": ("zeropp.convergence", "--block 3", "block 3: give an even number"),
+    "an odd block": ("zeropp.experiments.convergence", "--block 3", "block 3: give an even number"),
 }
 
 

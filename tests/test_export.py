@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from test_checkpoint import Odd, build
 
 from common import models
-from common.engine import streamed
-from common.engine.checkpoint_index import replace_index
+from common.checkpoint import tensor_file
+from common.checkpoint.index import replace_index
 from common.errors import InputError
 from common.export import export, main
 
@@ -103,7 +103,7 @@ def large_checkpoint(folder):
     for rank in range(2):
         told = {f"parameters/{number}@{rank * half}": (torch.float32, (half,)) for number in range(TENSORS)}
         name = f"000001-rank-{rank:05}.safetensors"
-        checksum = streamed.write(folder / name, told, lambda name, rank=rank: values + rank, {"extra": "null"})
+        checksum = tensor_file.write(folder / name, told, lambda name, rank=rank: values + rank, {"extra": "null"})
         files.append({"name": name, "sha256": checksum})
     shapes = {str(number): [2, half] for number in range(TENSORS)}
     by_hand(folder, shapes, [[0, 0, half], [1, half, ELEMENTS]], files)
@@ -134,7 +134,7 @@ def test_a_model_larger_than_the_memory_is_exported(tmp_path):
     ended = limited(EXPORT, ROOM, folder, file)
     assert model > ROOM
     assert ended.returncode == 0, ended.stderr
-    with streamed.Source(file) as source:
+    with tensor_file.Source(file) as source:
         assert len(source.tensors) == TENSORS
         last = source.get_tensor(str(TENSORS - 1))
     assert torch.equal(last, torch.arange(ELEMENTS // 2) + torch.tensor([[0.0], [1.0]]))
@@ -190,7 +190,7 @@ def test_a_value_that_would_become_infinite_is_named_unless_that_is_asked_for(tm
     values = torch.tensor([1.0, torch.inf, 65520.0])
     told = {"parameters/w@0": (torch.float32, (3,))}
     name = "000001-rank-00000.safetensors"
-    checksum = streamed.write(tmp_path / name, told, lambda _: values, {"extra": "null"})
+    checksum = tensor_file.write(tmp_path / name, told, lambda _: values, {"extra": "null"})
     by_hand(tmp_path, {"w": [3]}, [[0, 0, 3]], [{"name": name, "sha256": checksum}])
     folder, file = tmp_path, tmp_path.parent / "file"
     assert "'w' has finite values that are infinite in torch.float16" in refused(capsys, folder, file, "--dtype=fp16")

@@ -26,13 +26,15 @@ from test_timeline import record, row_names
 from torch import nn
 
 from common import capacity, models
-from common.engine import mixed_precision, swap
-from common.engine.disk import OnDisk
-from common.engine.swap import SwapFile
+from common.engine import mixed_precision
 from common.errors import InputError
 from common.models.gpt import GPT, GPTConfig
+from common.tiers import swap
+from common.tiers.disk import OnDisk
+from common.tiers.swap import SwapFile
 from common.train import sha256
-from offload import InfinityEngine, ablation, largest
+from offload import InfinityEngine
+from offload.experiments import ablation, largest
 from offload.nvme import STATES, TIERS
 
 PLACEMENTS = list(itertools.product(TIERS, repeat=3))
@@ -561,7 +563,7 @@ def test_swap_files_go_with_their_engine(worlds, tmp_path):
 def test_what_a_killed_run_left_goes_at_the_next_start_and_a_living_ones_files_stay(tmp_path):
     program = textwrap.dedent(f"""
         import time
-        from common.engine.swap import SwapFile
+        from common.tiers.swap import SwapFile
         files = [SwapFile({str(tmp_path)!r}, rank) for rank in (3, 4)]
         print("there", flush=True)
         time.sleep(60)

@@ -33,7 +33,7 @@ from trap_models import (
     step,
 )
 
-from common.engine.tensors import inside_backward
+from common.tensors import inside_backward
 from stage3_param import Engine
 
 PAGE = Path(__file__).parent.parent / "stage3_param" / "README.md"

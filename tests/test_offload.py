@@ -19,12 +19,13 @@ from test_mutants import broken_promises, label
 from test_timeline import record, row_names
 
 from common import capacity, models, train
-from common.engine import tiers
 from common.errors import InputError
 from common.measure.memory import HOST, Timeline
 from common.ranks import lanes
-from offload import OffloadEngine, delay, step_time
+from common.tiers import memory, opening
+from offload import OffloadEngine
 from offload.__main__ import add_own
+from offload.experiments import delay, step_time
 
 RATIOS = ("offloaded:Third", "offloaded:Half", "offloaded:AllOnDevice")
 DELAYS = ("offloaded:Delayed", "offloaded:DelayedHalf")
@@ -292,7 +293,7 @@ def refusal(world, **options):
 
 
 def _answering(name, value):
-    return mock.patch.object(tiers, name, lambda: value)
+    return mock.patch.object(opening, name, lambda: value)
 
 
 REFUSED = {
@@ -355,7 +356,7 @@ def test_an_optimizer_that_raises_ends_one_step_and_no_lane(worlds, name):
 
 
 def refused_mapping(world):
-    with mock.patch.object(tiers.mmap, "mmap", side_effect=OSError(12, "Cannot allocate memory")):
+    with mock.patch.object(memory.mmap, "mmap", side_effect=OSError(12, "Cannot allocate memory")):
         return refusal(world)
 
 

@@ -18,11 +18,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from common import compare, train
-from common.engine.bus import Bus
-from common.engine.saved import HostActivations, Room
 from common.measure.memory import HOST, Timeline
 from common.models.gpt import GPT, GPTConfig
 from common.models.recompute import KINDS, run_blocks
+from common.tiers.activations import HostActivations, Room
+from common.tiers.bus import Bus
 
 ENGINES = ("stage0_ddp", "stage2_grad", "stage3_param", "offload")
 LAYERS, WIDTH, SEQUENCE, BATCH = 4, 32, 32, 24

@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(ROOT.glob("common/**/*.py"))
-FLOORS = ("errors", "measure", "ranks", "engine", "models", "peers")  # from the ground up; above them the commands
+GROUND = ("errors", "tensors", "measure", "ranks", "data", "outputs")
+FLOORS = (*GROUND, "checkpoint", "engine", "tiers", "models", "peers")  # from the ground up; above them the commands
 LINES = 450
 
 

@@ -18,8 +18,8 @@ from unittest import mock
 import pytest
 from harness import ENGINES
 
-from common import runs, train
-from common.engine import locks
+from common import train
+from common.checkpoint import locks, runs
 from common.errors import InputError
 from common.ranks.namespaces import TwoNodes
 
@@ -373,7 +373,7 @@ def refused_a_call(world, folder, call, rank):
         return refused(world, "--steps", "2", "--save", str(folder))
 
 
-CALLS = [("pathlib.Path.mkdir", 0), ("common.engine.locks.own", 0), ("os.write", 0), ("tempfile.TemporaryFile", 1)]
+CALLS = [("pathlib.Path.mkdir", 0), ("common.checkpoint.locks.own", 0), ("os.write", 0), ("tempfile.TemporaryFile", 1)]
 CALLS += [("os.listdir", 1), ("pathlib.Path.iterdir", 0), ("pathlib.Path.iterdir", 1)]
 
 

@@ -10,11 +10,11 @@ import torch
 from harness import ENGINES, batch, make_engine, same_bits, train_step
 from safetensors.torch import save_file
 
-from common.engine import streamed
+from common.checkpoint import tensor_file
 from common.errors import InputError
 from common.measure.memory import HOST, Timeline, storage_bytes
 
-write = streamed.write
+write = tensor_file.write
 
 
 def held_back(event):
@@ -24,7 +24,7 @@ def held_back(event):
         assert event.wait(60)
         return write(*args)
 
-    return mock.patch.object(streamed, "write", late)
+    return mock.patch.object(tensor_file, "write", late)
 
 
 def saved_beside(world, engine, path):
@@ -105,7 +105,7 @@ def failing(world, path):
             raise OSError("No space left on device")
         return write(*args)
 
-    with mock.patch.object(streamed, "write", full):
+    with mock.patch.object(tensor_file, "write", full):
         saving = made.save(path, wait=False)
         train_step(made, world, 1)
         try:
@@ -126,7 +126,7 @@ def test_what_fails_is_raised_at_wait_and_the_last_checkpoint_stands(worlds, tmp
 def told_once(world, path, listener):
     """A save that fails, of which one rank hears; then two more. What all of them say on this rank."""
     made, said = make_engine("stage1_os", "mlp"), []
-    full = mock.patch.object(streamed, "write", side_effect=OSError("No space left on device"))
+    full = mock.patch.object(tensor_file, "write", side_effect=OSError("No space left on device"))
     with full:
         saving = made.save(path, wait=False)
         with pytest.raises(InputError) if world.rank == listener else contextlib.nullcontext():

@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES, save_file
 
-from common.engine import streamed
+from common.checkpoint import tensor_file
 from common.errors import InputError
 
 SHAPES = {"matrix": (3, 5), "scalar": (), "nothing": (0, 4), "vector": (7,)}
@@ -32,7 +32,7 @@ def same_bits(one, other):
 
 def write(file, tensors):
     told = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    return streamed.write(file, told, tensors.get, {"who": "Ψ"})
+    return tensor_file.write(file, told, tensors.get, {"who": "Ψ"})
 
 
 def test_the_library_reads_what_is_written_in_every_dtype(tmp_path):
@@ -48,16 +48,16 @@ def test_the_library_reads_what_is_written_in_every_dtype(tmp_path):
 def test_what_the_library_writes_is_read_in_every_dtype(tmp_path):
     tensors = every_dtype()
     save_file(tensors, tmp_path / "theirs")
-    with streamed.Source(tmp_path / "theirs") as file:
+    with tensor_file.Source(tmp_path / "theirs") as file:
         assert file.tensors == {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         assert all(same_bits(file.get_tensor(name), tensor) for name, tensor in tensors.items())
 
 
 def test_a_part_of_a_tensor_is_read_and_cast(tmp_path, monkeypatch):
-    monkeypatch.setattr(streamed, "BLOCK", 4096)  # several blocks
+    monkeypatch.setattr(tensor_file, "BLOCK", 4096)  # several blocks
     values = torch.randn(100, 200)
     write(tmp_path / "file", {"first": torch.ones(3), "values": values, "strided": values.t()})
-    with streamed.Source(tmp_path / "file") as file:
+    with tensor_file.Source(tmp_path / "file") as file:
         for dtype in (torch.float32, torch.bfloat16):
             part = torch.empty(9000, dtype=dtype)
             file.read("values", 17, part)
@@ -68,8 +68,8 @@ def test_a_part_of_a_tensor_is_read_and_cast(tmp_path, monkeypatch):
 def test_what_is_infinite_already_is_no_overflow(tmp_path, monkeypatch):
     values = torch.tensor([65519.0] * 20 + [torch.inf, -torch.inf, torch.nan] + [-65520.0])
     write(tmp_path / "file", {"values": values, "double": values.double() * 1e300})
-    monkeypatch.setattr(streamed, "BLOCK", 64)  # several blocks
-    with streamed.Source(tmp_path / "file") as file:
+    monkeypatch.setattr(tensor_file, "BLOCK", 64)  # several blocks
+    with tensor_file.Source(tmp_path / "file") as file:
         assert file.overflows("values", 0, 24, torch.float16)
         assert not file.overflows("values", 0, 23, torch.float16)
         assert not file.overflows("values", 0, 24, torch.bfloat16)
@@ -81,13 +81,13 @@ def test_a_file_that_is_cut_is_refused(tmp_path):
     write(tmp_path / "file", {"values": torch.ones(100)})
     (tmp_path / "file").write_bytes((tmp_path / "file").read_bytes()[:-1])
     with pytest.raises(SafetensorError):
-        streamed.Source(tmp_path / "file")
+        tensor_file.Source(tmp_path / "file")
 
 
 @pytest.mark.parametrize("other", [torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(3, 2), torch.ones(5)])
 def test_a_tensor_that_is_not_what_was_told_is_not_written(tmp_path, other):
     with pytest.raises(ValueError, match=r"'values' was to be torch.float32 \[2, 3\]"):
-        streamed.write(tmp_path / "file", {"values": (torch.float32, (2, 3))}, lambda name: other, {})
+        tensor_file.write(tmp_path / "file", {"values": (torch.float32, (2, 3))}, lambda name: other, {})
 
 
 def test_a_dtype_without_a_name_is_told(tmp_path):

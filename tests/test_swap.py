@@ -18,11 +18,12 @@ import torch
 from harness import make_engine, same_bits, train_step
 from test_checkpoint_faults import linux, small_disk
 
-from common.engine.disk import Disk
-from common.engine.swap import PAGE, SwapFile
-from common.engine.tiers import HERE
+from common.checkpoint.pages import PAGE
 from common.errors import InputError
 from common.ranks.collectives import Collectives
+from common.tiers.disk import Disk
+from common.tiers.memory import HERE
+from common.tiers.swap import SwapFile
 from common.train import sha256
 
 ROOT = Path(__file__).parent.parent
@@ -258,7 +259,7 @@ def test_a_relative_path_stays_where_it_was(tmp_path, monkeypatch):
 
 FORKS = """
 import os, time
-from common.engine.swap import SwapFile
+from common.tiers.swap import SwapFile
 file = SwapFile({folder!r}, 0)
 file.reserve(2**20)
 if os.fork():

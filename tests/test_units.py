@@ -29,8 +29,8 @@ from trap_models import (
 
 from common import models
 from common.engine.layout import Run
-from common.engine.tensors import map_tensors
 from common.engine.units import Order, make_units
+from common.tensors import map_tensors
 from common.train import sha256
 from stage3_param import Engine
 

@@ -24,7 +24,7 @@ from common.engine.mixed_precision import DTYPES
 from common.errors import InputError
 from common.ranks.namespaces import bits_per_second
 from common.train import sha256
-from zeropp import convergence, sweep, two_nodes
+from zeropp.experiments import convergence, sweep, two_nodes
 from zeropp.export import load_int8, save_int8
 from zeropp.quantize import Blocks
 

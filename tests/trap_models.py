@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from common.engine.tensors import inside_backward
+from common.tensors import inside_backward
 
 WIDTH = 6
 RECOMPUTE = {

@@ -8,9 +8,9 @@ from collections import Counter
 
 import torch
 
-from common.engine.layout import length
 from common.measure.memory import storage_bytes, storage_id
 from common.ranks.nodes import ACROSS_NODES, IN_NODE
+from common.tensors import length
 
 
 class Accounts:

@@ -8,8 +8,8 @@ phases this file calls by name:
     backward   -> begin_backward, (hooks) gradient_ready -> reduce, finish_backward
     step       -> update
 
-What is checked, built, counted and kept in files on the way has modules of its own beside this one: `door`, `guards`,
-`writes`, `building`, `buffers`, `uses`, `accounting`, `files`, `no_module`.
+What is checked, built, counted and kept in files on the way has modules of its own beside this one: `door`, `misuse`,
+`writes`, `building`, `buffers`, `reentrant`, `accounting`, `no_module`; files are `common.checkpoint`'s.
 """
 
 import contextlib
@@ -18,23 +18,24 @@ from dataclasses import dataclass
 
 import torch
 
+from common.checkpoint.files import Files
 from common.engine import building, door, layout
 from common.engine.accounting import Accounts
 from common.engine.bucket import Bucket
 from common.engine.buffers import Buffers
 from common.engine.door import BATCH_NORMS
-from common.engine.files import Files
-from common.engine.guards import Guards, engine_of
 from common.engine.hooks import Hook, remove_with
+from common.engine.master_weights import alone
+from common.engine.misuse import Guards, engine_of
 from common.engine.mixed_precision import LossScaler, dtype_of, gradient_norm, overflow_flag
 from common.engine.no_module import NoModule
-from common.engine.stepping import alone
-from common.engine.tensors import host_value, map_tensors
-from common.engine.uses import Uses
+from common.engine.reentrant import Uses
 from common.engine.writes import Writes, gathered
 from common.errors import InputError
 from common.measure.memory import HOST, storage_id
+from common.ranks.agreement import check_agreement
 from common.ranks.collectives import Collectives
+from common.tensors import host_value, map_tensors
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class EngineBase(Files, NoModule):
             agreed += door.check_model(model, self.comm, init, self.param_groups, self.dtype)
         except InputError as error:
             agreed = error
-        door.check_agreement(agreed, self.comm)
+        check_agreement(agreed, self.comm)
         self.comm.owner = door.name_of(self, self.comm)
         self.bucket_bytes = bucket_mb * 2**20
 

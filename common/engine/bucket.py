@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from common.engine.layout import Run, length, within
-from common.engine.piece import Piece, end_to_end
+from common.engine.layout import Run
+from common.engine.master_weights import Piece
+from common.tensors import end_to_end, length, within
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import torch
 
-from common.engine.layout import distinct
+from common.tensors import distinct
 
 
 class Buffers:

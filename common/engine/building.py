@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from common.engine.door import check_agreement
-from common.engine.tensors import checksum
 from common.errors import InputError
+from common.ranks.agreement import check_agreement
+from common.tensors import checksum
 
 
 class InitialValues:

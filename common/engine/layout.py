@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from common.tensors import length, within
+
 # A fused optimizer steps the last few elements of a tensor by other instructions than the rest. Shards of whole
 # multiples of this have no such tail, so an element's update does not depend on where its shard begins.
 ALIGNMENT = 32
@@ -142,25 +144,7 @@ def buckets(named_parameters, param_groups, dtype_of, bucket_bytes, world_size, 
     return runs
 
 
-def distinct(tensor):
-    """The part of an expanded tensor that holds each of its elements once, as a view; of others the tensor itself."""
-    for dimension, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dimension] > 1:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor
-
-
-def length(part):
-    """The elements of a slice."""
-    return part.stop - part.start
-
-
 def cut_in_two(part, fraction):
     """The first `fraction` of a slice, in whole multiples of ALIGNMENT, and the rest of it."""
     at = part.start + round(fraction * length(part) / ALIGNMENT) * ALIGNMENT
     return slice(part.start, at), slice(at, part.stop)
-
-
-def within(part, kept):
-    """The slice `part` of a run, counted from where `kept` begins."""
-    return slice(part.start - kept.start, part.stop - kept.start)

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from common.engine.layout import length
-from common.engine.piece import end_to_end
 from common.errors import InputError
+from common.tensors import end_to_end, length
 
 CHUNK = 2**20  # elements of a gradient whose squares are added at a time: a float64 copy of 8 MB
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,7 +14,7 @@ import itertools
 
 import torch
 
-from common.engine.tensors import graph_nodes_made
+from common.tensors import graph_nodes_made
 
 
 class Turn:

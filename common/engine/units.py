@@ -14,8 +14,8 @@ from torch import nn
 
 from common.engine import layout
 from common.engine.hooks import Guard, Hook
-from common.engine.tensors import inside_backward, map_tensors, tensors_in
 from common.measure.memory import storage_id
+from common.tensors import inside_backward, map_tensors, tensors_in
 
 # A module whose parameters are this part of the largest unit's, or less, is gathered with the root: a message of its
 # own costs more than to hold it.

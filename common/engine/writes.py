@@ -14,10 +14,10 @@ import contextlib
 
 import torch
 
-from common.engine.door import check_agreement
-from common.engine.tensors import checksum, host_value
 from common.errors import InputError
 from common.measure.memory import storage_id
+from common.ranks.agreement import check_agreement
+from common.tensors import checksum, host_value
 
 HOW = "write weights within `with engine.gathered(module, write=True):`"
 

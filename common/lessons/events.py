@@ -19,9 +19,9 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
-from common.engine.tensors import tensors_in
 from common.measure.memory import storage_bytes
 from common.measure.timeline import parts
+from common.tensors import tensors_in
 
 # What a rank has of a shard of parameters, gradients or optimizer states.
 ABSENT, ROOM, OWN, UNDER_WAY, HERE, NEW = ".rothn"

@@ -2,10 +2,16 @@
 
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 
 import torch
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 
 def cpus():
@@ -46,3 +52,27 @@ def _cpu_name():
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def available():
+    """Bytes of this machine's memory that can be had without swapping, within the limits of its control group."""
+    if not Path("/proc/meminfo").exists():
+        return 2**63
+    free = int(re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    if (group / "memory.max").exists() and (group / "memory.max").read_text().strip() != "max":
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = int(re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)[1])
+        free = min(free, limit - used + cached)
+    return free
+
+
+def private_left():
+    """Bytes that this process may still map privately; None without a limit."""
+    if resource is None or not os.path.exists("/proc/self/status"):
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    held = int(re.search(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+    return max(0, limit - held)

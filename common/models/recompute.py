@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from common.engine.tensors import inside_backward
+from common.tensors import inside_backward
 
 # torch has two: the first rebuilds what autograd asks for, the second runs a backward of its own inside backward.
 KINDS = ("non-reentrant", "reentrant")

@@ -5,8 +5,8 @@ import contextlib
 import torch
 from torch import nn
 
-from common.engine.tensors import tensors_of_state
 from common.measure.memory import storage_bytes
+from common.tensors import tensors_of_state
 
 
 class Peer:

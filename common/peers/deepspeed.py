@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from common import models
 from common.engine.base import StepResult
-from common.engine.tensors import map_tensors, tensors_of_state
 from common.peers.base import Peer, blocks, regroup
 from common.ranks.collectives import Collectives
+from common.tensors import map_tensors, tensors_of_state
 
 
 class DeepSpeed1(Peer):

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from common import models
 from common.engine.base import StepResult
 from common.engine.door import BATCH_NORMS
-from common.engine.tensors import host_value, tensors_of_state
 from common.peers.base import Peer, blocks, regroup
 from common.ranks.collectives import Collectives
+from common.tensors import host_value, tensors_of_state
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),

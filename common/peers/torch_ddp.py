@@ -7,9 +7,9 @@ from common import models
 from common.engine.base import StepResult
 from common.engine.door import BATCH_NORMS
 from common.engine.mixed_precision import LossScaler, dtype_of
-from common.engine.tensors import host_value, map_tensors, tensors_of_state
 from common.peers.base import Peer, regroup
 from common.ranks.collectives import Collectives
+from common.tensors import host_value, map_tensors, tensors_of_state
 
 
 class Replicated(Peer):

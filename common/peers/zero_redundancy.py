@@ -4,8 +4,8 @@ import functools
 
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from common.engine.tensors import tensors_of_state
 from common.peers.torch_ddp import TorchDDP
+from common.tensors import tensors_of_state
 
 
 class ZeroRedundancy(TorchDDP):

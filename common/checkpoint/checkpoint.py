@@ -1,0 +1,442 @@
+"""Checkpoints: every rank writes its shard of everything; any stage at any world size reads what it needs of them.
+
+A checkpoint is a folder:
+
+    index.json                      what was saved, and which files hold it, with their checksums
+    000001-rank-00000.safetensors    rank 0's shards, of the first save into this folder
+    000001-rank-00001.safetensors    rank 1's
+
+A file holds flat pieces, each named after its parameter and the element of it that the piece begins with:
+
+    parameters/wte.weight@4096           values: fp32 master weights of what is trained, frozen ones in their own dtype
+    optimizer/exp_avg/wte.weight@4096    a state of the optimizer that has a number for each element
+    buffers/bn.running_mean              whole, in rank 0's file: the persistent buffers, those in model.state_dict()
+    extra/17                             whole: a tensor of this rank's `extra`; of rank 0's scalars and options too
+
+Buckets, units and padding do not appear, so the reader may have others. A stage that replicates writes each element
+once all the same: stages that share a layout write the same files. Gradients are not saved: a save in the middle of an
+accumulation does not disturb it, a load begins it anew.
+
+Saving never touches the files of the last save. The new ones get a higher number; when all of them are on the disk,
+and rank 0 has seen each of them there, the index is replaced in one step; only then the old ones are removed. A writer
+killed at any moment leaves the last save whole, and its remains are cleared away by the next.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import time
+import warnings
+from pathlib import Path
+
+import torch
+
+from common.checkpoint import tensor_file
+from common.checkpoint.encoding import decode, detached, encode
+from common.checkpoint.index import FILE_NAME, flush, read_index, replace_index
+from common.errors import InputError
+from common.ranks.agreement import together
+from common.tensors import distinct, within
+
+PATIENCE = 10.0  # seconds in which a shared file system shows rank 0 what another node has written
+
+
+def save(engine, path, extra=None):
+    """Write a checkpoint into the folder `path`, in place of the one there. A collective.
+
+    Args:
+        engine: any engine.
+        path: a folder that all ranks share, made if it is missing.
+        extra: this rank's own state beside the model's, such as a scheduler's state_dict, the position in the data,
+            torch.get_rng_state(): dict, list, tuple, str, int, float, bool, None and tensors, nested at will.
+            Subclasses of these come back as these. A few dtypes, such as complex128, safetensors cannot hold.
+
+    Raises:
+        InputError: on every rank, if one could not write, or rank 0 cannot see what one wrote, as in a folder that
+            nodes do not share; it names that rank. The checkpoint that was there stands.
+
+    Warns:
+        RuntimeWarning: it is saved, and older files could not be removed.
+    """
+    write(engine.comm, path, Snapshot(engine, path, extra))
+
+
+class Snapshot:
+    """What this rank is to write, as it stands now. Making it is a collective.
+
+    Args:
+        engine, path, extra: as `save` takes them.
+        apart: copy everything now, so that the next step changes nothing of it. Else shards are read when they are
+            written, one after the other, as all of them may be more than the memory holds.
+
+    Attributes:
+        tensors: {name in the file: tensor on the CPU}, what is held.
+        shards: what is not, a `Shards`; None with `apart`.
+        told: {name in the file: (dtype, shape)}, of all of it.
+        structure: the JSON of `extra`.
+        index: on rank 0 what the files hold.
+
+    Raises:
+        InputError: on every rank, if one has something that a checkpoint cannot hold, or cannot read it.
+    """
+
+    def __init__(self, engine, path, extra, apart=False):
+        with together(engine.comm, f"cannot save to {str(path)!r}"):
+            self.tensors, self.shards = {}, Shards(engine)
+            if apart:
+                self.tensors = {name: self.shards.read(name).clone() for name in self.shards.told}
+                self.shards = None
+            if engine.rank == 0:
+                self.tensors |= {f"buffers/{name}": detached(buffer) for name, buffer in _buffers(engine)}
+            self.index = _index(engine, self.tensors) if engine.rank == 0 else None
+            self.structure = json.dumps(encode(extra, self.tensors, "extra"))
+            self.told = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
+            self.told |= {} if apart else self.shards.told
+            tensor_file.check(self.told, {"extra": self.structure})
+
+    def write(self, file):
+        """Write it; return the file's checksum when it is on the disk."""
+
+        def value_of(name):
+            return self.tensors[name] if name in self.tensors else self.shards.read(name)
+
+        return tensor_file.write(file, self.told, value_of, {"extra": self.structure})
+
+
+def write(comm, path, snapshot):
+    """Write what ranks are to write, and make it the checkpoint in a folder. A collective over `comm`; see `save`."""
+    rank, failure = comm.rank, f"cannot save to {str(path)!r}"
+    with together(comm, failure):
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        number = 1 + max(_files_in(folder).values(), default=0)
+    number = max(comm.gather_objects(number, "the checkpoint"))
+    file = folder / f"{number:06}-rank-{rank:05}.safetensors"
+    try:
+        with together(comm, failure):
+            entry = {"name": file.name, "sha256": snapshot.write(file)}
+        files = comm.gather_objects(entry, "the checkpoint")
+        theirs = comm.gather_objects((socket.gethostname(), snapshot.told), "the checkpoint")
+        with together(comm, failure):
+            if rank == 0:
+                for number, (entry, (node, told)) in enumerate(zip(files, theirs, strict=True)):
+                    _see(folder, entry["name"], told, f"rank {number} wrote on node {node!r}")
+                replace_index(folder, {**snapshot.index, "files": files})
+    except InputError:
+        with contextlib.suppress(OSError):
+            file.unlink()
+        raise
+    with together(comm, f"saved to {str(path)!r}, but nobody knows whether it is on the disk yet"):
+        if rank == 0:
+            flush(folder)
+    if rank == 0:
+        try:
+            for older in _files_in(folder).keys() - {entry["name"] for entry in files}:
+                (folder / older).unlink(missing_ok=True)
+        except OSError as error:
+            said = f"saved to {str(path)!r}, but an older file there cannot be removed: {error}"
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
+
+
+def _see(folder, name, told, who):
+    """On rank 0: see that a file that a rank wrote is here, and holds what that rank was to write."""
+    deadline = time.monotonic() + PATIENCE
+    while name not in os.listdir(folder):  # which asks a file server anew
+        if time.monotonic() > deadline:
+            raise InputError(
+                f"{name}, which {who}, is not in {str(folder)!r} on node {socket.gethostname()!r}; give a folder that "
+                "all nodes share"
+            )
+        time.sleep(0.1)
+    with tensor_file.Source(folder / name) as file:
+        if not file.holds(told):
+            raise InputError(
+                f"{name}, which {who}, is another file in {str(folder)!r} on node {socket.gethostname()!r}"
+            )
+
+
+def load(engine, path):
+    """Read a checkpoint into an engine, whatever stage and world size wrote it. A collective.
+
+    Parameters, buffers, the optimizer's states and its options (learning rate and the like) become those of the save,
+    and where both are fp16 the loss scale. The precision may be another one than that of the save.
+
+    Returns:
+        The `extra` that this rank saved, or rank 0's where there was no such rank.
+
+    Raises:
+        InputError: on every rank: there is no checkpoint, it is damaged, or of another model, optimizer or format.
+            The engine's states are as they were; gradients are dropped all the same. Also on every rank, if one
+            could not take over what it read. Then it says that the load was in part: no states can be relied on.
+    """
+    rank = engine.rank
+    with contextlib.ExitStack() as opened:
+        with together(engine.comm, f"cannot load {str(path)!r}"):
+            folder = Path(path)
+            index = read_index(folder)
+            _check_fits(engine, index)
+            for entry in index["files"][rank :: engine.world_size]:
+                check_intact(folder, entry)
+        with together(engine.comm, f"cannot load {str(path)!r}"):
+            own = rank if rank < len(index["files"]) else 0
+            needed = sorted(_files_needed(engine, index) | {0, own})
+            files = {k: opened.enter_context(tensor_file.Source(folder / index["files"][k]["name"])) for k in needed}
+            _check_holds(index, files)
+            extra = decode(json.loads(files[own].metadata["extra"]), files[own])
+            _check_buffers(engine, files[0])
+            _check_range(engine, index, files)
+        engine.begin_load()
+        with together(engine.comm, f"loaded {str(path)!r} in part, build the engine anew"):
+            _fill_model(engine, index, files)
+            _fill_optimizer(engine, index, files)
+    return extra
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------
+
+
+class Shards:
+    """The pieces that this rank writes, read as they are asked for: it holds one state of one bucket.
+
+    Args:
+        engine: any engine.
+
+    Attributes:
+        told: {name in the file: (dtype, shape)}.
+    """
+
+    def __init__(self, engine):
+        self._engine, self._read, self._values = engine, None, None
+        self.told, self._place = {}, {}
+        for bucket in engine.buckets + engine.frozen:
+            for state, dtype in _dtypes(engine, bucket).items():
+                for part in bucket.segments(engine.rank):
+                    name = f"{'parameters' if state is None else f'optimizer/{state}'}/{part.name}@{part.start}"
+                    self.told[name] = dtype, (part.stop - part.start,)
+                    self._place[name] = bucket, state, slice(part.at, part.at + part.stop - part.start)
+
+    def read(self, name):
+        """A piece, flat, on the CPU: as it stands, or a copy.
+
+        Raises:
+            InputError: the disk that it lies on has failed.
+        """
+        bucket, state, where = self._place[name]
+        if self._read != (bucket, state):
+            self._values = None  # before the next takes room
+            kept = bucket.read(state, self._engine.optimizer)
+            owned = self._engine.owned(bucket)
+            part = owned.optimizer if bucket.kind.trainable else owned.parameters
+            self._values = kept[within(bucket.shard(self._engine.rank), part)].to("cpu")
+            self._read = bucket, state
+        return self._values[where]
+
+
+def _dtypes(engine, bucket):
+    """The states of a bucket that have a number for each element: {name: dtype}; None names the parameters."""
+    if not bucket.kind.trainable:
+        return {None: bucket.kind.dtype}
+    piece = bucket.pieces[0]
+    return {None: piece.master.dtype, **{k: state.dtype for k, state in _states(engine, piece)[0].items()}}
+
+
+def _index(engine, tensors):
+    """What the files hold. Rank 0 writes it, and adds the tensors among scalars and options to its own `tensors`."""
+    parameters = {}
+    for bucket in engine.buckets + engine.frozen:
+        elementwise, scalars = _states(engine, bucket.pieces[0])
+        dtype = bucket.pieces[0].master.dtype if bucket.kind.trainable else bucket.kind.dtype
+        for slot in bucket.slots.values():
+            parameters[slot.name] = {
+                "shape": list(slot.shape),
+                "dtype": str(dtype).removeprefix("torch."),
+                "group": bucket.kind.group if bucket.kind.trainable else None,
+                "states": list(elementwise),
+                # once per parameter: the reader's buckets are others
+                "scalars": encode(scalars, tensors, "the optimizer's state"),
+                "pieces": [],  # [rank that wrote it, first element, one behind the last]
+            }
+        for rank in range(engine.world_size):
+            for part in bucket.segments(rank):
+                parameters[part.name]["pieces"].append([rank, part.start, part.stop])
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
+    return {
+        "world_size": engine.world_size,
+        "optimizer": _name_of(engine.optimizer),
+        "groups": encode(groups, tensors, "the optimizer's groups"),
+        "updates": engine.updates,
+        "loss_scaler": engine.loss_scaler and engine.loss_scaler.state_dict(),
+        "buffers": {name: list(buffer.shape) for name, buffer in _buffers(engine)},
+        "tied": _tied(engine),
+        "parameters": parameters,
+    }
+
+
+def _name_of(optimizer):
+    module = type(optimizer).__module__.replace("__mp_main__", "__main__")  # of a script, in ranks that it spawned
+    return f"{module}.{type(optimizer).__qualname__}"
+
+
+def _states(engine, piece):
+    """The optimizer's states of a piece: those with a number for each element, and the others, such as `step`."""
+    states = engine.optimizer.state.get(piece.master, {})
+    elementwise = {k: v for k, v in states.items() if torch.is_tensor(v) and v.shape == piece.master.shape}
+    return elementwise, {k: v for k, v in states.items() if k not in elementwise}
+
+
+def _buffers(engine):
+    persistent = engine.state_as_it_stands()
+    return [(name, buffer) for name, buffer in engine.module.named_buffers() if name in persistent]
+
+
+def _tied(engine):
+    """The further names of what has several, {name: its name in the files}."""
+    first = {tensor: name for name, tensor in [*engine.module.named_parameters(), *_buffers(engine)]}
+    state = {name: value for name, value in engine.state_as_it_stands().items() if torch.is_tensor(value)}
+    return {name: first[tensor] for name, tensor in state.items() if first.get(tensor, name) != name}
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------
+
+
+def _check_fits(engine, index):
+    """Raise InputError for the first thing that is not the same in the checkpoint and in the engine."""
+    groups = {
+        name: b.kind.group if b.kind.trainable else None for b in engine.buckets + engine.frozen for name in b.slots
+    }
+    optimizer, states = index["optimizer"], engine.optimizer
+    if optimizer == type(states).__name__:  # older checkpoints have that alone
+        optimizer = _name_of(states)
+    here = {
+        "the optimizer": f"{_name_of(states)} over {len(states.param_groups)} groups",
+        **{f"parameter {n!r}": _place(p.dtype, p.shape, groups[n]) for n, p in engine.module.named_parameters()},
+        **{f"buffer {n!r}": f"of shape {list(buffer.shape)}" for n, buffer in _buffers(engine)},
+    }
+    saved = {
+        "the optimizer": f"{optimizer} over {len(index['groups'])} groups",
+        **{
+            f"parameter {n!r}": _place(getattr(torch, p["dtype"]), p["shape"], p["group"])
+            for n, p in index["parameters"].items()
+        },
+        **{f"buffer {n!r}": f"of shape {shape}" for n, shape in index["buffers"].items()},
+    }
+    for what in [*here, *saved]:
+        one, other = saved.get(what, "missing"), here.get(what, "missing")
+        if one != other:
+            raise InputError(
+                f"{what} is {one} in the checkpoint and {other} here; build the engine as it was built then"
+            )
+
+
+def _place(dtype, shape, group):
+    return f"{tensor_file.kind(dtype, shape)}, {'frozen' if group is None else f'in group {group}'}"
+
+
+def _check_buffers(engine, file):
+    for name, buffer in _buffers(engine):
+        there = tensor_file.kind(*file.tensors[f"buffers/{name}"])
+        here = tensor_file.kind(buffer.dtype, buffer.shape)
+        if there != here:
+            raise InputError(
+                f"buffer {name!r} is {there} in the checkpoint and {here} here; build it as it was built then"
+            )
+
+
+def _check_range(engine, index, files):
+    """Raise InputError for the first parameter that would become infinite. Each rank looks at its shard, for all."""
+    for bucket in engine.buckets + engine.frozen:
+        for rank, name, there, _ in _overlaps(bucket, bucket.shard(engine.rank), index):
+            if files[rank].overflows(f"parameters/{name}", there.start, there.stop, bucket.kind.dtype):
+                raise InputError(
+                    f"parameter {name.rpartition('@')[0]!r} has finite values that are infinite in "
+                    f"{bucket.kind.dtype}, its dtype here; choose a wider precision="
+                )
+
+
+def _check_holds(index, files):
+    """Refuse files that do not have the pieces that the index says: what lies behind a piece is another one's."""
+    for name, parameter in index["parameters"].items():
+        for rank, start, stop in parameter["pieces"]:
+            for of in ["parameters", *(f"optimizer/{state}" for state in parameter["states"])] if rank in files else ():
+                if files[rank].tensors.get(f"{of}/{name}@{start}", (None, ()))[1] != (stop - start,):
+                    raise InputError(f"{index['files'][rank]['name']} does not hold {of}/{name} from {start} to {stop}")
+
+
+def _files_needed(engine, index):
+    """The ranks whose files hold something of what this rank owns."""
+    buckets = engine.buckets + engine.frozen
+    return {rank for b in buckets for rank, *_ in _overlaps(b, engine.owned(b).parameters, index)}
+
+
+def check_intact(folder, entry):
+    """Raise InputError unless a file of the checkpoint is what was written. Each is read by one rank, for all."""
+    if tensor_file.checksum(folder / entry["name"]) != entry["sha256"]:
+        raise InputError(f"{entry['name']} is damaged; restore it, or take an older checkpoint")
+
+
+def _overlaps(bucket, part, index):
+    """The saved pieces that hold elements of `part`, a slice of the run.
+
+    Yields:
+        Rank that wrote the piece, its name, and the common elements as slices of the piece and of `part`.
+    """
+    for slot in bucket.slots.values():
+        for rank, start, stop in index["parameters"][slot.name]["pieces"]:
+            at = slot.offset + start  # where the piece begins in the run
+            common = slice(max(at, part.start), min(slot.offset + stop, part.stop))
+            if common.start < common.stop:
+                yield rank, f"{slot.name}@{start}", slice(common.start - at, common.stop - at), within(common, part)
+
+
+def _fill(target, kind, bucket, part, index, files):
+    """Write elements `part` of a bucket's parameters or states into `target`, flat and as long; padding is zero."""
+    target.zero_()
+    for rank, name, there, here in _overlaps(bucket, part, index):
+        files[rank].read(f"{kind}/{name}", there.start, target[here])
+
+
+@torch.no_grad()
+def _fill_model(engine, index, files):
+    for bucket in engine.buckets + engine.frozen:
+
+        def fill(target, part, bucket=bucket):
+            _fill(target, "parameters", bucket, part, index, files)
+
+        bucket.take_over(engine.owned(bucket).parameters, fill)
+    engine.updates = index.get("updates", 0)  # checkpoints of before offload/ do not have it
+    if engine.loss_scaler and index["loss_scaler"]:
+        engine.loss_scaler.load_state_dict(index["loss_scaler"])
+    for name, buffer in _buffers(engine):
+        once = distinct(buffer)
+        once.copy_(files[0].get_tensor(f"buffers/{name}")[tuple(map(slice, once.shape))])
+
+
+def _fill_optimizer(engine, index, files):
+    optimizer = engine.optimizer
+    optimizer.state.clear()  # so that old and new states are not held at once
+    fresh = optimizer.state_dict()
+    groups = decode(index["groups"], files[0])
+    fresh["param_groups"] = [{**now, **then} for now, then in zip(fresh["param_groups"], groups, strict=True)]
+    place_of = {piece.master: (bucket, piece) for bucket in engine.buckets for piece in bucket.pieces}
+    masters = [master for group in optimizer.param_groups for master in group["params"]]
+    for number, (bucket, piece) in enumerate(place_of[master] for master in masters):
+        saved = index["parameters"][next(iter(bucket.slots))]  # all parameters have been stepped equally often
+        states = decode(saved["scalars"], files[0])
+        for name in saved["states"]:
+
+            def fill(target, kind=f"optimizer/{name}", bucket=bucket, part=piece.part):
+                _fill(target, kind, bucket, part, index, files)
+
+            states[name] = piece.take_state(name, fill)
+        fresh["state"][number] = states
+    optimizer.load_state_dict(fresh)  # moves them to the device
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def _files_in(folder):
+    """The files of all saves in a folder, finished or not: {name: number of the save}."""
+    matches = map(FILE_NAME.fullmatch, os.listdir(folder))
+    return {match[0]: int(match[1]) for match in matches if match}

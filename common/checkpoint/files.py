@@ -1,0 +1,111 @@
+"""What an engine reads and writes: the whole model as a state dict, checkpoints, weights from elsewhere."""
+
+import torch
+
+from common.checkpoint import checkpoint, weights
+from common.checkpoint.background import Saving
+from common.tensors import end_to_end
+
+# Who evaluates in torch.inference_mode() may save there. What is made in that mode no other thread can write, such as
+# the lane of collectives.
+in_ordinary_mode = torch.inference_mode(False)
+
+
+class Files:
+    """The part of `EngineBase` that concerns files.
+
+    Attributes:
+        saving: the last save that nobody has waited for, a `Saving`; None if there is none.
+    """
+
+    saving = None
+
+    def begin_load(self):
+        """A phase: before the parameters change otherwise than by a step."""
+
+    @in_ordinary_mode
+    def full_state_dict(self):
+        """The whole model on every rank, a collective: keys of model.state_dict(), full tensors on the CPU.
+
+        Parameters that have fp32 master weights come as those, others in their own dtype.
+        """
+        self.synchronize()
+        self.buffers.broadcast()
+        return whole_state(self)
+
+    def state_as_it_stands(self):
+        """model.state_dict() with the parameters and buffers themselves, whole or not: for its keys."""
+        self.naming = True
+        try:
+            return self._module.state_dict(keep_vars=True)
+        finally:
+            self.naming = False
+
+    @in_ordinary_mode
+    def save(self, path, extra=None, wait=True):
+        """Write a checkpoint that any stage at any world size can load. A collective; see `checkpoint.py`.
+
+        Args:
+            wait: return when it is on the disk. Else at once, with a `Saving` whose `wait()` does that and raises what
+                failed, while training goes on; call it before the program ends. What is written is the state at this
+                call, of which a copy is held on the host until then. The next save or load waits for it.
+        """
+        self.synchronize()
+        self.finish_saving()
+        self.buffers.broadcast()
+        if wait:
+            return checkpoint.save(self, path, extra)
+        self.saving = Saving(self, path, extra)
+        return self.saving
+
+    def finish_saving(self):
+        """Wait for a save beside training, and raise what failed in it, unless some rank was told. A collective."""
+        saving, self.saving = self.saving, None
+        if saving is not None and not any(self.comm.gather_objects(saving.told, "the last save")):
+            saving.wait()
+
+    @in_ordinary_mode
+    def load(self, path):
+        """Read a checkpoint and return its `extra`; drop gradients. A collective; see `checkpoint.py`."""
+        self.zero_grad()
+        self.synchronize()
+        self.finish_saving()
+        extra = checkpoint.load(self, path)
+        self._initial.unset.clear()
+        self.writes.made(self.buckets + self.frozen)
+        return extra
+
+    @in_ordinary_mode
+    def load_weights(self, file):
+        """Read parameters and buffers by name from a safetensors file; drop gradients. A collective; see `weights.py`.
+
+        The optimizer's states stay as they are: begin with a fresh engine, unless they fit the new weights too.
+        """
+        self.zero_grad()
+        self.synchronize()
+        self._initial.take_from_file(weights.load(self, file))
+        self.writes.made(self.buckets + self.frozen)
+
+
+def whole_state(engine):
+    """See `EngineBase.full_state_dict`. A collective; one bucket at a time is whole."""
+    values = {}
+    for bucket in engine.buckets + engine.frozen:
+        with bucket.values_at_hand():
+            whole = _whole(engine.comm, bucket)
+            for name, parameter in bucket.members.items():
+                values[parameter] = bucket.view(whole, name).detach().cpu().clone()
+    state = engine.state_as_it_stands()
+    return {key: values[tensor] if tensor in values else tensor.detach().cpu().clone() for key, tensor in state.items()}
+
+
+def _whole(comm, bucket):
+    if bucket.kind.trainable and bucket.sixteen_bit:
+        kept = end_to_end([piece.master for piece in bucket.pieces], comm.device)
+    else:
+        kept = bucket.parameters
+    if len(kept) == bucket.padded_numel:
+        return kept
+    whole = torch.empty(bucket.padded_numel, dtype=kept.dtype, device=kept.device)
+    comm.all_gather(kept, whole, bucket.name).wait()
+    return whole

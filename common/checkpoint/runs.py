@@ -1,0 +1,363 @@
+"""Runs that survive: checkpoints on the way, a stop that saves first, a start that goes on where the last one ended.
+
+The folder of a run holds a checkpoint for each step that was saved, the newest few of them:
+
+    DIR/step-00000020/index.json    and what else `common.checkpoint.checkpoint` writes
+    DIR/step-00000030/index.json
+
+A step needs, besides what the engine holds: its number, which is the position in the data too, as a batch is a
+function of it; the schedulers; the random generators of each rank. Those are in the checkpoint's `extra`. A
+checkpoint is complete once it has its index, and is taken apart beginning with that. So what is found without one is
+a remnant, of a run that was killed, and the next save clears it away.
+
+A run that goes on must be the run that stopped: with the options that decide on its numbers, on the same text. And the
+folder is its own while it lasts: rank 0 locks a file in it, which all ranks must see. So two runs cannot clear each
+other's checkpoints away, and a folder that each node has for itself is found out before the first step.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import shlex
+import signal
+import socket
+import statistics
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import torch
+
+from common.checkpoint import locks
+from common.checkpoint.checkpoint import PATIENCE
+from common.checkpoint.index import FILE_NAME
+from common.data import digest
+from common.errors import InputError
+from common.outputs import check_name, try_folder
+from common.ranks.agreement import check_agreement, together
+
+NAME = re.compile(r"step-(\d{8,})")
+# What decides where a run ends, and has to be the same when it goes on. The number of ranks may change.
+SAMPLES = ("model", "batch", "seed")
+ARITHMETIC = ("accumulate", "no_sync", "precision", "deterministic", "clip_norm", "lr", "cosine")
+# In these options ranks may differ, as each node has names and cores of its own; on `own` the engine has them agree.
+OF_A_NODE = ("data", "json", "trace", "save", "path", "nproc", "oversubscribe", "own")
+OWNER = "in-use"  # the file whose lock says that a run lives; it tells which
+LEAVING = 1.0  # seconds for a run that is about to end
+RESTARTING = 40.0  # seconds for one whose ranks torchrun is ending, on another node perhaps
+
+
+def add_arguments(parser):
+    """The options of a run that survives."""
+    parser.add_argument(
+        "--save", metavar="DIR", help="write checkpoints into this folder: at the end, when stopped, and"
+    )
+    parser.add_argument("--save-every", type=int, metavar="K", help="after each K-th step")
+    parser.add_argument("--keep", type=int, default=2, metavar="M", help="how many of them stay (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --save, if any")
+
+
+def check_arguments(options):
+    """Raise InputError for what makes no sense together."""
+    check_name("--save", options.save)
+    if options.save is None and (options.save_every is not None or options.resume):
+        raise InputError("--save-every and --resume need --save DIR, the folder of the checkpoints")
+    if options.save_every is not None and options.save_every < 1:
+        raise InputError(f"--save-every {options.save_every}: give a number of steps, 1 or more")
+    if options.keep < 1:
+        raise InputError(f"--keep {options.keep}: one checkpoint at least has to stay")
+
+
+def agree(engine, options, batches):
+    """Refuse, on every rank alike, ranks that were given different options or texts. A collective."""
+    found = [(f"--{name.replace('_', '-')}", value) for name, value in vars(options).items() if name not in OF_A_NODE]
+    found = [(what, str(value), "give it alike on every rank") for what, value in found]
+    text = ("the text", digest(batches.text)[:12], "give every rank the same --data; without it, the same Python")
+    check_agreement([*found, text], engine.comm, "the check of the options")
+
+
+class Stopped(Exception):
+    """The run was asked to stop, and has saved. The message says where."""
+
+
+class Run:
+    """One rank's part in a run that survives: a context manager around its steps, which listens for signals.
+
+    Entering it is a collective.
+
+    Args:
+        engine: any engine of this repository.
+        options: the parsed arguments, with `save`, `save_every`, `keep`, `resume`, `steps` and those above.
+        batches: the `Batches` that it trains on.
+        schedulers: whose `state_dict()` is kept.
+
+    Attributes:
+        step: how many steps are done.
+        losses: their mean losses over ranks, of those before this process began.
+        message: what it goes on from, for people.
+
+    Raises:
+        InputError: on every rank: the folder is another run's, not all ranks have it, or one cannot write there; it
+            holds checkpoints of something else, or none that can be read.
+    """
+
+    def __init__(self, engine, options, batches, schedulers=()):
+        self.engine, self.options, self.schedulers = engine, options, schedulers
+        self.folder, self.text = Path(options.save).resolve(), digest(batches.text)
+        self.step, self.losses, self.message = 0, [], None
+        self._asked, self._before, self._told = False, {}, set()
+        self._lock = None
+
+    def __enter__(self):
+        try:
+            self._own()
+            self._begin()
+        except InputError:
+            self._let_go()
+            self.engine.comm.gather_objects(None, "the end of the run")  # all raise it: none ends before rank 0 let go
+            raise
+        except BaseException:
+            self._let_go()
+            raise
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._let_go()
+
+    def _own(self):
+        """Have rank 0 lock the folder, and all ranks see that it did, and write there."""
+        comm, word, node = self.engine.comm, str(uuid.uuid4()), socket.gethostname()
+        with together(comm, f"--save {self.folder}"):
+            if comm.rank == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._lock = lock(self.folder / OWNER, word)
+        word, owner = comm.gather_objects((word, node), "the folder of the run")[0]
+        with together(comm, f"--save {self.folder}"):
+            deadline = time.monotonic() + PATIENCE
+            while not _says(self.folder / OWNER, word):
+                if time.monotonic() > deadline:
+                    raise InputError(
+                        f"node {node!r} does not have there what rank 0 has on node {owner!r}; give a folder that all "
+                        "nodes share"
+                    )
+                time.sleep(0.1)
+            try_folder(self.folder)
+
+    def _let_go(self):
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                locks.release(self._lock, self.folder / OWNER)
+            self._lock = None
+
+    def _begin(self):
+        """Find the newest checkpoint, the same on every rank, and go on from it."""
+        with together(self.engine.comm, f"--save {self.folder}"):
+            newest = max(complete(self.folder), default=None)
+        newest = self.engine.comm.gather_objects(newest, "the newest checkpoint")[0]  # nodes may see it at other times
+        if newest is not None and not self.options.resume:
+            raise InputError(
+                f"{self.folder} holds a run that has come to step {newest}: --resume goes on with it, or give another "
+                "folder"
+            )
+        if newest is not None:
+            self._resume(newest)
+        elif self.options.resume:
+            self.message = f"nothing to go on from in {self.folder}: begins with step 1"
+
+    def _settings(self):
+        """What the run that goes on must have in common with the one that stopped: {option: value}."""
+        return {name: getattr(self.options, name) for name in SAMPLES + ARITHMETIC}
+
+    def _resume(self, step):
+        path = place(self.folder, step)
+        extra = self.engine.load(path)
+        now, settings = self._settings(), extra["settings"]
+        if settings["cosine"] and now["cosine"]:  # the rate is 0 after these
+            now["steps"], settings["steps"] = self.options.steps, extra["schedulers"][0]["T_max"]
+        for name, then in settings.items():
+            if now.get(name, then) != then:
+                said = name.replace("_", "-")
+                raise InputError(f"{path} is of a run with --{said} {then}, this has {now[name]}: give it as it was")
+        if extra.get("text", self.text) != self.text:
+            raise InputError(
+                f"{path} is of a run on another text, of sha256 {extra['text'][:12]}, and this one has "
+                f"{self.text[:12]}: give --data as it was, or, without it, the same Python"
+            )
+        self._check_engine(path, extra.get("engine"))
+        if extra["step"] > self.options.steps:
+            raise InputError(f"{path}: {extra['step']} steps are done, and --steps says {self.options.steps}")
+        for scheduler, state in zip(self.schedulers, extra["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+        torch.set_rng_state(extra["generators"]["cpu"])
+        if "cuda" in extra["generators"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state(extra["generators"]["cuda"])
+        self.step, self.losses = extra["step"], extra["losses"]
+        self.message = f"goes on from {path}: {step} of {self.options.steps} steps are done, on {extra['ranks']} ranks"
+
+    def _check_engine(self, path, then):
+        """Another engine may go on where both have the numbers of stage 0; else it must be the same, set alike."""
+        now = _described(self.engine)
+        if then is None or then == now or (then["name"] != now["name"] and then["plain"] and now["plain"]):
+            return
+        differ = [name for name in then["options"] if then["options"][name] != now["options"].get(name)]
+        if then["name"] != now["name"]:
+            differ = list(then["options"])
+        said = [
+            ", ".join([one["name"], *(f"{n}={one['options'][n]!r}" for n in differ if n in one["options"])])
+            for one in (then, now)
+        ]
+        raise InputError(f"{path} is of a run of {said[0]}, this is {said[1]}: give its options as they were")
+
+    def _ask(self, number, frame):
+        self._asked = True
+
+    def after_step(self, step, losses):
+        """Save if it is time to, or if any rank was asked to stop. A collective.
+
+        Args:
+            step: how many steps are done.
+            losses: this rank's, of the steps since this process began.
+
+        Raises:
+            Stopped: it was asked to, and has saved.
+        """
+        asked = any(self.engine.comm.gather_objects(self._asked, "the stop"))  # on all at the same step
+        every = self.options.save_every
+        if asked or step == self.options.steps or (every and step % every == 0):
+            self.save(step, losses)
+        if asked:
+            raise Stopped(f"stopped after step {step}, as asked: --resume goes on from {place(self.folder, step)}")
+
+    def save(self, step, losses):
+        """Write a checkpoint, and clear older ones away. A collective.
+
+        Raises:
+            InputError: a rank could not write. What was saved before stands.
+        """
+        generators = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            generators["cuda"] = torch.cuda.get_rng_state()
+        extra = {
+            "step": step,
+            "losses": self.losses + means(self.engine.comm, losses),
+            "ranks": self.engine.world_size,
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "generators": generators,
+            "settings": self._settings(),
+            "text": self.text,
+            "engine": _described(self.engine),
+        }
+        self.engine.save(place(self.folder, step), extra)
+        if self.engine.rank == 0:
+            for complaint in clear(self.folder, self.options.keep):
+                if complaint not in self._told:
+                    print(f"note: {complaint}", file=sys.stderr)
+                self._told.add(complaint)
+
+
+def _described(engine):
+    """An engine, and its own options: {"name", "options", "plain"}."""
+    options = {name: getattr(engine, name) for name in engine.own_options}
+    kind = type(engine)
+    return {"name": f"{kind.__module__}.{kind.__qualname__}", "options": options, "plain": engine.is_plain}
+
+
+def lock(file, word):
+    """Lock the file that says that a folder is in use, and write there who uses it.
+
+    Args:
+        file: its path.
+        word: which nobody else writes.
+
+    Returns:
+        For `locks.release`; None where the file system has no locks.
+
+    Raises:
+        InputError: another run uses it.
+        OSError: it cannot be written.
+    """
+    who = f"process {os.getpid()} on node {socket.gethostname()!r}: {shlex.join(sys.argv)}"
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    try:
+        fd = locks.own(file, RESTARTING if restarts else LEAVING)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        print(f"note: {file.parent} cannot be locked: see to it that no other run saves there", file=sys.stderr)
+        file.write_text(f"{who}\n{word}\n")
+        return None
+    if fd is None:
+        first = file.read_text().partition("\n")[0]
+        raise InputError(f"another run saves there, {first}; give each a folder of its own")
+    try:
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{who}\n{word}\n".encode())
+    except OSError:
+        locks.release(fd, file)
+        raise
+    return fd
+
+
+def _says(file, word):
+    """Whether a file is there and holds a word."""
+    with contextlib.suppress(FileNotFoundError):
+        os.listdir(file.parent)  # which asks a file server anew
+        return word in file.read_text()
+    return False
+
+
+def means(comm, losses):
+    """The mean over ranks of each step's loss. A collective."""
+    return [statistics.fmean(parts) for parts in zip(*comm.gather_objects(losses), strict=True)]
+
+
+def place(folder, step):
+    return folder / f"step-{step:08}"
+
+
+def complete(folder):
+    """The steps whose checkpoints in a folder are complete."""
+    return [int(match[1]) for match in _checkpoints(folder) if (folder / match[0] / "index.json").exists()]
+
+
+def clear(folder, keep):
+    """Remove all checkpoints but the newest so many, and the remnants of those that were not completed.
+
+    Returns:
+        What could not be removed, and why: texts.
+    """
+    kept, complaints = {place(folder, step).name for step in sorted(complete(folder))[-keep:]}, []
+    for match in _checkpoints(folder):
+        if match[0] not in kept:
+            try:
+                remove(folder / match[0])
+            except OSError as error:
+                complaints.append(f"{folder / match[0]} cannot be removed: {error.strerror}")
+    return complaints
+
+
+def remove(checkpoint):
+    """Take a checkpoint apart, its index first: what is left of it at any moment shows as a remnant.
+
+    Raises:
+        OSError: something cannot be removed; what is no part of a checkpoint stays.
+    """
+    (checkpoint / "index.json").unlink(missing_ok=True)
+    names = set(os.listdir(checkpoint))
+    ours = {name for name in names if FILE_NAME.fullmatch(name) or name == "index.json.partial"}
+    for name in ours:
+        (checkpoint / name).unlink(missing_ok=True)
+    if names - ours:
+        raise OSError(errno.ENOTEMPTY, f"it holds {min(names - ours)!r}, which is no part of a checkpoint")
+    checkpoint.rmdir()
+
+
+def _checkpoints(folder):
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return [match for match in map(NAME.fullmatch, names) if match]

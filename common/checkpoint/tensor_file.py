@@ -1,0 +1,320 @@
+"""safetensors files a tensor at a time: the library writes all tensors at once, and maps all of a file to read one.
+
+    8 bytes     the header's length, little-endian
+    header      JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}, spaces to a multiple of 8
+    values      of one tensor after the other, without gaps: row by row, little-endian
+
+Offsets count from the end of the header. A tensor's elements are one run of bytes, so any part of it is read alone.
+
+A file is written block by block: while one is filled, the one before is hashed and written. With O_DIRECT, where the
+disk takes it, they pass the system's cache by, which would take as long again to make room and to copy.
+
+Source: https://github.com/huggingface/safetensors, "Format".
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import mmap
+import os
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from common.checkpoint.pages import padded, set_direct
+from common.errors import InputError
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+HEADER = 100_000_000  # bytes of the longest header that safetensors reads
+BLOCK = 2**23  # bytes that are read, hashed or written at a time
+ROOMS = 3  # blocks in memory: one that is filled, and those before it
+
+
+def write(file, tensors, value_of, metadata):
+    """Write a file; return when it is on the disk.
+
+    Args:
+        file: its path.
+        tensors: {name: (dtype, shape)} of all that it will hold.
+        value_of: called with each name, in an order of its own, returns that tensor, on the CPU.
+        metadata: {str: str}, kept in the header.
+
+    Returns:
+        The file's sha256, in hex: of what was to be written, so that a fault of the disk shows.
+
+    Raises:
+        InputError: safetensors cannot hold it; see `check`.
+        OSError: the file could not be written, or is not what was written. What is there of it stays.
+    """
+    check(tensors, metadata)
+    order = _in_order(tensors)
+    values = (_bytes_of(_as_told(name, value_of(name), *tensors[name])) for name in order)
+    parts = itertools.chain([_header(order, tensors, metadata)], values)
+    checksum, size, under_way = hashlib.sha256(), 0, deque()
+    with open(file, "wb", buffering=0) as opened, ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(1) as writing:
+        set_direct(opened.fileno())
+        for room, filled in _blocks(parts):
+            hashed = hashing.submit(checksum.update, room[:filled])
+            written = writing.submit(_write_all, opened, room[: padded(filled)])
+            size += filled
+            under_way.append((hashed, written))
+            if len(under_way) == ROOMS - 1:  # the next block comes into the room of the first of them
+                _wait_for(under_way.popleft())
+        for each in under_way:
+            _wait_for(each)
+        opened.truncate(size)  # O_DIRECT has written whole pages
+        os.fsync(opened.fileno())
+    with Source(file) as written:
+        if not written.holds(tensors):
+            raise OSError(f"{file} does not hold what was written to it")
+    return checksum.hexdigest()
+
+
+def check(tensors, metadata):
+    """Refuse what a file cannot hold, before its first byte.
+
+    Raises:
+        InputError: safetensors has no name for a dtype, or its readers would refuse a header of this length.
+    """
+    for dtype in {dtype for dtype, _ in tensors.values()} - CODES.keys():
+        names = ", ".join(name for name, (theirs, _) in tensors.items() if theirs == dtype)
+        raise InputError(f"safetensors cannot hold {dtype}, the dtype of {names}; cast it, or leave it out")
+    length = len(_header(tensors, tensors, metadata)) - 8
+    if length > HEADER:
+        raise InputError(
+            f"names and all that is no tensor take {length / 1e6:.0f} MB, and a safetensors file holds "
+            f"{HEADER / 1e6:.0f} MB of these; put long lists into tensors, or leave them out"
+        )
+
+
+def checksum(file):
+    """A file's sha256, in hex, each block hashed while the next is read."""
+    found, rooms = hashlib.sha256(), itertools.cycle(_rooms())
+    with open(file, "rb", buffering=0) as opened, ThreadPoolExecutor(1) as reading:
+        room = next(rooms)
+        count = opened.readinto(room)
+        while count:
+            following = next(rooms)
+            ahead = reading.submit(opened.readinto, following)
+            found.update(room[:count])
+            room, count = following, ahead.result()
+    return found.hexdigest()
+
+
+def _as_told(name, value, dtype, shape):
+    """A tensor that is what the header says of it; another would make the whole file unreadable."""
+    if (value.dtype, tuple(value.shape)) != (dtype, tuple(shape)):
+        raise ValueError(f"{name!r} was to be {dtype} {list(shape)} and is {value.dtype} {list(value.shape)}")
+    return value
+
+
+def kind(dtype, shape):
+    """What a tensor in a file has in common with the one it is to become: floating dtypes are cast to each other."""
+    return f"{'floating' if dtype and dtype.is_floating_point else dtype}, of shape {list(shape)}"
+
+
+def _in_order(tensors):
+    """The widest first: so each begins at a multiple of its element's size, as those who map the file need it."""
+    return sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
+
+
+def _header(order, tensors, metadata):
+    described, end = {"__metadata__": metadata}, 0
+    for name in order:
+        dtype, shape = tensors[name]
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        described[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(described).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _rooms():
+    """Memory for blocks, each at an address that O_DIRECT takes."""
+    return [memoryview(mmap.mmap(-1, BLOCK)) for _ in range(ROOMS)]
+
+
+def _blocks(parts):
+    """Gather bytes of any length in blocks: (a room, used again after ROOMS blocks, and how many bytes it has)."""
+    rooms = itertools.cycle(_rooms())
+    room, filled = next(rooms), 0
+    for part in parts:
+        taken = 0
+        while taken < len(part):
+            count = min(len(part) - taken, BLOCK - filled)
+            room[filled : filled + count] = part[taken : taken + count]
+            taken, filled = taken + count, filled + count
+            if filled == BLOCK:
+                yield room, filled
+                room, filled = next(rooms), 0
+        del part  # before the next is made: memory may not hold both
+    yield room, filled
+
+
+def _write_all(opened, data):
+    while data:
+        data = data[opened.write(data) :]
+
+
+def _wait_for(futures):
+    for future in futures:
+        future.result()
+
+
+def _bytes_of(tensor):
+    """A tensor's bytes, a memoryview; of a contiguous one without a copy."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+class Source:
+    """An open safetensors file, of which parts of tensors are read.
+
+    Args:
+        file: its path.
+
+    Attributes:
+        tensors: {name: (dtype, shape)}; None is the dtype of what torch cannot compute with.
+        metadata: {str: str}.
+
+    Raises:
+        SafetensorError: it is no such file, or not all of it.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, file):
+        with safe_open(file, "np"):  # which checks the header; for torch it would map the file as memory of our own
+            pass
+        self._file = open(file, "rb", buffering=0)  # noqa: SIM115  closed by `close`
+        length = int.from_bytes(self._file.read(8), "little")
+        header = json.loads(self._file.read(length))
+        self.metadata = header.pop("__metadata__", {})
+        self.tensors = {name: (DTYPES.get(told["dtype"]), tuple(told["shape"])) for name, told in header.items()}
+        self._offsets = {name: 8 + length + told["data_offsets"][0] for name, told in header.items()}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        self._file.close()
+
+    def holds(self, tensors):
+        """Whether it has these tensors, {name: (dtype, shape)}, and no others."""
+        return self.tensors == {name: (dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()}
+
+    def read(self, name, start, target):
+        """Read some elements of a tensor, row by row from number `start` on.
+
+        Args:
+            target: a flat tensor, which says how many. They are cast to its dtype, a block at a time.
+        """
+        dtype, _ = self.tensors[name]
+        block = BLOCK // dtype.itemsize
+        for begin in range(0, len(target), block):
+            part = target[begin : begin + block]
+            in_place = part.dtype == dtype and part.device.type == "cpu"
+            values = part if in_place else torch.empty(len(part), dtype=dtype)
+            self._read_into(_bytes_of(values), self._offsets[name] + (start + begin) * dtype.itemsize)
+            if values is not part:
+                part.copy_(values)
+
+    def overflows(self, name, start, stop, dtype):
+        """Whether elements [start, stop) of a tensor, row by row, hold a finite number too large for a dtype.
+
+        They are read, a block at a time, if the dtype holds less than the tensor's own.
+        """
+        own, _ = self.tensors[name]
+        if dtype == own or torch.finfo(dtype).max >= torch.finfo(own).max:
+            return False
+        block = BLOCK // 8  # elements, which are looked at in float64: torch asks no float8 whether it is finite
+        for begin in range(start, stop, block):
+            values = torch.empty(min(block, stop - begin), dtype=own)
+            self.read(name, begin, values)
+            if (values.double().isfinite() & ~values.to(dtype).double().isfinite()).any():
+                return True
+        return False
+
+    def get_tensor(self, name):
+        """All of a tensor."""
+        dtype, shape = self.tensors[name]
+        values = torch.empty(shape, dtype=dtype)
+        self.read(name, 0, values.view(-1))
+        return values
+
+    def _read_into(self, room, offset):
+        self._file.seek(offset)
+        while room:
+            count = self._file.readinto(room)
+            if not count:
+                raise OSError(f"{self._file.name} ends too early")
+            room = room[count:]
+
+
+class SplitSource:
+    """The same of a model that was cut into several files, by the index beside them: {"weight_map": {name: file}}.
+
+    Args:
+        index: path of the index, JSON.
+
+    Raises:
+        InputError: it is no index, or a file does not have what it says.
+        SafetensorError, OSError: as of a `Source`.
+    """
+
+    def __init__(self, index):
+        try:
+            file_of = json.loads(Path(index).read_bytes())["weight_map"]
+            files = sorted({Path(index).parent / file for file in file_of.values()})
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise InputError("it is no index: no JSON with a 'weight_map' from names to files") from error
+        with contextlib.ExitStack() as opened:
+            sources = {file: opened.enter_context(Source(file)) for file in files}
+            self._source_of = {name: sources[Path(index).parent / file] for name, file in file_of.items()}
+            for name, file in file_of.items():
+                if name not in self._source_of[name].tensors:
+                    raise InputError(f"{name!r} is not in {file!r}, where the index has it")
+            self._close = opened.pop_all().close
+        self.tensors = {name: source.tensors[name] for name, source in self._source_of.items()}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        self._close()
+
+    def read(self, name, start, target):
+        """Read some elements of a tensor; see `Source.read`."""
+        self._source_of[name].read(name, start, target)
+
+    def overflows(self, name, start, stop, dtype):
+        """Whether a dtype is too small for some elements; see `Source.overflows`."""
+        return self._source_of[name].overflows(name, start, stop, dtype)
+
+    def get_tensor(self, name):
+        """All of a tensor."""
+        return self._source_of[name].get_tensor(name)

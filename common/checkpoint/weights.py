@@ -1,0 +1,118 @@
+"""Weights from elsewhere: a safetensors file of whole tensors, or several, of which each rank reads its shards.
+
+The names are those of model.state_dict(). Of a parameter with several names the file may have one or all of them.
+"""
+
+import contextlib
+
+import torch
+from torch import nn
+
+from common.checkpoint import tensor_file
+from common.errors import InputError
+from common.ranks.agreement import together
+from common.tensors import distinct
+
+
+def load(engine, file):
+    """Read parameters into an engine, and the buffers that the file has. A collective.
+
+    They are cast to the engine's dtypes: master weights to fp32, of which 16-bit parameters are rounded. No finite
+    number becomes infinite by that: where a dtype holds less than the file's, ranks look at all values first, each at
+    its shards. What the optimizer keeps of steps before, Adam's moments for instance, stays.
+
+    Args:
+        engine: any engine.
+        file: its path, the same on all ranks; of several files that of their index, such as
+            "model.safetensors.index.json".
+
+    Returns:
+        The parameters and buffers that it had.
+
+    Raises:
+        InputError: on every rank: there is no such file, it is damaged, or it does not fit the model; it names the
+            first parameter or buffer that differs, or whose values are too large for its dtype here. Parameters and
+            buffers are as they were; gradients are dropped all the same. Also on every rank, if one could not take
+            over what it read. Then it says that the load was in part: no states can be relied on.
+    """
+    with contextlib.ExitStack() as opened:
+        with together(engine.comm, f"cannot load weights of {str(file)!r}"):
+            make = tensor_file.SplitSource if str(file).endswith(".json") else tensor_file.Source
+            source = opened.enter_context(make(file))
+            name_of = _names_in(source, engine.state_as_it_stands())
+            _check_range(engine, source, name_of)
+        engine.begin_load()
+        with together(engine.comm, f"loaded weights of {str(file)!r} in part, build the engine anew"):
+            _fill(engine, source, name_of)
+    return name_of.keys()
+
+
+def _names_in(source, state):
+    """Which tensor of a file each parameter and buffer is to become: {parameter or buffer: name}.
+
+    Raises:
+        InputError: something is missing, superfluous, or other than here.
+    """
+    names, name_of = {}, {}  # names: tensor -> all of its names
+    for name, tensor in state.items():
+        if torch.is_tensor(tensor):  # modules may keep other things there
+            names.setdefault(tensor, []).append(name)
+    for tensor, own in names.items():
+        there = [name for name in own if name in source.tensors]
+        if there:
+            name_of[tensor] = there[0]
+        elif isinstance(tensor, nn.Parameter):
+            raise InputError(f"{own[0]!r} is missing; the names are to be those of model.state_dict()")
+        for name in there:
+            theirs, ours = tensor_file.kind(*source.tensors[name]), tensor_file.kind(tensor.dtype, tensor.shape)
+            if theirs != ours:
+                raise InputError(f"{name!r} is {theirs} there and {ours} here; build the model that it was saved from")
+        for other in there[1:]:
+            if not torch.equal(source.get_tensor(there[0]), source.get_tensor(other)):
+                raise InputError(f"{there[0]!r} and {other!r} differ there and are one here; leave one of them out")
+    superfluous = sorted(source.tensors.keys() - state.keys())
+    if superfluous:
+        raise InputError(f"{superfluous[0]!r} is not in the model; leave it out")
+    return name_of
+
+
+def _check_range(engine, source, name_of):
+    """Raise InputError for the first number that would become infinite. Each rank looks at its shard, for all."""
+    casts = [
+        (name, common.start, common.stop, bucket.kind.dtype)
+        for bucket in engine.buckets + engine.frozen
+        for name, common, _ in _overlaps(bucket, bucket.shard(engine.rank), name_of)
+    ]
+    casts += [(name, 0, t.numel(), t.dtype) for t, name in name_of.items() if not isinstance(t, nn.Parameter)]
+    for name, start, stop, dtype in casts:
+        if source.overflows(name, start, stop, dtype):
+            raise InputError(
+                f"{name!r} has finite values that are infinite in {dtype}, its dtype here; "
+                "choose a wider precision=, or keep_fp32= for it, or mend the file"
+            )
+
+
+def _overlaps(bucket, part, name_of):
+    """What of a file elements `part` of a bucket's run are to become.
+
+    Yields:
+        The name of a tensor there, and the common elements as slices of that and of `part`.
+    """
+    for name, there, here in bucket.overlaps(part):
+        yield name_of[bucket.members[name]], there, here
+
+
+@torch.no_grad()
+def _fill(engine, source, name_of):
+    for bucket in engine.buckets + engine.frozen:
+
+        def fill(target, part, bucket=bucket):
+            target.zero_()  # padding
+            for name, there, here in _overlaps(bucket, part, name_of):
+                source.read(name, there.start, target[here])
+
+        bucket.take_over(engine.owned(bucket).parameters, fill)
+    for tensor, name in name_of.items():
+        if not isinstance(tensor, nn.Parameter):
+            once = distinct(tensor)
+            once.copy_(source.get_tensor(name)[tuple(map(slice, once.shape))])

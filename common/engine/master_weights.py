@@ -1,0 +1,104 @@
+"""A piece: the part of a rank's shard that one step of the optimizer changes, and the tier that it lies in."""
+
+import contextlib
+
+import torch
+from torch import nn
+
+
+class Piece:
+    """A part of a run: its master weights, where its mean gradient arrives, and what is rounded from them.
+
+    A bucket is its own only piece, unless an engine's placement table cuts it.
+
+    Attributes:
+        part: its elements, as a slice of the run.
+        tier: where its master weights, gradient and optimizer states lie, of `common.tiers`; None where no table says.
+        stepped: the same part of the bucket's parameters, on the device.
+        master: what the optimizer steps, an nn.Parameter: `stepped` itself or, if that is 16-bit or in another tier, a
+            copy in fp32.
+        reduced: where its mean gradient arrives, in the parameters' dtype.
+        carried: the sum of the step's earlier means, in fp32, where `reduced` does not hold it.
+        spare: room for another mean, where a step over one may run while the next arrives.
+        stepper: what steps it alone, where a tier does.
+        fresh: the new parameters, in their dtype, once a step in another tier is taken.
+    """
+
+    def __init__(self, part=None, tier=None):
+        self.part, self.tier = part, tier
+        self.stepped = self.master = self.reduced = self.carried = self.spare = self.fresh = None
+        self.stepper = None
+
+    @property
+    def mean(self):
+        """The mean gradient since the last step: of one backward as it arrived, of several the sum, in fp32."""
+        return self.reduced if self.carried is None else self.carried
+
+    @contextlib.contextmanager
+    def mean_at_hand(self):
+        """A context in which the mean gradient can be read, which it gives: here it always can."""
+        yield self.mean
+
+    @property
+    def gradient_tier(self):
+        """The tier of its mean gradient."""
+        return self.tier
+
+    @property
+    def is_apart(self):
+        """The master weights are a copy, and no part of the parameters."""
+        return self.master.dtype != self.stepped.dtype or (self.tier is not None and self.tier.apart)
+
+    def lay(self, stepped, values):
+        """Get storage in the tier: room for the mean gradient, and master weights in fp32.
+
+        Args:
+            stepped: the part of the bucket's parameters.
+            values: its first values, unrounded.
+        """
+        tier = self.tier
+        self.stepped, self.reduced = stepped, tier.empty_like(stepped).zero_()
+        self.spare = tier.empty_like(stepped).zero_() if tier.spares else None
+        apart = tier.apart or stepped.dtype != torch.float32
+        self.master = nn.Parameter(tier.empty_like(values).copy_(values) if apart else stepped)
+
+    def adopt(self, states):
+        """Take states that the optimizer has made, {name: state}, to where they are to lie."""
+        if self.tier is not None:
+            self.tier.adopt(states)
+
+    def take_state(self, name, fill):
+        """Read one of the optimizer's states, by `fill(target)`; return what stands for it in the optimizer."""
+        like = torch.empty_like if self.tier is None else self.tier.empty_like
+        values = like(self.master.detach(), dtype=torch.float32)
+        fill(values)
+        return values
+
+    def set_aside(self):
+        """An earlier backward's mean stands aside, before this one's gradients or their mean arrive in its place."""
+        if self.carried is None:
+            copied = torch.empty_like if self.gradient_tier is None else self.gradient_tier.empty_like
+            self.carried = copied(self.reduced, dtype=torch.float32).copy_(self.reduced)
+
+    def add_up(self):
+        """Add a mean that has arrived to those of the step's earlier backwards, in fp32."""
+        if self.carried is not None and self.reduced.dtype != torch.float32:
+            self.carried.add_(self.reduced)
+        elif self.carried is not None:
+            self.reduced.add_(self.carried)
+            self.carried = None
+
+
+@contextlib.contextmanager
+def alone(optimizer, weights):
+    """In this context the optimizer has these weights alone, in one group.
+
+    So a `step` that clips gradients by value or clamps weights does to each shard what it would do to the whole.
+    """
+    groups = optimizer.param_groups
+    own = next(group for group in groups if any(parameter is weights for parameter in group["params"]))
+    listed, own["params"], optimizer.param_groups = own["params"], [weights], [own]
+    try:
+        yield
+    finally:
+        own["params"], optimizer.param_groups = listed, groups

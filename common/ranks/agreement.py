@@ -1,0 +1,46 @@
+"""What ranks tell each other before they go on: whether they have the same, and whether all could do their part."""
+
+import contextlib
+import itertools
+
+from safetensors import SafetensorError
+
+from common.errors import InputError
+
+
+def check_agreement(found, comm, label="the check of the model"):
+    """Raise what any rank found wrong on every rank, so that none waits for one that has left.
+
+    Args:
+        found: an InputError; or a list of (what it is, a value that ranks must have in common, how to mend it).
+    """
+    everyone = [found] if comm.simulated else comm.gather_objects(found, label)
+    for theirs in everyone:
+        if isinstance(theirs, InputError):
+            raise theirs
+    for rank, theirs in enumerate(everyone):
+        pairs = itertools.zip_longest(found, theirs, fillvalue=None)
+        first = next(((mine, other) for mine, other in pairs if mine != other), None)
+        if first is not None:
+            what, _, how = first[0] or first[1]
+            values = [line[1] for line in first if line is not None and isinstance(line[1], str)]
+            shown = f" ({' and '.join(values)})" if values else ""
+            raise InputError(f"{what} differs between rank {comm.rank} and rank {rank}{shown}; {how}")
+
+
+@contextlib.contextmanager
+def together(comm, failure):
+    """Run a block on every rank; if anything is raised on one, every rank raises an InputError that names it.
+
+    There are no collectives in the block: the ranks that fail in it would miss some. They meet behind it.
+    """
+    caught = problem = None
+    try:
+        yield
+    except Exception as error:
+        caught, told = error, isinstance(error, (InputError, OSError, SafetensorError))
+        said = str(error) if told else f"{type(error).__name__}: {error}"  # a KeyError says its key alone
+        problem = " ".join(said.split())
+    for rank, theirs in enumerate(comm.gather_objects(problem, "what a rank does alone")):
+        if theirs is not None:
+            raise InputError(f"{failure}: rank {rank}: {theirs}") from caught

@@ -1,0 +1,102 @@
+"""Tensors wherever they are: in nested structures, in an optimizer's state, as a number, as a checksum."""
+
+import copy
+import dataclasses
+import zlib
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def tensors_in(value):
+    found = []
+
+    def note(tensor):
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
+
+
+def map_tensors(function, value):
+    """Apply `function` to every tensor in nested tuples, lists, dicts and dataclasses; return the same structure.
+
+    What holds no tensor that the function changes is returned itself, not a copy: others may hold it too.
+    """
+    if torch.is_tensor(value):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        items = dict(enumerate(value))
+    elif isinstance(value, dict):
+        items = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    else:
+        return value
+    changed = {key: new for key, item in items.items() if (new := map_tensors(function, item)) is not item}
+    return _copy_with(value, changed) if changed else value
+
+
+def _copy_with(value, changed):
+    """A copy of a tuple, list, dict or dataclass, with some of its items changed: {index, key or field: item}."""
+    if isinstance(value, (list, tuple)):
+        items = [changed.get(index, item) for index, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # with _fields a namedtuple
+    copied = copy.copy(value)
+    for key, item in changed.items():
+        if isinstance(value, dict):
+            copied[key] = item
+        else:
+            object.__setattr__(copied, key, item)  # past __setattr__, which a frozen dataclass refuses
+    return copied
+
+
+def graph_nodes_made():
+    """How many nodes autograd has made for graphs in this thread. torch has no public way to ask."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def inside_backward():
+    """Whether autograd is running a backward in this thread. torch has no public way to ask."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def tensors_of_state(optimizer):
+    """The tensors among an optimizer's states."""
+    return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+
+
+def host_value(tensor, default):
+    """A scalar tensor's value, or `default` where it has none: under fake tensors."""
+    return default if isinstance(tensor, FakeTensor) else tensor.item()
+
+
+def checksum(tensor):
+    """A number that tells bits from other bits, alike on every rank."""
+    values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+    return zlib.crc32(values.numpy().tobytes())
+
+
+def distinct(tensor):
+    """The part of an expanded tensor that holds each of its elements once, as a view; of others the tensor itself."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def length(part):
+    """The elements of a slice."""
+    return part.stop - part.start
+
+
+def within(part, kept):
+    """The slice `part` of a run, counted from where `kept` begins."""
+    return slice(part.start - kept.start, part.stop - kept.start)
+
+
+def end_to_end(tensors, device):
+    """Flat tensors, one for each piece, as one on `device`; a single one that is there already is not copied."""
+    tensors = [tensor.detach().to(device) for tensor in tensors]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -1,0 +1,113 @@
+"""Before training: the tiers that an engine places its states in are opened, if there is room in them."""
+
+import socket
+from collections import defaultdict
+
+from common.checkpoint.pages import PAGE, padded
+from common.engine.accounting import predicted_states
+from common.errors import InputError
+from common.measure.hardware import available, private_left
+from common.measure.memory import storage_bytes
+from common.ranks.agreement import check_agreement
+from common.ranks.collectives import SEGMENT
+from common.tiers.accounting import predicted_in
+from common.tiers.disk import Disk
+from common.tiers.memory import Device, Host
+
+
+def open_tiers(engine, read_ahead):
+    """Open the tiers of an engine that is cut into units, and set its `sub_group`.
+
+    Args:
+        engine: its `tiers`, `path` and `sub_group_mb` say which.
+        read_ahead: the units that are read before their turn.
+
+    Returns:
+        {"device": tier, "cpu": tier, "nvme": tier or None}
+
+    Raises:
+        InputError: on every rank alike: there is too little room, or the path cannot be used.
+    """
+    comm, buckets = engine.comm, [bucket for unit in engine.units for bucket in unit.buckets]
+    names, largest = engine.tiers, max(bucket.shard_numel for bucket in buckets)
+    on_disk = "nvme" in names.values()
+    pages = max(1, int(engine.sub_group_mb * 2**20 / 4) // PAGE) if on_disk else largest
+    engine.sub_group = min(pages, -(-largest // PAGE)) * PAGE  # elements: whole pages in every dtype
+    disk = problem = None
+    try:
+        if on_disk:
+            disk = Disk(comm, engine.path, engine.sub_group)
+            disk.file.reserve(sum(predicted_in("nvme", engine, buckets, engine.optimizer_bytes).values()))
+            widest = max(4, *engine.state_bytes, *(bucket.kind.dtype.itemsize for bucket in buckets))
+            disk.stepping.nbytes = padded(widest * engine.sub_group)
+            disk.stepping.number = 3 * (3 + len(engine.state_bytes))  # with masters, gradient, new parameters
+            disk.shards.nbytes = padded(max(b.shard_numel * b.kind.dtype.itemsize for b in buckets))
+            disk.shards.number = (1 + read_ahead) * max(len(unit.buckets) for unit in engine.units)
+    except (InputError, OSError) as error:
+        problem = InputError(f"rank {comm.rank}: {error}")
+    try:
+        check_agreement(problem or [], comm, "the check of the disks")
+        check_shared(sum(predicted_in("cpu", engine, buckets, engine.optimizer_bytes).values()), comm)
+    except InputError:
+        if disk is not None:
+            disk.file.close()  # at once, so that another engine may take the path
+        raise
+    if disk is not None and comm.rank == 0 and not disk.file.direct:
+        disk.file.notice()
+    return {"device": Device(comm), "cpu": Host(comm), "nvme": disk}
+
+
+def check_room(engine, buckets, optimizer_bytes):
+    """Refuse, on every rank alike, what neither the host nor the device can hold.
+
+    Args:
+        engine: its placement table says what lies where.
+        buckets: the trainable ones and the frozen ones, before they have storage.
+        optimizer_bytes: of the optimizer's state, per element and per tensor.
+
+    Raises:
+        InputError: a machine has too little shared memory for its ranks; or a rank may hold too little privately.
+    """
+    comm = engine.comm
+    if comm.simulated:
+        return
+    trained = [bucket for bucket in buckets if bucket.kind.trainable]
+    needed = sum(predicted_states(engine, buckets, optimizer_bytes, on_host=True).values())
+    needed += max(bucket.shard_numel * 4 * bucket.sixteen_bit for bucket in trained)  # in which gradients become fp32
+    on_device = sum(predicted_states(engine, buckets, optimizer_bytes).values())
+    on_device -= storage_bytes(parameter for bucket in buckets for parameter in bucket.members.values())  # give way
+    in_flight = sorted(bucket.padded_numel * bucket.kind.dtype.itemsize for bucket in trained)[-2:]
+    on_device = max(0, on_device) + sum(in_flight) + min(in_flight[-1] // comm.size, SEGMENT) * (comm.size > 1)
+    left, problem = private_left() if comm.device.type == "cpu" else None, None
+    if left is not None and on_device > left:
+        problem = InputError(
+            f"RLIMIT_DATA leaves {left / 1e6:.0f} MB for the device's part, and parameters and buffers take "
+            f"{on_device / 1e6:.0f} MB; raise the limit, or choose a smaller model or bucket"
+        )
+    check_shared(needed, comm, problem)
+
+
+def check_shared(needed, comm, problem=None):
+    """Refuse, on every rank alike, what the ranks of a machine need of its memory and it does not have.
+
+    Args:
+        needed: bytes of this rank.
+        comm: the engine's `Collectives`.
+        problem: an InputError of this rank alone, if there is one.
+
+    Raises:
+        InputError: it is that, or some rank's own.
+    """
+    if comm.simulated:
+        return
+    machines = defaultdict(list)
+    for machine, theirs, free in comm.gather_objects((socket.gethostname(), needed, available()), "the host's memory"):
+        machines[machine].append((theirs, free))
+    for ranks in machines.values():
+        together, free = sum(theirs for theirs, _ in ranks), min(free for _, free in ranks)
+        if together > free:
+            problem = problem or InputError(
+                f"the host tier needs {together / 1e9:.3g} GB of shared memory for {len(ranks)} ranks of a machine and "
+                f"finds {free / 1e9:.3g} GB; take more machines, a larger ratio= or a smaller model"
+            )
+    check_agreement(problem or [], comm, "the check of the tiers")

@@ -1,0 +1,75 @@
+"""The optimizer over one piece alone: engines step piece by piece, and each step sees what it steps and no more."""
+
+from collections import defaultdict
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+
+class Stepper:
+    """Steps one piece by the rule and the states of an optimizer, which itself does not step.
+
+    So two pieces can be stepped at once, and on another thread. `ask` takes what a step needs: the gradient, and the
+    options of the piece's group, which a scheduler may change before the step is taken. Of a piece one step at a time
+    is under way.
+
+    Args:
+        piece: its master weights and their states, which it shares, are stepped. It holds the stepper, which holds it
+            only from `ask` to the end of `take`.
+        make: the factory of the optimizer. It makes another one, over this piece's weights: a copy of the one over all
+            would read their states, which the steps of other pieces are making.
+    """
+
+    def __init__(self, piece, make):
+        self._weights = nn.Parameter(piece.master.detach())
+        self._optimizer = make([self._weights])
+        self._optimizer.state.clear()  # Adagrad makes its states at once; the piece has some already
+
+    def ask(self, piece, optimizer, group, factor):
+        """Take what the next step needs.
+
+        Args:
+            piece: the one that it steps.
+            optimizer: whose states they are; a load replaces them.
+            group: the one of its `param_groups` that the piece belongs to.
+            factor: what the gradient is multiplied by, a number or a scalar tensor on the CPU; None leaves it.
+        """
+        self._piece, self._gradient, self._factor = piece, piece.mean, factor
+        # What goes up in 16-bit takes the room of the gradient, which is as large, and spent by then.
+        self._fresh = piece.reduced if piece.reduced.dtype != torch.float32 else piece.master.detach()
+        options = {name: value.clone() if torch.is_tensor(value) else value for name, value in group.items()}
+        self._optimizer.param_groups = [{**options, "params": [self._weights]}]
+        self._states = optimizer.state[piece.master]
+        self._optimizer.state = defaultdict(dict, {self._weights: self._states})
+
+    def take(self, name, after):
+        """Step the master weights; what is to go to the device is then in the piece's `fresh`.
+
+        Args:
+            name: the bucket's, for a trace.
+            after: the handle of what still reads the last `fresh`; None if nothing does.
+        """
+        try:
+            if after is not None:
+                after.wait_on_host()
+            with record_function(f"optimizer's step of {name}"):
+                self._step()
+        finally:
+            self._piece = None
+
+    def _step(self):
+        tier, gradient = self._piece.tier, self._gradient
+        if gradient.dtype != torch.float32:
+            gradient = tier.scratch(len(gradient), torch.float32).copy_(gradient)
+        if self._factor is not None:
+            gradient.mul_(self._factor)
+        self._weights.grad = gradient
+        try:
+            self._optimizer.step()
+        finally:
+            self._weights.grad = self._gradient = None
+        tier.adopt(self._states)
+        if self._fresh.dtype != torch.float32:
+            self._fresh.copy_(self._weights.detach())
+        self._piece.fresh = self._fresh

@@ -1,0 +1,358 @@
+"""Buckets whose states lie in tiers, each in its own, and their sub-groups: what is stepped at a time.
+
+A shard on disk is larger than the memory it passes through. So it is stepped in sub-groups, and while one is stepped
+the next is read and the one before is written. What a sub-group has in memory meanwhile, its master weights and states,
+stands in the optimizer; on disk it leaves NaN in their place, one number for all elements.
+
+Source: ZeRO-Infinity, arXiv 2104.07857, sec. 5.2.2 and 6.3.
+"""
+
+import contextlib
+import math
+import weakref
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from common.engine.bucket import Bucket
+from common.engine.master_weights import Piece
+from common.engine.units import hollow
+from common.errors import InputError
+from common.measure.memory import storage_id
+from common.tensors import length
+from common.tiers.memory import Device
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The tier of each state of a bucket, and the elements that are stepped at a time."""
+
+    parameters: Device
+    gradients: Device
+    optimizer: Device
+    sub_group: int
+
+
+class TieredBucket(Bucket):
+    """A bucket that keeps its states where a placement table says.
+
+    Attributes:
+        parameters_at, gradients_at, masters_at: the places of this rank's shard. Masters lie with the parameters where
+            these are fp32 and in the same tier, or frozen.
+        parts: what passes through memory at a time, as slices of the shard.
+        sums_at: the place of the fp32 sum of a step's means, on disk; None before a step of several backwards.
+        states_at: {name: place} of the optimizer's states on disk, made with its first step.
+    """
+
+    def lay(self, owned, placed, whole):
+        """Get places for what the ownership table says a rank keeps, in the tiers of the placement table."""
+        shard, dtype = owned.parameters, self.kind.dtype
+        numel, values = length(shard), whole[shard]
+        self.parameters_at = placed.parameters.keep(numel, dtype, self.name)
+        self.parameters_at.store(slice(0, numel), values)
+        self.parameters = self.parameters_at.tensor
+        self.masters_at, self.sums_at, self.states_at = self.parameters_at, None, {}
+        cuts = range(0, numel, placed.sub_group)
+        self.parts = [slice(begin, min(numel, begin + placed.sub_group)) for begin in cuts]
+        if not self.kind.trainable:
+            return
+        self.gradients_at = placed.gradients.keep(numel, dtype, self.name)
+        if self.sixteen_bit or placed.optimizer is not placed.parameters:
+            self.masters_at = placed.optimizer.keep(numel, torch.float32, self.name)
+            self.masters_at.store(slice(0, numel), values)
+        self.cut_into = [SubGroup(self, part, shard.start, placed.optimizer) for part in self.parts]
+
+    def forget(self):
+        """Drop every gradient since the last step."""
+        for piece in self.cut_into:
+            piece.adds = False
+            piece.drop_mean()
+        super().forget()
+
+    def receive(self, mean, after, bus, host):
+        """Bring the mean gradient to where gradients lie.
+
+        Args:
+            mean: [shard] on the device.
+            after: the Handle of the reduction that writes it.
+            bus: a `Bus`.
+            host: the lane of the host, on which a mean for the disk is added up.
+
+        Returns:
+            A Handle.
+        """
+        if self.gradients_at.tensor is None:
+            return host.submit(partial(self._to_disk, mean, after, bus), mean)
+        if self.gradients_at.tier.on_host:
+            return bus.carry("down", self.name, mean, self.gradients_at.tensor, after)
+        return after  # it was reduced into its place
+
+    def _to_disk(self, mean, after, bus):
+        for piece in self.pieces:
+            room = self._room_beside_a_sum(piece) if piece.adds else self.gradients_at.lend(piece.own, fresh=True)[0]
+            bus.carry("down", self.name, mean[piece.own], room, after).wait_on_host()
+            if piece.adds:
+                self._add(room, piece)
+            else:
+                self.gradients_at.put_back(piece.own)
+
+    def _room_beside_a_sum(self, piece):
+        return self.gradients_at.tier.scratch(length(piece.own), self.kind.dtype)
+
+    def _add(self, mean, piece):
+        """Add a mean to those of the step's earlier backwards, in fp32."""
+        if self.sums_at is None:
+            numel = self.shard_numel
+            self.sums_at = self.gradients_at.tier.keep(numel, torch.float32, self.name) if self.sixteen_bit else None
+            self.sums_at = self.sums_at or self.gradients_at
+        if self.sixteen_bit and piece.carried is None:
+            first, read = self.gradients_at.lend(piece.own)
+            total, _ = self.sums_at.lend(piece.own, fresh=True)
+            read.wait_on_host()
+            total.copy_(first)
+            self.gradients_at.drop(piece.own)
+        else:
+            total, read = self.sums_at.lend(piece.own)
+            read.wait_on_host()
+        total.add_(mean)
+        self.sums_at.put_back(piece.own)
+
+    def read(self, state, optimizer):
+        """What this rank keeps of a state, flat, wherever it lies.
+
+        Raises:
+            InputError: it lies on a disk that has failed.
+        """
+        place = self.states_at.get(state) if state else self.masters_at
+        if place is None or place.tensor is not None:
+            return super().read(state, optimizer)
+        values = place.copy(slice(0, self.shard_numel))
+        if place.tier.file.problem is not None:
+            raise InputError(place.tier.file.problem)
+        return values
+
+    def take_over(self, part, fill):
+        """Become other values, a sub-group at a time; see `Bucket.take_over`."""
+        self.parameters_at.drop(slice(0, self.shard_numel))  # where it was read ahead
+        for place in dict.fromkeys((self.parameters_at, self.masters_at)):
+            for own in self.parts:
+                values, there = place.lend(own)
+                there.wait_on_host()
+                fill(values, slice(part.start + own.start, part.start + own.stop))
+                place.put_back(own)
+
+    @contextlib.contextmanager
+    def values_at_hand(self):
+        """Parameters and master weights in memory."""
+        self.parameters = self.parameters_at.copy(slice(0, self.shard_numel))
+        for piece in self.cut_into:
+            piece.show()
+        yield
+        self.parameters = self.parameters_at.tensor
+        for piece in self.cut_into:
+            piece.hide()
+
+
+class SubGroup(Piece):
+    """A part of a shard whose mean gradient, master weights and states are brought together, stepped and put back.
+
+    Args:
+        bucket: whose shard it is a part of.
+        own: the part, as a slice of the shard.
+        begin: where the shard begins in the run.
+        tier: where it is stepped.
+
+    Attributes:
+        adds: the next mean is to be added to what lies on disk.
+    """
+
+    def __init__(self, bucket, own, begin, tier):
+        super().__init__(slice(begin + own.start, begin + own.stop), tier)
+        self._bucket, self.own, self.adds, self._lent_mean = weakref.ref(bucket), own, False, None
+        self._on_disk = bucket.masters_at.tensor is None
+        self.master = nn.Parameter(self._nothing() if self._on_disk else bucket.masters_at.tensor[own])
+        gradients = bucket.gradients_at.tensor
+        self.reduced = None if gradients is None else gradients[own]
+
+    def _nothing(self, dtype=torch.float32):
+        """One number in the place of all, for what lies on disk."""
+        return torch.full((1,), math.nan).to(dtype).expand(length(self.own))
+
+    @property
+    def bucket(self):
+        """Whose shard it is a part of."""
+        return self._bucket()
+
+    @property
+    def gradient_tier(self):
+        """The tier of its mean gradient."""
+        return self.bucket.gradients_at.tier
+
+    @property
+    def is_apart(self):
+        """The master weights are a copy, and no part of the parameters."""
+        return self.bucket.masters_at is not self.bucket.parameters_at
+
+    # ---- its mean gradient --------------------------------------------------------------------------------------
+
+    @property
+    def mean(self):
+        """The mean gradient since the last step, where it is in memory."""
+        return super().mean if self._lent_mean is None else self._lent_mean
+
+    @property
+    def _mean_at(self):
+        return self.bucket.gradients_at if self.carried is None else self.bucket.sums_at
+
+    def set_aside(self):
+        """An earlier backward's mean stands aside; on disk it waits to be added to."""
+        if self.reduced is None:
+            self.adds = True
+        else:
+            super().set_aside()
+
+    def add_up(self):
+        """Add a mean that has arrived to those of the step's earlier backwards; on disk that is done."""
+        if self.reduced is not None:
+            super().add_up()
+        elif self.adds:
+            self.carried, self.adds = self.bucket.sums_at, False
+
+    @contextlib.contextmanager
+    def mean_at_hand(self):
+        """A context in which the mean gradient is in memory, which it gives."""
+        self.lend_mean()
+        yield self.mean
+        self.drop_mean()
+
+    def lend_mean(self):
+        """Have `mean` in memory."""
+        if self.reduced is None:
+            self._lent_mean = _ready(*self._mean_at.lend(self.own))
+
+    def drop_mean(self):
+        """Give back what was lent, or begun to be read."""
+        self._lent_mean = None
+        if self.reduced is None:
+            self._mean_at.drop(self.own)
+
+    # ---- a step -------------------------------------------------------------------------------------------------
+
+    def swap_in(self, optimizer):
+        """Begin to read what its step needs."""
+        for place in self._places(optimizer).values():
+            place.ahead(self.own)
+        if self.reduced is None:
+            self._mean_at.ahead(self.own)
+
+    def bring(self, optimizer, bus):
+        """Have together, in the tier that steps it, what its step needs."""
+        self._shown = self._places(optimizer)
+        for name, place in self._shown.items():
+            self._show(optimizer, name, _ready(*place.lend(self.own)))
+        self.lend_mean()
+        if self.gradient_tier.on_host != self.tier.on_host:
+            mean = self.tier.empty_like(self.mean)
+            self._carry(bus, self.mean, mean, self.tier)
+            self.drop_mean()
+            self._lent_mean = mean
+        parameters_at = self.bucket.parameters_at
+        if self.is_apart and parameters_at.tier.on_host == self.tier.on_host:
+            self.stepped, _ = parameters_at.lend(self.own, fresh=True)
+        elif self.is_apart:
+            self.stepped = self.tier.empty(length(self.own), self.bucket.kind.dtype)
+
+    def swap_out(self, optimizer, bus):
+        """Begin to write what its step has made, each to its place."""
+        self.drop_mean()
+        parameters_at = self.bucket.parameters_at
+        if self.is_apart:
+            if parameters_at.tier.on_host != self.tier.on_host:
+                target, _ = parameters_at.lend(self.own, fresh=True)
+                self._carry(bus, self.stepped, target, parameters_at.tier)
+            parameters_at.put_back(self.own)
+            self.stepped = None
+        for name, place in self._shown.items():
+            if name is not None:
+                self._keep_what_replaced(place, optimizer.state[self.master][name])
+            place.put_back(self.own)
+            self._show(optimizer, name, self._nothing(place.dtype))
+        self.adopt(optimizer.state[self.master])
+
+    def _keep_what_replaced(self, place, state):
+        """Some optimizers step no state in place, but make another."""
+        lent, _ = place.lend(self.own)
+        if storage_id(state) != storage_id(lent):
+            lent.copy_(state)
+
+    def _places(self, optimizer):
+        """The places on disk of its master weights, called None, and of the states it has there."""
+        if not self._on_disk:
+            return {}
+        states = optimizer.state.get(self.master, {})
+        there = {name: self.bucket.states_at[name] for name, value in states.items() if _is_nothing(value)}
+        return {None: self.bucket.masters_at, **there}
+
+    def _show(self, optimizer, name, tensor):
+        if name is None:
+            self.master.data = tensor
+        else:
+            optimizer.state[self.master][name] = tensor
+
+    def _carry(self, bus, source, target, tier):
+        if tier.on_host:
+            bus.carry("down", self.bucket.name, source, target).wait_on_host()
+        else:
+            bus.carry("up", self.bucket.name, target, source).wait_on_host()
+
+    # ---- at rest ------------------------------------------------------------------------------------------------
+
+    def adopt(self, states):
+        """Take states that the optimizer has made, {name: state}, to where they are to lie."""
+        if not self._on_disk:
+            self.tier.adopt(states)
+            return
+        for name, value in states.items():
+            if torch.is_tensor(value) and value.shape == self.master.shape and not _is_nothing(value):
+                self._place_of(name, value.dtype).store(self.own, value)
+                states[name] = self._nothing(value.dtype)
+
+    def take_state(self, name, fill):
+        """Read one of the optimizer's states, by `fill(target)`, to its place; return what stands for it."""
+        if not self._on_disk:
+            return super().take_state(name, fill)
+        place = self._place_of(name, torch.float32)
+        values, _ = place.lend(self.own, fresh=True)
+        fill(values)
+        place.put_back(self.own)
+        return self._nothing()
+
+    def _place_of(self, name, dtype):
+        """The place on disk of one of the optimizer's states, of the whole shard."""
+        places, bucket = self.bucket.states_at, self.bucket
+        if name not in places or places[name].dtype != dtype:  # as of a load, which makes fp32 of them all
+            places[name] = self.tier.keep(bucket.shard_numel, dtype, bucket.name)
+        return places[name]
+
+    def show(self):
+        """A copy of master weights that lie on disk takes their place, to be read at leisure."""
+        if self._on_disk:
+            self.master.data = self.bucket.masters_at.copy(self.own)
+
+    def hide(self):
+        """It goes."""
+        if self._on_disk:
+            self.master.data = self._nothing()
+
+
+def _ready(tensor, handle):
+    """A tensor that was lent, when it may be used."""
+    handle.wait_on_host()
+    return tensor
+
+
+def _is_nothing(value):
+    """Whether a state is one number in the place of all, since its values lie on disk."""
+    return torch.is_tensor(value) and hollow(value)
