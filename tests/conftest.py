@@ -23,6 +23,7 @@ from common.train import find_engine, show_bytes
 
 RECORDS = Path(__file__).parent.parent / "results"  # what the pages show, written with --record
 LOCAL = RECORDS / "local"
+SLOWEST = 20  # files that are named with their seconds
 if torch.cuda.is_available():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may choose another order of additions
 
@@ -323,6 +324,20 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         if made is not None:
             terminalreporter.section(name)
             terminalreporter.write(as_text(made))
+    show_slowest(terminalreporter)
+
+
+def show_slowest(terminalreporter):
+    """The files that took longest, where several ran."""
+    seconds = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > 1:
+        terminalreporter.section("the slowest files, in seconds")
+        for file, taken in seconds.most_common(SLOWEST):
+            terminalreporter.write_line(f"{taken:7.1f}  {file}")
 
 
 def as_text(made):
