@@ -10,8 +10,9 @@ import torch
 from causes import grouped
 from faults import crash, hung
 from harness import ENGINES, STAGES, choose_exact_kernels
-from matrix import CELLS, QUICK
+from matrix import CELLS, PRECISIONS, QUICK, ZOO
 from rich.console import Console
+from trap_models import CASES
 
 from common import models
 from common.errors import InputError
@@ -263,10 +264,13 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
     """With --engine only what is about any engine; of that, with --quick, a sample.
 
-    Offload is stage 2 or 3 in another place: a sample does for it too, but for a record and `make test-all`.
+    Offload is stage 2 or 3 in another place: a sample does for it too, and stages take turns at precisions; but for a
+    record and `make test-all`.
     """
     sampled = not config.getoption("--record") and config.option.markexpr == "not exhaustive"
+    alone = config.getoption("--engine")
     others = [item for item in items if sampled and is_of_offload(item) and not is_quick(item)]
+    others += [item for item in items if sampled and not alone and not in_turn(item)]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
     if config.getoption("--engine"):
@@ -280,6 +284,17 @@ def pytest_collection_modifyitems(config, items):
 def is_of_offload(item):
     """Whether a test is a cell of the matrix that an engine of offload trains."""
     return hasattr(item, "callspec") and item.callspec.params.get("engine") in ENGINES[len(STAGES) :]
+
+
+def in_turn(item):
+    """Whether a stage trains a cell: each model at each size, in one precision, while the next stage takes the next."""
+    how = item.callspec.params if hasattr(item, "callspec") else {}
+    cell, stage = how.get("cell"), how.get("engine")
+    if cell is None or stage not in STAGES or cell.option != "plain" or cell.world_size > 4:
+        return True
+    precisions = PRECISIONS if cell.model in ZOO else PRECISIONS[:2]
+    turn = STAGES.index(stage) + cell.world_size + [*ZOO, *CASES].index(cell.model)
+    return cell.precision == precisions[turn % len(precisions)]
 
 
 def is_quick(item):
