@@ -113,7 +113,7 @@ PARTED += [("offload.nvme", "3 and 2 batches"), ("zeropp", "3 and 2 batches")]  
 
 @pytest.mark.parametrize(("name", "how"), PARTED)
 def test_ranks_that_call_unequally_are_told_who_waits_for_whom_and_the_cure(name, how):
-    with LocalWorld(2, oversubscribe=True, timeout=3) as world:
+    with LocalWorld(2, oversubscribe=True, timeout=5) as world:
         said = world.run(call_unequally, name, how, False, timeout=WITHIN)
         world.close(kill=True)
     for rank, complaint in enumerate(said):
