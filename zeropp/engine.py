@@ -28,13 +28,11 @@ Source: ZeRO++, arXiv 2306.10209. Model states with Adam: 16/N Ψ bytes, 2/P Ψ 
 `error_feedback` 2 Ψ and 2/P Ψ more, in 16-bit.
 """
 
-from dataclasses import replace
-
 import stage3_param
 from common.engine import units
 from common.errors import InputError
 from common.ranks.nodes import check_ranks_per_node
-from zeropp.transports import Books, Ways
+from zeropp.transports import Books, OwnedBesides, RoutedBucket, Ways
 
 
 class Engine(stage3_param.Engine):
@@ -55,7 +53,7 @@ class Engine(stage3_param.Engine):
     """
 
     exact, quantizes = False, True  # the suite judges it by its losses; with no switch that quantizes it is exact
-    books = Books
+    bucket, books = RoutedBucket, Books
     switches = ("quantize_weights", "hierarchical", "quantize_gradients", "error_feedback", "block")
     own_options = (*switches, "ranks_per_node", *stage3_param.Engine.own_options)
 
@@ -82,7 +80,7 @@ class Engine(stage3_param.Engine):
         """The ownership table: what stage 3 keeps, the node's second shard, and what rounding took from gradients."""
         second = bucket.comes_by.second(bucket)
         residuals = bucket.goes_by.residuals(bucket) if bucket.kind.trainable else ()
-        return replace(super().owned(bucket), second=second, residuals=residuals)
+        return OwnedBesides(**vars(super().owned(bucket)), second=second, residuals=residuals)
 
     def sends(self, bucket, backwards):
         """The traffic table: stage 3's collectives over a bucket, each as the ways have it."""

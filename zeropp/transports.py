@@ -14,12 +14,15 @@ Source: ZeRO++, arXiv 2306.10209, sec. 3.
 """
 
 import weakref
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from common.engine import Bucket, Owned
 from common.engine.accounting import Accounts
 from common.ranks.nodes import ACROSS_NODES, IN_NODE
+from common.tensors import length
 from zeropp.quantize import Blocks
 
 
@@ -356,8 +359,67 @@ class Ways:
             way.begin_step()
 
 
+@dataclass(frozen=True)
+class OwnedBesides(Owned):
+    """What a rank keeps of a bucket besides.
+
+    Attributes:
+        second: a second part of the parameters, for the ranks of its node: a slice of the run.
+        residuals: what rounding took from gradients, so many elements for each time that they are rounded.
+    """
+
+    second: slice
+    residuals: tuple[int, ...]
+
+
+class RoutedBucket(Bucket):
+    """A bucket with a way to come and a way to go.
+
+    Attributes:
+        comes_by, goes_by: the ways of its parameters and of its gradients.
+        second, residuals: what `OwnedBesides` says is kept: a flat tensor or None, and a tuple of them.
+    """
+
+    comes_by = goes_by = second = None
+    residuals = ()
+
+    def lay(self, owned, placed, whole):
+        """See `Bucket.lay`."""
+        super().lay(owned, placed, whole)
+        if length(owned.second):
+            self.second = self.parameters.new_empty(length(owned.second))
+        self.residuals = tuple(self.parameters.new_zeros(numel) for numel in owned.residuals)
+
+    def forget(self):
+        """Drop every gradient since the last step, and what rounding took from it."""
+        super().forget()
+        if self.goes_by is not None:
+            self.goes_by.drop(self)
+
+    def take_over(self, part, fill):
+        """See `Bucket.take_over`. What nodes keep of the parameters before is out of date."""
+        self.comes_by.outdate(self)
+        super().take_over(part, fill)
+
+
 class Books(Accounts):
     """The books of an engine whose buckets take ways of their own."""
+
+    def kept(self):
+        """The model states on this rank, by class."""
+        kept, buckets = super().kept(), self._engine.buckets
+        kept["parameters"] += [bucket.second for bucket in buckets + self._engine.frozen]
+        kept["gradients"] += [residual for bucket in buckets for residual in bucket.residuals]
+        return kept
+
+    def predicted_held(self):
+        """See `EngineBase.predicted_model_state_bytes`."""
+        predicted = super().predicted_held()
+        for bucket in self._engine.buckets + self._engine.frozen:
+            owned, itemsize = self._engine.owned(bucket), bucket.kind.dtype.itemsize
+            predicted["parameters"] += length(owned.second) * itemsize
+            predicted["gradients"] += sum(owned.residuals) * itemsize
+        return predicted
 
     def sent_once(self, bucket, collective):
         return {**bucket.comes_by.legs(bucket), **bucket.goes_by.legs(bucket)}[collective]

@@ -127,10 +127,8 @@ class Accounts:
         engine, buckets = self._engine, self._engine.buckets
         pieces = [p for b in buckets for p in b.pieces if p.tier is None or not p.tier.on_host]
         return {
-            "parameters": [kept for b in buckets + engine.frozen for kept in (b.parameters, b.second)],
-            "gradients": [kept for b in buckets for kept in (b.gradients, *b.residuals)]
-            + [p.carried for p in pieces]
-            + _rooms(pieces),
+            "parameters": [b.parameters for b in buckets + engine.frozen],
+            "gradients": [b.gradients for b in buckets] + [p.carried for p in pieces] + _rooms(pieces),
             "optimizer": [p.master for p in pieces if p.is_apart] + _states(engine, pieces),
         }
 
@@ -171,8 +169,7 @@ def predicted_states(engine, buckets, optimizer_bytes, summed=(), on_host=False)
     for bucket in buckets:
         owned, itemsize = engine.owned(bucket), bucket.kind.dtype.itemsize
         if not on_host:
-            predicted["parameters"] += (length(owned.parameters) + length(owned.second)) * itemsize
-            predicted["gradients"] += sum(owned.residuals) * itemsize
+            predicted["parameters"] += length(owned.parameters) * itemsize
         for part, tier in engine.placed(bucket) if bucket.kind.trainable else ():
             if on_host != (tier is not None and tier.on_host):
                 continue

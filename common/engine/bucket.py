@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,17 +14,11 @@ from common.tensors import end_to_end, length, within
 
 @dataclass(frozen=True)
 class Owned:
-    """What a rank keeps of a bucket between steps: slices of the run, in elements.
-
-    ZeRO++ keeps more: a second part of the parameters for the ranks of its node, and what rounding took from gradients,
-    so many elements for each time that they are rounded.
-    """
+    """What a rank keeps of a bucket between steps: slices of the run, in elements."""
 
     parameters: slice
     gradients: slice
     optimizer: slice
-    second: slice = field(default_factory=lambda: slice(0, 0))
-    residuals: tuple[int, ...] = ()
 
 
 class Bucket(Run, Piece):
@@ -39,8 +33,6 @@ class Bucket(Run, Piece):
         handle: the reduction under way in this backward.
         gathering: the all-gather of parameters under way.
         stepping, rising: of a bucket in tiers, the steps of its pieces under way, and the copy of what they made.
-        second, residuals: what ZeRO++ keeps besides, see `Owned`: a flat tensor or None, and a tuple of them.
-        comes_by, goes_by: in ZeRO++ the ways of its parameters and of its gradients.
         full, unit: the whole run of parameters where it is not kept, and the unit it belongs to.
         views, nothing: what each parameter, by name, is where `full` holds it, and a `units.Nothing` for where it does
             not.
@@ -55,8 +47,7 @@ class Bucket(Run, Piece):
         Piece.__init__(self)
         self.cut_into = ()  # pieces
         self.parameters = self.gradients = self.local = None
-        self.stepping = self.rising = self.second = self.comes_by = self.goes_by = None
-        self.residuals = ()
+        self.stepping = self.rising = None
         self.full = self.handle = self.gathering = self._unit = self.views = self.nothing = None
         self.storages = set()
         self.fires_in_parts = False  # reentrant checkpoints give a weight they share its gradient in parts
@@ -72,11 +63,8 @@ class Bucket(Run, Piece):
         """
         dtype, keeps_all = self.kind.dtype, owned.parameters == self.whole()
         self.parameters = whole.to(dtype) if keeps_all else whole[owned.parameters].to(dtype, copy=True)
-        if length(owned.second):
-            self.second = self.parameters.new_empty(length(owned.second))
         if not self.kind.trainable:
             return
-        self.residuals = tuple(self.parameters.new_zeros(numel) for numel in owned.residuals)
         if [tier for _, tier in placed] != [None]:
             self.cut_into = [Piece(part, tier) for part, tier in placed]
             for piece in self.pieces:
@@ -95,8 +83,6 @@ class Bucket(Run, Piece):
         self.has_gradient = False
         self.handle = None
         self.scales = set()  # the loss scales under which its gradients came
-        if self.goes_by is not None:
-            self.goes_by.drop(self)
         if self.local is not self.gradients:
             self.local = None
         for piece in self.pieces:
@@ -145,14 +131,10 @@ class Bucket(Run, Piece):
     def take_over(self, part, fill):
         """Become other values: what this rank keeps of the parameters, elements `part` of the run, and its masters.
 
-        What ZeRO++ keeps of them for a node is then out of date.
-
         Args:
             fill: `fill(target, part)` writes elements of the run into a flat tensor of any floating dtype, which holds
                 what they were.
         """
-        if self.comes_by is not None:
-            self.comes_by.outdate(self)
         fill(self.parameters, part)
         for piece in self.pieces if self.kind.trainable else ():
             if self.sixteen_bit:  # the parameters are rounded
