@@ -1,6 +1,9 @@
 """What ranks run in the tests: build an engine, train it a few steps on real text, hand back what happened."""
 
 import functools
+import os
+import shutil
+import sys
 
 import pytest
 import torch
@@ -99,8 +102,6 @@ def same_bits(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def train_baseline(world, engine, model="gpt-tiny", steps=10, optimizer=ADAMW, **options):
-    """Train a baseline; return weights and losses."""
-    engine = make_engine(engine, model, optimizer, **options)
-    losses = [train_step(engine, world, step) for step in range(steps)]
-    return {"weights": engine.full_state_dict(), "losses": losses}
+needs_two_nodes = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2"
+)

@@ -6,7 +6,6 @@ import errno
 import io
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from harness import ENGINES
+from harness import ENGINES, needs_two_nodes
 
 from common import train
 from common.checkpoint import locks, runs
@@ -112,10 +111,6 @@ def test_torchrun_brings_a_killed_run_back(tmp_path, undisturbed):
 
 # ---- two nodes ------------------------------------------------------------------------------------------------------
 
-needs_root = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2"
-)
-
 
 @pytest.fixture
 def nodes(capfd):
@@ -136,13 +131,13 @@ def on_one_node(tmp_path_factory):
     return result(path)
 
 
-@needs_root
+@needs_two_nodes
 def test_two_nodes_train_to_the_bits_of_one(nodes, tmp_path, on_one_node):
     across(nodes, "stage2_grad", "--steps", 50, "--json", tmp_path / "run.json")
     assert result(tmp_path / "run.json") == on_one_node
 
 
-@needs_root
+@needs_two_nodes
 def test_a_node_is_lost_and_the_run_goes_on_to_the_same_bits(nodes, tmp_path, on_one_node):
     folder, path = tmp_path / "run", tmp_path / "run.json"
     options = ("--steps", 50, "--save", folder, "--resume", "--json", path)
@@ -155,7 +150,7 @@ def test_a_node_is_lost_and_the_run_goes_on_to_the_same_bits(nodes, tmp_path, on
     assert result(path) == on_one_node
 
 
-@needs_root
+@needs_two_nodes
 def test_torchrun_brings_a_rank_of_another_node_back(nodes, tmp_path, on_one_node):
     folder, path = tmp_path / "run", tmp_path / "run.json"
     options = ("--steps", 50, "--save", folder, "--save-every", 1, "--resume", "--json", path)

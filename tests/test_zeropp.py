@@ -3,14 +3,13 @@
 import json
 import os
 import shutil
-import sys
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import zeropp_mutants as probes
-from harness import make_engine, train_step
+from harness import make_engine, needs_two_nodes, train_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrix import Cell, train_cell
@@ -371,12 +370,7 @@ def test_two_nodes_say_what_they_need(monkeypatch, capsys):
         assert needs in capsys.readouterr().err
 
 
-needs_root = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2"
-)
-
-
-@needs_root
+@needs_two_nodes
 def test_a_rate_that_tc_does_not_know_is_refused(capfd):
     with pytest.raises(SystemExit) as exit:
         two_nodes.main(["--rate", "fast"])
@@ -384,7 +378,7 @@ def test_a_rate_that_tc_does_not_know_is_refused(capfd):
     assert "fast" in capfd.readouterr().err
 
 
-@needs_root
+@needs_two_nodes
 def test_the_kernel_counts_what_the_meter_does_between_two_nodes(tmp_path):
     path, paper = tmp_path / "link.json", two_nodes.ENGINES[0][1]
     two_nodes.main(["--rate", "none", "--steps", "2", "--only", f"{paper};all", "--json", str(path)])

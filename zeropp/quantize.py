@@ -101,28 +101,3 @@ class Blocks:
             elements = values[start * self.block :][: (stop - start) * width].view(-1, width)
             at = start * self.block * self.bits // 8
             yield elements, scales[start:stop], codes[at : at + (stop - start) * bytes_of_one].view(-1, bytes_of_one)
-
-
-class AsTheyAre:
-    """No quantization: the values, rounded to a dtype. What hops alone save is measured with it.
-
-    Args:
-        dtype: in which values travel.
-    """
-
-    def __init__(self, dtype):
-        self.dtype = dtype
-
-    def nbytes(self, numel):
-        """The bytes of a message of so many elements."""
-        return numel * self.dtype.itemsize
-
-    def pack(self, values, message):
-        """Copy flat `values` [n] into a `message`, uint8 [nbytes(n)]."""
-        message.view(self.dtype).copy_(values)
-
-    def add_up(self, messages, total):
-        """Write the sum of several messages into `total`, fp32 [n]: added in their order."""
-        total.zero_()
-        for message in messages:
-            total += message.view(self.dtype)

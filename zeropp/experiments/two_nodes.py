@@ -34,12 +34,37 @@ from common.ranks.namespaces import INTERFACE, TwoNodes, bytes_left
 from common.ranks.nodes import ACROSS_NODES, IN_NODE
 from common.ranks.world import launch
 from common.train import find_engine, show_bytes, train_step
-from zeropp.quantize import AsTheyAre, Blocks
+from zeropp.quantize import Blocks
 from zeropp.transports import OneHop
 
 RANKS = 2  # of each node
 NONE = {"quantize_weights": False, "hierarchical": False, "quantize_gradients": False}
 WEIGHTS, COPIES, GRADIENTS = ({**NONE, switch: True} for switch in NONE)
+
+
+class AsTheyAre:
+    """No quantization: the values, rounded to a dtype. What hops alone save is measured with it.
+
+    Args:
+        dtype: in which values travel.
+    """
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def nbytes(self, numel):
+        """The bytes of a message of so many elements."""
+        return numel * self.dtype.itemsize
+
+    def pack(self, values, message):
+        """Copy flat `values` [n] into a `message`, uint8 [nbytes(n)]."""
+        message.view(self.dtype).copy_(values)
+
+    def add_up(self, messages, total):
+        """Write the sum of several messages into `total`, fp32 [n]: added in their order."""
+        total.zero_()
+        for message in messages:
+            total += message.view(self.dtype)
 
 
 def in_16_bits(engine):
