@@ -23,9 +23,9 @@ import zipfile
 from pathlib import Path
 
 from common.course.exercises import EXERCISES, ROOT, apart, written
+from common.course.graded import Worlds
 from common.course.promises import PROMISES, record
 from common.errors import InputError
-from common.grade import Worlds
 from common.outputs import one_line_errors
 
 NAME = "zero-student"

@@ -6,13 +6,14 @@ The file is what Gradescope calls results.json: a test for each promise, with it
 """
 
 import argparse
+import json
 import time
 from pathlib import Path
 
 from common.course.exercises import EXERCISES
+from common.course.graded import graded
 from common.errors import InputError
-from common.grade import graded
-from common.outputs import one_line_errors, write_json
+from common.outputs import one_line_errors, write_text
 
 NOTHING = "Nothing to grade: hand in stage1.py, stage2.py or stage3.py, under these names."
 FAULT = "That is not your fault, and no answer about your file: have the autograder run again."
@@ -25,7 +26,7 @@ def main(argv=None):
     parser.add_argument("results", help="the JSON to write")
     options = parser.parse_args(argv)
     with one_line_errors():
-        write_json(options.results, results_of(options.submission))
+        write_text(options.results, json.dumps(results_of(options.submission), indent=2) + "\n")
 
 
 def results_of(folder):

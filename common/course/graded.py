@@ -1,0 +1,130 @@
+"""What a submission is told: its promises with their points, what fails first, and what it printed last."""
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from common.course.cases import CASES
+from common.course.grading import Finding, cases_of, grade
+from common.course.hints import hints_of
+from common.course.promises import reference_of
+from common.errors import InputError
+from common.ranks.world import LocalWorld, RankFailed
+
+SHOWN = 5  # last lines of what the submission printed
+
+
+def graded(file, stage):
+    """Grade a file.
+
+    Returns:
+        {"file", "stage", "passed", "points", "of", "promises": [{"promise", "holds": True, False or None for not tried,
+        "points", "of", "finding"}], "finding": the first, of the smallest case, "printed": what the submission printed
+        last}. A finding is None, or {"idea", "promise", "where", "model", "hints"}.
+
+    Raises:
+        InputError: nothing could be graded, which is not the submission's fault.
+    """
+    where, cases = str(file.resolve()), cases_of(stage)
+    try:
+        compile(file.read_text(encoding="utf-8"), where, "exec")
+    except (SyntaxError, ValueError) as error:
+        results, printed = {cases[0]: Finding("syntax", _where_reading_stopped(error))}, ""
+    else:
+        results, printed = _tried(where, stage)
+    promises = [_judged(name, name in results, results.get(name)) for name in cases]
+    return {
+        "file": str(file),
+        "stage": stage,
+        "passed": all(promise["holds"] for promise in promises),
+        "points": sum(promise["points"] for promise in promises),
+        "of": sum(promise["of"] for promise in promises),
+        "promises": promises,
+        "finding": next((promise["finding"] for promise in promises if promise["finding"]), None),
+        "printed": printed,
+    }
+
+
+def _judged(name, tried, finding):
+    """A promise in the report."""
+    case, holds = CASES[name], finding is None if tried else None
+    return {
+        "promise": case.promise,
+        "holds": holds,
+        "points": case.points if holds else 0,
+        "of": case.points,
+        "finding": finding and _told(name, finding),
+    }
+
+
+class Worlds:
+    """Ranks of this machine, by their number, which print to a log; those that a submission ended are begun again."""
+
+    def __init__(self, log):
+        self._log, self._worlds = log, {}
+
+    def run(self, ranks, function, *args, timeout):
+        """Call `function(world, *args)` on so many ranks; return the results in rank order."""
+        if ranks not in self._worlds or not self._worlds[ranks].alive:
+            try:
+                world = LocalWorld(ranks, oversubscribe=True, preload=["common.course.cases"], log=self._log)
+            except (RankFailed, OSError) as error:
+                said = str(error).strip().splitlines()[-1]
+                raise InputError(f"nothing was graded: {ranks} ranks cannot be started here ({said})") from error
+            self._worlds[ranks] = world
+        return self._worlds[ranks].run(function, *args, timeout=timeout)
+
+    def close(self):
+        for world in self._worlds.values():
+            world.close(kill=True)
+
+
+def _tried(where, stage):
+    """The cases that were tried, {name: None or a Finding}, and what the submission printed last."""
+    before = os.environ.get("ZERO_TRACE")
+    os.environ["ZERO_TRACE"] = "1"  # ranks then agree on each collective before it begins, and say where they part
+    try:
+        with tempfile.NamedTemporaryFile() as log:
+            worlds = Worlds(log.name)
+            try:
+                results = dict(grade(worlds.run, where, stage, reference_of(worlds.run, stage)))
+            finally:
+                worlds.close()
+            lines = Path(log.name).read_text(errors="replace").splitlines()
+            own = [line for line in lines if not re.match(r"\[rank \d+\]", line)]  # not what the tracer says
+            return results, "\n".join(own[-SHOWN:])
+    finally:
+        os.environ.pop("ZERO_TRACE") if before is None else os.environ.__setitem__("ZERO_TRACE", before)
+
+
+def _where_reading_stopped(error):
+    if not isinstance(error, SyntaxError):
+        return str(error)
+    line = (error.text or "").rstrip()
+    mark = " " * max((error.offset or 1) - 1, 0) + "^"
+    return f"Line {error.lineno}: {error.msg}\n\n    {line}\n    {mark}"
+
+
+def _told(name, finding):
+    case = CASES[name]
+    return {
+        "idea": finding.idea,
+        "promise": case.promise,
+        "where": finding.where,
+        "model": _model(case),
+        "hints": list(hints_of(finding.idea)),
+    }
+
+
+def _model(case):
+    """A case in words."""
+    options = ", ".join(f"{name}={value}" for name, value in case.options)
+    extras = [options] if options else []
+    if case.backwards > 1:
+        extras.append(f"{case.backwards} backwards a step")
+    if case.lane:
+        extras.append(f"collectives as {case.lane} as they may be")
+    if case.elsewhere:
+        extras.append("tensors without device= have no memory")
+    return ", ".join([f"{case.ranks} ranks, {case.model}", case.optimizer.func.__name__, *extras])
