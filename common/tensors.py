@@ -62,6 +62,11 @@ def inside_backward():
     return torch._C._current_graph_task_id() != -1
 
 
+def own_parameters(module):
+    """The dict {name: parameter or None} in which a module keeps its own. torch has no public way to write there."""
+    return module._parameters
+
+
 def tensors_of_state(optimizer):
     """The tensors among an optimizer's states."""
     return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]

@@ -233,6 +233,18 @@ def test_all_users_of_a_group_share_one_order(worlds):
         assert received == [[float(index)] * 3 for index in range(40)]
 
 
+def policies_of_gloos_threads(world):
+    Collectives()
+    names = {int(thread.parent.name): thread.read_text() for thread in Path("/proc/self/task").glob("*/comm")}
+    return [os.sched_getscheduler(thread) for thread, name in names.items() if name == "gloo_tcp_loop\n"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_gloos_own_threads_give_way_to_lanes(worlds):
+    policies = sum(worlds(2).run(policies_of_gloos_threads), [])
+    assert set(policies) == {os.SCHED_BATCH}
+
+
 def test_wait_raises_what_the_lane_raised_and_nothing_runs_after_it():
     lane, ran = ThreadLane(), []
     before = lane.submit(lambda: ran.append("before"))

@@ -5,7 +5,7 @@ from torch import nn
 
 from common.errors import InputError
 from common.ranks.agreement import check_agreement
-from common.tensors import checksum
+from common.tensors import checksum, own_parameters
 
 
 class InitialValues:
@@ -28,12 +28,13 @@ class InitialValues:
         self._missing = {name for name, parameter in module.named_parameters() if parameter.is_meta}
         real = {}  # meta parameter -> the one in its place: what was one object stays one object
         for part in module.modules():
-            for name, parameter in part._parameters.items():
+            own = own_parameters(part)
+            for name, parameter in own.items():
                 if parameter is not None and parameter.is_meta:
                     if parameter not in real:
                         nothing = torch.empty((), dtype=parameter.dtype, device=comm.device)
                         real[parameter] = nn.Parameter(nothing.expand(parameter.shape), parameter.requires_grad)
-                    part._parameters[name] = real[parameter]
+                    own[name] = real[parameter]
         for group in param_groups:
             group["params"] = [real.get(parameter, parameter) for parameter in group["params"]]
 

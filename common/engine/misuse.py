@@ -1,5 +1,6 @@
 """What is refused once an engine is built, because it would train other weights than the engine does, or none."""
 
+import operator
 import types
 import weakref
 
@@ -9,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from common.engine.hooks import Hook
 from common.errors import InputError
 from common.measure.memory import storage_id
+from common.tensors import own_parameters
 
 WHERE_TO_WRITE = "do it in step() of the optimizer that the factory makes, which sees each shard alone"
 
@@ -24,6 +26,7 @@ class Guards:
 
     def __init__(self, engine):
         self._engine = weakref.proxy(engine)
+        self._note_parts()
         for module in engine._module.modules():
             if any(True for _ in module.parameters(recurse=False)):
                 engine.handles.append(module.register_load_state_dict_pre_hook(Hook(self._before_load_state_dict)))
@@ -31,20 +34,34 @@ class Guards:
     def check_parameters(self):
         """Refuse parameters that are no longer those that the engine has made: they would not be trained."""
         engine = self._engine
+        parts = _parts_of(self._modules)
+        if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
+            self._check_names()
+        for bucket in engine.buckets + engine.frozen:
+            for name, parameter in bucket.members.items():
+                if storage_id(parameter) not in bucket.storages:
+                    raise InputError(
+                        f"{name!r} has left the engine's storage, by model.to() or flatten_parameters() for instance, "
+                        "and would not be trained; build the engine after that"
+                    )
+        engine.writes.check()
+
+    def _check_names(self):
+        """Refuse parameters that came or went. Modules say so only to who asks them all, which takes a while."""
+        engine = self._engine
         names = {parameter: name for name, parameter in engine._module.named_parameters()}
         for parameter, name in names.items():
             if parameter not in engine.bucket_of:
                 raise InputError(f"{name!r} is new, and would not be trained; build the engine after that")
-            if storage_id(parameter) not in engine.bucket_of[parameter].storages:
-                raise InputError(
-                    f"{name!r} has left the engine's storage, by model.to() or flatten_parameters() for instance, and "
-                    "would not be trained; build the engine after that"
-                )
         if len(names) < len(engine.bucket_of):
             members = (pair for bucket in engine.buckets + engine.frozen for pair in bucket.members.items())
             gone = next(name for name, parameter in members if parameter not in names)
             raise InputError(f"{gone!r} is no part of the model any more; build the engine after that")
-        engine.writes.check()
+        self._note_parts()
+
+    def _note_parts(self):
+        self._modules = list(self._engine._module.modules())
+        self._parts = _parts_of(self._modules)
 
     def check_trainable(self):
         """Refuse what was frozen or thawed: a frozen weight would still be stepped, a thawed one not be trained."""
@@ -91,6 +108,10 @@ class Guards:
         """A hook of the engine's optimizer: refuse a step that the engine does not make."""
         if not self._engine.stepping:
             raise RuntimeError("engine.optimizer.step() has no gradients to step by; write engine.step()")
+
+
+def _parts_of(modules):
+    return [part for module in modules for part in (*own_parameters(module).values(), *module.children())]
 
 
 def check_hooks(optimizer):

@@ -15,7 +15,7 @@ from torch import nn
 from common.engine import layout
 from common.engine.hooks import Guard, Hook
 from common.measure.memory import storage_id
-from common.tensors import inside_backward, map_tensors, tensors_in
+from common.tensors import inside_backward, map_tensors, own_parameters, tensors_in
 
 # A module whose parameters are this part of the largest unit's, or less, is gathered with the root: a message of its
 # own costs more than to hold it.
@@ -293,7 +293,7 @@ class _Reader:
             )
 
     def after_state_dict(self, module, state, prefix, *_):
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             value = state.get(prefix + name)
             if value is not None and value is not parameter and value.layout is torch.strided:
                 state[prefix + name] = value.clone()

@@ -29,9 +29,9 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from common.errors import InputError
+from common.measure import timeline
 from common.measure.traffic import Traffic
 from common.ranks import nodes, trace
 from common.ranks.lanes import backend_of, lane_of
@@ -240,7 +240,7 @@ class Collectives:
         """Run plain work on the lane, between collectives; return its Handle."""
 
         def labelled():
-            with torch.no_grad(), record_function(self.owner + label):
+            with torch.no_grad(), timeline.label(self.owner + label):
                 if not self.simulated:  # there tensors hold no values
                     work()
 
@@ -257,8 +257,7 @@ class Collectives:
                 after.wait()
             self._running = f"{name} ({phase}, {tensor.nbytes:,} bytes)"
             self._tag = TAG + zlib.crc32(f"{name} {tensor.nbytes}".encode()) % TAG
-            # For a profiler; where none looks, this costs some microseconds.
-            with record_function(name):
+            with timeline.label(name):
                 work()
 
         return self.lane.submit(labelled, *buffers)

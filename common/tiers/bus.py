@@ -7,8 +7,8 @@ at once. Copies run in the order of the calls, so one never overtakes another th
 import time
 
 import torch
-from torch.profiler import record_function
 
+from common.measure import timeline
 from common.ranks.lanes import lane_of
 from common.tensors import within
 
@@ -81,7 +81,7 @@ class Bus:
         def work():
             if after is not None:
                 after.wait()
-            with torch.no_grad(), record_function(f"{direction} of {self._comm.owner}{name}"):
+            with torch.no_grad(), timeline.label(f"{direction} of {self._comm.owner}{name}"):
                 target.copy_(source, non_blocking=True)
                 self._keep_to_rate(target.nbytes)
 
@@ -99,7 +99,7 @@ class Bus:
         def work():
             if after is not None:
                 after.wait()
-            with record_function(f"{direction} of {self._comm.owner}{bucket.name}"):
+            with timeline.label(f"{direction} of {self._comm.owner}{bucket.name}"):
                 copy()
 
         return self.lane.submit(work, *buffers)

@@ -4,7 +4,8 @@ from collections import defaultdict
 
 import torch
 from torch import nn
-from torch.profiler import record_function
+
+from common.measure import timeline
 
 
 class Stepper:
@@ -53,7 +54,7 @@ class Stepper:
         try:
             if after is not None:
                 after.wait_on_host()
-            with record_function(f"optimizer's step of {name}"):
+            with timeline.label(f"optimizer's step of {name}"):
                 self._step()
         finally:
             self._piece = None

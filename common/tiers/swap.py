@@ -23,11 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from torch.profiler import record_function
-
 from common.checkpoint import locks
 from common.checkpoint.pages import PAGE, padded, set_direct
 from common.errors import InputError
+from common.measure import timeline
 from common.ranks.lanes import Handle
 from common.tiers.memory import HERE
 
@@ -164,7 +163,7 @@ class _File:
         """Read or write one block."""
         try:
             after.wait_on_host()
-            with record_function(f"{what} of {label}"):
+            with timeline.label(f"{what} of {label}"):
                 self._check()
                 moved = 0
                 while moved < len(data):
