@@ -7,11 +7,12 @@ from textwrap import shorten
 
 import pytest
 import torch
-from causes import grouped
-from faults import crash, hung
-from harness import ENGINES, STAGES, choose_exact_kernels
+from failures_by_cause import grouped
+from first_difference import crash, hung
 from matrix import CELLS, PRECISIONS, QUICK, ZOO
+from places import ROOT
 from rich.console import Console
+from training import ENGINES, STAGES, choose_exact_kernels
 from trap_models import CASES
 
 from common import models
@@ -22,7 +23,8 @@ from common.outputs import write_json
 from common.ranks.world import LocalWorld, RankFailed
 from common.train import find_engine, show_bytes
 
-RECORDS = Path(__file__).parent.parent / "results"  # what the pages show, written with --record
+TESTS = ROOT / "tests"
+RECORDS = ROOT / "results"  # what the pages show, written with --record
 LOCAL = RECORDS / "local"
 SLOWEST = 20  # files that are named with their seconds
 if torch.cuda.is_available():
@@ -220,7 +222,6 @@ class Score:
 
 
 HANGS = 3  # so many trainings may hang before the rest is skipped
-ABOUT_ANY_ENGINE = ("test_equivalence.py", "test_accounting.py")
 
 _hangs = []
 _equivalence = Equivalence()
@@ -256,8 +257,8 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """With --engine only the files that are about any engine: the others need packages that these do not."""
-    others = collection_path.name.startswith("test_") and collection_path.name not in ABOUT_ANY_ENGINE
+    """With --engine only what is about any engine: the other files need packages that these do not."""
+    others = collection_path.parent == TESTS and collection_path.is_dir() and collection_path.name != "any_engine"
     return True if config.getoption("--engine") and others else None
 
 
