@@ -7,17 +7,14 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 import torch
-from training import claimed, make_engine, or_reason, train_step
+from disks import linux, small_disk
+from training import claimed, make_engine, message_of, or_reason, train_step
 
-from common.errors import InputError
 from common.ranks.world import LocalWorld, RankFailed
 from common.train import sha256
-
-linux = pytest.mark.skipif(sys.platform != "linux", reason="mounts and traces as Linux does")
 
 
 def names(path):
@@ -29,28 +26,12 @@ def names(path):
 PAGE = 4096  # bytes, by which a tmpfs grows
 
 
-@contextlib.contextmanager
-def small_disk(path, size):
-    """A file system of so many bytes at `path`, mounted for the context. Yields a call that mounts it anew."""
-    path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=False).returncode:
-        pytest.skip("a file system of its own cannot be mounted here; that takes root")
-    try:
-        yield lambda how: subprocess.run(["mount", "-o", f"remount,{how}", path], check=True)
-    finally:
-        subprocess.run(["umount", path], check=True)
-
-
 def save_or_complain(world, path, step):
     """Save an engine stepped so often; return the complaint, or None."""
     engine = make_engine("stage1_os", "mlp")
     for number in range(step):
         train_step(engine, world, number)
-    try:
-        engine.save(path, {"step": step})
-    except InputError as error:
-        return str(error)
-    return None
+    return message_of(engine.save, path, {"step": step})
 
 
 def what_loads(world, path):
@@ -97,9 +78,7 @@ def test_where_nothing_can_be_written_a_save_says_so_and_the_last_one_stands(wor
 
 
 def refuse(world, path):
-    with pytest.raises(InputError) as complaint:
-        make_engine("stage3_param", "mlp").load(path)
-    return str(complaint.value)
+    return message_of(make_engine("stage3_param", "mlp").load, path)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -9,9 +9,10 @@ import sys
 
 import pytest
 import torch
+from commands import refused
+from odd import Odd, build
 from places import ROOT
 from safetensors.torch import load_file
-from test_checkpoint import Odd, build
 from training import ENGINES, make_engine, same_bits, train_step
 
 from common import models
@@ -142,12 +143,9 @@ def test_a_model_larger_than_the_memory_is_exported(tmp_path):
 # ---- refusals ---------------------------------------------------------------------------------------------------
 
 
-def refused(capsys, *arguments):
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert re.fullmatch(r"error: cannot export '.*' to '.*': .*\n", said)
+def unexported(capsys, *arguments):
+    said = refused(capsys, main, [str(argument) for argument in arguments])
+    assert re.fullmatch("error: cannot export '.*' to '.*': .*", said)
     return said
 
 
@@ -171,14 +169,14 @@ def test_of_a_runs_folder_the_newest_complete_step_is_exported_and_named(checkpo
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path, capsys):
-    assert "there is no checkpoint" in refused(capsys, tmp_path / "missing", tmp_path / "file")
+    assert "there is no checkpoint" in unexported(capsys, tmp_path / "missing", tmp_path / "file")
 
 
 def test_a_damaged_file_is_not_exported(checkpoint, tmp_path, capsys):
     file = checkpoint / "000001-rank-00001.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    said = refused(capsys, checkpoint, tmp_path / "file")
+    said = unexported(capsys, checkpoint, tmp_path / "file")
     file.write_bytes(whole)
     assert f"{file.name} is damaged" in said
     assert os.listdir(tmp_path) == []
@@ -191,7 +189,9 @@ def test_a_value_that_would_become_infinite_is_named_unless_that_is_asked_for(tm
     checksum = tensor_file.write(tmp_path / name, told, lambda _: values, {"extra": "null"})
     by_hand(tmp_path, {"w": [3]}, [[0, 0, 3]], [{"name": name, "sha256": checksum}])
     folder, file = tmp_path, tmp_path.parent / "file"
-    assert "'w' has finite values that are infinite in torch.float16" in refused(capsys, folder, file, "--dtype=fp16")
+    assert "'w' has finite values that are infinite in torch.float16" in unexported(
+        capsys, folder, file, "--dtype=fp16"
+    )
     assert not file.exists()
     main([str(folder), str(file), "--dtype=bf16"])
     main([str(folder), str(file), "--dtype=fp16", "--allow-overflow"])
@@ -210,7 +210,7 @@ def test_the_checkpoint_is_not_written_over(checkpoint, tmp_path, capsys, monkey
         tmp_path / "index",
         "../checkpoint/x",
     ):
-        assert "the checkpoint's own folder" in refused(capsys, checkpoint, file)
+        assert "the checkpoint's own folder" in unexported(capsys, checkpoint, file)
     assert (index, files) == ((checkpoint / "index.json").read_bytes(), sorted(os.listdir(checkpoint)))
 
 
@@ -218,11 +218,11 @@ def test_where_nothing_can_be_written_is_told_before_anything_is_read(checkpoint
     monkeypatch.setattr("common.export.check_intact", lambda *_: pytest.fail("it reads"))
     (tmp_path / "text").write_text("no folder")
     (tmp_path / "folder").mkdir()
-    assert "No such file or directory" in refused(capsys, checkpoint, tmp_path / "missing" / "file")
-    assert "Not a directory" in refused(capsys, checkpoint, tmp_path / "text" / "file")
-    assert "File name too long" in refused(capsys, checkpoint, tmp_path / ("x" * 300))
+    assert "No such file or directory" in unexported(capsys, checkpoint, tmp_path / "missing" / "file")
+    assert "Not a directory" in unexported(capsys, checkpoint, tmp_path / "text" / "file")
+    assert "File name too long" in unexported(capsys, checkpoint, tmp_path / ("x" * 300))
     for other in (tmp_path / "folder", ".", "/", os.devnull):
-        assert "something else than a file" in refused(capsys, checkpoint, other)
+        assert "something else than a file" in unexported(capsys, checkpoint, other)
     assert sorted(os.listdir(tmp_path)) == ["folder", "text"]
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from commands import refused
 
 from common import activations
 from common.measure.memory import CLASSES
@@ -63,9 +64,4 @@ def test_bisection_finds_the_largest_batch_that_fits(largest):
     ],
 )
 def test_bad_input_gets_one_line_and_exit_status_2(options, message, capfd):
-    with pytest.raises(SystemExit) as exit:
-        activations.main(list(options))
-    output = capfd.readouterr()
-    assert exit.value.code == 2
-    assert message in output.err
-    assert len(output.err.strip().splitlines()) == 1
+    assert message in refused(capfd, activations.main, list(options))

@@ -6,7 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
-from test_commands import run
+from commands import run
 from training import STAGES
 
 import stage1_os

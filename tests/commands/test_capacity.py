@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from commands import refused
 from formulas import bytes_held
 from training import STAGES
 
@@ -142,9 +143,4 @@ def test_what_does_not_fit_is_said(monkeypatch, small_simulations):
     ],
 )
 def test_bad_input_gets_one_line_and_exit_status_2(options, message, capfd):
-    with pytest.raises(SystemExit) as exit:
-        capacity.main(list(options))
-    output = capfd.readouterr()
-    assert exit.value.code == 2
-    assert message in output.err
-    assert len(output.err.strip().splitlines()) == 1
+    assert message in refused(capfd, capacity.main, list(options))

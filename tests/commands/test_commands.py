@@ -10,20 +10,14 @@ import sys
 
 import pytest
 import torch
+from commands import refused, run
+from disks import linux, small_disk
 from places import ROOT
-from test_checkpoint_faults import linux, small_disk
 from training import ENGINES, batch, make_engine
 
 from common import compare, outputs, train
 from common.errors import InputError
 from common.measure.hardware import commit
-
-
-def run(*arguments, cwd=ROOT, **settings):
-    """Run `python ...` without the package being installed, and return the finished process."""
-    environment = {**os.environ, "PYTHONPATH": "", **settings}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_training_shows_what_was_measured_and_writes_it(tmp_path):
@@ -166,13 +160,8 @@ BAD_INPUT = {
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_gets_one_line_and_exit_status_2(case, capfd):
     (module, *options), message = BAD_INPUT[case]
-    with pytest.raises(SystemExit) as exit:
-        compare.main(options) if module == "common.compare" else train.main(module, options)
-    output = capfd.readouterr()
-    assert exit.value.code == 2
-    assert message in output.err
-    assert len(output.err.strip().splitlines()) == 1
-    assert output.out == ""
+    command = [compare.main] if module == "common.compare" else [train.main, module]
+    assert message in refused(capfd, *command, options)
 
 
 @linux
@@ -243,12 +232,7 @@ OF_OTHERS = {
 def test_bad_input_of_other_commands_gets_one_line_and_exit_status_2(case, capfd, monkeypatch):
     module, options, message = OF_OTHERS[case]
     monkeypatch.setattr("common.ranks.world.LocalWorld.__init__", lambda *_, **__: pytest.fail("it starts ranks"))
-    with pytest.raises(SystemExit) as exit:
-        importlib.import_module(module).main(options.split())
-    output = capfd.readouterr()
-    assert exit.value.code == 2
-    assert message in output.err
-    assert len(output.err.strip().splitlines()) == 1
+    assert message in refused(capfd, importlib.import_module(module).main, options.split())
 
 
 @pytest.mark.parametrize("module", ["common.readme", "common.course.exercises"])

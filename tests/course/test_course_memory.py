@@ -9,8 +9,8 @@ import json
 
 import pytest
 import torch
+from notebook_runs import executed, printed, read
 from places import ROOT
-from test_notebooks import executed, printed, read
 
 from common import capacity
 from common.course import faults

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 import torch
-from test_notebooks import ROOT, executed, printed
+from notebook_runs import executed, printed
+from places import ROOT
 from training import batch, make_engine
 
 from common.course import wire

@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import mutants
 import pytest
-from submissions import SUBMISSIONS, changed
-from test_mutants import planted
+import stage_mutants
+from commands import refused
+from planting import healthy, planted
+from submissions import SUBMISSIONS, changed, within
 from training import STAGES
 
 from common import grade as grade_command
@@ -19,7 +20,7 @@ from common.course.cases import CASES, observe
 from common.course.exercises import EXERCISES, apart, written
 from common.course.grading import Reference, grade
 from common.course.hints import HINTS, OPEN
-from common.ranks.world import LocalWorld, RankFailed
+from common.ranks.world import RankFailed
 
 # Faults that the parts of an exercise can have, and what the answer is about.
 IDEAS = {
@@ -43,8 +44,8 @@ IDEAS = {
 }
 PLANTED = [
     (mutant, stage)
-    for mutant in mutants.MUTANTS
-    for stage in mutant.stages
+    for mutant in stage_mutants.MUTANTS
+    for stage in mutant.engines
     if mutant.plant.__name__ in IDEAS and stage != STAGES[0]
 ]
 
@@ -56,11 +57,6 @@ def on(worlds):
         return worlds(ranks).run(function, *args)
 
     return run
-
-
-def within(worlds):
-    """The same, within the grader's own limits."""
-    return lambda ranks, *call, timeout: LocalWorld.run(worlds(ranks), *call, timeout=timeout)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +85,7 @@ def answer(worlds, plant, stage, references):
 
 @pytest.mark.parametrize("stage", STAGES[1:])
 def test_an_engine_passes(worlds, references, stage):
-    assert answer(worlds, mutants.healthy, stage, references) is None
+    assert answer(worlds, healthy, stage, references) is None
 
 
 @pytest.mark.parametrize(("mutant", "stage"), PLANTED, ids=str)
@@ -101,12 +97,12 @@ def test_a_fault_gets_the_answer_that_names_its_idea(worlds, references, mutant,
 def test_all_faults_planted_in_what_an_exercise_takes_out_are_answered():
     """A fault is listed above, or it is planted outside of the parts."""
     parts = {part.method for exercise in EXERCISES for part in exercise.parts}
-    source = Path(mutants.__file__).read_text()
-    for mutant in mutants.MUTANTS:
+    source = Path(stage_mutants.__file__).read_text()
+    for mutant in stage_mutants.MUTANTS:
         name = mutant.plant.__name__
         body = source.partition(f"def {name}(")[2].partition("\n\n\n")[0]
         planted_in = set(re.findall(r'\(engine, "(\w+)"', body))
-        assert name in IDEAS or not planted_in & parts or mutant.stages == STAGES[:1], name
+        assert name in IDEAS or not planted_in & parts or mutant.engines == STAGES[:1], name
 
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.path.stem)
@@ -231,11 +227,8 @@ def test_a_submission_that_hangs_on_an_idle_machine_is_blamed(clock):
 
 def test_what_is_not_the_submissions_fault_is_one_line_and_a_status_of_its_own(capsys, monkeypatch):
     monkeypatch.setattr(grading, "LONGEST", 0.001)
-    with pytest.raises(SystemExit) as end:
-        grade_command.main([str(STAGE1.engine)])
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and "nothing was graded: stage1_os's own engine does not get there" in lines[0]
-    assert "less busy" in lines[0] and end.value.code == 2
+    line = refused(capsys, grade_command.main, [str(STAGE1.engine)])
+    assert "nothing was graded: stage1_os's own engine does not get there" in line and "less busy" in line
 
 
 def test_a_loop_without_an_end_is_an_answer(tmp_path, capsys):
@@ -292,7 +285,4 @@ def test_an_engine_itself_passes_by_the_command(capsys):
 def test_what_cannot_be_graded_is_one_line(tmp_path, capsys, name, why):
     if name == "mine.py":
         (tmp_path / name).write_text("")
-    with pytest.raises(SystemExit) as end:
-        grade_command.main([str(tmp_path / name)])
-    assert why in capsys.readouterr().err
-    assert end.value.code == 2
+    assert why in refused(capsys, grade_command.main, [str(tmp_path / name)])

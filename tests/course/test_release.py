@@ -10,8 +10,7 @@ import zipfile
 from types import SimpleNamespace
 
 import pytest
-from submissions import SUBMISSIONS
-from test_grade import within
+from submissions import SUBMISSIONS, within
 
 from common.course.exercises import EXERCISES, ROOT, apart, bare, solutions
 from common.course.grading import grade

@@ -7,7 +7,7 @@ import linecache
 import re
 
 import pytest
-from test_notebooks import NOTEBOOKS, executed, printed, read
+from notebook_runs import NOTEBOOKS, executed, printed, read
 
 from common.course.building import check, open_lines
 from common.course.notebook import Ranks

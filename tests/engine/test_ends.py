@@ -10,8 +10,7 @@ import weakref
 import pytest
 import torch
 from places import ROOT
-from probes import inputs, small_engine
-from training import ENGINES, STAGES
+from training import ENGINES, STAGES, inputs, small_engine
 from trap_models import Net, step
 
 from common.engine.hooks import Hook

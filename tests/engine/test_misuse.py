@@ -10,24 +10,10 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from probes import UNFUSED, inputs, small_engine
 from torch import nn
 from torch.optim import lr_scheduler
-from training import ADAMW, ENGINES, STAGES, make_engine, same_bits
+from training import ADAMW, ENGINES, STAGES, UNFUSED, inputs, make_engine, message_in_step, same_bits, small_engine
 from trap_models import WIDTH, Block, FrozenEnds, Net, loss, step
-
-from common.errors import InputError
-from common.ranks.collectives import Collectives
-
-
-def message_of(call, *args):
-    """What a call raises; the ranks are in step afterwards."""
-    try:
-        call(*args)
-    except (InputError, RuntimeError) as error:
-        assert Collectives().gather_objects(dist.get_rank()) == list(range(dist.get_world_size()))
-        return str(error)
-
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
 
@@ -80,7 +66,7 @@ def misuse(world, stage, call):
     """The message, and the weights after a clean step, with those of an engine that has taken the same good steps."""
     good = 2 if call is backward_of_an_old_graph else 1
     made = small_engine(world, stage)
-    message = message_of(call, made, inputs(world, 0))
+    message = message_in_step(call, made, inputs(world, 0))
     made.zero_grad()
     step(made, inputs(world, 1))
     weights, clean = made.full_state_dict(), small_engine(world, stage)
@@ -102,7 +88,7 @@ def load_weights(world, stage, precision):
     """What the model says to new weights, and whether they are there after a step at a learning rate of 0."""
     made = small_engine(world, stage, precision=precision)
     new = {name: torch.full_like(value, 0.5) for name, value in made.full_state_dict().items()}
-    message = message_of(made.module.load_state_dict, new)
+    message = message_in_step(made.module.load_state_dict, new)
     for group in made.optimizer.param_groups:
         group["lr"] = 0.0
     step(made, inputs(world, 0))
@@ -128,10 +114,10 @@ def a_gradient_of_a_gradient(engine, x):
 def penalized(world, name):
     """What a penalty says, and what it says and makes within gathered()."""
     made = small_engine(world, name)
-    message = message_of(a_gradient_of_a_gradient, made, inputs(world, 0))
+    message = message_in_step(a_gradient_of_a_gradient, made, inputs(world, 0))
     made = small_engine(world, name)
     with made.gathered():
-        held = message_of(a_gradient_of_a_gradient, made, inputs(world, 0))
+        held = message_in_step(a_gradient_of_a_gradient, made, inputs(world, 0))
     made.step()
     return message, held, made.full_state_dict()
 
@@ -164,7 +150,7 @@ def take_for_a_model(world, engine):
         with pytest.raises(AttributeError) as caught:
             getattr(made, name)
         said[name] = str(caught.value)
-    return said, [message_of(call, made) for call in (copy.deepcopy, copy.copy, pickle.dumps)]
+    return said, [message_in_step(call, made) for call in (copy.deepcopy, copy.copy, pickle.dumps)]
 
 
 @pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
@@ -223,7 +209,7 @@ def leave(world, stage, how):
     made = small_engine(world, stage, make=Convolution)
     made.backward(loss(made(inputs(world, 0))))
     LEAVING[how][0](made.module)
-    return message_of(made, inputs(world, 0)), message_of(made.step)
+    return message_in_step(made, inputs(world, 0)), message_in_step(made.step)
 
 
 @pytest.mark.parametrize("how", LEAVING)
@@ -239,10 +225,10 @@ def test_parameters_that_left_the_engine_are_refused_by_name(worlds, stage, how)
 def leave_while_sharded(world):
     made = small_engine(world, "stage3_param", make=Convolution)
     made.module.double().float()
-    moved = message_of(made, inputs(world, 0))
+    moved = message_in_step(made, inputs(world, 0))
     made = small_engine(world, "stage3_param", make=Convolution)
     another_layer(made.module)
-    return moved, message_of(made, inputs(world, 0))
+    return moved, message_in_step(made, inputs(world, 0))
 
 
 def test_stage_3_refuses_them_too(worlds):
@@ -258,13 +244,13 @@ def freeze_and_thaw(world, stage):
     value = loss(frozen(inputs(world, 0)))
     thawed.backward(loss(thawed(inputs(world, 0))))
     thawed.module.head.weight.requires_grad_(True)
-    messages = [message_of(frozen.backward, value), message_of(thawed.step)]
+    messages = [message_in_step(frozen.backward, value), message_in_step(thawed.step)]
     adapters = [parameter for parameter in between.module.parameters() if parameter.requires_grad]
     for requires_grad in (False, True):  # as GANs do with one model while the other is trained
         for parameter in adapters:
             parameter.requires_grad_(requires_grad)
         between(inputs(world, 0))
-    return [*messages, message_of(step, between, inputs(world, 0))]
+    return [*messages, message_in_step(step, between, inputs(world, 0))]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -280,10 +266,10 @@ def second_engine(world, stage):
     torch.manual_seed(0)
     module = Net().to(world.device)
     first, messages = make_engine(stage, module), []
-    messages.append(message_of(make_engine, stage, module))
-    messages.append(message_of(make_engine, stage, module.blocks))
+    messages.append(message_in_step(make_engine, stage, module))
+    messages.append(message_in_step(make_engine, stage, module.blocks))
     del first
-    messages.append(message_of(make_engine, stage, module))
+    messages.append(message_in_step(make_engine, stage, module))
     return messages
 
 
@@ -325,7 +311,7 @@ OPTIONS = {
 
 
 def another_stage(world):
-    return message_of(make_different, world, STAGES[world.rank], "bucket_mb", (1.0, 1.0))
+    return message_in_step(make_different, world, STAGES[world.rank], "bucket_mb", (1.0, 1.0))
 
 
 def test_ranks_agree_on_the_engine(worlds):
@@ -334,7 +320,7 @@ def test_ranks_agree_on_the_engine(worlds):
 
 
 def keep_last_differs(world):
-    return message_of(make_different, world, "stage3_param", "keep_last", (True, False))
+    return message_in_step(make_different, world, "stage3_param", "keep_last", (True, False))
 
 
 def test_ranks_agree_on_what_a_stage_takes_besides(worlds):
@@ -343,7 +329,7 @@ def test_ranks_agree_on_what_a_stage_takes_besides(worlds):
 
 
 def disagree(world, stage, option):
-    return message_of(make_different, world, stage, option, OPTIONS[option])
+    return message_in_step(make_different, world, stage, option, OPTIONS[option])
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -364,7 +350,7 @@ def initialised_otherwise(world, stage, buffer):
     def init(name, tensor):
         torch.nn.init.constant_(tensor, world.rank if name == ("scale" if buffer else "blocks.1.up.weight") else 1)
 
-    return message_of(functools.partial(engine_of, stage), module, init)
+    return message_in_step(functools.partial(engine_of, stage), module, init)
 
 
 def engine_of(stage, module, init):
@@ -408,7 +394,7 @@ class ClipsEachCall(torch.optim.SGD):
 
 
 def door(world, stage, optimizer):
-    return message_of(functools.partial(small_engine_with, world, stage), optimizer)
+    return message_in_step(functools.partial(small_engine_with, world, stage), optimizer)
 
 
 def small_engine_with(world, stage, optimizer):
@@ -486,8 +472,8 @@ def hook(world, engine):
     for register in ("register_step_pre_hook", "register_step_post_hook"):
         messages.append(door(world, engine, with_a_hook(register)))
         made = small_engine(world, engine)
-        messages.append(message_of(getattr(made.optimizer, register), lambda *_: None))
-        messages.append(message_of(step, made, inputs(world, 0)))
+        messages.append(message_in_step(getattr(made.optimizer, register), lambda *_: None))
+        messages.append(message_in_step(step, made, inputs(world, 0)))
     return messages
 
 
@@ -515,7 +501,7 @@ def in_two_groups(world, engine):
     groups += [{"params": [*net.stem.parameters(), *net.head.parameters()]}]
     made = make_engine(engine, net, functools.partial(LooksAtTheFirst, lr=0.1), param_groups=groups)
     step(made, inputs(world, 0))
-    return message_of(made.optimizer.add_param_group, {"params": [torch.zeros(2)]}), made.full_state_dict()
+    return message_in_step(made.optimizer.add_param_group, {"params": [torch.zeros(2)]}), made.full_state_dict()
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -546,7 +532,7 @@ def wrap_twice(world, engine, *order):
         warnings.simplefilter("error")
         schedulers = [scheduler for how in order for scheduler in how(made.optimizer) or ()]
         for index in range(2):
-            message = message_of(step, made, inputs(world, index))
+            message = message_in_step(step, made, inputs(world, index))
             for scheduler in schedulers if message is None else ():
                 scheduler.step()
     return message

@@ -5,10 +5,8 @@ import functools
 
 import pytest
 import torch
-from probes import inputs, small_engine
-from test_misuse import message_of
 from torch import nn
-from training import ENGINES, same_bits
+from training import ENGINES, inputs, message_in_step, same_bits, small_engine
 from trap_models import WIDTH, Net, loss, step
 
 from common.engine.mixed_precision import DTYPES
@@ -218,7 +216,7 @@ def nest(world, engine):
         raise Stop
     state = made.full_state_dict()
     kept += [state["head.bias"].unique().tolist(), state["stem.bias"].unique().numel() > 1]
-    return kept, message_of(step, made, inputs(world, 0))
+    return kept, message_in_step(step, made, inputs(world, 0))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -296,7 +294,7 @@ def write_elsewhere(world, engine, precision, write):
         step(made, inputs(world, 0))
         made.backward(loss(made(inputs(world, 1))))
         write(made)
-        said.append(message_of(made.step if call == "step" else functools.partial(made, inputs(world, 1))))
+        said.append(message_in_step(made.step if call == "step" else functools.partial(made, inputs(world, 1))))
     return said
 
 

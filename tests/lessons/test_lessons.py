@@ -10,7 +10,7 @@ import shutil
 from itertools import pairwise
 
 import pytest
-from test_engine_sources import CHANGED_METHODS, methods
+from engine_sources import CHANGED_METHODS, methods
 from training import batch, make_engine, same_bits
 from training import train_step as train_one_step
 

@@ -4,20 +4,19 @@ import json
 from io import StringIO
 
 import pytest
-from places import ROOT
+from places import RECORDS
 from rich.console import Console
 
 from common import activations, bench_results, capacity, compare
 from common.measure.tables import fit, needed, show, table
 
-RESULTS = ROOT / "results"
 COMMANDS = {"demo": compare, "accumulated": compare, "activations": activations, "capacity_cpu": capacity}
 BENCHES = ("bench_cpu", "alone_cpu", "growth_cpu")
 
 
 def recorded(name):
     """The tables of a recorded run, and the texts of their cells."""
-    results = json.loads((RESULTS / f"{name}.json").read_text())
+    results = json.loads((RECORDS / f"{name}.json").read_text())
     if name in COMMANDS:
         return [COMMANDS[name].as_table(results)]
     return [bench_results.as_table(title, rows) for title, rows in bench_results.by_case(results)]

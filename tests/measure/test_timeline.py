@@ -1,6 +1,5 @@
 """The trace of a training step: valid, labelled, with communication beside computation."""
 
-import gc
 import json
 import subprocess
 import sys
@@ -10,8 +9,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from commands import refused
 from places import ROOT
 from torch.profiler import record_function
+from traces import record, row_names
 from training import batch, make_engine
 
 from common import train
@@ -21,21 +22,6 @@ from common.ranks.lanes import Handle
 needs_threads = pytest.mark.skipif(
     torch.cuda.is_available(), reason="on CUDA the lane is a stream; the merge of such a trace is tested without one"
 )
-
-
-def record(world, stage, model, path, **options):
-    """Train three steps and record the last."""
-    gc.collect()  # labels name the engine where an earlier test's still lives
-    engine = make_engine(stage, model, bucket_mb=0.1, **options)
-    for step in range(3):
-        micro_batches = [batch(engine.module, world, step, global_batch=8 * world.size)]
-        if step == 2:
-            recording = Recording(engine)
-            recording.start()
-        train.train_step(engine, micro_batches)
-    engine.synchronize()
-    recording.stop()
-    return recording.write(path)
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +47,6 @@ def ranges(trace, rank, *beginnings):
         if event.get("cat") == "user_annotation" and event["pid"] == 2 * rank and event["name"].startswith(beginnings)
     ]
     return sorted(found, key=lambda one: one[2])
-
-
-def row_names(trace):
-    """{(process, thread): "rank 0/compute"}"""
-    metadata = [event for event in trace["traceEvents"] if event["ph"] == "M"]
-    processes = {event["pid"]: event["args"]["name"] for event in metadata if event["name"] == "process_name"}
-    return {
-        (event["pid"], event["tid"]): f"{processes[event['pid']]}/{event['args']['name']}"
-        for event in metadata
-        if event["name"] == "thread_name"
-    }
 
 
 @pytest.mark.parametrize("stage", ["stage1_os", "stage3_param"])
@@ -289,9 +264,4 @@ def test_a_command_writes_a_trace_of_two_steps_and_prints_the_overlap(tmp_path):
     ],
 )
 def test_a_trace_that_cannot_be_is_refused_in_one_line(capfd, options, message):
-    with pytest.raises(SystemExit) as exit:
-        train.main("stage2_grad", options)
-    output = capfd.readouterr()
-    assert exit.value.code == 2
-    assert message in output.err
-    assert len(output.err.strip().splitlines()) == 1
+    assert message in refused(capfd, train.main, "stage2_grad", options)

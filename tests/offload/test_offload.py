@@ -9,17 +9,16 @@ from unittest import mock
 
 import pytest
 import torch
+from commands import refused
 from formulas import bytes_held, bytes_on_host
 from matrix import Cell, train_cell
-from mutants import healthy, replaced
-from offload_mutants import OFFLOAD_MUTANTS, counts, delayed, lies_on_the_host, loads_over_what_is_under_way
+from offload_probes import counts, delayed, lies_on_the_host, loads_over_what_is_under_way
 from offloaded import WARM_UP
-from test_mutants import broken_promises, label
-from test_timeline import record, row_names
-from training import ENGINES, batch, make_engine, same_bits, train_step
+from planting import replaced
+from traces import record, row_names, rows_of
+from training import ENGINES, batch, handed_on, make_engine, message_of, same_bits, train_step
 
 from common import capacity, models, train
-from common.errors import InputError
 from common.measure.memory import HOST, Timeline
 from common.ranks import lanes
 from common.tiers import memory, opening
@@ -125,19 +124,6 @@ def kept_beside(world):
 
 def test_states_that_an_optimizer_makes_when_it_is_built_are_not_kept_twice(worlds):
     assert not any(worlds(1).run(kept_beside)[0])
-
-
-def handed_on(world, writer, reader, folder, precision):
-    """Train, save, and train on: in the engine that saved, and in another that loads."""
-    first = make_engine(writer, precision=precision)
-    for step in range(2):
-        train_step(first, world, step)
-    first.save(folder)
-    second = make_engine(reader, precision=precision, seed=1)
-    second.load(folder)
-    for made in (first, second):
-        train_step(made, world, 2)
-    return same_bits(first.full_state_dict(), second.full_state_dict())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -255,11 +241,10 @@ def samples_of_stage_2(world):
 
 def test_a_trace_has_a_row_for_the_bus_and_one_for_the_hosts_steps(worlds, tmp_path):
     trace = worlds(2).run(record, "offload", "gpt-nano", tmp_path / "trace.json")[0]
-    rows = row_names(trace)
-    assert {f"rank {rank}/{row}" for rank in (0, 1) for row in ("bus", "host", "collectives")} <= set(rows.values())
+    named = {f"rank {rank}/{row}" for rank in (0, 1) for row in ("bus", "host", "collectives")}
+    assert named <= set(row_names(trace).values())
     for what, row in {"down of": "bus", "up of": "bus", "optimizer's step of": "host"}.items():
-        found = [event for event in trace["traceEvents"] if event["name"].startswith(what)]
-        assert {rows[event["pid"], event["tid"]].split("/")[1] for event in found} == {row}
+        assert rows_of(trace, what) == {row}
 
 
 # ---- a host that is not the device --------------------------------------------------------------------------------
@@ -286,10 +271,7 @@ def refusal(world, **options):
     with contextlib.ExitStack() as patched:
         for name, value in options.pop("there", {}).items():
             patched.enter_context(_answering(name, value))
-        try:
-            make_engine("offload", **options)
-        except InputError as error:
-            return str(error)
+        return message_of(make_engine, "offload", **options)
 
 
 def _answering(name, value):
@@ -318,10 +300,7 @@ def test_what_cannot_be_is_refused_on_every_rank_in_one_line(worlds, said):
 
 def load_into_the_module(world):
     made = make_engine("offload")
-    try:
-        made.module.load_state_dict(made.module.state_dict())
-    except RuntimeError as error:
-        return str(error)
+    return message_of(made.module.load_state_dict, made.module.state_dict())
 
 
 def test_weights_loaded_into_the_module_would_be_lost_and_are_refused(worlds):
@@ -379,12 +358,7 @@ BAD_OPTIONS = {
 
 @pytest.mark.parametrize("options", BAD_OPTIONS)
 def test_bad_options_get_one_line_and_exit_status_2(options, capfd):
-    with pytest.raises(SystemExit) as exit:
-        train.main("offload", options.split(), add_own)
-    output = capfd.readouterr()
-    assert exit.value.code == 2
-    assert BAD_OPTIONS[options] in output.err
-    assert len(output.err.strip().splitlines()) == 1
+    assert BAD_OPTIONS[options] in refused(capfd, train.main, "offload", options.split(), add_own)
 
 
 def test_the_command_trains_with_its_own_options(tmp_path):
@@ -410,16 +384,3 @@ def test_exact_and_delayed_train_side_by_side(tmp_path):
     assert exact["losses"][:6] == delayed["losses"][:6]  # the sixth update is the first that the next forward lacks
     assert exact["losses"][6] != delayed["losses"][6]
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-# ---- mutants ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("plant", "probe", "name"), OFFLOAD_MUTANTS, ids=label)
-def test_a_mutant_of_offload_is_caught(worlds, tmp_path, plant, probe, name):
-    assert broken_promises(worlds, tmp_path, plant, name, probe) != []
-
-
-@pytest.mark.parametrize(("probe", "name"), dict.fromkeys((p, e) for _, p, e in OFFLOAD_MUTANTS), ids=label)
-def test_no_probe_finds_fault_with_the_healthy_offload(worlds, tmp_path, probe, name):
-    assert broken_promises(worlds, tmp_path, healthy, name, probe) == []

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from commands import refused
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import make_engine, same_bits
@@ -319,9 +320,4 @@ def test_the_largest_width_is_found_for_every_number_of_tiles(tmp_path, monkeypa
     ],
 )
 def test_bad_input_gets_one_line_and_exit_status_2(options, message, capfd):
-    with pytest.raises(SystemExit) as exit:
-        tiling.main(list(options))
-    output = capfd.readouterr()
-    assert exit.value.code == 2
-    assert message in output.err
-    assert len(output.err.strip().splitlines()) == 1
+    assert message in refused(capfd, tiling.main, list(options))

@@ -1,120 +1,31 @@
-"""Wrong engines of Infinity: what is read too early, written too late or not at all, and disks that nobody minds."""
+"""Faults of Infinity: what is read too early, written too late or not at all, and disks that nobody minds."""
 
-import errno
-import os
-from pathlib import Path
+import functools
 from unittest import mock
 
-import probes
-from matrix import Cell
-from mutants import CLIPPED, TRAINED, TRAINED_IN_BF16, left_out, replaced
-from probes import UNFUSED
-from training import make_engine, same_bits, train_step
+import planting
+import stage_probes as probes
+from infinity_probes import (
+    accounts,
+    leaves_others_alone,
+    loads_what_was_saved,
+    minds_a_file_that_was_cut,
+    says_on_every_rank_that_a_disk_failed,
+)
+from planting import left_out, replaced
+from stage_mutants import ACCUMULATED, ACCUMULATED_IN_BF16, CLIPPED, TRAINED, TRAINED_IN_BF16
 
 from common.checkpoint import locks
-from common.checkpoint.pages import PAGE
 from common.engine import base
 from common.engine.units import hollow
-from common.errors import InputError
 from common.tiers import disk, sub_group, swap
 from common.tiers.disk import Disks, OnDisk, Staging
 from common.tiers.memory import HERE
 from common.tiers.sub_group import SubGroup, TieredBucket
 
-INFINITY_MUTANTS = []
-ON_DISK = "offloaded:OnDisk"
+MUTANTS = []
+shown_by = functools.partial(planting.shown_by, MUTANTS, engines=("offloaded:OnDisk",))
 LATE = probes.no_bit_depends_on_when_the_lane_runs
-ACCUMULATED = Cell("gpt-tiny", "fp32", 3, "accumulated")
-ACCUMULATED_IN_BF16 = Cell("gpt-tiny", "bf16", 3, "accumulated")
-
-
-def shown_by(probe, engine=ON_DISK):
-    """Register a mutant."""
-
-    def register(plant):
-        INFINITY_MUTANTS.append((plant, probe, engine))
-        return plant
-
-    return register
-
-
-# ---- probes -------------------------------------------------------------------------------------------------------
-
-
-def counts(made):
-    """Every count of bytes with its prediction."""
-    traffic = made.comm.traffic
-    return {
-        "on_the_device": (made.model_state_bytes(), made.predicted_model_state_bytes()),
-        "on_the_host": (made.host_state_bytes(), made.predicted_host_state_bytes()),
-        "on_disk": (made.disk_state_bytes(), made.predicted_disk_state_bytes()),
-        "over_the_bus": (traffic.on_bus(), made.predicted_bus_bytes_per_step()),
-        "to_and_from_disk": (traffic.on_disk(), made.predicted_disk_bytes_per_step()),
-        "sent": (traffic.by_collective(), made.predicted_wire_bytes_per_step()),
-    }
-
-
-def accounts(world, engine, folder):
-    """Every count of bytes is as predicted."""
-    made = make_engine(engine, precision="bf16", clip_norm=1.0)
-    for step in range(3):
-        made.comm.traffic.reset()
-        train_step(made, world, step)
-    return probes.broken(**{what: measured == predicted for what, (measured, predicted) in counts(made).items()})
-
-
-def loads_what_was_saved(world, engine, folder):
-    """A training goes on from a checkpoint as if there had been none."""
-    first = make_engine(engine, optimizer=UNFUSED, precision="bf16")
-    train_step(first, world)
-    first.save(folder)
-    second = make_engine(engine, optimizer=UNFUSED, precision="bf16", seed=1)
-    train_step(second, world, 5)
-    second.load(folder)
-    for made in (first, second):
-        train_step(made, world, 1)
-    return probes.broken(weights=same_bits(first.full_state_dict(), second.full_state_dict()))
-
-
-def says_on_every_rank_that_a_disk_failed(world, engine, folder):
-    """Where a disk fails on one rank, every rank raises in that step, and nobody steps by what was lost."""
-    made, said = make_engine(engine), ""
-    train_step(made, world)
-    error = OSError(errno.EIO, os.strerror(errno.EIO))
-    with mock.patch.object(os, "preadv", side_effect=error) if world.rank == 0 else mock.patch("os.sep", os.sep):
-        try:
-            train_step(made, world, 1)
-        except InputError as error:
-            said = str(error)
-    return probes.broken(said="rank 0 cannot read" in said)
-
-
-def minds_a_file_that_was_cut(world, engine, folder):
-    """A swap file that somebody cuts is no source of zeros."""
-    made, said = make_engine(engine), ""
-    train_step(made, world)
-    if world.rank == 0:
-        os.truncate(made.tier["nvme"].file.path, PAGE)
-    try:
-        train_step(made, world, 1)
-    except InputError as error:
-        said = str(error)
-    return probes.broken(said="the file was cut" in said)
-
-
-def leaves_others_alone(world, engine, folder):
-    """A folder in use is refused, and what lies there stays."""
-    path = Path(folder) / str(world.rank)
-    path.mkdir(exist_ok=True)
-    first, refused = swap.SwapFile(path, 0), False
-    try:
-        swap.SwapFile(path, 0).close()
-    except InputError:
-        refused = True
-    swap.SwapFile(path, 1).close()
-    there = first.path.exists()
-    first.close()
-    return probes.broken(refused=refused, there=there, gone=not any(path.iterdir()))
 
 
 # ---- read too early, written too late -----------------------------------------------------------------------------

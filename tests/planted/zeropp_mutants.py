@@ -1,220 +1,36 @@
-"""Wrong engines of ZeRO++, and the probes that find them: at 4 ranks in two nodes of two."""
+"""Faults of ZeRO++, and the probes that find them at 4 ranks in two nodes of two."""
 
-import contextlib
+import functools
 from unittest import mock
 
+import planting
 import torch
-from late_lanes import on_lane
-from matrix import Cell
-from mutants import left_out, replaced
-from probes import broken
-from training import batch, make_engine, same_bits, train_step
+import zeropp_probes as probes
+from planting import left_out, replaced
 
-from common import models
-from common.engine import Bucket, units
-from common.engine.mixed_precision import LossScaler
+from common.engine import Bucket
 from common.ranks.collectives import Collectives
-from common.train import sha256
 from zeropp import transports
 from zeropp.quantize import Blocks
 from zeropp.transports import OneHop, QuantizedAllGather, SecondShards, TwoHops
 
-ZEROPP_MUTANTS = []
-RESUMED = Cell("gpt-tiny", "fp32", 4, "resumed from a checkpoint")
-
-
-def shown_by(probe, engine):
-    """Register a mutant."""
-
-    def register(plant):
-        ZEROPP_MUTANTS.append((plant, probe, f"quantized:{engine}"))
-        return plant
-
-    return register
-
-
-# ---- probes -------------------------------------------------------------------------------------------------------
-
-
-def steps_of(values, block, largest):
-    """For each element of a shard the step of its block, in float64 [n]."""
-    parts = [part.abs().amax().expand(len(part)) for part in values.double().split(block)]
-    return torch.cat(parts) / largest
-
-
-def bound_of_mean(pieces, per_node, block):
-    """How far the mean of pieces [N, n] may be off after their hops, element by element: half a step for each rounding.
-
-    One hop rounds every rank's piece; a second one every node's sum.
-    """
-    pieces = pieces.double()
-    off = sum(steps_of(piece, block, 7) for piece in pieces) / 2
-    if 1 < per_node < len(pieces):
-        sums = pieces.view(-1, per_node, pieces.shape[1]).sum(dim=1)
-        # What a node adds up is off itself, so its steps may be larger than those of the exact sum.
-        slack = [steps_of(total.abs() + off, block, 7) for total in sums]
-        off = off + sum(slack) / 2
-    return off / len(pieces) * (1 + 1e-5)
-
-
-def uneven(numel, block, seed):
-    """Numbers whose blocks differ in size by powers of ten: the scale of a neighbour is far off."""
-    generator = torch.Generator().manual_seed(seed)
-    powers = torch.randint(-3, 4, (-(-numel // block),), generator=generator).repeat_interleave(block)[:numel]
-    return torch.randn(numel, generator=generator) * 10.0**powers
-
-
-def reduced_by(engine, seed=0):
-    """For each bucket (the mean that its way made, the exact one, what it may be off), of this rank's shard."""
-    for number, bucket in enumerate(engine.buckets):
-        local = uneven(bucket.padded_numel, engine.block, 1000 * seed + 10 * number + engine.rank)
-        everyone = torch.stack(engine.comm.gather_objects(local))
-        pieces = everyone.view(engine.world_size, engine.world_size, -1)[:, engine.rank]
-        bucket.local = local.clone()
-        bucket.goes_by.reduce(bucket).wait()
-        bound = bound_of_mean(pieces, engine.comm.ranks_per_node, engine.block)
-        yield bucket.reduced.double(), pieces.double().mean(dim=0), bound
-        bucket.local = None
-
-
-def means_are_within_their_bound(world, engine, folder):
-    """Every element of the mean is off by half a step for each time that it was rounded, at most."""
-    made = make_engine(engine, "gpt-tiny")
-    near = [
-        bool(((mean - exact).abs() <= off).all()) for mean, exact, off in reduced_by(made)
-    ]  # on every rank all of them
-    return broken(bound=all(near))
-
-
-def weights_are_within_their_bound(world, engine, folder):
-    """All ranks compute with the same weights, half a step at most from those that they keep."""
-    made = make_engine(engine, "gpt-tiny", seed=3)
-    train_step(made, world)
-    kept, near = made.full_state_dict(), []
-    for unit in made.units:
-        made.use(unit, units.Order())  # as in a forward
-    weights = {name: p.detach().clone() for name, p in made.module.named_parameters()}
-    for bucket in made.buckets:
-        exact = torch.zeros(bucket.padded_numel)
-        for name, view in bucket.cut(exact).items():
-            view.copy_(kept[name])
-        shards = zip(bucket.full.split(bucket.shard_numel), exact.split(bucket.shard_numel), strict=True)
-        near += [((a - b).abs() <= steps_of(b, made.block, 127) * 0.50001).all() for a, b in shards]
-    same = len(set(made.comm.gather_objects(sha256(weights)))) == 1
-    return broken(bound=all(near), same_on_every_rank=same)
-
-
-def bytes_are_as_predicted(world, engine, folder):
-    """Bytes held, sent and leaving a node are those predicted; the node's are what its ranks send to others."""
-    made, kept = make_engine(engine, "gpt-tiny", clip_norm=1.0), []
-    for step in range(3):
-        made.comm.traffic.reset()
-        train_step(made, world, step)
-    traffic, places = made.comm.traffic, made.comm.ranks_per_node
-    for bucket in made.buckets:
-        numel, n, nodes = bucket.shard_numel, made.world_size, made.world_size // places
-        codes, scales = numel, 4 * -(-numel // made.block)
-        kept.append((numel, n, nodes, codes, scales))
-    # By hand: int8 weights once across, int4 gradients once across, a flag of 8 bytes for the norm.
-    across = sum(
-        (codes + scales) * (n - places) + (codes // 2 + scales) * (nodes - 1) for _, n, nodes, codes, scales in kept
-    )
-    across += 8 * (made.world_size - places)
-    return broken(
-        held=made.model_state_bytes() == made.predicted_model_state_bytes(),
-        sent=traffic.by_collective() == made.predicted_wire_bytes_per_step(),
-        left=traffic.between_nodes() == made.accounts.predicted_between_nodes(),
-        by_hand=sum(traffic.between_nodes().values()) == across,
-    )
-
-
-def copies_are_never_stale(world, engine, folder):
-    """With second shards a run ends with stage 3's bits: after updates, a load, a skipped step, evaluations."""
-    ends = [eventful(world, name, f"{folder}/{name[:6]}") for name in ("stage3_param", engine)]
-    return broken(losses=ends[0][0] == ends[1][0], weights=same_bits(ends[0][1], ends[1][1]))
-
-
-def eventful(world, name, folder):
-    """Train in fp16 through all that changes parameters, or does not; return losses and weights."""
-    made = make_engine(name, "gpt-tiny", precision="fp16", keep_last=False)
-    made.loss_scaler = LossScaler(scale=2.0**10)
-    losses = [train_step(made, world, 0)]
-    made.save(folder)
-    losses.append(train_step(made, world, 1))
-    made.loss_scaler = LossScaler(scale=2.0**60)  # the gradients overflow
-    losses.append(train_step(made, world, 2))
-    made.loss_scaler = LossScaler(scale=2.0**10)
-    with torch.no_grad():
-        losses.append(loss_of(made, world, 3).item())
-    losses.append(train_step(made, world, 4))
-    with torch.no_grad():
-        losses.append(loss_of(made, world, 5).item())
-    made.load(folder)
-    for micro in range(2):
-        loss = loss_of(made, world, 5 + micro)
-        made.backward(loss)
-        losses.append(loss.item())
-    made.step()
-    losses.append(train_step(made, world, 7))
-    return losses, made.full_state_dict()
-
-
-def loss_of(made, world, step):
-    inputs, targets = batch(made.module, world, step)
-    return models.loss(made(inputs), targets)
-
-
-def no_bit_depends_on_when_the_lane_runs(world, engine, folder):
-    """Where the lane runs no earlier than somebody waits, a training ends as it does else."""
-    ends = []
-    for lane in (contextlib.nullcontext(), on_lane("late", world.rank)):
-        with lane:
-            made = make_engine(engine, "gpt-tiny", precision="bf16")
-            losses = [train_step(made, world, step) for step in range(3)]
-            ends.append((losses, sha256(made.full_state_dict())))
-    return broken(bits=ends[0] == ends[1])
-
-
-def nothing_of_a_gradient_is_lost(world, engine, folder):
-    """With error feedback the sum of what arrives stays within one rounding of the sum of what was sent."""
-    made = make_engine(engine, "gpt-tiny")
-    bucket = made.buckets[0]
-    local = uneven(bucket.padded_numel, made.block, made.rank)
-    exact = torch.stack(made.comm.gather_objects(local)).mean(dim=0)[bucket.shard(made.rank)]
-    total = torch.zeros_like(exact)
-    for time in range(16):
-        scale = 4.0 if time % 2 else 1.0  # the loss scaler's: what is carried was counted in units of the one before
-        bucket.local = local * scale
-        bucket.goes_by.reduce(bucket, scale).wait()
-        total += bucket.reduced / scale
-    pieces = torch.stack(made.comm.gather_objects(local)).view(made.world_size, made.world_size, -1)[:, made.rank]
-    once = bound_of_mean(pieces, made.comm.ranks_per_node, made.block)
-    return broken(sum=bool(((total - 16 * exact).abs() <= 2 * once + 1e-4 * exact.abs()).all()))
-
-
-def an_overflow_passes_and_leaves_nothing(world, engine, folder):
-    """Infinities in a gradient raise nowhere, show in the mean, and are gone in the next."""
-    made = make_engine(engine, "gpt-tiny")
-    bucket = made.buckets[0]
-    means = []
-    for value in (float("inf"), 1.0):
-        bucket.local = torch.full((bucket.padded_numel,), value)
-        bucket.goes_by.reduce(bucket).wait()
-        means.append(bucket.reduced.clone())
-    return broken(shows=not means[0].isfinite().any(), is_gone=bool((means[1] - 1).abs().max() < 1e-5))
+MUTANTS = []
+shown_by = functools.partial(planting.shown_by, MUTANTS, size=4)
+WEIGHTS, GRADIENTS, COPIES, ALL = (("quantized:" + name,) for name in ("Weights", "Gradients", "Copies", "All"))
+REMEMBERING = ("quantized:Remembering",)
 
 
 # ---- scales and codes ---------------------------------------------------------------------------------------------
 
 
-@shown_by(means_are_within_their_bound, "Gradients")
+@shown_by(probes.means_are_within_their_bound, engines=GRADIENTS)
 def the_scale_of_the_wrong_block(engine):
     return replaced(
         Blocks, "_values", lambda values, self, scales, codes, part: values(self, scales.roll(1), codes, part)
     )
 
 
-@shown_by(means_are_within_their_bound, "Gradients")
+@shown_by(probes.means_are_within_their_bound, engines=GRADIENTS)
 def codes_are_added_before_they_are_dequantized(engine):
     def add_up(original, self, messages, total):
         self.unpack(messages[0], total)
@@ -228,12 +44,12 @@ def codes_are_added_before_they_are_dequantized(engine):
     return replaced(Blocks, "add_up", add_up)
 
 
-@shown_by(means_are_within_their_bound, "Gradients")
+@shown_by(probes.means_are_within_their_bound, engines=GRADIENTS)
 def codes_are_cut_off_not_rounded(engine):
     return mock.patch.object(torch.Tensor, "round_", torch.Tensor.trunc_)
 
 
-@shown_by(weights_are_within_their_bound, "Weights")
+@shown_by(probes.weights_are_within_their_bound, engines=WEIGHTS)
 def weights_in_4_bits(engine):
     def of(original, self, comm, blocks):
         original(self, comm, Blocks(4, blocks.block))
@@ -241,7 +57,7 @@ def weights_in_4_bits(engine):
     return replaced(QuantizedAllGather, "__init__", of)
 
 
-@shown_by(weights_are_within_their_bound, "Weights")
+@shown_by(probes.weights_are_within_their_bound, engines=WEIGHTS)
 def a_rank_keeps_its_own_shard_exact(engine):
     def gather(original, self, bucket):
         handle = original(self, bucket)
@@ -261,17 +77,17 @@ def _with_pieces(order):
     return replaced(OneHop, "_pack", pack)
 
 
-@shown_by(means_are_within_their_bound, "Gradients")
+@shown_by(probes.means_are_within_their_bound, engines=GRADIENTS)
 def pieces_of_two_nodes_are_swapped(engine):
     return _with_pieces(lambda pieces: [pieces[1], pieces[0], *pieces[2:]])
 
 
-@shown_by(means_are_within_their_bound, "Gradients")
+@shown_by(probes.means_are_within_their_bound, engines=GRADIENTS)
 def pieces_lie_in_the_order_of_ranks(engine):
     return _with_pieces(lambda pieces: [pieces[0], pieces[2], pieces[1], pieces[3]])
 
 
-@shown_by(means_are_within_their_bound, "Gradients")
+@shown_by(probes.means_are_within_their_bound, engines=GRADIENTS)
 def the_sum_is_divided_by_the_ranks_of_a_node(engine):
     def mean(original, self, bucket, received, *buffers):
         handle, reduced = original(self, bucket, received, *buffers), bucket.reduced
@@ -283,12 +99,12 @@ def the_sum_is_divided_by_the_ranks_of_a_node(engine):
 # ---- second shards ------------------------------------------------------------------------------------------------
 
 
-@shown_by(copies_are_never_stale, "Copies")
+@shown_by(probes.copies_are_never_stale, engines=COPIES)
 def second_shards_stay_after_an_update(engine):
     return left_out(SecondShards, "outdate")
 
 
-@shown_by(copies_are_never_stale, "Copies")
+@shown_by(probes.copies_are_never_stale, engines=COPIES)
 def second_shards_stay_after_a_load(engine):
     def take_over(original, self, part, fill):
         Bucket.take_over(self, part, fill)
@@ -296,7 +112,7 @@ def second_shards_stay_after_a_load(engine):
     return replaced(transports.RoutedBucket, "take_over", take_over)
 
 
-@shown_by(copies_are_never_stale, "Copies")
+@shown_by(probes.copies_are_never_stale, engines=COPIES)
 def a_rank_keeps_its_neighbours_part(engine):
     def gather(original, self, bucket):
         if bucket in self.current:
@@ -308,7 +124,7 @@ def a_rank_keeps_its_neighbours_part(engine):
     return replaced(SecondShards, "gather", gather)
 
 
-@shown_by(no_bit_depends_on_when_the_lane_runs, "Copies")
+@shown_by(probes.no_bit_depends_on_when_the_lane_runs, engines=COPIES)
 def a_second_shard_is_kept_before_it_is_there(engine):
     def gather(original, self, bucket):
         if bucket in self.current:
@@ -325,12 +141,12 @@ def a_second_shard_is_kept_before_it_is_there(engine):
 # ---- residuals ----------------------------------------------------------------------------------------------------
 
 
-@shown_by(nothing_of_a_gradient_is_lost, "Remembering")
+@shown_by(probes.nothing_of_a_gradient_is_lost, engines=REMEMBERING)
 def what_is_carried_keeps_the_old_loss_scale(engine):
     return replaced(OneHop, "_growth_of_scale", lambda growth, self, bucket, hop, scale: 1.0)
 
 
-@shown_by(nothing_of_a_gradient_is_lost, "Remembering")
+@shown_by(probes.nothing_of_a_gradient_is_lost, engines=REMEMBERING)
 def the_second_hop_remembers_nothing(engine):
     def pack(original, self, bucket, hop, *others):
         with mock.patch.object(self, "error_feedback", hop == 0):
@@ -339,7 +155,7 @@ def the_second_hop_remembers_nothing(engine):
     return replaced(TwoHops, "_pack", pack)
 
 
-@shown_by(an_overflow_passes_and_leaves_nothing, "Remembering")
+@shown_by(probes.an_overflow_passes_and_leaves_nothing, engines=REMEMBERING)
 def an_overflow_is_carried_on(engine):
     return mock.patch.object(torch.Tensor, "nan_to_num_", lambda self, *_: self)
 
@@ -347,7 +163,7 @@ def an_overflow_is_carried_on(engine):
 # ---- books --------------------------------------------------------------------------------------------------------
 
 
-@shown_by(bytes_are_as_predicted, "All")
+@shown_by(probes.bytes_are_as_predicted, engines=ALL)
 def scales_are_not_predicted(engine):
     def legs(original, self, bucket):
         return {"all_gather": bucket.shard_numel * (self.comm.size - 1)}
@@ -355,12 +171,12 @@ def scales_are_not_predicted(engine):
     return replaced(QuantizedAllGather, "legs", legs)
 
 
-@shown_by(bytes_are_as_predicted, "All")
+@shown_by(probes.bytes_are_as_predicted, engines=ALL)
 def all_is_said_to_stay_in_the_node(engine):
     return replaced(Collectives, "_count", lambda count, self, name, sent: self.traffic.record(name, sent, 0))
 
 
-@shown_by(bytes_are_as_predicted, "All")
+@shown_by(probes.bytes_are_as_predicted, engines=ALL)
 def a_second_shard_is_not_counted(engine):
     def kept(original, self):
         held = original(self)

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from groups import SHARD, in_subgroup, of_rank, two_users_of_a_group
+from kernel import bytes_sent_by_own_sockets
 from places import importing
 from training import make_engine, train_step
 
@@ -23,21 +25,12 @@ from common.measure.traffic import Traffic
 from common.ranks import collectives
 from common.ranks.collectives import Collectives
 from common.ranks.lanes import Handle, StreamLane, ThreadLane, backend_of
-from common.ranks.sockets import bytes_sent_by_own_sockets
 from common.tiers.bus import Bus
 from common.tiers.disk import Staging
 from common.tiers.stepping import Stepper
 
 SIZES = [1, 2, 3, 4, 8]
-SHARD = 37  # elements: no round number, no multiple of a vector register
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def of_rank(rank, size, dtype=torch.float32, shard=SHARD):
-    """What a rank brings: values of several magnitudes, so that the order of additions shows in the bits."""
-    generator = torch.Generator().manual_seed(rank)
-    exponents = torch.randint(-6, 6, (size * shard,), generator=generator)
-    return (torch.randn(size * shard, generator=generator) * 2.0**exponents).to(dtype)
 
 
 def mean_in_rank_order(size, dtype=torch.float32, shard=SHARD):
@@ -129,22 +122,6 @@ def test_gathered_objects_may_differ_in_size(worlds, size):
     assert worlds(size).run(gather_unequal_objects) == [everyone] * size
 
 
-def in_subgroup(world, members):
-    """What ranks do in a group whose ranks are not those of the world; None from those outside of it."""
-    group = dist.new_group(members)
-    if world.rank not in members:
-        return None
-    comm = Collectives(group, deterministic=True)
-    reduced = of_rank(comm.rank, comm.size).to(world.device)
-    comm.all_reduce(reduced).wait()
-    shard = torch.full((2,), float(world.rank), device=world.device)
-    gathered = torch.empty(2 * comm.size, device=world.device)
-    comm.all_gather(shard, gathered).wait()
-    heard = torch.tensor([world.rank], device=world.device)
-    comm.broadcast(heard, source=1).wait()
-    return comm.rank, reduced.cpu(), gathered.tolist(), heard.item(), comm.gather_objects(world.rank)
-
-
 @pytest.mark.parametrize("members", [[1, 2], [0, 2]], ids=str)
 def test_in_a_subgroup_ranks_count_from_its_first_member(worlds, members):
     results = worlds(3).run(in_subgroup, members)
@@ -215,16 +192,6 @@ def chain(world, length):
 def test_many_in_flight_complete_in_the_order_of_the_calls(worlds, size):
     rolled = [(rank + 100) % size for rank in range(size)]
     assert worlds(size).run(chain, 100) == [rolled] * size
-
-
-def two_users_of_a_group(world):
-    """Two Collectives over one group, called alternately: their messages must not mix."""
-    comms, tensors = [Collectives(), Collectives()], [torch.zeros(world.size, device=world.device) for _ in range(40)]
-    for index, tensor in enumerate(tensors):
-        shard = torch.full((1,), float(index), device=world.device)
-        last = comms[index % 2].all_gather(shard, tensor)
-    last.wait()
-    return [tensor.tolist() for tensor in tensors]
 
 
 def test_all_users_of_a_group_share_one_order(worlds):

@@ -9,8 +9,7 @@ import pytest
 import torch
 from a_rank_that_dies import train
 from places import ROOT, importing
-from probes import inputs, small_engine
-from training import ENGINES, make_engine, same_bits
+from training import ENGINES, inputs, make_engine, same_bits, small_engine
 from trap_models import step
 
 from common.ranks.collectives import RankLost

@@ -11,8 +11,8 @@ import pytest
 import ranks_that_part
 import torch
 import torch.distributed as dist
+from groups import in_subgroup, two_users_of_a_group
 from places import ROOT, importing
-from test_collectives import in_subgroup, two_users_of_a_group
 from training import STAGES, make_engine, same_bits, train, train_step
 
 from common.errors import InputError

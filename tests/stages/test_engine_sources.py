@@ -5,6 +5,7 @@ import difflib
 import itertools
 
 import pytest
+from engine_sources import CHANGED_METHODS, methods, source
 from places import ROOT
 from training import STAGES
 
@@ -14,27 +15,8 @@ from common.train import find_engine
 CODE_LINES = {"stage0_ddp": 40, "stage1_os": 45, "stage2_grad": 60, "stage3_param": 185}
 CODE_LINES |= {"offload": 145, "offload.nvme": 165, "zeropp": 85}
 CHANGED_LINES = {"stage1_os": 60, "stage2_grad": 45, "stage3_param": 315, "offload": 215}  # prose included
-SOURCES = {"offload": "offload/cpu.py", "offload.nvme": "offload/nvme.py"}  # others have an engine.py
-# What a stage has changed of the methods it shares with the stage before. All others are the same text.
-CHANGED_METHODS = {
-    "stage1_os": {"owned", "sends", "reduce", "update"},
-    "stage2_grad": {"owned", "partition", "begin_backward", "gradient_ready", "reduce"},
-    "stage3_param": {"owned", "sends", "partition", "begin_backward", "gradient_ready", "reduce", "finish_backward"}
-    | {"no_sync", "update", "gather"},
-    "offload": {"sends", "partition", "reduce", "update", "gather", "synchronize"},
-}
 NEIGHBOURS = [*itertools.pairwise(STAGES), ("stage2_grad", "offload")]
 DERIVED = ["offload.nvme", "zeropp"]  # from stage 3's engine: what they hold is what their papers add
-
-
-def source(stage):
-    return (ROOT / SOURCES.get(stage, f"{stage}/engine.py")).read_text()
-
-
-def methods(stage):
-    text = source(stage)
-    (engine,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
-    return {f.name: ast.get_source_segment(text, f) for f in engine.body if isinstance(f, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("stage", CODE_LINES)

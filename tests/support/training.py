@@ -7,14 +7,20 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
+from trap_models import WIDTH, Net
 
 from common import models
 from common.data import Batches, load_text
+from common.engine.mixed_precision import LossScaler
+from common.errors import InputError
+from common.ranks.collectives import Collectives
 from common.train import find_engine
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
 ENGINES = (*STAGES, "offload", "offload.nvme")
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
+UNFUSED = functools.partial(torch.optim.AdamW, lr=1e-2)  # as a baseline without aligned shards needs it
 BUCKET_MB = 0.01  # several buckets even in tiny models
 
 
@@ -37,6 +43,22 @@ def or_reason(function, *args, **options):
         return function(*args, **options)
     except NotImplementedError as error:
         return str(error) or "it raises NotImplementedError"
+
+
+def message_of(call, *args, **options):
+    """What a call raises, as text; None where it raises nothing."""
+    try:
+        call(*args, **options)
+    except (InputError, RuntimeError) as error:
+        return str(error)
+
+
+def message_in_step(call, *args, **options):
+    """What a call raises on every rank. The ranks are in step afterwards, as a collective shows."""
+    message = message_of(call, *args, **options)
+    if message is not None:
+        assert Collectives().gather_objects(dist.get_rank()) == list(range(dist.get_world_size()))
+    return message
 
 
 def claimed(answers):
@@ -62,6 +84,21 @@ def make_engine(engine, model="gpt-tiny", optimizer=ADAMW, seed=0, **options):
     init = models.initial_values(seed)
     options = {"bucket_mb": BUCKET_MB, "deterministic": True, **options}  # so that the bits agree with NCCL too
     return find_engine(engine)(module, optimizer, init=init, **options)
+
+
+def inputs(world, index):
+    """This rank's inputs of a step of a model in the style of `trap_models`."""
+    generator = torch.Generator().manual_seed(10 * index + world.rank)
+    return torch.randn(2, 3, WIDTH, generator=generator).to(world.device)
+
+
+def small_engine(world, engine, precision="fp32", make=Net, seed=0, scale=2.0**10, **options):
+    """An engine over such a model. In fp16 its loss scale moves within a few steps."""
+    torch.manual_seed(seed)
+    made = make_engine(engine, make().to(world.device), UNFUSED, precision=precision, **options)
+    if precision == "fp16":
+        made.loss_scaler = LossScaler(scale=scale, window=2)
+    return made
 
 
 def batch(module, world, step=0, global_batch=24):
@@ -95,6 +132,19 @@ def train(world, engine, model="gpt-tiny", steps=10, **options):
         "losses": losses,
         "weights": engine.full_state_dict(),
     }
+
+
+def handed_on(world, writer, reader, folder, precision):
+    """Train, save, and train on: in the engine that saved, and in another that loads."""
+    first = make_engine(writer, precision=precision)
+    for step in range(2):
+        train_step(first, world, step)
+    first.save(folder)
+    second = make_engine(reader, precision=precision, seed=1)
+    second.load(folder)
+    for made in (first, second):
+        train_step(made, world, 2)
+    return same_bits(first.full_state_dict(), second.full_state_dict())
 
 
 def same_bits(one, other):

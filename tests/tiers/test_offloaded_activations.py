@@ -10,11 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
+from commands import refused
 from late_lanes import on_lane
-from mutants import healthy, replaced
-from test_timeline import row_names
+from planting import healthy, replaced
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from traces import row_names
 from training import make_engine, same_bits, train_step
 
 from common import compare, train
@@ -370,9 +371,4 @@ REFUSED = {"": "add --checkpoint-activations", "--checkpoint-activations --model
 
 @pytest.mark.parametrize("given", REFUSED)
 def test_without_checkpoints_there_is_nothing_to_offload(given, capfd):
-    with pytest.raises(SystemExit) as exit:
-        train.main("stage3_param", ["--offload-activations", *given.split()])
-    error = capfd.readouterr().err
-    assert exit.value.code == 2
-    assert REFUSED[given] in error
-    assert len(error.strip().splitlines()) == 1
+    assert REFUSED[given] in refused(capfd, train.main, "stage3_param", ["--offload-activations", *given.split()])

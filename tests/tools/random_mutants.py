@@ -1,6 +1,6 @@
 """`PYTHONPATH=tests/support python tests/tools/random_mutants.py --draw 60 --seed 0 --json FILE`: is a line missed?
 
-Faults that somebody thought of are in `mutants.py`, and somebody wrote a test for each. Here nobody chooses: of all
+Faults that somebody thought of are in `tests/planted/`, and somebody wrote a test for each. Here nobody chooses: of all
 ways to delete a statement or to negate a condition some are drawn at random, and each is made in a copy of the
 checkout, in which the tests run until one fails. The suite should kill every mutant. A survivor is one of three things:
 

@@ -1,46 +1,19 @@
-"""Probes beside the matrix: small trainings that find out whether an engine keeps a promise.
+"""Probes of the stages, beside the matrix: small trainings that need no baseline, or bring it along."""
 
-Each is run on every rank as `probe(world, engine, folder)` and returns the promises that are broken. They need no
-baseline, or bring it along.
-"""
-
-import functools
 from pathlib import Path
 
 import torch
 from formulas import bytes_held
 from late_lanes import on_lane
-from training import batch, make_engine, same_bits, train_step
-from trap_models import CASES, WIDTH, Net, Tiny, loss, step
+from planting import broken
+from training import batch, inputs, make_engine, same_bits, small_engine, train_step
+from trap_models import CASES, Net, Tiny, loss, step
 
 from common import models
-from common.engine.mixed_precision import LossScaler, overflow_flag
+from common.engine.mixed_precision import overflow_flag
 from common.errors import InputError
 from common.measure.memory import Timeline
 from common.train import sha256
-
-UNFUSED = functools.partial(torch.optim.AdamW, lr=1e-2)  # as a baseline without aligned shards needs it
-
-
-def broken(**promises):
-    """The names of the promises that were not kept."""
-    return [name for name, kept in promises.items() if not kept]
-
-
-def inputs(world, index):
-    """This rank's inputs of a step."""
-    generator = torch.Generator().manual_seed(10 * index + world.rank)
-    return torch.randn(2, 3, WIDTH, generator=generator).to(world.device)
-
-
-def small_engine(world, engine, precision="fp32", make=Net, seed=0, scale=2.0**10, **options):
-    """An engine over a model in the style of `trap_models`. In fp16 its loss scale moves within a few steps."""
-    torch.manual_seed(seed)
-    made = make_engine(engine, make().to(world.device), UNFUSED, precision=precision, **options)
-    if precision == "fp16":
-        made.loss_scaler = LossScaler(scale=scale, window=2)
-    return made
-
 
 # ---- measured = predicted -----------------------------------------------------------------------------------------
 

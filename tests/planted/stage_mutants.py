@@ -1,20 +1,16 @@
-"""Wrong engines, each by one planted fault, to see that the suite notices.
-
-A mutant is a function of the engine's class that returns a context manager, within which the fault is there. Its name
-says what is wrong. `shown_by` is the probe that shows it: a cell of the equivalence matrix, or one of `probes`.
-A fault is the same on every rank, so that none waits for another in vain, and does not depend on who is early.
-"""
+"""Faults of the stages, each with the probe that shows it."""
 
 import contextlib
 import dataclasses
 import functools
 import threading
-from dataclasses import dataclass
 from unittest import mock
 
-import probes
+import planting
+import stage_probes as probes
 import torch
 from matrix import Cell
+from planting import left_out, replaced
 from torch import nn
 from training import STAGES
 
@@ -27,48 +23,8 @@ from common.ranks import collectives
 from common.ranks.collectives import Collectives
 from common.ranks.lanes import Handle, InlineLane
 
-
-@dataclass(frozen=True)
-class Mutant:
-    """A fault, the probe that shows it, the stages that can have it."""
-
-    plant: object
-    probe: object
-    stages: tuple
-
-    def __str__(self):
-        return self.plant.__name__.replace("_", " ")
-
-
 MUTANTS = []
-
-
-def shown_by(probe, stages=STAGES):
-    """Register a mutant."""
-
-    def register(plant):
-        MUTANTS.append(Mutant(plant, probe, stages))
-        return plant
-
-    return register
-
-
-def replaced(owner, name, fault):
-    """Replace a method or function by `fault(original, ...)` within the context."""
-    original = getattr(owner, name)
-    return mock.patch.object(owner, name, lambda *args, **options: fault(original, *args, **options))
-
-
-def left_out(owner, name):
-    """Replace a method by one that does nothing."""
-    return replaced(owner, name, lambda *args, **options: None)
-
-
-def healthy(engine):
-    """No fault at all."""
-    return contextlib.nullcontext()
-
-
+shown_by = functools.partial(planting.shown_by, MUTANTS, engines=STAGES)
 ZERO_ONE, ONE_TWO, TWO_THREE, SHARDED = STAGES[:2], STAGES[1:3], STAGES[2:], STAGES[1:]
 
 TRAINED = Cell("plain", "fp32", 3, "SGD with momentum")  # Adam hides a factor
@@ -175,7 +131,7 @@ def the_mean_is_read_before_it_arrives(engine):
         yield
 
 
-@shown_by(TRAINED, STAGES[:1])
+@shown_by(TRAINED, engines=STAGES[:1])
 @contextlib.contextmanager
 def the_parameter_is_averaged_instead_of_the_gradient(engine):
     def reduce(original, self, bucket):
@@ -216,7 +172,7 @@ def micro_batches_are_added_in_16_bit(engine):
     return replaced(Bucket, "arrive", arrive)
 
 
-@shown_by(NO_SYNC_IN_BF16, ZERO_ONE)
+@shown_by(NO_SYNC_IN_BF16, engines=ZERO_ONE)
 def no_sync_adds_in_16_bit(engine):
     def pack(original, bucket, name, gradient):
         earlier = bucket.view(bucket.local, name).clone() if name in bucket._filled else 0
@@ -226,7 +182,7 @@ def no_sync_adds_in_16_bit(engine):
     return replaced(Bucket, "pack", pack)
 
 
-@shown_by(NO_SYNC, ZERO_ONE)
+@shown_by(NO_SYNC, engines=ZERO_ONE)
 def no_sync_drops_earlier_micro_batches(engine):
     def pack(original, bucket, name, gradient):
         bucket._filled.discard(name)
@@ -235,7 +191,7 @@ def no_sync_drops_earlier_micro_batches(engine):
     return replaced(Bucket, "pack", pack)
 
 
-@shown_by(NO_SYNC, ZERO_ONE)
+@shown_by(NO_SYNC, engines=ZERO_ONE)
 def no_sync_is_ignored(engine):
     return replaced(engine, "no_sync", lambda *_: contextlib.nullcontext())
 
@@ -248,7 +204,7 @@ def gradients_are_kept_after_the_step(engine):
 # ---- overflow and loss scale --------------------------------------------------------------------------------------
 
 
-@shown_by(probes.overflow_is_agreed, SHARDED)
+@shown_by(probes.overflow_is_agreed, engines=SHARDED)
 def each_rank_decides_alone_on_an_overflow(engine):
     return replaced(Collectives, "maximum", lambda original, comm, tensor, *args, **options: tensor)
 
@@ -350,7 +306,7 @@ def clipping_comes_before_unscaling(engine):
     return replaced(engine, "step", step)
 
 
-@shown_by(CLIPPED, SHARDED)
+@shown_by(CLIPPED, engines=SHARDED)
 def the_norm_is_that_of_the_own_shard(engine):
     def norm(original, buckets, comm):
         return sum(bucket.mean.double().square().sum() for bucket in buckets).sqrt().float()
@@ -358,7 +314,7 @@ def the_norm_is_that_of_the_own_shard(engine):
     return replaced(base, "gradient_norm", norm)
 
 
-@shown_by(CLIPPED, STAGES[:1])
+@shown_by(CLIPPED, engines=STAGES[:1])
 def the_norm_counts_what_is_replicated_on_every_rank(engine):
     return replaced(base, "gradient_norm", lambda norm, buckets, comm: norm(buckets, comm) * comm.size**0.5)
 
@@ -419,7 +375,7 @@ def a_bucket_mixes_frozen_and_trained_parameters(engine):
     return replaced(layout, "kinds", kinds)
 
 
-@shown_by(FUSED, SHARDED)
+@shown_by(FUSED, engines=SHARDED)
 def shards_are_not_aligned(engine):
     return mock.patch.object(layout, "ALIGNMENT", 1)
 
@@ -467,12 +423,12 @@ def the_step_of_a_shard_steps_those_before_it_again(engine):
     return replaced(engine, "step_shard", step_shard)
 
 
-@shown_by(TRAINED, ONE_TWO)
+@shown_by(TRAINED, engines=ONE_TWO)
 def parameters_are_not_gathered_after_the_step(engine):
     return left_out(engine, "gather")
 
 
-@shown_by(TRAINED, ONE_TWO)
+@shown_by(TRAINED, engines=ONE_TWO)
 def parameters_are_gathered_before_the_step(engine):
     def update(original, self):
         for bucket in reversed(self.buckets):
@@ -483,7 +439,7 @@ def parameters_are_gathered_before_the_step(engine):
     return replaced(engine, "update", update)
 
 
-@shown_by(probes.no_bit_depends_on_when_the_lane_runs, ONE_TWO)
+@shown_by(probes.no_bit_depends_on_when_the_lane_runs, engines=ONE_TWO)
 def nobody_waits_for_the_parameters_after_the_step(engine):
     return left_out(engine, "synchronize")
 
@@ -501,17 +457,17 @@ def batch_norms_are_kept_in_16_bit(engine):
     return replaced(door, "check_kept", lambda *_: set())
 
 
-@shown_by(Cell("one autocast", "fp32", 2), STAGES[3:])
+@shown_by(Cell("one autocast", "fp32", 2), engines=STAGES[3:])
 def autocast_keeps_the_casts_of_an_earlier_forward(engine):
     return left_out(torch, "clear_autocast_cache")
 
 
-@shown_by(Cell("hooked after the engine", "fp32", 2), STAGES[3:])
+@shown_by(Cell("hooked after the engine", "fp32", 2), engines=STAGES[3:])
 def hooks_that_came_later_run_when_the_unit_is_freed(engine):
     return left_out(units._Watch, "surround")
 
 
-@shown_by(Cell("prompt tuning", "fp32", 2), STAGES[3:])
+@shown_by(Cell("prompt tuning", "fp32", 2), engines=STAGES[3:])
 def a_module_in_two_places_goes_by_its_first_path(engine):
     def road(original, model, path):
         module = model.get_submodule(path)
@@ -520,7 +476,7 @@ def a_module_in_two_places_goes_by_its_first_path(engine):
     return replaced(units, "_road", road)
 
 
-@shown_by(probes.writes_to_freed_weights_are_lost, STAGES[3:])
+@shown_by(probes.writes_to_freed_weights_are_lost, engines=STAGES[3:])
 def freed_weights_keep_what_is_written_to_them(engine):
     return left_out(units.Nothing, "restore")
 
@@ -593,7 +549,7 @@ def what_is_not_full_is_not_sent(engine):
     return replaced(engine, "finish_backward", finish_backward)
 
 
-@shown_by(SOMETIMES_UNUSED, ZERO_ONE)
+@shown_by(SOMETIMES_UNUSED, engines=ZERO_ONE)
 def an_unused_parameter_keeps_its_last_gradient(engine):
     def seal(original, bucket):
         last = {name: bucket.view(bucket.local, name).clone() for name in bucket.slots.keys() - bucket._filled}
@@ -604,7 +560,7 @@ def an_unused_parameter_keeps_its_last_gradient(engine):
     return replaced(Bucket, "seal", seal)
 
 
-@shown_by(SOMETIMES_UNUSED, TWO_THREE)
+@shown_by(SOMETIMES_UNUSED, engines=TWO_THREE)
 def an_unused_parameter_gets_what_the_room_held(engine):
     def seal(original, bucket):
         unused = bucket.slots.keys() - bucket._filled
@@ -625,7 +581,7 @@ def the_second_part_of_a_gradient_overwrites_the_first(engine):
     return replaced(Bucket, "pack", pack)
 
 
-@shown_by(IN_PARTS, STAGES[:3])
+@shown_by(IN_PARTS, engines=STAGES[:3])
 def a_bucket_leaves_with_the_first_part_of_a_gradient(engine):
     return mock.patch.object(Bucket, "complete", property(lambda bucket: len(bucket.reported) == len(bucket.slots)))
 
@@ -689,7 +645,7 @@ def gradients_of_another_engines_backward_are_not_sent(engine):
     return replaced(engine, "_flush", flush)
 
 
-@shown_by(functools.partial(probes.gradients_travel_once, "alternating"), STAGES[3:])
+@shown_by(functools.partial(probes.gradients_travel_once, "alternating"), engines=STAGES[3:])
 def a_repeated_unit_is_sent_after_its_first_backward(engine):
     def end_backward(original, self, unit):
         with mock.patch.object(self.turns, "remains", lambda unit: False):
@@ -698,7 +654,7 @@ def a_repeated_unit_is_sent_after_its_first_backward(engine):
     return replaced(engine, "end_backward", end_backward)
 
 
-@shown_by(functools.partial(probes.gradients_travel_once, "two forwards"), STAGES[3:])
+@shown_by(functools.partial(probes.gradients_travel_once, "two forwards"), engines=STAGES[3:])
 def a_second_forward_does_not_count(engine):
     def end_forward(original, self):
         self.turns.forget()
@@ -707,7 +663,7 @@ def a_second_forward_does_not_count(engine):
     return replaced(engine, "end_forward", end_forward)
 
 
-@shown_by(Cell("not reentrant: around two", "fp32", 2), STAGES[3:])
+@shown_by(Cell("not reentrant: around two", "fp32", 2), engines=STAGES[3:])
 def recomputation_finds_no_weights(engine):
     return left_out(engine, "before_recomputation")
 
@@ -715,7 +671,7 @@ def recomputation_finds_no_weights(engine):
 # ---- memory and traffic -------------------------------------------------------------------------------------------
 
 
-@shown_by(ACCOUNTS, TWO_THREE)
+@shown_by(ACCOUNTS, engines=TWO_THREE)
 def the_room_of_gradients_is_not_freed(engine):
     def reduce(original, self, bucket):
         self.take_room(bucket)
@@ -726,7 +682,7 @@ def the_room_of_gradients_is_not_freed(engine):
     return replaced(engine, "reduce_bucket" if hasattr(engine, "reduce_bucket") else "reduce", reduce)
 
 
-@shown_by(ACCOUNTS, TWO_THREE)
+@shown_by(ACCOUNTS, engines=TWO_THREE)
 def the_whole_gradient_is_kept(engine):
     def owned(original, self, bucket):
         kept = original(self, bucket)
@@ -735,12 +691,12 @@ def the_whole_gradient_is_kept(engine):
     return replaced(engine, "owned", owned)
 
 
-@shown_by(probes.accounts_of_a_sum, TWO_THREE)
+@shown_by(probes.accounts_of_a_sum, engines=TWO_THREE)
 def the_room_of_gradients_is_kept_beside_their_sum(engine):
     return left_out(Bucket, "_resize_gradients")
 
 
-@shown_by(probes.two_buckets_in_flight, STAGES[2:3])
+@shown_by(probes.two_buckets_in_flight, engines=STAGES[2:3])
 @contextlib.contextmanager
 def a_bucket_does_not_wait_for_room(engine):
     def backward(original, self, loss):
@@ -765,7 +721,7 @@ def a_bucket_does_not_wait_for_room(engine):
         yield
 
 
-@shown_by(ACCOUNTS, STAGES[3:])
+@shown_by(ACCOUNTS, engines=STAGES[3:])
 @contextlib.contextmanager
 def units_are_not_freed_after_use(engine):
     def use(original, self, unit, order):
@@ -781,7 +737,7 @@ def units_are_not_freed_after_use(engine):
         yield
 
 
-@shown_by(ACCOUNTS, STAGES[1:2])
+@shown_by(ACCOUNTS, engines=STAGES[1:2])
 def gradients_are_all_reduced_and_parameters_gathered(engine):
     def reduce(original, self, bucket):
         bucket.seal()
