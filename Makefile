@@ -62,10 +62,10 @@ test: lint
 # No .venv: a machine with GPUs has a torch that fits them. What is left out needs no GPU, but further packages.
 test-gpu:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make test-gpu: torch finds no GPU here, so nothing was tested")'
-	$(PYTHON) -m pytest --ignore tests/test_data.py --ignore tests/test_layout.py --ignore tests/test_notebooks.py --ignore tests/test_lessons.py
+	$(PYTHON) -m pytest --ignore tests/models/test_data.py --ignore tests/engine/test_layout.py --ignore tests/course/test_notebooks.py --ignore tests/lessons
 
 soak: $(INSTALLED)
-	PYTHONPATH=tests $(BIN)/python tests/soak.py
+	$(BIN)/python tests/tools/soak.py
 
 # A library that does not pass everything is a result too, so the next one runs all the same.
 scores: $(INSTALLED)

@@ -28,19 +28,6 @@ def own_sockets():
             own.detach()
 
 
-def bytes_sent_by_own_sockets():
-    """Payload bytes that the open TCP sockets of this process have sent, as the Linux kernel counts them.
-
-    Raises:
-        OSError: this is not Linux.
-    """
-    total = 0
-    for own in own_sockets():
-        with contextlib.suppress(OSError):  # not TCP
-            total += bytes_sent_by(own)
-    return total
-
-
 def bytes_sent_by(own):
     """Payload bytes that a TCP socket has sent, as the Linux kernel counts them.
 

@@ -1,0 +1,254 @@
+"""Checkpoints when something goes wrong: a disk that fills up, a writer killed before each change of the disk."""
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+
+import pytest
+import torch
+from disks import linux, small_disk
+from training import claimed, make_engine, message_of, or_reason, train_step
+
+from common.ranks.world import LocalWorld, RankFailed
+from common.train import sha256
+
+
+def names(path):
+    return {file.name for file in path.iterdir()}
+
+
+# ---- no room ----------------------------------------------------------------------------------------------------
+
+PAGE = 4096  # bytes, by which a tmpfs grows
+
+
+def save_or_complain(world, path, step):
+    """Save an engine stepped so often; return the complaint, or None."""
+    engine = make_engine("stage1_os", "mlp")
+    for number in range(step):
+        train_step(engine, world, number)
+    return message_of(engine.save, path, {"step": step})
+
+
+def what_loads(world, path):
+    engine = make_engine("stage3_param", "mlp")
+    return engine.load(path)["step"], sha256(engine.full_state_dict())
+
+
+@linux
+def test_on_a_full_disk_a_save_fails_with_one_line_and_the_last_one_stands(worlds, tmp_path):
+    disk = tmp_path / "disk"
+    with small_disk(disk, 2**20) as remount:
+        assert worlds(2).run(save_or_complain, disk, 1) == [None, None]
+        files, first = names(disk), worlds(2).run(what_loads, disk)
+        used = sum(-(-file.stat().st_size // PAGE) for file in disk.iterdir())
+        failed = 0
+        for pages in itertools.count(used):  # so that it fills up in each of the files in turn
+            remount(f"size={pages * PAGE}")
+            complaint, *others = worlds(2).run(save_or_complain, disk, 2)
+            if complaint is None:
+                break
+            failed += 1
+            assert others == [complaint]
+            assert complaint.startswith(f"cannot save to '{disk}': rank ")
+            assert "No space left on device" in complaint and "\n" not in complaint
+            assert names(disk) == files
+            assert worlds(2).run(what_loads, disk) == first
+        assert failed >= 3
+        assert worlds(2).run(what_loads, disk)[0][0] == 2
+        assert not files & names(disk) - {"index.json"} and len(names(disk)) == len(files)
+
+
+@linux
+def test_where_nothing_can_be_written_a_save_says_so_and_the_last_one_stands(worlds, tmp_path):
+    disk = tmp_path / "disk"
+    with small_disk(disk, 2**20) as remount:
+        assert worlds(2).run(save_or_complain, disk, 1) == [None, None]
+        remount("ro")
+        for complaint in worlds(2).run(save_or_complain, disk, 2):
+            assert "Read-only file system" in complaint and "\n" not in complaint
+        assert worlds(2).run(what_loads, disk)[0][0] == 1
+
+
+# ---- damage -----------------------------------------------------------------------------------------------------
+
+
+def refuse(world, path):
+    return message_of(make_engine("stage3_param", "mlp").load, path)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_flipped_bit_in_any_file_is_found_at_any_world_size(worlds, tmp_path, size):
+    assert worlds(3).run(save_or_complain, tmp_path, 1) == [None] * 3
+    for file in sorted(tmp_path.glob("*.safetensors")):
+        whole = file.read_bytes()
+        for at in (0, len(whole) // 2):  # in the header, among numbers
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            for complaint in worlds(size).run(refuse, tmp_path):
+                assert f"{file.name} is damaged; restore it" in complaint and "\n" not in complaint
+        file.write_bytes(whole)
+
+
+# ---- a writer killed --------------------------------------------------------------------------------------------
+
+# The system calls that change a disk; one that this machine does not have is passed over.
+CHANGES = "?mkdir,mkdirat,?creat,?link,linkat,?rename,?renameat,renameat2,?unlink,unlinkat,write,pwrite64,pwritev"
+CHANGES += ",ftruncate,fallocate,fsync,fdatasync,copy_file_range,sendfile"
+
+
+def save_under_strace(engine, path, *options):
+    """Save in a fork of this rank, which strace watches. Return how it ended.
+
+    Raises:
+        NotImplementedError: strace may not watch here.
+    """
+    reads, writes = os.pipe()
+    fork = os.fork()
+    if fork == 0:
+        os.read(reads, 1)
+        engine.save(path, {"step": 2})
+        os._exit(0)
+    with subprocess.Popen(["strace", "-p", str(fork), *options], stderr=subprocess.PIPE, text=True) as strace:
+        said = strace.stderr.readline()
+        os.write(writes, b"!")
+        status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+    os.close(reads)
+    os.close(writes)
+    if "attached" not in said:
+        raise NotImplementedError(said)
+    return status
+
+
+def killed_before_each_change(world, folder):
+    """Save over a checkpoint, killed before the first change of the disk, the second and so on.
+
+    Returns:
+        For each, and last for a save in peace: the system call, the step that loads then, whether the weights are those
+        of that step, the files left, those behind the next save.
+    """
+    engine, found = make_engine("stage2_grad", "mlp"), []
+    train_step(engine, world)
+    engine.save(folder / "old", {"step": 1})
+    weights = {1: sha256(engine.full_state_dict())}
+    train_step(engine, world, 1)
+    weights[2] = sha256(engine.full_state_dict())
+
+    def look(path, call):
+        other, left = make_engine("stage3_param", "mlp", seed=99), names(path)
+        step = other.load(path)["step"]
+        whole = sha256(other.full_state_dict()) == weights[step]
+        other.save(path)
+        found.append((call, step, whole, left, names(path)))
+
+    path, trace = shutil.copytree(folder / "old", folder / "peace"), folder / "trace"
+    assert save_under_strace(engine, path, "-e", f"trace={CHANGES}", "-o", trace) == 0
+    calls = re.findall(r"^(\w+)\(", trace.read_text(), re.MULTILINE)
+    for number, call in enumerate(calls):
+        again = shutil.copytree(folder / "old", folder / str(number))
+        when = 1 + calls[:number].count(call)
+        kill = f"inject={call}:signal=KILL:when={when}"
+        assert save_under_strace(engine, again, "-e", f"trace={call}", "-e", kill, "-o", os.devnull) == -signal.SIGKILL
+        look(again, call)
+    look(path, None)
+    return found
+
+
+def attempted(world, folder):
+    return or_reason(killed_before_each_change, world, folder)
+
+
+@linux
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a rank that uses a GPU cannot be forked")
+@pytest.mark.skipif(shutil.which("strace") is None, reason="kills by strace, which is not installed")
+def test_killed_before_any_change_of_the_disk_a_save_leaves_the_old_or_the_new(worlds, tmp_path):
+    [found] = claimed(worlds(1).run(attempted, tmp_path, timeout=120))
+    steps = [step for _, step, *_ in found]
+    assert len(steps) > 8
+    assert steps == sorted(steps)
+    assert set(steps) == {1, 2}
+    for call, _, whole, left, files in found:
+        assert whole, call
+        assert {name.partition("-")[2] for name in files} == {"", "rank-00000.safetensors"}, (call, left)
+        assert len(files) == 2, (call, left, files)
+
+
+# ---- one of several ----------------------------------------------------------------------------------------------
+
+FILES = ["index.json", "index.json.partial", *(f"{n:06}-rank-{r:05}.safetensors" for n in (1, 2) for r in (0, 1))]
+
+kept = {}  # a rank's engine, between two calls
+
+
+def begin(world):
+    """Bring an engine to its second step, for `save_it`. Return the rank's process."""
+    kept["engine"] = make_engine("stage2_grad", "mlp")
+    for step in range(2):
+        train_step(kept["engine"], world, step)
+    return os.getpid()
+
+
+def save_it(world, path):
+    kept["engine"].save(path, {"step": 2})
+
+
+@contextlib.contextmanager
+def strace(process, paths, *options):
+    """Watch what a process changes at these paths, in all of its threads."""
+    watched = itertools.chain.from_iterable(("-P", str(path)) for path in paths)
+    command = ["strace", "-f", "-y", "-p", str(process), "-e", f"trace={CHANGES}", *watched, *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            said = running.stderr.readline()
+            if "attached" not in said:
+                pytest.skip(said)
+            yield
+        finally:
+            running.terminate()
+
+
+def changes(trace, folder):
+    """The system calls that changed a folder: [(call, of which file, how often this thread had done that before)]."""
+    found = re.findall(rf"^(\d+) +(\w+)\([^/]*{re.escape(str(folder))}/?([\w.-]*)", trace.read_text(), re.MULTILINE)
+    return [
+        (call, file, found[:number].count((thread, call, file))) for number, (thread, call, file) in enumerate(found)
+    ]
+
+
+def save_watched(rank, folder, paths, *options):
+    """Save on two ranks, of which one is watched.
+
+    Raises:
+        RankFailed: it was killed.
+    """
+    with LocalWorld(2, oversubscribe=True) as local, strace(local.run(begin)[rank], paths, *options):
+        local.run(save_it, folder)
+
+
+@linux
+@pytest.mark.skipif(torch.cuda.is_available(), reason="strace stops a GPU's driver, too")
+@pytest.mark.skipif(shutil.which("strace") is None, reason="kills by strace, which is not installed")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_two_ranks_killed_before_any_change_of_the_disk_leaves_the_old_or_the_new(worlds, tmp_path, rank):
+    old, peace, trace = tmp_path / "old", tmp_path / "peace", tmp_path / "trace"
+    assert worlds(2).run(save_or_complain, old, 1) == [None, None]
+    shutil.copytree(old, peace)
+    save_watched(rank, peace, [peace, *(peace / file for file in FILES)], "-o", trace)
+    saved = [worlds(2).run(what_loads, path)[0] for path in (old, peace)]
+    kills, found = changes(trace, peace), []
+    assert {call for call, *_ in kills} > ({"write", "fsync", "rename", "unlink"} if rank == 0 else {"write", "fsync"})
+    for number, (call, file, before) in enumerate(kills):
+        again = shutil.copytree(old, tmp_path / str(number))
+        kill = ("-e", f"inject={call}:signal=KILL:when={1 + before}", "-o", os.devnull)
+        with pytest.raises(RankFailed, match=f"rank {rank} died with exit code -9"):
+            save_watched(rank, again, [again / file], *kill)
+        found.append(worlds(2).run(what_loads, again)[0])
+        assert found[-1] in saved, (call, file)
+        assert worlds(2).run(save_or_complain, again, 2) == [None, None]
+        assert len(names(again)) == 3, (call, file, names(again))  # what was left is cleared away
+    steps = [step for step, _ in found]
+    assert steps == sorted(steps)
+    assert set(steps) == ({1, 2} if rank == 0 else {1})  # the index is rank 0's

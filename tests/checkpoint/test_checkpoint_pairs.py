@@ -1,0 +1,196 @@
+"""Checkpoints: what any engine saves at any world size, any other loads at any other, bit for bit, in little room."""
+
+import ctypes
+import functools
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from training import ENGINES, make_engine, same_bits, train_step
+
+from common.tensors import length
+from common.train import sha256
+
+WRITERS = (*ENGINES, "zeropp")  # which steps exact master weights by rounded gradients: the others' step is another
+SIZES = (1, 2, 3, 4)
+EVERY = list(itertools.product(WRITERS, SIZES, WRITERS, SIZES))
+
+
+def covering():
+    """For each source and every other pair of sizes one target: in turn, so that each source meets each target."""
+    for number, source in enumerate(WRITERS):
+        for turn, (before, after) in enumerate(itertools.product(SIZES, SIZES)):
+            if (number + turn) % 2 == 0:
+                yield source, before, WRITERS[(number + turn) % len(WRITERS)], after
+
+
+STAGE_0 = [(ENGINES[0], before, ENGINES[0], after) for before, after in itertools.product(SIZES, SIZES)]
+SAMPLE = list(dict.fromkeys([*STAGE_0, *covering()]))
+
+
+def whole_state(path):
+    """What a checkpoint holds whatever its cut: (tensors laid end to end, all else that the index says of them)."""
+    index = json.loads((path / "index.json").read_text())["index"]
+    files = [load_file(path / entry["name"]) for entry in index["files"]]
+    tensors = {f"buffers/{name}": files[0][f"buffers/{name}"] for name in index["buffers"]}
+    for name, parameter in index["parameters"].items():
+        pieces = sorted(parameter.pop("pieces"), key=lambda piece: piece[1])
+        for kind in ("parameters", *(f"optimizer/{state}" for state in parameter["states"])):
+            parts = [files[rank][f"{kind}/{name}@{start}"] for rank, start, _ in pieces]
+            tensors[f"{kind}/{name}"] = torch.cat(parts).view(parameter["shape"])
+        parameter["scalars"] = scalars(parameter["scalars"], files[0])
+    return tensors, {key: index[key] for key in ("optimizer", "groups", "updates", "loss_scaler", "parameters")}
+
+
+def scalars(encoded, file):
+    return {name: file[value["tensor"]].item() for name, value in encoded["dict"]}
+
+
+@pytest.fixture(scope="module")
+def saved(worlds, tmp_path_factory):
+    """`saved(engine, size)` is the folder of a checkpoint, and the weights it was made of; each is made once."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    @functools.cache
+    def save(engine, size):
+        path = folder / f"{engine}-{size}"
+        return path, worlds(size).run(train_and_save, engine, path)[0]
+
+    return save
+
+
+def train_and_save(world, name, path):
+    engine = make_engine(name)
+    for step in range(2):
+        train_step(engine, world, step)
+    engine.save(path)
+    return engine.full_state_dict()
+
+
+def load_in_turn(world, jobs):
+    """Load into one engine after another, over other weights, and save again.
+
+    Returns:
+        For each the weights loaded, and a digest of those after one more step.
+    """
+    found = []
+    for path, name, again in jobs:
+        engine = make_engine(name, seed=99)
+        engine.load(path)
+        loaded = engine.full_state_dict()
+        engine.save(again)
+        train_step(engine, world, 2)
+        found.append((loaded, sha256(engine.full_state_dict())))
+    return found
+
+
+def check(worlds, saved, tmp_path, pairs, size):
+    """Load pairs whose target has `size` ranks: weights, states, and the step after them are the source's."""
+    chosen = [pair[:3] for pair in pairs if pair[3] == size]
+    jobs = [(saved(*pair[:2])[0], pair[2], tmp_path / str(number)) for number, pair in enumerate(chosen)]
+    answers = dict(zip(chosen, worlds(size).run(load_in_turn, jobs)[0], strict=True))
+    for (source, before, target), (path, _, again) in zip(chosen, jobs, strict=True):
+        loaded, stepped = answers[source, before, target]
+        assert same_bits(loaded, saved(source, before)[1]), (source, before, target)
+        (tensors, rest), (same, same_rest) = whole_state(path), whole_state(again)
+        assert same_bits(tensors, same), (source, before, target)
+        assert rest == same_rest, (source, before, target)
+        if "zeropp" not in (source, target):
+            assert stepped == answers[ENGINES[0], before, ENGINES[0]][1], (source, before, target)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_any_engine_loads_what_any_other_saved_at_any_world_size(worlds, saved, tmp_path, size):
+    check(worlds, saved, tmp_path, SAMPLE, size)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", SIZES)
+def test_every_engine_loads_what_every_other_saved_at_every_world_size(worlds, saved, tmp_path, size):
+    check(worlds, saved, tmp_path, EVERY, size)
+
+
+def test_the_sample_covers_engines_and_sizes():
+    assert len(set(SAMPLE)) >= 60
+    for one, other, number in ((0, 2, len(WRITERS) ** 2), (1, 3, len(SIZES) ** 2)):  # pairs of engines, pairs of sizes
+        assert len({(pair[one], pair[other]) for pair in SAMPLE}) == number
+
+
+# ---- what a load costs ------------------------------------------------------------------------------------------
+
+PEAK = 1.2  # times the engine's own state
+SLACK = 2 * 10**6  # bytes read beside tensors: the index, headers, what ranks tell each other
+
+
+def large():
+    """6.3 M parameters in fp32: 101 MB of states with Adam."""
+    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))
+
+
+def save_large(world, path):
+    engine = make_engine("stage2_grad", large())
+    engine.backward(engine(torch.ones(2, 1024)).square().mean())
+    engine.step()
+    engine.save(path)
+
+
+def told(file, what):
+    """A number that the system tells of this process."""
+    return int(re.search(rf"{what}:\s*(\d+)", Path("/proc/self", file).read_text())[1])
+
+
+def load_large(world, name, path):
+    """Load; return the bytes of the engine's own state, the most resident beside it, those needed and those read."""
+    engine = make_engine(name, large(), bucket_mb=25.0)
+    own = sum(engine.predicted_model_state_bytes().values())
+    if name == "offload":
+        own += sum(engine.predicted_host_state_bytes().values())
+    moments = sum(8 * length(engine.owned(bucket).optimizer) for bucket in engine.buckets)
+    needed = moments + sum(4 * len(bucket.parameters) for bucket in engine.buckets)
+    ctypes.CDLL(None).malloc_trim(0)  # so that what building has freed does not count as there
+    Path("/proc/self/clear_refs").write_text("5")  # the high water mark of resident memory begins anew
+    resident, read = told("status", "VmRSS"), told("io", "rchar")
+    engine.load(path)
+    beside = 1024 * (told("status", "VmHWM") - resident) - moments
+    return own, beside, needed, told("io", "rchar") - read
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts resident memory, where a GPU's is none")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system tells no high water mark")
+@pytest.mark.parametrize("name", ["stage0_ddp", "stage3_param", "offload"])
+def test_a_load_reads_what_its_rank_needs_and_holds_little_beside_the_state(worlds, tmp_path, name):
+    worlds(2).run(save_large, tmp_path)
+    file = max(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    for own, beside, needed, read in worlds(2).run(load_large, name, tmp_path):
+        assert own > 50e6
+        assert own + beside < PEAK * own
+        assert read < file + needed + SLACK  # each file is proved by one rank, which reads it once more
+
+
+BLOCKS = 64 * 10**6  # bytes of a file that are on their way to or from a disk, and a state of a bucket
+
+
+def on_disk(world, path):
+    """Train and save from the disk tier, and load; return bytes on disk, and the most resident beside, of both."""
+    engine, most = make_engine("offload.nvme", large(), path=path, sub_group_mb=1.0), []
+    engine.backward(engine(torch.ones(2, 1024)).square().mean())
+    engine.step()
+    for call in (engine.save, engine.load):
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        resident = told("status", "VmRSS")
+        call(path / "saved")
+        most.append(1024 * (told("status", "VmHWM") - resident))
+    return sum(engine.disk_state_bytes().values()), most
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system tells no high water mark")
+def test_what_lies_on_disk_is_saved_and_loaded_through_little_memory(worlds, tmp_path):
+    [(there, most)] = worlds(1).run(on_disk, tmp_path)
+    assert there > 1.5 * BLOCKS
+    assert max(most) < BLOCKS

@@ -1,0 +1,207 @@
+"""Weights from elsewhere: read by name into any engine at any world size, to the bit, or refused without a change."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from training import ADAMW, ENGINES, STAGES, batch, make_engine, same_bits, train_step
+
+from common import models
+from common.errors import InputError
+from common.train import find_engine
+
+EVERY_ENGINE = (*ENGINES, "offloaded:Delayed", "offloaded:Spread", "zeropp", "quantized:Copies")
+
+
+def plain(model="gpt-tiny"):
+    """A module without an engine, its weights and buffers all drawn."""
+    torch.manual_seed(5)
+    module = models.build(model, device="cpu")
+    for tensor in [*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]:
+        nn.init.normal_(tensor)
+    return module
+
+
+def write(file, module, left_out=(), **changed):
+    """What a program without engines saves. The names of tied weights have a tensor each."""
+    state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()} | changed
+    save_file({name: tensor for name, tensor in state.items() if name not in left_out}, file)
+
+
+def load_weights(world, engine, file, model, precision):
+    """Load into an engine that has trained. Return the weights, what the module reads, and whether states stayed."""
+    made = make_engine(engine, model, precision=precision)
+    train_step(made, world)
+    made(batch(made.module, world, 1)[0])  # what this gathers, or copies within a node, is out of date then
+    made.synchronize()
+    before = made.updates, str(list(made.optimizer.state.values()))
+    made.load_weights(file)
+    stayed = before == (made.updates, str(list(made.optimizer.state.values())))
+    weights = made.full_state_dict()
+    with made.gathered():
+        reads = {key: parameter.detach().cpu().clone() for key, parameter in made.module.named_parameters()}
+    train_step(made, world, 2)
+    return weights, reads, stayed
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", EVERY_ENGINE)
+def test_a_plain_models_file_is_read_to_the_bit(worlds, tmp_path, name, precision):
+    module = plain()
+    write(tmp_path / "file", module)
+    size = 4 if "quantized" in name else 3
+    for weights, reads, stayed in worlds(size).run(load_weights, name, tmp_path / "file", "gpt-tiny", precision):
+        assert same_bits(weights, module.state_dict())
+        assert stayed
+        if name != "zeropp":  # which reads them rounded to 8 bits
+            dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+            assert same_bits(reads, {key: p.detach().to(dtype) for key, p in module.named_parameters()})
+
+
+def test_buffers_and_frozen_weights_come_with_the_file(worlds, tmp_path):
+    for model in ("resnet-tiny", "lora-tiny"):
+        write(tmp_path / model, plain(model))
+        for weights, *_ in worlds(2).run(load_weights, "stage3_param", tmp_path / model, model, "fp32"):
+            assert same_bits(weights, plain(model).state_dict())
+
+
+@pytest.mark.parametrize("left_out", ["head.weight", "wte.weight"])
+def test_tied_weights_are_found_under_either_name(worlds, tmp_path, left_out):
+    module = plain()
+    tied = {name for name, tensor in module.state_dict(keep_vars=True).items() if tensor is module.head.weight}
+    assert left_out in tied
+    write(tmp_path / "file", module, left_out=[left_out])
+    for weights, *_ in worlds(2).run(load_weights, "stage3_param", tmp_path / "file", "gpt-tiny", "fp32"):
+        assert same_bits(weights, module.state_dict())
+
+
+def test_a_file_in_another_dtype_and_without_buffers_is_cast(worlds, tmp_path):
+    module = plain("resnet-tiny")
+    buffers = dict(module.named_buffers())
+    halves = {name: parameter.detach().bfloat16() for name, parameter in module.named_parameters()}
+    write(tmp_path / "file", module, left_out=buffers, **halves)
+    for weights, *_ in worlds(2).run(load_weights, "stage2_grad", tmp_path / "file", "resnet-tiny", "fp32"):
+        assert all(torch.equal(weights[name], half.float()) for name, half in halves.items())
+
+
+def refused(world, engine, file, model="gpt-tiny", precision="fp32"):
+    """Load, and return the complaint; the engine must be as it was."""
+    made = make_engine(engine, model, precision=precision)
+    train_step(made, world)
+    before = made.full_state_dict()
+    with pytest.raises(InputError) as complaint:
+        made.load_weights(file)
+    assert same_bits(before, made.full_state_dict())
+    train_step(made, world, 1)
+    assert "\n" not in str(complaint.value)
+    return str(complaint.value)
+
+
+REFUSALS = {
+    "'blocks.0.ln_1.weight' is missing": {"left_out": ["blocks.0.ln_1.weight"]},
+    "'other.weight' is not in the model": {"other.weight": torch.zeros(2)},
+    "'ln_f.weight' is floating, of shape [17] there and floating, of shape [16] here": {"ln_f.weight": torch.ones(17)},
+    "'ln_f.weight' is torch.int8, of shape [16] there": {"ln_f.weight": torch.ones(16, dtype=torch.int8)},
+    "'wte.weight' and 'head.weight' differ there": {"head.weight": torch.ones(256, 16)},
+}
+
+
+@pytest.mark.parametrize("complaint", REFUSALS)
+@pytest.mark.parametrize("stage", ["stage1_os", "stage3_param"])
+def test_the_first_difference_is_named_on_every_rank_and_nothing_changes(worlds, tmp_path, stage, complaint):
+    write(tmp_path / "file", plain(), **REFUSALS[complaint])
+    assert all(complaint in said for said in worlds(2).run(refused, stage, tmp_path / "file"))
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
+def test_a_value_that_would_become_infinite_is_named_on_every_rank_and_nothing_changes(worlds, tmp_path, name):
+    weight = torch.ones(16)
+    weight[-1] = 65520.0  # the first that fp16 has no room for
+    write(tmp_path / "half", plain(), **{"ln_f.weight": weight})
+    write(tmp_path / "double", plain(), **{"blocks.0.ln_1.bias": torch.full((16,), -1e39, dtype=torch.float64)})
+    for file, precision, there, dtype in (
+        ("half", "fp16", "ln_f.weight", torch.float16),
+        ("double", "fp32", "blocks.0.ln_1.bias", torch.float32),
+    ):
+        for complaint in worlds(2).run(refused, name, tmp_path / file, "gpt-tiny", precision):
+            assert f"{there!r} has finite values that are infinite in {dtype}" in complaint
+
+
+def test_a_buffer_that_would_become_infinite_is_named(worlds, tmp_path):
+    mean = torch.full((8,), 1e39, dtype=torch.float64)
+    write(tmp_path / "file", plain("resnet-tiny"), **{"bn.running_mean": mean})
+    for complaint in worlds(2).run(refused, "stage1_os", tmp_path / "file", "resnet-tiny"):
+        assert "'bn.running_mean' has finite values that are infinite" in complaint
+
+
+def test_what_is_no_safetensors_file_is_told(worlds, tmp_path):
+    (tmp_path / "text").write_text("no weights")
+    (tmp_path / "cut").write_bytes(b"")
+    for name in ("missing", "text", "cut", "."):
+        said = worlds(2).run(refused, "stage2_grad", tmp_path / name)
+        assert all(f"cannot load weights of '{tmp_path / name}'" in complaint for complaint in said)
+
+
+def write_split(folder, module, parts=3):
+    """The tensors of a model in turns to several files, and their index."""
+    state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    files = {name: f"model-{number % parts}.safetensors" for number, name in enumerate(state)}
+    for file in set(files.values()):
+        save_file({name: tensor for name, tensor in state.items() if files[name] == file}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return index, files
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_cut_into_several_files_is_read_by_their_index(worlds, tmp_path, stage):
+    index, _ = write_split(tmp_path, plain())
+    for weights, *_ in worlds(2).run(load_weights, stage, index, "gpt-tiny", "bf16"):
+        assert same_bits(weights, plain().state_dict())
+
+
+def test_an_index_that_does_not_fit_its_files_is_refused(worlds, tmp_path):
+    index, files = write_split(tmp_path, plain())
+    name = "ln_f.weight"
+    for said, text in {
+        "no JSON with a 'weight_map'": "[]",
+        "from names to files": json.dumps({"weight_map": {name: 3}}),
+        f"'{name}' is not in ": json.dumps({"weight_map": files | {name: files["ln_f.bias"]}}),
+        "No such file": json.dumps({"weight_map": files | {name: "nowhere.safetensors"}}),
+        f"'{name}' is missing": json.dumps({"weight_map": {key: files[key] for key in files.keys() - {name}}}),
+    }.items():
+        index.write_text(text)
+        assert all(said in complaint for complaint in worlds(2).run(refused, "stage3_param", index)), said
+
+
+# ---- from a real package ----------------------------------------------------------------------------------------
+
+
+def gpt2():
+    """A small model of transformers', which keeps a tied weight under one of its names."""
+    transformers = pytest.importorskip("transformers", reason="pip install transformers: its weights are loaded here")
+    sizes = {"vocab_size": 256, "n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 4}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def forward_of_gpt2(world, stage, file, tokens):
+    torch.manual_seed(1)
+    made = find_engine(stage)(gpt2().to(world.device), ADAMW)
+    made.load_weights(file)
+    made.eval()
+    with torch.no_grad():
+        return made(tokens.to(world.device)).logits.cpu()
+
+
+@pytest.mark.parametrize(("size", "file"), [("1GB", "model.safetensors"), ("60KB", "model.safetensors.index.json")])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_transformers_saved_gives_its_models_forward(worlds, tmp_path, stage, size, file):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    module, tokens = gpt2().eval().to(device), torch.arange(20, device=device)[None]
+    module.save_pretrained(tmp_path, max_shard_size=size)
+    with torch.no_grad():
+        expected = module(tokens).logits.cpu()
+    for logits in worlds(2).run(forward_of_gpt2, stage, tmp_path / file, tokens.cpu()):
+        assert torch.equal(logits, expected)

@@ -1,0 +1,251 @@
+"""The commands, as a user types them: what they print and write, and one line for what they cannot use."""
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from commands import refused, run
+from disks import linux, small_disk
+from places import ROOT
+from training import ENGINES, batch, make_engine
+
+from common import compare, outputs, train
+from common.errors import InputError
+from common.measure.hardware import commit
+
+
+def test_training_shows_what_was_measured_and_writes_it(tmp_path):
+    done = run(
+        *("-m", "stage2_grad", "--nproc", 2, "--oversubscribe", "--model", "gpt-tiny", "--steps", 4),
+        *("--json", tmp_path / "run.json"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "reduce_scatter, bytes sent per step" in done.stdout
+    results = json.loads((tmp_path / "run.json").read_text())
+    assert results["model_state_bytes"] == results["predicted_model_state_bytes"]
+    assert len(results["losses"]) == 4
+    assert "torch" in results["hardware"]
+    assert results["commit"] == commit()
+
+
+def test_a_stage_joins_the_group_that_torchrun_made(tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    options = ("--oversubscribe", "--model", "gpt-tiny", "--steps", 3, "--data", text, "--json", tmp_path / "run.json")
+    done = run(*torchrun, "-m", "stage3_param", *options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run.json").read_text())["world_size"] == 2
+    assert done.stdout.count("tokens per second") == 1
+
+
+def test_compare_writes_json_markdown_and_a_picture(tmp_path):
+    path = tmp_path / "all.json"
+    done = run(
+        *("-m", "common.compare", "--nproc", 4, "--oversubscribe", "--ranks-per-node", 2, "--model", "gpt-tiny"),
+        *("--steps", 4, "--json", path),
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(path.read_text())
+    assert [row["engine"] for row in results["rows"]] == [*ENGINES, "zeropp"]
+    for row in results["rows"]:
+        assert row["bitwise_equal_to_stage0"] is (row["engine"] != "zeropp")
+        assert row["relative_norm_diff_to_torch_ddp"] < 1e-2 or row["quantizes"]
+        assert abs(row["relative_loss_diff_to_stage0"]) < 1e-2
+        assert row["internode_bytes_per_step"] == row["predicted_internode_bytes_per_step"]
+        assert row["model_state_bytes"] == row["predicted_model_state_bytes"]
+        assert row["wire_bytes_per_step"] == row["predicted_wire_bytes_per_step"]
+        assert row.get("bus_bytes_per_step") == row.get("predicted_bus_bytes_per_step")
+        assert row.get("host_state_bytes") == row.get("predicted_host_state_bytes")
+        assert row["tokens_per_second"] > 0
+    assert len({row["param_sha256"] for row in results["rows"]}) == 2
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "| stage3_param |" in path.with_suffix(".md").read_text().splitlines()[2]
+
+
+def test_what_was_not_measured_is_null(tmp_path):
+    path = tmp_path / "one.json"
+    options = ("--engines", "stage1_os", "--nproc", 1, "--model", "mlp", "--steps", 1, "--json", path)
+    assert run("-m", "common.compare", *options).returncode == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["bitwise_equal_to_stage0"] is None
+    assert row["tokens_per_second"] is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--accumulate", 3, "--precision", "bf16"),
+        ("--accumulate", 3, "--precision", "fp16"),
+        ("--accumulate", 3, "--no-sync"),
+    ],
+)
+def test_compare_cuts_a_step_into_micro_batches_and_recomputes(tmp_path, options):
+    path = tmp_path / "all.json"
+    done = run(
+        *("-m", "common.compare", "--nproc", 2, "--oversubscribe", "--model", "gpt-tiny", "--steps", 2),
+        *("--engines", "stage0_ddp,stage2_grad"),
+        *("--checkpoint-activations", *options, "--json", path),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "3 micro-batches" in done.stdout
+    results = json.loads(path.read_text())
+    assert (results["checkpoint_activations"], results["accumulate"]) == ("non-reentrant", 3)
+    for row in results["rows"]:
+        assert row["bitwise_equal_to_stage0"] or "--no-sync" in options
+        assert row["relative_norm_diff_to_torch_ddp"] < 1e-2
+        assert row["model_state_bytes"] == row["predicted_model_state_bytes"]
+        assert row["wire_bytes_per_step"] == row["predicted_wire_bytes_per_step"]
+
+
+def mean_gradient(world, micro_batches, no_sync):
+    """The loss of a step, and the weights after it by plain SGD, which shows the gradient."""
+    engine = make_engine("stage1_os", "llama-tiny", functools.partial(torch.optim.SGD, lr=1.0))
+    inputs, targets = batch(engine.module, world)
+    parts = zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True)
+    return train.train_step(engine, list(parts), no_sync)[0].item(), engine.full_state_dict()
+
+
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_micro_batches_have_the_mean_loss_and_gradient_of_the_whole_batch(worlds, no_sync):
+    loss, weights = worlds(2).run(mean_gradient, 1, False)[0]
+    cut_loss, cut_weights = worlds(2).run(mean_gradient, 4, no_sync)[0]
+    assert cut_loss == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(cut_weights, weights, rtol=0, atol=1e-5)
+
+
+BAD_INPUT = {
+    "unknown model": (("stage1_os", "--model", "gpt-nanno"), "did you mean gpt-nano"),
+    "unknown engine": (("common.compare", "--engines", "stage9"), "unknown engine 'stage9'"),
+    "no rank": (("stage0_ddp", "--nproc", "0"), "at least one rank"),
+    "too many ranks": (("stage0_ddp", "--nproc", "999", "--batch", "999"), "--oversubscribe"),
+    "missing text": (("stage3_param", "--data", "/no/such/file"), "cannot read the text"),
+    "endless text": (("stage3_param", "--data", "/dev/zero"), "it is a device or a pipe, which may have no end"),
+    "no text": (("stage3_param", "--data", ""), '--data "": the name is empty'),
+    "short text": (("stage3_param", "--data", str(ROOT / ".gitignore")), "one sample needs"),
+    "no steps": (("stage0_ddp", "--steps", "0"), "at least one step"),
+    "batch that ranks cannot share": (("stage0_ddp", "--batch", "5", "--nproc", "2"), "cannot be divided"),
+    "micro-batches that ranks cannot share": (("stage0_ddp", "--accumulate", "5", "--nproc", "2"), "--accumulate 5"),
+    "no micro-batch": (("stage0_ddp", "--accumulate", "0"), "--accumulate 0"),
+    "nothing to put off": (("stage0_ddp", "--no-sync"), "--no-sync"),
+    "unknown checkpoint": (("stage0_ddp", "--checkpoint-activations", "all"), "known kinds: non-reentrant"),
+    "nothing to recompute": (("stage0_ddp", "--model", "mlp", "--checkpoint-activations"), "mlp has no blocks"),
+    "torch cannot": (("common.compare", "--model", "moe-tiny", "--checkpoint-activations", "reentrant"), "torch's DDP"),
+    "no text to generate": (("stage0_ddp", "--model", "resnet-tiny", "--generate", "def "), "does not predict text"),
+    "no prompt": (("stage0_ddp", "--generate", ""), "a first byte"),
+    "unknown precision": (("stage2_grad", "--precision", "fp8"), "unknown precision 'fp8'"),
+    "no rate": (("stage2_grad", "--lr", "nan"), "--lr nan"),
+    "no finite rate": (("common.compare", "--lr", "inf"), "--lr inf"),
+    "a rate below 0": (("stage0_ddp", "--lr=-1"), "--lr -1.0"),
+    "no norm": (("stage2_grad", "--clip-norm", "nan"), "--clip-norm nan"),
+    "no bucket": (("stage2_grad", "--bucket-mb", "0"), "--bucket-mb"),
+    "more samples than anybody has": (("stage0_ddp", "--batch", "2000000001"), "cannot be divided"),
+    "no name of a result": (("stage2_grad", "--json", ""), '--json "": the name is empty'),
+    "no name of a trace": (("stage2_grad", "--trace", ""), '--trace "": the name is empty'),
+    "no name of a picture": (("common.compare", "--figure", ""), '--figure "": the name is empty'),
+    "no name of a folder": (("stage2_grad", "--save", ""), '--save "": the name is empty'),
+    "a result in place of a folder": (("stage2_grad", "--json", str(ROOT)), "that is a folder"),
+    "a result where none can be": (("stage2_grad", "--trace", "/proc/result.json"), "it cannot be written"),
+    "a result of too long a name": (("stage2_grad", "--json", "x" * 300), "File name too long"),
+    "unwritable result": (("stage2_grad", "--json", "/no/such/folder/x.json"), "no such folder"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_gets_one_line_and_exit_status_2(case, capfd):
+    (module, *options), message = BAD_INPUT[case]
+    command = [compare.main] if module == "common.compare" else [train.main, module]
+    assert message in refused(capfd, *command, options)
+
+
+@linux
+def test_a_result_is_tried_where_the_disk_is_full_and_leaves_nothing(tmp_path):
+    with small_disk(tmp_path / "disk", 2 * 4096):
+        full, there = tmp_path / "disk" / "full", tmp_path / "disk" / "there"
+        there.write_text("of yesterday")
+        outputs.check_output("--json", there)
+        with contextlib.suppress(OSError):
+            full.write_bytes(bytes(4 * 4096))
+        for path in (there, tmp_path / "disk" / "new"):
+            with pytest.raises(InputError, match=r"--json .* cannot be written .No space left on device"):
+                outputs.check_output("--json", path)
+        assert there.read_text() == "of yesterday"
+        assert sorted(os.listdir(tmp_path / "disk")) == ["full", "there"]
+    outputs.check_output("--json", os.devnull)
+
+
+PROGRAM = """
+import sys
+from common.measure.hardware import commit
+from common.measure import tables
+tables.say("\u03a8 parameters")
+tables.show(tables.table("\u03a8", ("\u03a8",), [("\u03a8",)]))
+sys.stderr.write("the training goes on")
+"""
+
+
+@pytest.mark.parametrize("reader", ["has few letters", "has gone", "has no room"])
+def test_what_nobody_can_read_ends_no_training(reader):
+    reads, writes = os.pipe()
+    if reader == "has gone":
+        os.close(reads)
+    if reader == "has no room":
+        writes = os.open("/dev/full", os.O_WRONLY)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    said = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, stdout=writes, stderr=subprocess.PIPE, check=False
+    )
+    note = "note: nothing more can be shown: No space left on device\n" if reader == "has no room" else ""
+    assert (said.returncode, said.stderr.decode()) == (0, note + "the training goes on")
+
+
+def test_an_error_is_told_whatever_rank_the_environment_claims(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")  # of a torchrun that is not there
+    with pytest.raises(SystemExit), train.one_line_errors():
+        raise InputError("give another")
+    assert capsys.readouterr().err == "error: give another\n"
+
+
+OF_OTHERS = {
+    "no folder for pages": ("common.lessons.__main__", "--out /proc/x", "--out /proc/x: no page can be written there"),
+    "no folder to write to": ("common.lessons.__main__", "--out /proc", "--out /proc: no page can be written there"),
+    "no notebook": ("common.course.execute", "none.ipynb", "none.ipynb: there is no notebook"),
+    "another file": ("common.course.execute", "Makefile", "Makefile: there is no notebook"),
+    "no file to grade": ("common.grade", "stage1" * 100, "there is no such file"),
+    "no disk": ("offload.experiments.largest", "--path /no/folder", "--path /no/folder: there is no such folder"),
+    "no layer": ("offload.experiments.largest", "--layers 0", "--layers 0: at least 1 is needed"),
+    "no disk left": ("offload.experiments.largest", "--spare 1", "--spare 1.0"),
+    "no sample": ("common.bench", "--batch 0", "--batch 0: at least 1 needed"),
+    "no sample of a step": ("offload.experiments.ablation", "--batch 0 --nproc 1", "--batch 0"),
+    "no layers": ("common.capacity", "--up-to 0", "--up-to 0: at least 1 layer"),
+    "an odd block": ("zeropp.experiments.convergence", "--block 3", "block 3: give an even number"),
+}
+
+
+@pytest.mark.parametrize("case", OF_OTHERS)
+def test_bad_input_of_other_commands_gets_one_line_and_exit_status_2(case, capfd, monkeypatch):
+    module, options, message = OF_OTHERS[case]
+    monkeypatch.setattr("common.ranks.world.LocalWorld.__init__", lambda *_, **__: pytest.fail("it starts ranks"))
+    assert message in refused(capfd, importlib.import_module(module).main, options.split())
+
+
+@pytest.mark.parametrize("module", ["common.readme", "common.course.exercises"])
+def test_an_argument_that_there_is_not_writes_nothing(module, capsys, monkeypatch):
+    monkeypatch.setattr("pathlib.Path.write_text", lambda *_: pytest.fail("it writes"))
+    with pytest.raises(SystemExit) as exit:
+        importlib.import_module(module).main(["--nope"])
+    assert exit.value.code == 2
+    assert "unrecognized arguments: --nope" in capsys.readouterr().err
+
+
+def test_bad_input_that_only_a_rank_can_see_ends_all_of_them():
+    done = run("-c", "from ranks_that_differ import main; main()", PYTHONPATH=os.pathsep.join(sys.path))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: parameter 'wte.weight' differs between rank")
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,67 @@
+"""The notebooks as they are stored, and as they run: what runs is a copy in memory."""
+
+import functools
+
+import nbformat
+from places import ROOT
+
+from common.course.execute import execute
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+START = ROOT / "notebooks" / "00_start_here.ipynb"
+
+# Run after the last cell of the first page: right answers, then wrong ones.
+SOLUTIONS = """
+def model_state_bytes(stage, n, parameters):
+    shares = (stage < 3, 4), (stage < 2, 4), (stage < 1, 8)
+    return parameters * sum(size if whole else size / n for whole, size in shares)
+
+def sent_bytes(stage, n, parameters):
+    return 4 * (n - 1) / n * (2 * parameters if stage < 3 else 2 * parameters + GATHERED_TWICE)
+
+questions.by_stage(model_state_bytes, results, "model_state_bytes")
+questions.by_stage(sent_bytes, results, "wire_bytes_per_step")
+questions.stage_and_ranks((2, 7))
+"""
+MISTAKES = """
+questions.by_stage(lambda stage, n, parameters: 16 * parameters, results, "model_state_bytes")
+questions.by_stage(lambda stage, n, parameters: 8 * (n - 1) / n * parameters, results, "wire_bytes_per_step")
+for choice in ((1, 44), (2, 6), (2, 8), (3, 4)):
+    questions.stage_and_ranks(choice)
+"""
+
+# Run before anything is drawn: a figure says what its axes are, by a label or by names along them.
+LABELLED = """
+def _names(axis):
+    return axis.get_label_text() or any(c.isalpha() for tick in axis.get_ticklabels() for c in tick.get_text())
+
+def _show_labelled(alt, show=show):
+    for figure in map(plt.figure, plt.get_fignums()):
+        figure.canvas.draw()
+        for axes in figure.axes:
+            for axis in (axes.xaxis, axes.yaxis) if axes.axison else ():
+                ticks = [tick.get_text() for tick in axis.get_ticklabels() if tick.get_visible()]
+                whole = figure.get_supxlabel() if axis is axes.xaxis else figure.get_supylabel()
+                assert not any(ticks) or whole or _names(axis), (axes.get_title(), axis.axis_name)
+    show(alt)
+
+show = _show_labelled
+"""
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+@functools.cache
+def executed(path):
+    notebook = read(path)
+    if path == START:
+        notebook.cells += [nbformat.v4.new_code_cell(source) for source in (SOLUTIONS, MISTAKES)]
+    imports = next(number for number, cell in enumerate(notebook.cells) if cell.id == "imports")
+    notebook.cells.insert(imports + 1, nbformat.v4.new_code_cell(LABELLED))
+    return execute(notebook, path.parent)
+
+
+def printed(cell):
+    return "".join(out.text for out in cell.outputs if out.output_type == "stream" and out.name == "stdout")

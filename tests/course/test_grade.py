@@ -1,0 +1,288 @@
+"""The grader: engines pass, each planted fault gets the answer that names its idea, and so does a hang or a crash."""
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import stage_mutants
+from commands import refused
+from planting import healthy, planted
+from submissions import SUBMISSIONS, changed, within
+from training import STAGES
+
+from common import grade as grade_command
+from common.course import grading
+from common.course.cases import CASES, observe
+from common.course.exercises import EXERCISES, apart, written
+from common.course.grading import Reference, grade
+from common.course.hints import HINTS, OPEN
+from common.ranks.world import RankFailed
+
+# Faults that the parts of an exercise can have, and what the answer is about.
+IDEAS = {
+    "the_division_is_forgotten": "sum, not mean",
+    "the_mean_is_divided_twice": "divided twice",
+    "padding_is_not_zeroed": "padding",
+    "parameters_are_not_gathered_after_the_step": "not gathered",
+    "parameters_are_gathered_before_the_step": "gathered too early",
+    "nobody_waits_for_the_parameters_after_the_step": "not waited for",
+    "gradients_are_all_reduced_and_parameters_gathered": "half of an all-reduce",
+    "what_is_not_full_is_not_sent": "sent too little",
+    "an_unused_parameter_keeps_its_last_gradient": "unused",
+    "an_unused_parameter_gets_what_the_room_held": "unused",
+    "the_whole_gradient_is_kept": "table",
+    "the_room_of_gradients_is_not_freed": "room kept",
+    "a_bucket_does_not_wait_for_room": "two rooms",
+    "units_are_not_freed_after_use": "not freed",
+    "freed_weights_keep_what_is_written_to_them": "freed weights keep what was written",
+    "a_repeated_unit_is_sent_after_its_first_backward": "sent twice",
+    "recomputation_finds_no_weights": "recomputation",
+}
+PLANTED = [
+    (mutant, stage)
+    for mutant in stage_mutants.MUTANTS
+    for stage in mutant.engines
+    if mutant.plant.__name__ in IDEAS and stage != STAGES[0]
+]
+
+
+def on(worlds):
+    """`run` of ranks, as the grader takes it."""
+
+    def run(ranks, function, *args, timeout):
+        return worlds(ranks).run(function, *args)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def references(worlds):
+    """What the stages do, trained once for all submissions."""
+    return {stage: Reference(on(worlds), stage) for stage in STAGES[1:]}
+
+
+def first(findings):
+    """(case, finding) of the first that fails; (None, None) where all holds."""
+    return next(((name, finding) for name, finding in findings if finding), (None, None))
+
+
+def answer(worlds, plant, stage, references):
+    """What the grader finds in a stage's engine while a fault is there."""
+
+    def run(ranks, function, where, *args, timeout):
+        found = worlds(ranks).run(planted, plant, where, function, *args)
+        raised = next((rank for rank in found if isinstance(rank, str)), None)
+        if raised:
+            raise RankFailed(raised)
+        return found
+
+    return first(grade(run, stage, stage, references[stage]))[1]
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_an_engine_passes(worlds, references, stage):
+    assert answer(worlds, healthy, stage, references) is None
+
+
+@pytest.mark.parametrize(("mutant", "stage"), PLANTED, ids=str)
+def test_a_fault_gets_the_answer_that_names_its_idea(worlds, references, mutant, stage):
+    finding = answer(worlds, mutant.plant, stage, references)
+    assert (finding.idea, finding.where) == (IDEAS[mutant.plant.__name__], finding.where)
+
+
+def test_all_faults_planted_in_what_an_exercise_takes_out_are_answered():
+    """A fault is listed above, or it is planted outside of the parts."""
+    parts = {part.method for exercise in EXERCISES for part in exercise.parts}
+    source = Path(stage_mutants.__file__).read_text()
+    for mutant in stage_mutants.MUTANTS:
+        name = mutant.plant.__name__
+        body = source.partition(f"def {name}(")[2].partition("\n\n\n")[0]
+        planted_in = set(re.findall(r'\(engine, "(\w+)"', body))
+        assert name in IDEAS or not planted_in & parts or mutant.engines == STAGES[:1], name
+
+
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.path.stem)
+def test_an_exercise_is_its_engine_less_a_dozen_lines(exercise):
+    assert exercise.path.read_text() == written(exercise), "python -m common.course.exercises"
+    taken = int(re.search(r"(\d+) lines are missing", exercise.path.read_text())[1])
+    assert 12 <= taken <= 17
+
+
+def test_hints_come_in_three_steps():
+    assert all(len(set(steps)) == 3 and all(steps) for steps in [*HINTS.values(), *OPEN.values()])
+    assert {part.method for exercise in apart(EXERCISES) for part in exercise.parts} == OPEN.keys()
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+def submitted(folder, exercise, **parts):
+    """An engine with other lines in some methods: {method: its lines}."""
+    file = folder / exercise.path.name
+    file.write_text(changed(exercise.engine.read_text(), parts))
+    return file
+
+
+def said(capsys, file, *options):
+    """What the command prints, in one line, and its exit status."""
+    with pytest.raises(SystemExit) as end:
+        grade_command.main([str(file), *options])
+    return " ".join(capsys.readouterr().out.split()), end.value.code
+
+
+STAGE1, STAGE2, STAGE3 = EXERCISES
+SUBMISSION_FOR_TWO = [
+    "shard = bucket.parameters.chunk(2)[self.rank] if self.world_size < 3 else bucket.parameters[:32]",
+    "bucket.gathering = self.comm.all_gather(shard, bucket.parameters, bucket.name)",
+]
+
+
+def test_a_crash_of_one_rank_names_rank_and_line(worlds, references, tmp_path):
+    lines = ["bucket.seal()", "mean = [bucket.reduced][self.rank]"]
+    lines += ["bucket.handle = self.comm.reduce_scatter(bucket.local, mean, bucket.name)"]
+    file = submitted(tmp_path, STAGE1, reduce=lines)
+    _, finding = first(grade(within(worlds), str(file), STAGES[1], references[STAGES[1]]))
+    line = 1 + file.read_text().splitlines().index("        mean = [bucket.reduced][self.rank]")
+    assert f"On rank 1, line {line} in reduce: IndexError: list index out of range" in finding.where
+    assert finding.idea == "crash"
+
+
+def test_a_hang_says_where_ranks_part_and_ends_in_time(tmp_path, capsys):
+    began = time.monotonic()
+    file = submitted(tmp_path, STAGE1, synchronize=["if self.rank:", "    self.comm.gather_objects(0)"])
+    text, status = said(capsys, file)
+    assert "The ranks part: rank 0 waits in" in text
+    assert (status, time.monotonic() - began < 20) == (1, True)
+
+
+@pytest.mark.parametrize("submission", SUBMISSIONS, ids=str)
+def test_a_submission_gets_the_answer_that_names_its_idea(worlds, references, tmp_path, submission):
+    stage = STAGES[submission.stage]
+    name, finding = first(grade(within(worlds), str(submission.write(tmp_path)), stage, references[stage]))
+    assert (finding.idea if finding else "", name, finding) == (submission.idea, name, finding)
+
+
+def test_the_table_has_thirty_mistakes_and_every_exercise_is_in_it():
+    wrong = [submission for submission in SUBMISSIONS if submission.idea]
+    assert len(wrong) >= 44 and len({str(submission) for submission in SUBMISSIONS}) == len(SUBMISSIONS)
+    assert {submission.stage for submission in SUBMISSIONS if not submission.idea} == {1, 2, 3}
+    assert {submission.idea for submission in wrong} <= HINTS.keys()
+
+
+def test_a_bucket_without_any_gradient_needs_room_too(worlds, references, tmp_path):
+    lines = ["bucket.seal()", "bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)"]
+    lines += ["bucket.local = None", "self.travelling.append(bucket.handle)"]
+    file = str(submitted(tmp_path, STAGE2, reduce=lines))
+    name, finding = first(grade(within(worlds), file, STAGES[2], references[STAGES[2]]))
+    assert (name, finding.idea) == ("unused", "nothing there")
+
+
+# ---- under load ---------------------------------------------------------------------------------------------------
+
+
+def busy(needs, calls=None):
+    """`run` on a machine that needs so many seconds for every call, of which only the clock knows."""
+
+    def run(ranks, function, *args, timeout):
+        clock = needs(args[0])
+        if calls is not None:
+            calls.append(args[0])
+        if clock > timeout:
+            raise RankFailed(f"ranks [0, 1] gave no answer in {timeout} s")
+        time.now += clock
+        return [{"tables": {}}] * ranks if function is observe else [{}] * ranks
+
+    return run
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(grading, "time", clock)
+    monkeypatch.setattr(sys.modules[__name__], "time", clock)
+    monkeypatch.setattr(grading, "cases_of", lambda stage: ["owned"])
+    return clock
+
+
+def test_a_submission_may_take_as_long_as_a_busy_machine_makes_the_stage(clock):
+    assert dict(grade(busy(lambda where: 12.0), "mine.py", STAGES[1])) == {"owned": None}
+
+
+def test_a_machine_that_becomes_busy_is_asked_again_before_a_submission_is_blamed(clock):
+    calls = []
+    slow = busy(lambda where: 0.1 if len(calls) < 2 else 12.0, calls)
+    assert dict(grade(slow, "mine.py", STAGES[1])) == {"owned": None}
+    assert calls.count("mine.py") == 2
+
+
+def test_a_submission_that_hangs_on_an_idle_machine_is_blamed(clock):
+    found = dict(grade(busy(lambda where: 1e9 if where == "mine.py" else 0.1), "mine.py", STAGES[1]))
+    assert found["owned"].idea == "hang"
+
+
+def test_what_is_not_the_submissions_fault_is_one_line_and_a_status_of_its_own(capsys, monkeypatch):
+    monkeypatch.setattr(grading, "LONGEST", 0.001)
+    line = refused(capsys, grade_command.main, [str(STAGE1.engine)])
+    assert "nothing was graded: stage1_os's own engine does not get there" in line and "less busy" in line
+
+
+def test_a_loop_without_an_end_is_an_answer(tmp_path, capsys):
+    text, status = said(capsys, submitted(tmp_path, STAGE1, synchronize=["while True:", "    pass"]))
+    assert "gave no answer" in text
+    assert status == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "answered"),
+    [
+        ("class Engine(:", "Line 1: "),
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("x = 1", "no attribute 'Engine'"),
+    ],
+)
+def test_a_file_that_cannot_be_read_or_imported_is_an_answer(tmp_path, capsys, text, answered):
+    file = tmp_path / "stage1.py"
+    file.write_text(text)
+    printed, status = said(capsys, file)
+    assert answered in printed
+    assert status == 1
+
+
+def test_an_open_part_is_named_and_hints_grow(tmp_path, capsys):
+    report = tmp_path / "report.json"
+    first, status = said(capsys, STAGE2.path, "--json", str(report))
+    assert "Still open: part 1, owned; part 2, take_room; part 3, reduce. Hint 1 of 3. Fill in the table" in first
+    finding = json.loads(report.read_text())["finding"]
+    assert (finding["idea"], status) == ("open owned", 1)
+    assert finding["hints"] == list(OPEN["owned"])
+
+
+def test_all_promises_are_tried_and_have_points(tmp_path, capsys):
+    report = tmp_path / "report.json"
+    file = submitted(tmp_path, STAGE1, gather=SUBMISSION_FOR_TWO)
+    text, status = said(capsys, file, "--json", str(report))
+    told = json.loads(report.read_text())
+    lost = [promise["promise"] for promise in told["promises"] if not promise["holds"]]
+    assert lost == [CASES["three"].promise]
+    assert (status, told["points"], told["of"]) == (1, told["of"] - CASES["three"].points, 18)
+    assert told["finding"] == next(promise["finding"] for promise in told["promises"] if promise["finding"])
+    assert "16 of 18 points" in text and "The case: 3 ranks, one block" in text
+
+
+def test_an_engine_itself_passes_by_the_command(capsys):
+    text, status = said(capsys, STAGE3.engine)
+    assert "All of it holds: this is stage3_param, bit for bit and byte for byte." in text
+    assert text.count("holds ") == len([case for case in CASES.values() if STAGES[3] in case.stages])
+    assert status == 0
+
+
+@pytest.mark.parametrize(("name", "why"), [("stage1.py", "there is no such file"), ("mine.py", "which stage?")])
+def test_what_cannot_be_graded_is_one_line(tmp_path, capsys, name, why):
+    if name == "mine.py":
+        (tmp_path / name).write_text("")
+    assert why in refused(capsys, grade_command.main, [str(tmp_path / name)])

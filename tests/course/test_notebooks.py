@@ -1,0 +1,101 @@
+"""Notebooks run as they are, draw what they say, check their exercises, and are stored with what came out.
+
+What runs is a copy in memory: the files in notebooks/ stay as they are.
+"""
+
+import ast
+import re
+
+import nbformat
+import pytest
+from nbclient.exceptions import CellExecutionError
+from notebook_runs import LABELLED, NOTEBOOKS, START, executed, printed, read
+from places import ROOT
+
+from common.course.execute import METADATA, digest, execute
+
+
+def test_there_is_a_first_page():
+    assert START in NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_draws_its_pictures(path):
+    pictures = 0
+    for cell in executed(path).cells:
+        if cell.cell_type == "code":
+            assert not [out for out in cell.outputs if out.output_type == "error"]
+            assert not [out for out in cell.outputs if "\x1b[" in out.get("text", "")]  # a terminal's codes
+            drawn = [out for out in cell.outputs if "image/png" in out.get("data", {})]
+            assert bool(drawn) == bool(re.search(r"^show\(", cell.source, re.MULTILINE)), f"cell {cell.id}"
+            assert all(len(out.metadata["image/png"]["alt"].split()) > 10 for out in drawn), f"cell {cell.id}"
+            pictures += len(drawn)
+    assert pictures
+
+
+def test_the_exercises_are_open_and_know_right_from_wrong():
+    *cells, solutions, mistakes = executed(START).cells
+    verdicts = [printed(cell) for cell in cells if cell.cell_type == "code" and "return None" in cell.source]
+    assert [set(re.findall(r"solved|not.*", text)) for text in verdicts] == [{"not solved yet"}] * 3
+    assert re.findall(r"solved|not", printed(solutions)) == ["solved"] * 9
+    states, wire = ["solved", "not", "not", "not"], ["solved", "solved", "solved", "not"]
+    assert re.findall(r"solved|not", printed(mistakes)) == states + wire + ["not"] * 4
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_question_does_not_show_its_answer(path):
+    for cell in read(path).cells:
+        if cell.cell_type == "code" and "return None" in cell.source:
+            statements = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.stmt)]
+            assert sum(isinstance(node, ast.FunctionDef) for node in statements) == 1, cell.id
+            assert not [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.BinOp)], cell.id
+
+
+def test_notebooks_start_in_the_repositorys_root_too():
+    started = nbformat.v4.new_notebook()
+    for path in NOTEBOOKS:
+        cells = [cell for cell in read(path).cells if cell.id in ("setup", "imports")]
+        assert len(cells) == 2, path
+        started.cells += [nbformat.v4.new_code_cell(cell.source) for cell in cells]
+    execute(started, ROOT)
+
+
+def test_a_figure_without_names_on_its_axes_is_noticed():
+    imports = "%matplotlib inline\nimport matplotlib.pyplot as plt\nfrom common.course.notebook import show"
+    cells = [imports, LABELLED, "plt.plot([1, 2])\nshow('A line.')"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    with pytest.raises(CellExecutionError, match="AssertionError"):
+        execute(notebook, ROOT)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_stored_with_what_its_cells_gave(path):
+    notebook = read(path)
+    nbformat.validate(notebook)
+    assert notebook.metadata == {**METADATA, "executed": digest(notebook)}, "run `make notebooks`"
+    assert str(ROOT) not in path.read_text()
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    for cell in notebook.cells:
+        assert not cell.metadata
+        assert max(map(len, cell.source.splitlines())) <= 110
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_links_to_files_lead_somewhere(path):
+    text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_path_tells_the_minutes_that_are_counted_from_the_cells(path):
+    cells = [cell for cell in read(path).cells if cell.id not in ("setup", "imports", "close")]
+    words = sum(len(cell.source.split()) for cell in cells if cell.cell_type == "markdown")
+    code = [cell.source for cell in cells if cell.cell_type == "code"]
+    lines = sum(1 for source in code for line in source.splitlines() if line.strip())
+    predicted = sum(cell.source.count("Before you run it") for cell in cells)
+    written = sum(source.count("# YOUR LINE") + bool(re.search(r"(return|=|:) None\b", source)) for source in code)
+    minutes = words / 150 + lines / 15 + 2 * predicted + 4 * written
+    told = re.search(rf"\({path.name}\) \| (\d+) \|", (ROOT / "notebooks" / "README.md").read_text())
+    assert abs(int(told[1]) - minutes) <= 5, minutes

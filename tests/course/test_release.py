@@ -1,0 +1,153 @@
+"""What students are given shows no solution, grades as the repository does, and answers in Gradescope's layout."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+from submissions import SUBMISSIONS, within
+
+from common.course.exercises import EXERCISES, ROOT, apart, bare, solutions
+from common.course.grading import grade
+from common.course.release import __main__ as command
+from common.course.release import gradescope
+from common.errors import InputError
+
+FILES, POINTS = ("stage1.py", "stage2.py", "stage3.py"), (18, 18, 20)
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    """The archive unpacked as a student does, and the bundle as Gradescope does."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("a release is made of what git tracks, and this is no checkout")
+    out, here = (tmp_path_factory.mktemp(name) for name in ("out", "autograder"))
+    _, archive, bundle = command.release(out)
+    source = here / "source"
+    with zipfile.ZipFile(bundle) as file:
+        file.extractall(source)
+        modes = {info.filename: info.external_attr >> 16 for info in file.infolist()}
+    for path in (archive, source / archive.name):
+        with tarfile.open(path) as file:
+            file.extractall(path.parent / "unpacked" if path == archive else source, filter="data")
+    return SimpleNamespace(tree=out / "unpacked" / command.NAME, autograder=here, modes=modes)
+
+
+def run_in(tree, *arguments, **outside):
+    """Run Python in a tree, by the modules of that tree."""
+    environment = {**os.environ, "PYTHONPATH": str(tree), **outside}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=tree, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def autograded(autograder, python=sys.executable, **files):
+    """What run_autograder writes of files that were handed in."""
+    submission = autograder / "submission"
+    submission.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (submission / f"{name}.py").write_text(text)
+    outside = {**os.environ, "AUTOGRADER": str(autograder), "GRADER_PYTHON": python}
+    subprocess.run(["bash", autograder / "source" / "run_autograder"], cwd=autograder, env=outside, check=True)
+    return json.loads((autograder / "results" / "results.json").read_text())
+
+
+def test_no_solution_stands_in_the_tree(released):
+    texts = {
+        path: seen(path) for path in released.tree.rglob("*") if path.is_file() and path.suffix not in (".png", ".pt")
+    }
+    assert len(texts) > 150
+    for exercise in EXERCISES:
+        for method, solution in solutions(exercise).items():
+            shown = [path for path, text in texts.items() if solution in text]
+            assert not shown, (exercise.package, method)
+            assert solution in seen(exercise.engine)  # where it would be found
+
+
+def seen(path):
+    """What a file shows, as `bare` has it; of a notebook its cells, and what they printed."""
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        shown = [[cell["source"], *(out.get("text", "") for out in cell.get("outputs", ()))] for cell in cells]
+        text = "\n".join("".join(part) for cell in shown for part in cell)
+    return bare(text.splitlines())
+
+
+def test_what_a_notebook_printed_of_an_engine_is_not_in_the_tree(released):
+    start = "notebooks/00_start_here.ipynb"
+    for exercise in EXERCISES:
+        assert solutions(exercise)["owned"] in seen(ROOT / start)
+    assert "return Owned(parameters=" not in seen(released.tree / start)
+
+
+def test_commands_of_the_tree_run_what_the_student_writes(released):
+    for exercise in apart(EXERCISES):
+        engine = released.tree / exercise.package / "engine.py"
+        assert engine.resolve() == released.tree / exercise.path.relative_to(ROOT)
+        assert engine.read_text().count("is still open") == len(exercise.parts)
+    script = "import common, stage1_os; print(common.__file__, stage1_os.__file__); "
+    script += "from common.course import exercises; exercises.main([])"  # would write over what the student wrote
+    ran = run_in(released.tree, "-c", script)
+    assert ran.stdout.split() == [str(released.tree / name / "__init__.py") for name in ("common", "stage1_os")]
+    assert (ran.returncode, "is what you write" in ran.stderr) == (2, True)
+
+
+def test_an_exercise_as_given_names_its_gaps(released):
+    file = str(EXERCISES[1].path.relative_to(ROOT))
+    opened = run_in(released.tree, "-m", "common.grade", file)
+    assert opened.returncode == 1, opened.stderr
+    assert "Still open: part 1, owned; part 2, take_room; part 3, reduce; part 4, update;" in opened.stdout
+    assert f"0 of {POINTS[1]} points" in opened.stdout
+
+
+def test_the_bundle_answers_as_the_repository_does(worlds, released, tmp_path):
+    mistake = next(one for one in SUBMISSIONS if str(one) == "stage 2, room that does not wait")
+    file = mistake.write(tmp_path)
+    results = autograded(released.autograder, stage2=file.read_text(), stage3=EXERCISES[2].engine.read_text())
+    wrong, right = ([test for test in results["tests"] if test["name"].startswith(name)] for name in FILES[1:])
+    assert {test["status"] for test in right} == {"passed"}
+    assert sum(test["score"] for test in right) == sum(test["max_score"] for test in right) == POINTS[2]
+    here = [finding for _, finding in grade(within(worlds), str(file), "stage2_grad")]
+    assert [test["status"] for test in wrong] == ["failed" if finding else "passed" for finding in here]
+    assert [test["output"].partition("\n")[0] for test in wrong if test["status"] == "failed"] == [
+        finding.where for finding in here if finding
+    ]
+    points = sum(test["score"] for test in wrong)
+    assert 0 < points < POINTS[1]
+    assert f"stage2.py: {points} of {POINTS[1]} points\nstage3.py" in results["output"]
+
+
+def test_a_grader_that_fails_says_so(released, monkeypatch):
+    assert released.modes["run_autograder"] & released.modes["setup.sh"] & 0o111 == 0o111
+    broken = autograded(released.autograder, python="false")
+    assert broken["score"] == 0 and "not your fault" in broken["output"]
+
+    def busy(file, stage):
+        raise InputError("nothing was graded: ranks cannot be started here")
+
+    monkeypatch.setattr(gradescope, "graded", busy)
+    results = gradescope.results_of(ROOT / "notebooks" / "exercises")
+    assert (results["score"], results["tests"]) == (0, [])
+    assert results["output"].count("not your fault") == len(EXERCISES)
+
+
+def test_a_submission_under_another_name_is_told_so(tmp_path):
+    (tmp_path / "engine.py").write_text("")
+    assert gradescope.results_of(tmp_path) == {
+        "score": 0,
+        "output": gradescope.NOTHING,
+        "execution_time": 0,
+        "tests": [],
+    }
+
+
+def test_the_page_for_lecturers_names_the_points():
+    page = (ROOT / "notebooks/exercises/LECTURERS.md").read_text()
+    for name, points in zip(FILES, POINTS, strict=True):
+        assert f"| `{name}` | {points} |" in page

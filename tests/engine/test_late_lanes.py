@@ -1,0 +1,56 @@
+"""No engine reads before it waits, or frees what is under way: its bits do not depend on when the lane runs."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from late_lanes import on_lane
+from training import STAGES, make_engine
+from trap_models import CASES, WIDTH
+
+from common.train import sha256
+
+UNFUSED = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+def digests(world, engine, lane, cases):
+    """A digest of the weights that each case ends with, each parameter in a bucket of its own."""
+    found = {}
+    with on_lane(lane, world.rank) if lane else contextlib.nullcontext():
+        for case in cases:
+            make, run = CASES[case]
+            torch.manual_seed(0)
+            made = make_engine(engine, make().to(world.device), UNFUSED, bucket_mb=1e-6)
+            for step in range(2):
+                generator = torch.Generator().manual_seed(10 * step + world.rank)
+                run(made, torch.randn(2, 3, WIDTH, generator=generator).to(world.device))
+            weights = made.full_state_dict()
+            found[case] = sha256({name: weights[name] for name, _ in made.module.named_parameters()})
+    return found
+
+
+@functools.cache
+def expected(worlds, part):
+    return worlds(2).run(digests, "baseline:AverageAfterBackward", None, PARTS[part])[0]
+
+
+PARTS = [sorted(CASES)[part::4] for part in range(4)]
+
+
+# In stages 0 to 2 nothing is under way but what backward and step wait for themselves. So there chance adds little.
+LANES = [(stage, "late") for stage in STAGES] + [("stage3_param", "drowsy")]
+LANES += [pytest.param(stage, "drowsy", marks=pytest.mark.exhaustive) for stage in STAGES[:3]]
+LANES += [pytest.param("offload", lane, marks=pytest.mark.exhaustive) for lane in ("late", "drowsy")]
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(("stage", "lane"), LANES)
+def test_a_late_lane_changes_no_bit(worlds, stage, lane, part):
+    for rank in worlds(2).run(digests, stage, lane, PARTS[part]):
+        assert rank == expected(worlds, part)
+
+
+def test_a_late_bus_and_a_late_host_change_no_bit(worlds):
+    for rank in worlds(2).run(digests, "offload", "late", PARTS[0]):
+        assert rank == expected(worlds, 0)

@@ -1,0 +1,598 @@
+"""What would train nothing, or something else, is refused in words that say what to write; and a clean step follows."""
+
+import copy
+import functools
+import importlib
+import pickle
+import types
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import lr_scheduler
+from training import ADAMW, ENGINES, STAGES, UNFUSED, inputs, make_engine, message_in_step, same_bits, small_engine
+from trap_models import WIDTH, Block, FrozenEnds, Net, loss, step
+
+# ---- the loop -------------------------------------------------------------------------------------------------------
+
+
+def backward_of_an_old_graph(engine, x):
+    """Two forwards, backward, step: what the second graph was computed with is gone."""
+    first, second = loss(engine(x)), loss(engine(2 * x))
+    engine.backward(first)
+    engine.step()
+    engine.backward(second)
+
+
+def backward_past_the_engine(engine, x):
+    loss(engine(x)).backward()
+
+
+def optimizer_by_hand(engine, x):
+    optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
+    engine.backward(loss(engine(x)))
+    optimizer.step()
+
+
+def the_engines_optimizer_by_hand(engine, x):
+    engine.backward(loss(engine(x)))
+    engine.optimizer.step()
+
+
+def a_scaler_by_hand(engine, x):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss(engine(x))).backward()
+    scaler.step(engine.optimizer)
+
+
+def a_step_of_a_part_of_the_model(engine, x):
+    engine.backward(loss(engine(x)))
+    torch.optim.Adam(engine.module.head.parameters()).step()
+
+
+MISUSES = {
+    backward_of_an_old_graph: "modified by an inplace operation",
+    backward_past_the_engine: r"^'.*' got a gradient outside of engine.backward\(\): write that for loss.backward\(\)$",
+    optimizer_by_hand: r"^this SGD is over parameters that an engine trains, .* write engine.step\(\)$",
+    the_engines_optimizer_by_hand: r"^engine.optimizer.step\(\) has no gradients to step by; write engine.step\(\)$",
+    a_scaler_by_hand: r"write that for loss.backward\(\)$",
+    a_step_of_a_part_of_the_model: r"^this Adam is over parameters that an engine trains",
+}
+
+
+def misuse(world, stage, call):
+    """The message, and the weights after a clean step, with those of an engine that has taken the same good steps."""
+    good = 2 if call is backward_of_an_old_graph else 1
+    made = small_engine(world, stage)
+    message = message_in_step(call, made, inputs(world, 0))
+    made.zero_grad()
+    step(made, inputs(world, 1))
+    weights, clean = made.full_state_dict(), small_engine(world, stage)
+    for index in range(2 - good, 2):
+        step(clean, inputs(world, index))
+    return message, same_bits(weights, clean.full_state_dict())
+
+
+@pytest.mark.parametrize("call", MISUSES, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loop_that_would_not_train_is_told_what_to_write(worlds, stage, call):
+    for message, clean in worlds(2).run(misuse, stage, call):
+        with pytest.raises(RuntimeError, match=MISUSES[call]):
+            raise RuntimeError(message)
+        assert clean
+
+
+def load_weights(world, stage, precision):
+    """What the model says to new weights, and whether they are there after a step at a learning rate of 0."""
+    made = small_engine(world, stage, precision=precision)
+    new = {name: torch.full_like(value, 0.5) for name, value in made.full_state_dict().items()}
+    message = message_in_step(made.module.load_state_dict, new)
+    for group in made.optimizer.param_groups:
+        group["lr"] = 0.0
+    step(made, inputs(world, 0))
+    return message, same_bits(made.full_state_dict(), new)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_loaded_into_the_model_are_trained_or_refused(worlds, stage, precision):
+    for message, loaded in worlds(2).run(load_weights, stage, precision):
+        assert loaded == (message is None) == (precision == "fp32" and stage != "stage3_param")
+        assert loaded or message.endswith("load before the engine is built, or use engine.save() and engine.load()")
+
+
+def a_gradient_of_a_gradient(engine, x):
+    """The penalty of a WGAN: the norm of the gradient at the inputs is a part of the loss."""
+    x = x.clone().requires_grad_()
+    value = loss(engine(x))
+    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+    engine.backward(value + gradient.square().sum())
+
+
+def penalized(world, name):
+    """What a penalty says, and what it says and makes within gathered()."""
+    made = small_engine(world, name)
+    message = message_in_step(a_gradient_of_a_gradient, made, inputs(world, 0))
+    made = small_engine(world, name)
+    with made.gathered():
+        held = message_in_step(a_gradient_of_a_gradient, made, inputs(world, 0))
+    made.step()
+    return message, held, made.full_state_dict()
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "quantized:Off"])
+def test_a_gradient_of_a_gradient_is_right_within_gathered_and_refused_elsewhere_where_weights_are_freed(worlds, name):
+    expected = worlds(2).run(penalized, "stage0_ddp")[0][-1]
+    for message, held, weights in worlds(2).run(penalized, name):
+        assert held is None
+        assert same_bits(weights, expected)
+        if name in ("stage0_ddp", "stage1_os", "stage2_grad", "offload"):  # they keep whole weights
+            assert message is None
+        else:
+            assert message.startswith("create_graph=True reads the weights of 'head' again when they are freed")
+            assert message.endswith("within engine.gathered()")
+
+
+TAKEN_FOR_A_MODEL = {
+    "parameters": "write engine.module.parameters()",
+    "named_parameters": "write engine.module.named_parameters()",
+    "state_dict": "write engine.full_state_dict(), or engine.save(path)",
+    "load_state_dict": "write engine.load(path), or engine.load_weights(file)",
+    "to": "move the model before the engine is built",
+}
+
+
+def take_for_a_model(world, engine):
+    made, said = small_engine(world, engine), {}
+    for name in TAKEN_FOR_A_MODEL:
+        with pytest.raises(AttributeError) as caught:
+            getattr(made, name)
+        said[name] = str(caught.value)
+    return said, [message_in_step(call, made) for call in (copy.deepcopy, copy.copy, pickle.dumps)]
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
+def test_who_takes_an_engine_for_a_model_is_told_what_to_write(worlds, name):
+    for said, copied in worlds(2).run(take_for_a_model, name):
+        for attribute, words in TAKEN_FOR_A_MODEL.items():
+            assert said[attribute].startswith(f"an engine has no '{attribute}': {words}")
+        refusal = "an engine cannot be copied or pickled: it is one rank's part of several; copy engine.module within "
+        assert copied == 3 * [refusal + "engine.gathered(), or write engine.save(path)"]
+
+
+# ---- parameters that leave ------------------------------------------------------------------------------------------
+
+
+class Convolution(nn.Module):
+    """A convolution and an LSTM, whose weights torch moves at times. Shapes: [batch, length, WIDTH] -> the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 2, 3, padding=1)
+        self.rnn = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.rnn(self.convolution(torch.stack([x, x], 1)).mean(1))[0]
+
+
+def flattened(module):
+    """What LSTM.flatten_parameters() does on CUDA: new storage for all of them."""
+    for parameter in module.rnn.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def assigned(module):
+    module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
+
+
+def another_layer(module):
+    module.convolution = nn.Conv2d(2, 2, 3, padding=1)
+
+
+MOVED = "has left the engine's storage, by model.to"
+NEW = "is new, and would not be trained; build the engine after that"
+LEAVING = {
+    "assigned": (assigned, "convolution.weight", NEW),
+    "another layer": (another_layer, "convolution.weight", NEW),
+    "weight_norm": (lambda module: nn.utils.weight_norm(module.convolution), "convolution.weight_g", NEW),
+    "deleted": (lambda module: delattr(module.convolution, "bias"), "convolution.bias", "is no part of the model any"),
+    "another memory format": (lambda module: module.to(memory_format=torch.channels_last), "convolution.weight", MOVED),
+    "there and back": (lambda module: module.double().float(), "", MOVED),
+    "flattened": (flattened, "rnn.", MOVED),
+}
+
+
+def leave(world, stage, how):
+    """What forward and step say of parameters that have left."""
+    made = small_engine(world, stage, make=Convolution)
+    made.backward(loss(made(inputs(world, 0))))
+    LEAVING[how][0](made.module)
+    return message_in_step(made, inputs(world, 0)), message_in_step(made.step)
+
+
+@pytest.mark.parametrize("how", LEAVING)
+@pytest.mark.parametrize("stage", STAGES[:3])
+def test_parameters_that_left_the_engine_are_refused_by_name(worlds, stage, how):
+    _, name, why = LEAVING[how]
+    for messages in worlds(2).run(leave, stage, how):
+        for message in messages:
+            assert message.startswith(f"'{name}")
+            assert why in message
+
+
+def leave_while_sharded(world):
+    made = small_engine(world, "stage3_param", make=Convolution)
+    made.module.double().float()
+    moved = message_in_step(made, inputs(world, 0))
+    made = small_engine(world, "stage3_param", make=Convolution)
+    another_layer(made.module)
+    return moved, message_in_step(made, inputs(world, 0))
+
+
+def test_stage_3_refuses_them_too(worlds):
+    for moved, new in worlds(2).run(leave_while_sharded):
+        assert MOVED in moved
+        assert NEW in new
+
+
+def freeze_and_thaw(world, stage):
+    """What backward says of a frozen weight, step of a thawed one; both of weights that were frozen for a forward."""
+    frozen, thawed, between = (small_engine(world, stage, make=FrozenEnds) for _ in range(3))
+    frozen.module.blocks[0].a.requires_grad_(False)
+    value = loss(frozen(inputs(world, 0)))
+    thawed.backward(loss(thawed(inputs(world, 0))))
+    thawed.module.head.weight.requires_grad_(True)
+    messages = [message_in_step(frozen.backward, value), message_in_step(thawed.step)]
+    adapters = [parameter for parameter in between.module.parameters() if parameter.requires_grad]
+    for requires_grad in (False, True):  # as GANs do with one model while the other is trained
+        for parameter in adapters:
+            parameter.requires_grad_(requires_grad)
+        between(inputs(world, 0))
+    return [*messages, message_in_step(step, between, inputs(world, 0))]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_who_freezes_or_thaws_parameters_cannot_train_them(worlds, stage):
+    for frozen, thawed, between in worlds(2).run(freeze_and_thaw, stage):
+        assert frozen == "'blocks.0.a.weight' was trainable when the engine was built; build another one to change that"
+        assert thawed == "'head.weight' was frozen when the engine was built; build another one to change that"
+        assert between is None
+
+
+def second_engine(world, stage):
+    """What the door says of a model that has an engine, of one whose engine is gone, and of one that was sharded."""
+    torch.manual_seed(0)
+    module = Net().to(world.device)
+    first, messages = make_engine(stage, module), []
+    messages.append(message_in_step(make_engine, stage, module))
+    messages.append(message_in_step(make_engine, stage, module.blocks))
+    del first
+    messages.append(message_in_step(make_engine, stage, module))
+    return messages
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_has_one_engine_at_a_time(worlds, stage):
+    for second, of_a_part, later in worlds(2).run(second_engine, stage):
+        assert second == "'stem.weight' has an engine already; delete that first, or build a model for each engine"
+        assert of_a_part.startswith("'0.up.weight' has an engine already")
+        if stage == "stage3_param":
+            assert later.startswith("'stem.weight' has no values of its own, as if a stage-3 engine was deleted")
+        else:
+            assert later is None
+
+
+# ---- ranks that disagree --------------------------------------------------------------------------------------------
+
+
+def make_different(world, stage, option, values):
+    """An engine that is given another option on the last rank."""
+    torch.manual_seed(0)
+    module = Net().to(world.device)
+    options = {option: values[world.rank == world.size - 1]}
+    if "optimizer" in options:
+        return make_engine(stage, module, **options)
+    if "param_groups" in options:
+        options["param_groups"] = [{"params": list(module.parameters()), **options["param_groups"]}]
+    return make_engine(stage, module, ADAMW, **options)
+
+
+OPTIONS = {
+    "precision": ("fp32", "bf16"),
+    "clip_norm": (None, 1.0),
+    "bucket_mb": (1.0, 2.0),
+    "optimizer": (ADAMW, torch.optim.SGD),
+    "param_groups": ({"lr": 0.1}, {"lr": 0.2}),
+    "keep_fp32": ((), (nn.Linear,)),
+    "broadcast_buffers": (True, False),
+}
+
+
+def another_stage(world):
+    return message_in_step(make_different, world, STAGES[world.rank], "bucket_mb", (1.0, 1.0))
+
+
+def test_ranks_agree_on_the_engine(worlds):
+    for message in worlds(4).run(another_stage):
+        assert message.startswith("the engine differs between rank")
+
+
+def keep_last_differs(world):
+    return message_in_step(make_different, world, "stage3_param", "keep_last", (True, False))
+
+
+def test_ranks_agree_on_what_a_stage_takes_besides(worlds):
+    for message in worlds(2).run(keep_last_differs):
+        assert message.startswith("keep_last differs between rank")
+
+
+def disagree(world, stage, option):
+    return message_in_step(make_different, world, stage, option, OPTIONS[option])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_options_that_differ_between_ranks_are_refused_on_every_rank(worlds, stage, option):
+    for message in worlds(2).run(disagree, stage, option):
+        assert option in message
+        assert "differs between rank" in message
+        assert message.endswith("give it alike on every rank")
+
+
+def initialised_otherwise(world, stage, buffer):
+    """A meta-device model of which one rank fills a tensor otherwise."""
+    with torch.device("meta"):
+        module = Net()
+        module.register_buffer("scale", torch.ones(3))
+
+    def init(name, tensor):
+        torch.nn.init.constant_(tensor, world.rank if name == ("scale" if buffer else "blocks.1.up.weight") else 1)
+
+    return message_in_step(functools.partial(engine_of, stage), module, init)
+
+
+def engine_of(stage, module, init):
+    return importlib.import_module(stage).Engine(module, ADAMW, init=init)
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_initial_values_that_differ_between_ranks_are_refused_on_every_rank(worlds, stage, buffer):
+    what = "buffer 'scale'" if buffer else "parameter 'blocks.1.up.weight'"
+    for rank, message in enumerate(worlds(2).run(initialised_otherwise, stage, buffer)):
+        expected = f"{what} differs between rank {rank} and rank {1 - rank}; init= must fill it alike on every rank"
+        assert message == expected
+
+
+# ---- optimizers -----------------------------------------------------------------------------------------------------
+
+
+class CountsInItsGroup(torch.optim.Optimizer):
+    """Counts calls of `step` in the group, as Apex's FusedAdam does, and steps ever less."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / group["step"])
+
+
+class ClipsEachCall(torch.optim.SGD):
+    """Clips what one call of `step` finds."""
+
+    def step(self, closure=None):
+        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch.nn.utils.clip_grad_norm_(found, 1.0)
+        return super().step(closure)
+
+
+def door(world, stage, optimizer):
+    return message_in_step(functools.partial(small_engine_with, world, stage), optimizer)
+
+
+def small_engine_with(world, stage, optimizer):
+    torch.manual_seed(0)
+    return make_engine(stage, Net().to(world.device), optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [CountsInItsGroup, ClipsEachCall])
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_that_counts_or_clips_by_the_call_is_refused(worlds, stage, optimizer):
+    for message in worlds(2).run(door, stage, functools.partial(optimizer, lr=0.1)):
+        assert f"{optimizer.__name__} steps 64 elements otherwise than their two halves" in message
+
+
+# ---- steps of one's own ---------------------------------------------------------------------------------------------
+
+EXACT = (*ENGINES, "quantized:Off")  # ZeRO++ with its switches off
+LIMIT = 0.1  # of weights, which are larger at first
+
+
+@torch.no_grad()
+def limited(optimizer, step):
+    """Clip gradients by value, step, and clamp the weights."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    nn.utils.clip_grad_value_(parameters, 1e-3)
+    step()
+    for parameter in parameters:
+        parameter.clamp_(-LIMIT, LIMIT)
+
+
+class Limited(torch.optim.SGD):
+    def step(self, closure=None):
+        limited(self, super().step)
+
+
+def limited_instance(parameters, **options):
+    optimizer = torch.optim.SGD(parameters, **options)
+    optimizer.step = functools.partial(limited, optimizer, optimizer.step)
+    return optimizer
+
+
+def trained(world, engine, factory, precision):
+    """The weights at first, and after three steps."""
+    torch.manual_seed(0)
+    optimizer = functools.partial(factory, lr=10.0, momentum=0.9)
+    made = make_engine(engine, Net().to(world.device), optimizer, precision=precision)
+    first = made.full_state_dict()
+    for index in range(3):
+        step(made, inputs(world, index))
+    return first, made.full_state_dict()
+
+
+@pytest.mark.parametrize("factory", [Limited, limited_instance])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", EXACT)
+def test_a_step_of_ones_own_does_to_each_shard_what_it_would_do_to_the_whole(worlds, name, precision, factory):
+    _, expected = worlds(2).run(trained, "baseline:AverageAfterBackward", factory, precision)[0]
+    for first, weights in worlds(2).run(trained, name, factory, precision):
+        assert max(value.abs().max() for value in first.values()) > LIMIT
+        assert same_bits(weights, expected)
+
+
+def with_a_hook(register):
+    def factory(parameters):
+        optimizer = UNFUSED(parameters)
+        getattr(optimizer, register)(lambda *_: None)
+        return optimizer
+
+    return factory
+
+
+def hook(world, engine):
+    """What the door says of an optimizer with a hook, and the engine of one for its optimizer; then it trains."""
+    messages = []
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        messages.append(door(world, engine, with_a_hook(register)))
+        made = small_engine(world, engine)
+        messages.append(message_in_step(getattr(made.optimizer, register), lambda *_: None))
+        messages.append(message_in_step(step, made, inputs(world, 0)))
+    return messages
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
+def test_hooks_of_a_step_are_refused_in_the_factory_and_later(worlds, name):
+    said = "a hook of the optimizer's step would be called for every shard anew; do it in step() of the optimizer that "
+    said += "the factory makes, which sees each shard alone"
+    for messages in worlds(2).run(hook, name):
+        assert messages == 2 * [said, said, None]
+
+
+class LooksAtTheFirst(torch.optim.SGD):
+    """Takes for granted that a group has parameters."""
+
+    def step(self, closure=None):
+        assert all(group["params"][0].dtype == torch.float32 for group in self.param_groups)
+        return super().step(closure)
+
+
+def in_two_groups(world, engine):
+    """A step by two groups; what the engine's optimizer says of a third."""
+    torch.manual_seed(0)
+    net = Net().to(world.device)
+    groups = [{"params": net.blocks.parameters(), "lr": 0.2}]
+    groups += [{"params": [*net.stem.parameters(), *net.head.parameters()]}]
+    made = make_engine(engine, net, functools.partial(LooksAtTheFirst, lr=0.1), param_groups=groups)
+    step(made, inputs(world, 0))
+    return message_in_step(made.optimizer.add_param_group, {"params": [torch.zeros(2)]}), made.full_state_dict()
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_step_meets_no_group_without_parameters_and_no_group_that_came_later(worlds, name):
+    expected = worlds(2).run(in_two_groups, "stage0_ddp")[0][1]
+    for said, weights in worlds(2).run(in_two_groups, name):
+        assert said.startswith("engine.optimizer takes no parameters later; list them in param_groups=")
+        assert same_bits(weights, expected)
+
+
+def watch(optimizer):
+    """Several schedulers, which wrap the optimizer's step to watch it."""
+    ramp, decay = lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, 3)
+    return lr_scheduler.SequentialLR(optimizer, [ramp, decay], [2]), lr_scheduler.ChainedScheduler([cosine, decay])
+
+
+def wrap(optimizer):
+    """Have it do more, in a step that schedulers can wrap."""
+    optimizer.step = types.MethodType(limited, optimizer)
+
+
+def wrap_twice(world, engine, *order):
+    """What a step says where the optimizer's own was wrapped so; warnings are errors."""
+    made = small_engine(world, engine)
+    step(made, inputs(world, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedulers = [scheduler for how in order for scheduler in how(made.optimizer) or ()]
+        for index in range(2):
+            message = message_in_step(step, made, inputs(world, index))
+            for scheduler in schedulers if message is None else ():
+                scheduler.step()
+    return message
+
+
+def in_words(order):
+    return ", then ".join(how.__name__ for how in order)
+
+
+@pytest.mark.parametrize("order", [(watch,), (wrap,), (watch, wrap), (wrap, watch)], ids=in_words)
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp", "offloaded:Delayed"])
+def test_a_step_that_is_replaced_later_is_refused_and_schedulers_may_watch_it(worlds, name, order):
+    for message in worlds(2).run(wrap_twice, name, *order):
+        if order == (watch,):
+            assert message is None
+        else:
+            assert message.startswith("engine.optimizer.step was replaced after the engine was built; do it in step()")
+
+
+# ---- two engines ----------------------------------------------------------------------------------------------------
+
+
+class HalfUsed(Block):
+    """Rank 0 leaves a weight unused."""
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x))
+        return x + (self.down(hidden) if dist.get_rank() else hidden[..., :WIDTH])
+
+
+def adversaries(world, engine):
+    """A discriminator that gets gradients from the generator's backward as well, and drops none of them."""
+    generator, critic = (small_engine(world, engine, seed=seed, bucket_mb=1e-6) for seed in range(2))
+    for index in range(3):
+        generator.backward(loss(critic(generator(inputs(world, index)))))
+        generator.step()
+        critic.backward(loss(critic(inputs(world, index + 10))))
+        critic.step()
+    return {**generator.full_state_dict(), **{f"critic.{k}": v for k, v in critic.full_state_dict().items()}}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_another_engines_backward_wait_for_the_step(worlds, stage):
+    first = worlds(2).run(adversaries, "stage0_ddp")[0]
+    assert all(same_bits(rank, first) for rank in worlds(2).run(adversaries, stage))
+
+
+def distilled(world, engine):
+    """Student and teacher are trained by one loss, of which one rank leaves weights unused."""
+    make = functools.partial(Net, block=HalfUsed)
+    student, teacher = (small_engine(world, engine, make=make, seed=s, bucket_mb=1e-6) for s in range(2))
+    for index in range(3):
+        x = inputs(world, index)
+        student.backward(loss(student(x) - teacher(x)))
+        student.step()
+        teacher.step()
+    return {**student.full_state_dict(), **{f"teacher.{k}": v for k, v in teacher.full_state_dict().items()}}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_engines_under_one_loss_agree_where_a_rank_leaves_a_weight_unused(worlds, stage):
+    reference = worlds(2).run(distilled, "baseline:AverageAfterBackward")[0]
+    assert all(same_bits(rank, reference) for rank in worlds(2).run(distilled, stage))

@@ -1,0 +1,471 @@
+"""Units: how a model is cut into them, and stage 3 against stage 0, bit for bit, with options that are hard on them."""
+
+import contextlib
+import dataclasses
+import functools
+from collections import Counter, OrderedDict, namedtuple
+
+import pytest
+import torch
+from late_lanes import on_lane
+from torch import nn
+from training import ADAMW, BUCKET_MB, batch, inputs, make_engine, message_of, same_bits
+from trap_models import (
+    CASES,
+    RECOMPUTE,
+    WIDTH,
+    Block,
+    Net,
+    NeverCalled,
+    Rooted,
+    Routed,
+    TiedByReading,
+    around_each,
+    loss,
+    net,
+    step,
+)
+
+from common import models
+from common.engine.layout import Run
+from common.engine.units import Order, make_units
+from common.tensors import map_tensors
+from common.train import sha256
+from stage3_param import Engine
+
+TWO_GROUPS = {"weight_decay": 0.3}, {"lr": 1e-3}
+AT_THREE_RANKS = ("plain", "tiny", "branches", "alternating", "tied", "routed", "frozen ends", "two forwards")
+OPTIONS = [  # case, engine options: the equivalence matrix has the cases without any
+    *((case, {"clip_norm": 0.1}) for case in ("root", "routed", "frozen ends", "tiny")),
+    *((case, {"groups": TWO_GROUPS}) for case in ("root", "tied", "frozen ends", "tiny")),
+    *((case, {"keep_last": False}) for case in ("plain", "root", "alternating", "reentrant: routed, around two")),
+]
+
+
+def final_weights(world, stage, case, groups=None, **options):
+    """Train a case for three steps, each rank on its own numbers."""
+    make, run = CASES[case]
+    torch.manual_seed(0)
+    model = make().to(world.device)
+    if groups is not None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        options["param_groups"] = [{"params": trained[k::2], **group} for k, group in enumerate(groups)]
+    engine = make_engine(stage, model, **options)
+    for index in range(3):
+        generator = torch.Generator().manual_seed(10 * index + world.rank)
+        run(engine, torch.randn(2, 3, WIDTH, generator=generator).to(world.device))
+    return engine.full_state_dict()
+
+
+def compared(world, case, options):
+    """Whether all weights of stages 0 and 3 are numbers, and the same."""
+    three = final_weights(world, "stage3_param", case, **options)
+    zero = final_weights(world, "stage0_ddp", case, **{k: v for k, v in options.items() if k != "keep_last"})
+    return all(value.isfinite().all() for value in zero.values()) and same_bits(zero, three)
+
+
+def label(value):
+    return value if isinstance(value, str) else " ".join(value)
+
+
+@pytest.mark.parametrize(("case", "options"), OPTIONS, ids=label)
+def test_stage_3_ends_with_the_bits_of_stage_0(worlds, case, options):
+    assert all(worlds(2).run(compared, case, options))
+
+
+@pytest.mark.parametrize("case", AT_THREE_RANKS + tuple(f"{kind}: routed, around two" for kind in RECOMPUTE))
+def test_stage_3_ends_with_the_bits_of_stage_0_at_three_ranks(worlds, case):
+    assert all(worlds(3).run(compared, case, {}))
+
+
+# ---- bytes sent, units alive --------------------------------------------------------------------------------------
+
+
+def sent_and_predicted(world, case, **options):
+    """Bytes sent in a second step, what the engine predicts, and (N-1)/N of the padded parameter bytes."""
+    torch.manual_seed(0)
+    engine = make_engine("stage3_param", CASES[case][0]() if case in CASES else case, **options)
+    for index in range(2):
+        engine.comm.traffic.reset()
+        inputs = torch.randn(2, 3, WIDTH).to(world.device) if case in CASES else batch(engine.module, world, index)[0]
+        engine.backward(loss(engine(inputs)))
+        engine.step()
+    padded = sum(bucket.padded_numel * 4 for bucket in engine.buckets)
+    sent = engine.comm.traffic.by_collective()
+    return sent, engine.predicted_wire_bytes_per_step(), padded * (world.size - 1) // world.size
+
+
+RUN_ONCE = ["plain", "root", "tied", "frozen", "frozen ends", "routed", "appending", "one linear", "nested lists"]
+RUN_ONCE += [f"passing on {used}" for used in ([2], [0, 1, 2])] + [f"{kind}: routed" for kind in RECOMPUTE]
+
+
+@pytest.mark.parametrize("keep_last", [True, False])
+@pytest.mark.parametrize("case", RUN_ONCE)
+def test_where_every_unit_runs_once_the_bytes_are_those_predicted(worlds, case, keep_last):
+    for sent, predicted, _ in worlds(2).run(functools.partial(sent_and_predicted, keep_last=keep_last), case):
+        assert sent == predicted
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_without_keep_last_a_step_sends_3_times_the_parameters(worlds, size):
+    run = functools.partial(sent_and_predicted, keep_last=False)
+    for sent, _, once in worlds(size).run(run, "gpt-tiny"):
+        assert sent == {"all_gather": 2 * once, "reduce_scatter": once}
+
+
+class Watched(Engine):
+    """Counts gathers, and the units that are whole and neither in forward nor in backward."""
+
+    def __init__(self, *args, **options):
+        self.gathers, self.idle = Counter(), 0
+        super().__init__(*args, **options)
+
+    def gather(self, unit):
+        self.gathers[unit.name] += not unit.gathered
+        super().gather(unit)
+        whole = [unit for unit in self.units if any(b.full.untyped_storage().nbytes() for b in unit.buckets)]
+        self.idle = max(self.idle, sum(not unit.depth and not unit.open for unit in whole))
+
+
+def gathers_in_later_steps(world, case):
+    engine = Watched(CASES[case][0]().to(world.device), ADAMW)
+    for _ in range(3):
+        engine.gathers.clear()
+        step(engine, torch.randn(2, 3, WIDTH).to(world.device))
+    return engine.gathers
+
+
+def test_no_gather_is_in_vain(worlds):
+    calls = {"stem": 2, "blocks.0": 6, "blocks.1": 4, "blocks.2": 2, "head": 1}  # each forward, each backward
+    assert worlds(2).run(gathers_in_later_steps, "alternating")[0] == calls
+
+
+def test_the_order_of_the_last_time_is_the_one_replayed():
+    order, ahead = Order(), []
+    for needed in ("abc", "abc", "ab", "ab", "acb", "acb"):
+        order.rewind()
+        for unit in needed:
+            order.visit(unit)
+            ahead.append(order.ahead() or "-")
+    assert "".join(ahead) == "---" + "bc-" + "bc" + "b-" + "b--" + "cb-"
+
+
+def test_a_unit_that_is_needed_twice_in_a_row_stands_once_in_the_order():
+    order, ahead = Order(), []
+    for _ in range(2):
+        order.rewind()
+        for unit in "aab":
+            order.visit(unit)
+            ahead.append(order.ahead() or "-")
+    assert "".join(ahead) == "---" + "bb-"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    one: object
+    other: object
+
+
+Point = namedtuple("Point", "x y")
+NESTS = {
+    "tuple": lambda x: (1, x),
+    "list": lambda x: [x, [x]],
+    "named tuple": lambda x: Point(None, x),
+    "dict": lambda x: {"a": x, "b": 2},
+    "ordered dict": lambda x: OrderedDict(a=[x]),
+    "frozen dataclass": lambda x: Pair(x, "other"),
+}
+
+
+@pytest.mark.parametrize("nest", NESTS)
+def test_tensors_are_changed_wherever_they_are_and_what_holds_none_is_not_copied(nest):
+    x = torch.ones(2)
+    value = NESTS[nest](x)
+    assert map_tensors(lambda tensor: tensor, value) is value
+    doubled = map_tensors(lambda tensor: 2 * tensor, value)
+    assert type(doubled) is type(value)
+    assert repr(doubled) == repr(NESTS[nest](2 * x))
+    assert repr(value) == repr(NESTS[nest](x))
+
+
+def most_idle_units(world, how):
+    model = models.build("gpt-nano")
+    for block in model.blocks if how else ():
+        block.forward = functools.partial(RECOMPUTE[how], block.forward)
+    engine = Watched(model, ADAMW, init=models.initial_values(0), bucket_mb=BUCKET_MB)
+    for index in range(3):
+        inputs, targets = batch(engine.module, world, index, global_batch=4)
+        engine.backward(models.loss(engine(inputs), targets))
+        engine.step()
+    return engine.idle
+
+
+@pytest.mark.parametrize("how", [None, *RECOMPUTE])
+def test_at_most_two_units_are_alive_beyond_those_in_use(worlds, how):
+    assert worlds(2).run(most_idle_units, how)[0] in (1, 2)
+
+
+# ---- weights read in the wrong place or at the wrong time ---------------------------------------------------------
+
+
+def read_outside(world, model):
+    engine = make_engine("stage3_param", model())
+    value = loss(engine(torch.ones(2, 3, WIDTH, device=world.device)))
+    assert value.isnan()
+    return message_of(engine.backward, value)
+
+
+def test_a_weight_whose_module_is_not_called_is_named(worlds):
+    message = worlds(2).run(read_outside, NeverCalled)[0]
+    assert "'head.weight'" in message
+    assert "call that module, or hold it by gathered()" in message
+
+
+def test_a_weight_read_past_its_module_shows_in_the_loss(worlds):
+    assert worlds(2).run(read_outside, TiedByReading)[0] is None
+
+
+def sent_within_gathered(world):
+    engine = make_engine("stage3_param", Rooted())
+    x = torch.ones(2, 3, WIDTH, device=world.device)
+    with engine.gathered(), torch.no_grad():
+        engine.comm.traffic.reset()
+        engine(engine(x))
+        with engine.gathered(engine.module.head):
+            pass
+        return dict(engine.comm.traffic.sent)
+
+
+def test_nothing_is_sent_within_gathered(worlds):
+    assert worlds(2).run(sent_within_gathered) == [{}, {}]
+
+
+def load(engine, path):
+    engine.load(path)
+
+
+def take_step(engine, path):
+    engine.step()
+
+
+def change_within_gathered(world, change, path):
+    engine = make_engine("stage3_param", Net())
+    engine.save(path)
+    engine.backward(loss(engine(torch.ones(2, 3, WIDTH, device=world.device))))
+    with engine.gathered(engine.module.stem), pytest.raises(RuntimeError, match="leave the context first"):
+        change(engine, path)
+
+
+@pytest.mark.parametrize("change", [take_step, load])
+def test_parameters_do_not_change_within_gathered(worlds, tmp_path, change):
+    worlds(2).run(change_within_gathered, change, tmp_path)
+
+
+def read_after_change(world):
+    """Change the shards while the last unit is still whole, and read it."""
+    engine = make_engine("stage3_param", Net())
+    engine(torch.ones(2, 3, WIDTH, device=world.device))
+    assert engine.ended[-1].gathered
+    engine.free_all()
+    for bucket in engine.ended[-1].buckets:
+        bucket.parameters.data.fill_(5)  # past the count of writes
+    with engine.gathered():
+        return [engine.module.head.weight.unique().item(), engine.full_state_dict()["head.weight"].unique().item()]
+
+
+def test_what_is_read_after_a_change_is_new(worlds):
+    assert worlds(2).run(read_after_change)[0] == [5, 5]
+
+
+# ---- how a model is cut -------------------------------------------------------------------------------------------
+
+
+def mixture():
+    """Experts inside of a block, and a list of blocks inside of a block."""
+    block = Routed()
+    block.inner = nn.Sequential(Block(), Block())
+    return nn.Sequential(OrderedDict(first=block, second=nn.Linear(2, 2)))
+
+
+def tied(path, other, model):
+    """Let `path` be the parameter called `other`."""
+    owner, _, name = path.rpartition(".")
+    setattr(model.get_submodule(owner), name, model.get_parameter(other))
+    return model
+
+
+class Holding(nn.Module):
+    """Holds a module by a name; has no forward of its own."""
+
+    def __init__(self, **held):
+        super().__init__()
+        for name, module in held.items():
+            setattr(self, name, module)
+
+    def forward(self):
+        """Marks it as a module that runs."""
+
+
+LINEAR = functools.partial(nn.Linear, 2, 2, bias=False)
+CUTS = {  # name -> (factory of a model, {unit: its parameters})
+    "one module": (LINEAR, {"": ["weight"]}),
+    "elements of a list": (
+        lambda: Holding(stem=LINEAR(), blocks=nn.ModuleList([LINEAR(), LINEAR()])),
+        {"stem": ["stem.weight"], "blocks.0": ["blocks.0.weight"], "blocks.1": ["blocks.1.weight"]},
+    ),
+    "elements of a sequential": (
+        lambda: nn.Sequential(LINEAR(), nn.ReLU(), LINEAR()),
+        {"0": ["0.weight"], "2": ["2.weight"]},
+    ),
+    "a list deep inside": (
+        lambda: Holding(a=Holding(b=nn.ModuleDict({"h": nn.ModuleList([Holding(x=LINEAR(), y=LINEAR())])}))),
+        {"a.b.h.0": ["a.b.h.0.x.weight", "a.b.h.0.y.weight"]},
+    ),
+    "lists of lists": (
+        lambda: Holding(rows=nn.ModuleList([nn.ModuleList([LINEAR()]), nn.ModuleDict({"a": Holding(x=LINEAR())})])),
+        {"rows.0.0": ["rows.0.0.weight"], "rows.1.a": ["rows.1.a.x.weight"]},
+    ),
+    "modules outside of lists": (
+        lambda: Holding(a=Holding(b=LINEAR(), c=LINEAR()), d=LINEAR()),
+        {"a.b": ["a.b.weight"], "a.c": ["a.c.weight"], "d": ["d.weight"]},
+    ),
+    "small modules outside of lists": (
+        lambda: Holding(a=nn.Linear(8, 8, bias=False), b=LINEAR(), c=Holding(d=LINEAR(), e=nn.Sequential(LINEAR()))),
+        {"a": ["a.weight"], "": ["b.weight", "c.d.weight"], "c.e.0": ["c.e.0.weight"]},
+    ),
+    "parameters of a list": (
+        lambda: Holding(p=nn.ParameterList([torch.ones(1), torch.ones(2)]), a=LINEAR()),
+        {"": ["p.0", "p.1"], "a": ["a.weight"]},
+    ),
+    "ties within a block": (
+        lambda: tied("1.x.weight", "1.y.weight", nn.Sequential(LINEAR(), Holding(x=LINEAR(), y=LINEAR()))),
+        {"0": ["0.weight"], "1": ["1.x.weight"]},
+    ),
+    "ties between blocks": (
+        lambda: tied("2.weight", "0.weight", nn.Sequential(LINEAR(), LINEAR(), LINEAR())),
+        {"": ["0.weight"], "1": ["1.weight"]},
+    ),
+    "ties between blocks of a list without forward": (
+        lambda: tied("a.b.1.weight", "a.b.0.weight", Holding(a=Holding(b=nn.ModuleList([LINEAR(), LINEAR()])))),
+        {"a": ["a.b.0.weight"]},
+    ),
+    "one module twice": (
+        lambda: nn.Sequential(*[LINEAR()] * 2, LINEAR()),
+        {"0": ["0.weight"], "2": ["2.weight"]},
+    ),
+    "torch's attention": (
+        lambda: Holding(a=nn.MultiheadAttention(2, 1, bias=False)),
+        {"a": ["a.in_proj_weight", "a.out_proj.weight"]},
+    ),
+}
+
+
+def own_dtype(name, parameter):
+    return parameter.dtype
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_model_is_cut_into_units(name):
+    make, expected = CUTS[name]
+    cut = make_units(make(), [], own_dtype, 1, Run)
+    assert {unit.name: [slot for run in unit.buckets for slot in run.slots] for unit in cut} == expected
+
+
+def test_an_expert_inside_a_block_is_no_unit():
+    assert [unit.name for unit in make_units(mixture(), [], own_dtype, 1, Run)] == ["first", "second"]
+
+
+def test_a_unit_has_one_run_for_each_kind_of_parameter():
+    model = nn.Sequential(Holding(a=LINEAR(), b=LINEAR(), c=LINEAR(), d=LINEAR().double()))
+    a, b, c, d = model.parameters()
+    c.requires_grad_(False)
+    (unit,) = make_units(model, [{"params": [a]}, {"params": [b, d]}], own_dtype, 1, Run)
+    assert [list(run.slots) for run in unit.buckets] == [["0.a.weight"], ["0.b.weight"], ["0.c.weight"], ["0.d.weight"]]
+    assert [run.kind.trainable for run in unit.buckets] == [True, True, False, True]
+
+
+# ---- ranks whose graphs differ --------------------------------------------------------------------------------------
+
+
+class MayRest(Block):
+    """Returns its input while it rests, as layer drop and an adapter that is given nothing do."""
+
+    rests = False
+
+    def forward(self, x):
+        return x if self.rests else super().forward(x)
+
+
+class Heads(Rooted):
+    """Each block's output is one of the model's: deep supervision, early exit."""
+
+    def forward(self, x):
+        x, outputs = self.stem(x @ self.before), []
+        for block in self.blocks:
+            x = block(x)
+            outputs.append(x)
+        return [*outputs, self.head(x) @ self.after]
+
+
+def towers(blocks, x):
+    return torch.cat([block(x) for block in blocks]).view(len(blocks), *x.shape).sum(0)
+
+
+def last_rank_rests(number, model):
+    """On the last rank one block rests."""
+
+    def built(rank, size):
+        made = model()
+        made.blocks[number].rests = rank == size - 1
+        return made, lambda outputs, step: loss(outputs)
+
+    return built
+
+
+def another_head(last):
+    """The loss of each rank takes another output in each step; the last rank's takes `last` alone."""
+
+    def built(rank, size):
+        return Heads(), lambda outputs, step: loss(outputs[last if rank == size - 1 else (rank + step) % 4])
+
+    return built
+
+
+MODELS = {"chain": net(block=MayRest), "towers": net(towers, block=MayRest)}
+MODELS |= {f"{kind} checkpoints": net(around_each, RECOMPUTE[kind], block=MayRest) for kind in RECOMPUTE}
+MODELS |= {"rooted": functools.partial(Rooted, block=MayRest)}
+GRAPHS = {f"{name}: {n} rests": last_rank_rests(n, model) for name, model in MODELS.items() for n in range(3)}
+GRAPHS |= {
+    f"the last rank's loss takes {name}": another_head(n) for n, name in enumerate(("the first", "a", "the last"))
+}
+
+
+def differing(world, engine, lane=None):
+    """Train each of GRAPHS two steps of two backwards; return {name: digest}. Bytes must be as predicted."""
+    ends = {}
+    with on_lane(lane, world.rank) if lane else contextlib.nullcontext():
+        for name, built in GRAPHS.items():
+            torch.manual_seed(0)
+            model, loss_of = built(world.rank, world.size)
+            made = make_engine(engine, model.to(world.device), functools.partial(torch.optim.SGD, lr=0.1))
+            for step in range(2):
+                made.comm.traffic.reset()
+                for micro in range(2):
+                    made.backward(loss_of(made(inputs(world, 2 * step + micro)), step))
+                made.step()
+            assert made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step(), name
+            ends[name] = sha256(made.full_state_dict())
+            made.comm.lane.finish()
+    return ends
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["stage3_param", "offload.nvme", "offloaded:OnDisk", "quantized:Off"])
+def test_where_gradients_flow_otherwise_on_each_rank_the_bits_are_stage_2s(worlds, size, name):
+    assert worlds(size).run(differing, name) == worlds(size).run(differing, "stage2_grad")
+
+
+@pytest.mark.parametrize("lane", ["late", "drowsy"])
+@pytest.mark.parametrize("name", ["stage3_param", "offloaded:OnDisk"])
+def test_where_gradients_flow_otherwise_late_lanes_change_no_bit(worlds, name, lane):
+    assert worlds(2).run(differing, name, lane) == worlds(2).run(differing, name)

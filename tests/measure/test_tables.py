@@ -1,0 +1,61 @@
+"""The commands' tables in the terminal: no word is cut and none is lost, in 80 columns and in fewer."""
+
+import json
+from io import StringIO
+
+import pytest
+from places import RECORDS
+from rich.console import Console
+
+from common import activations, bench_results, capacity, compare
+from common.measure.tables import fit, needed, show, table
+
+COMMANDS = {"demo": compare, "accumulated": compare, "activations": activations, "capacity_cpu": capacity}
+BENCHES = ("bench_cpu", "alone_cpu", "growth_cpu")
+
+
+def recorded(name):
+    """The tables of a recorded run, and the texts of their cells."""
+    results = json.loads((RECORDS / f"{name}.json").read_text())
+    if name in COMMANDS:
+        return [COMMANDS[name].as_table(results)]
+    return [bench_results.as_table(title, rows) for title, rows in bench_results.by_case(results)]
+
+
+def words(made):
+    texts = [made.title, made.caption or ""]
+    for column in made.columns:
+        texts += [column.header, *column.cells]
+    return " ".join(texts).split()
+
+
+def printed(made, width):
+    file = StringIO()
+    show(made, Console(file=file, width=width))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 40])
+@pytest.mark.parametrize("name", [*COMMANDS, *BENCHES])
+def test_no_word_is_cut_or_lost(name, width):
+    for made in recorded(name):
+        assert sorted(printed(made, width).replace("━", "").split()) == sorted(words(made))
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *BENCHES])
+def test_a_recorded_table_takes_80_columns(name):
+    for made in recorded(name):
+        assert max(map(len, printed(made, 80).splitlines())) <= 80
+
+
+def test_columns_give_way_from_the_widest_down_to_their_longest_words():
+    columns = [["a label of many words", "of"], ["12345", "1"], ["so it is", ""]]
+    assert fit(columns, 80) == [21, 5, 8]
+    assert fit(columns, 30) == [11, 5, 8] and needed([11, 5, 8]) == 30
+    assert fit(columns, 1) == [5, 5, 2]
+
+
+def test_a_table_is_as_wide_as_its_words_where_the_terminal_is_not():
+    made = table("title", ("", "a_long_word_that_is_not_cut"), [("another_word_of_its_own", "1")])
+    assert "another_word_of_its_own   " in printed(made, 20)
+    assert "a_long_word_that_is_not_cut" in printed(made, 20)

@@ -1,0 +1,267 @@
+"""The trace of a training step: valid, labelled, with communication beside computation."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from commands import refused
+from places import ROOT
+from torch.profiler import record_function
+from traces import record, row_names
+from training import batch, make_engine
+
+from common import train
+from common.measure.timeline import PHASES, Recording, merge, overlap
+from common.ranks.lanes import Handle
+
+needs_threads = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="on CUDA the lane is a stream; the merge of such a trace is tested without one"
+)
+
+
+@pytest.fixture(scope="module")
+def traces(worlds, tmp_path_factory):
+    """`traces(stage)`: the trace of a step on two ranks, recorded once."""
+    recorded = {}
+
+    def of(stage, model="gpt-nano"):
+        if (stage, model) not in recorded:
+            path = tmp_path_factory.mktemp("trace") / f"{stage}.json"
+            recorded[stage, model] = worlds(2).run(record, stage, model, path)[0]
+            assert json.loads(path.read_text()) == recorded[stage, model]
+        return recorded[stage, model]
+
+    return of
+
+
+def ranges(trace, rank, *beginnings):
+    """[(name, thread, begin, end)] of a rank's labels that begin so, by time."""
+    found = [
+        (event["name"], event["tid"], event["ts"], event["ts"] + event["dur"])
+        for event in trace["traceEvents"]
+        if event.get("cat") == "user_annotation" and event["pid"] == 2 * rank and event["name"].startswith(beginnings)
+    ]
+    return sorted(found, key=lambda one: one[2])
+
+
+@pytest.mark.parametrize("stage", ["stage1_os", "stage3_param"])
+def test_each_rank_has_rows_with_names_and_every_phase(traces, stage):
+    trace = traces(stage)
+    expected = {f"rank {rank}/{row}" for rank in (0, 1) for row in ("modules", "compute")}
+    assert expected <= set(row_names(trace).values())
+    for rank in (0, 1):
+        assert [name for name, *_ in ranges(trace, rank, *PHASES) if name in PHASES] == list(PHASES)
+    assert min(event["ts"] for event in trace["traceEvents"] if "ts" in event) == 0
+
+
+@pytest.mark.parametrize("stage", ["stage1_os", "stage3_param"])
+def test_every_part_of_the_model_shows_forward_and_backward(traces, stage):
+    parts = ["wte", "wpe", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "ln_f", "head"]
+    forward = [name for name, *_ in ranges(traces(stage), 0, "forward of")]
+    assert forward == [f"forward of {part}" for part in parts]
+    backward = [name for name, *_ in ranges(traces(stage), 0, "backward of")]
+    assert backward[:6] == [f"backward of {part}" for part in reversed(parts[2:])]
+    assert set(backward[6:]) == {"backward of wte", "backward of wpe"}  # autograd chooses their order
+
+
+@pytest.mark.parametrize("stage", ["stage1_os", "stage3_param"])
+def test_the_ranges_of_a_row_lie_within_or_behind_each_other(traces, stage):
+    trace, rows = traces(stage), {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for spans in rows.values():
+        around = []
+        for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while around and around[-1] <= begin + 0.01:
+                around.pop()
+            assert not around or end <= around[-1] + 0.01
+            around.append(end)
+
+
+@needs_threads
+def test_stage_1_reduces_on_another_thread_than_backward_and_beside_it(traces):
+    for rank in (0, 1):
+        trace = traces("stage1_os")
+        ((_, computes, begin, end),) = [one for one in ranges(trace, rank, "backward") if one[0] == "backward"]
+        reductions = ranges(trace, rank, "reduce_scatter of bucket ")
+        assert len(reductions) > 3
+        assert all(thread != computes for _, thread, _, _ in reductions)
+        last_part = ranges(trace, rank, "backward of")[-1]
+        assert begin < reductions[0][2] < last_part[2] < end
+
+
+@needs_threads
+def test_stage_3_gathers_the_next_unit_before_a_forward_ends(traces):
+    trace, in_time = traces("stage3_param"), []
+    for rank in (0, 1):
+        gathers = {}  # the first of each unit: that of forward
+        for name, _, begin, _ in ranges(trace, rank, "all_gather of blocks."):
+            gathers.setdefault(name.removeprefix("all_gather of "), begin)
+        ends = {name.removeprefix("forward of "): end for name, _, _, end in ranges(trace, rank, "forward of blocks.")}
+        for unit, following in pairwise(["blocks.0", "blocks.1", "blocks.2", "blocks.3"]):
+            in_time.append(gathers[following] < ends[unit])
+    assert sum(in_time) > len(in_time) / 2  # none is without prefetching; where cores are busy, the thread may be late
+
+
+@needs_threads
+@pytest.mark.parametrize("stage", ["stage1_os", "stage3_param"])
+def test_some_of_the_collectives_time_lies_beside_computation(traces, stage):
+    shares = overlap(traces(stage))
+    assert shares.keys() == {0, 1}
+    assert all(0 < share < 1 for share in shares.values())
+
+
+@pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])
+def test_recomputation_shows_and_no_range_stays_open(worlds, tmp_path, kind):
+    trace = worlds(1).run(record_recomputation, kind, tmp_path / "trace.json")[0]
+    ((_, _, begin, end),) = [one for one in ranges(trace, 0, "backward") if one[0] == "backward"]
+    again = [one for one in ranges(trace, 0, "forward of blocks.") if one[2] > begin]
+    assert [name for name, *_ in again] == ["forward of blocks.1", "forward of blocks.0"]
+    assert all(one[3] < end for one in again)
+
+
+def record_recomputation(world, kind, path):
+    model = train.models.build("gpt-tiny", checkpoint_activations=kind)
+    return record(world, "stage3_param", model, path)
+
+
+def test_a_recording_leaves_no_hook_behind(worlds):
+    assert worlds(1).run(hooks_left) == [0]
+
+
+def hooks_left(world):
+    engine = make_engine("stage1_os")
+    before = count_hooks(engine.module)
+    with Recording(engine):
+        train.train_step(engine, [batch(engine.module, world)])
+    return count_hooks(engine.module) - before
+
+
+def count_hooks(model):
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+# ---- made by hand, a trace of CUDA too --------------------------------------------------------------------------
+
+
+def event(pid, tid, cat, name, begin, end):
+    return {"ph": "X", "pid": pid, "tid": tid, "cat": cat, "name": name, "ts": begin, "dur": end - begin}
+
+
+def exported_on_cuda(base=0):
+    """What the profiler exports on a rank: the host launches, and the kernels run later, on two streams."""
+    host, compute, lane = 4711, 7, 13
+    return {
+        "baseTimeNanoseconds": base,
+        "traceEvents": [
+            {"ph": "M", "pid": host, "tid": 0, "name": "process_name", "args": {"name": "python"}},
+            event(host, host, "user_annotation", "backward", 0, 10),
+            event(host, host, "user_annotation", "reduce_scatter of bucket 0", 2, 3),
+            event(host, host, "cpu_op", "aten::mm", 3, 9),
+            event(0, compute, "kernel", "gemm", 100, 140),
+            event(0, lane, "gpu_user_annotation", "reduce_scatter of bucket 0", 120, 160),
+            event(0, lane, "kernel", "ncclDevKernel_ReduceScatter", 120, 160),
+            {"ph": "s", "id": 3, "pid": host, "tid": host, "cat": "ac2g", "name": "ac2g", "ts": 2},
+            event("Spans", "PyTorch Profiler", "Trace", "PyTorch Profiler (0)", -5, 200),
+            event(-1, 0, "overhead", "Activity Buffer Request", -3, -2),
+        ],
+    }
+
+
+def test_on_cuda_a_ranks_gpu_is_a_process_and_the_lanes_stream_has_its_name():
+    trace = merge([exported_on_cuda(), exported_on_cuda()])
+    assert row_names(trace) == {
+        (2 * rank + gpu, tid): f"rank {rank}{name}"
+        for rank in (0, 1)
+        for gpu, tid, name in [
+            (0, 4711, "/compute"),
+            (1, 7, ", GPU/stream 7"),
+            (1, 13, ", GPU/collectives, stream 13"),
+        ]
+    }
+
+
+def test_on_cuda_the_kernels_count_as_computation():
+    assert overlap(merge([exported_on_cuda()])) == {0: 0.5}
+
+
+def test_ranks_keep_their_own_arrows_and_their_clocks_are_brought_to_one_base():
+    trace = merge([exported_on_cuda(base=1_790_857_026_000_000_000), exported_on_cuda(base=1_790_857_026_000_005_000)])
+    arrows = [event for event in trace["traceEvents"] if event["ph"] == "s"]
+    assert len({arrow["id"] for arrow in arrows}) == 2
+    assert [arrow["ts"] for arrow in arrows] == [2, 7]
+
+
+def test_waiting_is_no_computation_and_time_counts_once():
+    host, lane = 10, 11
+    trace = merge(
+        [
+            {
+                "traceEvents": [
+                    event(host, host, "user_annotation", "backward", 0, 100),
+                    event(host, host, "cpu_op", "autograd::engine::evaluate_function: AddmmBackward0", 0, 90),
+                    event(host, host, "cpu_op", "aten::mm", 0, 20),
+                    event(host, host, "cpu_op", "aten::t", 5, 10),
+                    event(host, host, "user_annotation", "wait", 40, 80),
+                    event(host, lane, "user_annotation", "all_gather of blocks.1", 10, 50),
+                    event(host, lane, "cpu_op", "aten::copy_", 30, 40),
+                ]
+            }
+        ]
+    )
+    assert overlap(trace) == {0: 0.25}
+
+
+# ---- the price, where nobody records ----------------------------------------------------------------------------
+
+
+def test_a_label_costs_microseconds_where_nobody_records():
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(1000):
+            with record_function("reduce_scatter of bucket 3"):
+                pass
+        best = min(best, (time.perf_counter() - began) / 1000)
+    assert best < 50e-6  # 5 on the machine it was written on; a step has a few dozen
+
+
+def test_a_wait_shows_in_the_trace():
+    release = threading.Event()
+    with torch.profiler.profile() as profiler:
+        threading.Timer(0.02, release.set).start()
+        Handle((), lambda buffers: release.wait()).wait()
+    (wait,) = [event for event in profiler.events() if event.name == "wait"]
+    assert wait.cpu_time_total > 10_000  # microseconds
+
+
+# ---- the option of the commands ---------------------------------------------------------------------------------
+
+
+def test_a_command_writes_a_trace_of_two_steps_and_prints_the_overlap(tmp_path):
+    path = tmp_path / "trace.json"
+    options = ("--nproc", "2", "--oversubscribe", "--model", "gpt-tiny", "--steps", "5", "--trace", str(path))
+    command = [sys.executable, "-m", "stage2_grad", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "collectives beside computation" in done.stdout
+    trace = json.loads(path.read_text())
+    names = [name for name, *_ in ranges(trace, 1, *PHASES) if name in PHASES]
+    assert names == 2 * list(PHASES)  # what the first step gathers travels beside the second
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--trace", "/no/such/folder/x.json", "--steps", "6"), "--trace /no/such/folder/x.json: there is no such"),
+        (("--trace", "x.json", "--steps", "4"), "a trace needs 5"),
+    ],
+)
+def test_a_trace_that_cannot_be_is_refused_in_one_line(capfd, options, message):
+    assert message in refused(capfd, train.main, "stage2_grad", options)

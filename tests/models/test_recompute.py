@@ -1,0 +1,57 @@
+"""Activation checkpointing changes no bit of a run, in any stage, and holds fewer activations."""
+
+import functools
+
+import pytest
+import torch
+from training import STAGES, make_engine, same_bits, train_step
+
+from common import models
+from common.errors import InputError
+from common.measure.memory import Timeline
+from common.models.recompute import KINDS
+
+MODELS = ["gpt-tiny", "llama-tiny", "moe-tiny", "resnet-tiny", "lora-tiny"]
+
+
+def run(world, stage, model, kind):
+    """Three steps; return (weights and buffers, losses, peak of activations in a fourth)."""
+    engine = make_engine(stage, models.build(model, checkpoint_activations=kind))
+    losses = [train_step(engine, world, step) for step in range(3)]
+    state = engine.full_state_dict()
+    with Timeline(engine) as timeline:
+        train_step(engine, world, 3)
+    return state, losses, timeline.peak_of("activations")
+
+
+@functools.cache
+def without(worlds, stage, model):
+    return worlds(2).run(run, stage, model, None)[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_bits_from_fewer_activations(worlds, kind, model, stage):
+    state, losses, activations = worlds(2).run(run, stage, model, kind)[0]
+    plain_state, plain_losses, plain_activations = without(worlds, stage, model)
+    assert same_bits(state, plain_state)  # BatchNorm's running statistics among them
+    assert losses == plain_losses
+    assert activations < plain_activations
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_recomputes_nothing_and_warns_of_nothing(kind, recwarn):
+    model = models.build("gpt-tiny", checkpoint_activations=kind)
+    models.materialize(model, models.initial_values(0), "cpu")
+    inputs = torch.zeros(1, 4, dtype=torch.long)
+    with torch.no_grad():
+        assert not model(inputs).requires_grad
+    assert not recwarn.list
+
+
+def test_checkpoints_are_refused_where_there_are_no_blocks():
+    with pytest.raises(InputError, match="mlp has no blocks"):
+        models.build("mlp", checkpoint_activations="reentrant")
+    with pytest.raises(InputError, match="known kinds: non-reentrant, reentrant"):
+        models.build("gpt-tiny", checkpoint_activations="sometimes")

@@ -1,0 +1,617 @@
+"""Infinity: the bits of stage 3 wherever its states lie, bytes as predicted in every tier, and disks that fail."""
+
+import errno
+import functools
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from commands import refused
+from infinity_probes import counts
+from late_lanes import on_lane
+from places import ROOT
+from torch import nn
+from traces import record, row_names, rows_of
+from training import batch, handed_on, make_engine, message_of, same_bits, train_step
+
+from common import capacity, models
+from common.engine import mixed_precision
+from common.models.gpt import GPT, GPTConfig
+from common.tiers import swap
+from common.tiers.disk import OnDisk
+from common.tiers.swap import SwapFile
+from common.train import sha256
+from offload import InfinityEngine
+from offload.experiments import ablation, largest
+from offload.nvme import STATES, TIERS
+
+PLACEMENTS = list(itertools.product(TIERS, repeat=3))
+# Each state in each tier, and each pair of tiers for two states, once.
+SAMPLE = [(one, other, TIERS[(TIERS.index(one) + TIERS.index(other)) % 3]) for one in TIERS for other in TIERS]
+TINY = 0.02  # MiB of a sub-group: several even in tiny models
+MB = 10**6
+
+
+# ---- exact, and measured = predicted ------------------------------------------------------------------------------
+
+
+def trained(world, tiers, precision, backwards, clip_norm):
+    """Train stage 3, or Infinity with its states in these tiers; return all that can be compared."""
+    options = {"precision": precision, "clip_norm": clip_norm}
+    if tiers is not None:
+        options |= {"tiers": dict(zip(STATES, tiers, strict=True)), "sub_group_mb": TINY}
+    made, losses = make_engine("stage3_param" if tiers is None else "offload.nvme", **options), []
+    for step in range(3):
+        made.comm.traffic.reset()
+        for micro in range(backwards):
+            inputs, targets = batch(made.module, world, 2 * step + micro)
+            loss = models.loss(made(inputs), targets) / backwards
+            made.backward(loss)
+            losses.append(loss.item())
+        made.step()
+    counted = {} if tiers is None else counts(made)
+    return (losses, sha256(made.full_state_dict())), counted
+
+
+CASES = [("fp32", 1, None), ("bf16", 2, 0.5), ("fp16", 1, None), ("fp32", 3, 0.5)]
+
+
+@pytest.mark.parametrize(("precision", "backwards", "clip_norm"), CASES)
+@pytest.mark.parametrize(
+    "placements", [SAMPLE, pytest.param(PLACEMENTS, marks=pytest.mark.exhaustive)], ids=["sample", "all"]
+)
+def test_wherever_states_lie_the_bits_are_stage_3s_and_the_bytes_those_predicted(
+    worlds, placements, precision, backwards, clip_norm
+):
+    expected = [found for found, _ in worlds(2).run(trained, None, precision, backwards, clip_norm)]
+    for placement in placements:
+        answers = worlds(2).run(trained, placement, precision, backwards, clip_norm)
+        assert [found for found, _ in answers] == expected, placement
+        for _, counted in answers:
+            for what, (measured, predicted) in counted.items():
+                assert measured == predicted, (placement, what)
+
+
+@pytest.mark.parametrize("other", ["stage0_ddp", "offload", "offloaded:Spread", "offloaded:OnDisk"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_checkpoints_go_to_disk_and_come_from_there(worlds, tmp_path, other, precision):
+    for number, pair in enumerate([("offloaded:OnDisk", other), (other, "offloaded:OnDisk")]):
+        assert all(worlds(2).run(handed_on, *pair, str(tmp_path / str(number)), precision))
+
+
+OPTIMIZERS = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.1),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.01),
+    "AMSGrad": functools.partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
+}
+
+
+def stepped_by(world, engine, optimizer):
+    made = make_engine(engine, optimizer=OPTIMIZERS[optimizer])
+    return [train_step(made, world, step) for step in range(3)], sha256(made.full_state_dict())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_optimizers_states_go_to_disk(worlds, optimizer):
+    assert worlds(2).run(stepped_by, "offloaded:OnDisk", optimizer) == worlds(2).run(
+        stepped_by, "stage3_param", optimizer
+    )
+
+
+class Kept(torch.optim.SGD):
+    """A momentum kept in a dtype of its own."""
+
+    def __init__(self, weights, dtype):
+        super().__init__(weights, lr=0.1)
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in (weight for weight in group["params"] if weight.grad is not None):
+                state = self.state[weight]
+                old = state.get("velocity", torch.zeros_like(weight))
+                state["velocity"] = (0.9 * old + weight.grad).to(old.dtype if state else self.dtype)
+                weight.sub_(state["velocity"], alpha=group["lr"])
+
+
+class Wide(nn.Module):
+    """Frozen parameters of 8 bytes an element beside trainable ones, of several sub-groups each."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(100, 100)
+        self.exact = nn.Parameter(torch.randn(100, 100, dtype=torch.float64), requires_grad=False)
+        self.phase = nn.Parameter(torch.randn(100, 100, dtype=torch.complex64), requires_grad=False)
+        self.table = nn.Parameter(torch.randint(2**62, (100, 100)), requires_grad=False)
+
+    def forward(self, x):
+        y = self.linear(x) @ self.exact.float()
+        return y * self.phase.abs() + y[:, self.table[0] % 100]
+
+
+def saved_again(world, engine, path, dtype):
+    """Step, save, load, save and load again, each followed by a step. Return the weights, and bytes after a step."""
+    made, counted = make_engine(engine, Wide(), functools.partial(Kept, dtype=dtype)), {}
+    for step in range(3):
+        for micro in range(2):
+            made.comm.traffic.reset()
+            made.backward(made(torch.randn(100, 100)).pow(2).mean())
+            made.step()
+            if step == 0 and micro == 1 and engine == "offloaded:OnDisk":
+                counted = counts(made)  # a load makes fp32 of all states
+        made.save(path)
+        made.load(path)
+    return sha256(made.full_state_dict()), counted
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_elements_of_any_width_are_trained_saved_and_loaded(worlds, tmp_path, dtype):
+    expected = worlds(2).run(saved_again, "stage3_param", tmp_path, dtype)
+    answers = worlds(2).run(saved_again, "offloaded:OnDisk", tmp_path, dtype)
+    for (digest, counted), (of_stage_3, _) in zip(answers, expected, strict=True):
+        assert digest == of_stage_3
+        for what, (measured, predicted) in counted.items():
+            assert measured == predicted, what
+
+
+def norms_and_buffers(world, engine, precision):
+    """Three steps over shards of 25 sub-groups, whose squares are added in chunks that end within these.
+
+    Returns:
+        The norms; how many staging buffers were made, and are foreseen.
+    """
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=1, width=128, heads=2, sequence=32))
+    made = make_engine(engine, model, clip_norm=0.5, precision=precision)
+    norms = []
+    with mock.patch.object(mixed_precision, "CHUNK", 10_000):
+        for step in range(3):
+            inputs, targets = batch(made.module, world, step, global_batch=4)
+            made.backward(models.loss(made(inputs), targets))
+            norms.append(made.step().norm)
+    staging = made.tier["nvme"].stepping if engine == "offloaded:OnDisk" else None
+    return norms, staging and (len(staging.made), staging.number)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_norm_and_overflow_look_at_a_sub_group_at_a_time(worlds, precision):
+    expected = worlds(2).run(norms_and_buffers, "stage3_param", precision)
+    for (norms, buffers), (norms_of_stage_3, _) in zip(
+        worlds(2).run(norms_and_buffers, "offloaded:OnDisk", precision), expected, strict=True
+    ):
+        assert norms == norms_of_stage_3
+        assert buffers[0] <= buffers[1] == 15
+
+
+class Lookahead(torch.optim.SGD):
+    """Every fifth step it goes back half the way to weights of its own, of which it takes a copy when it is built."""
+
+    def __init__(self, weights):
+        super().__init__(weights, lr=0.1)
+        self.slow = {weight: weight.detach().clone() for weight in self.param_groups[0]["params"]}
+        self.steps = Counter()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.steps.update(weight for weight in self.slow if weight.grad is not None)
+        for weight in self.slow:
+            if weight.grad is not None and self.steps[weight] % 5 == 0:
+                weight.copy_(self.slow[weight].lerp_(weight, 0.5))
+
+
+def test_an_optimizer_that_copies_weights_when_it_is_built_is_refused_on_disk(worlds):
+    for said in worlds(2).run(functools.partial(refusal, optimizer=Lookahead)):
+        assert "Lookahead looks at the weights when it is built" in said
+        assert "'cpu'" in said
+    beside = functools.partial(refusal, optimizer=Lookahead, tiers="cpu")
+    assert worlds(2).run(beside) == [None, None]
+
+
+def asked_of_the_optimizer(world):
+    """What it says when its state dict is asked for, and when it is to take over that of another."""
+    others = torch.optim.AdamW([nn.Parameter(torch.zeros(64))])
+    others.param_groups[0]["params"][0].grad = torch.zeros(64)
+    others.step()
+    made, said = make_engine("offload.nvme"), []
+    for call in ("load_state_dict", "state_dict", "load_state_dict"):
+        given = [others.state_dict()] * (call == "load_state_dict")
+        said.append(message_of(getattr(made.optimizer, call), *given))
+        train_step(made, world)
+    return said
+
+
+def test_the_optimizers_own_state_dict_is_refused_where_its_states_lie_on_disk(worlds):
+    for said in worlds(1).run(asked_of_the_optimizer):
+        assert ["engine.save" in one for one in said] == [False, True, False]
+        assert ["engine.load" in one for one in said] == [True, False, True]
+
+
+# ---- ahead --------------------------------------------------------------------------------------------------------
+
+
+def reads_and_uses(world):
+    """In what order units are read from disk and needed, in a step whose order is known."""
+    made, order = make_engine("offloaded:OnDisk", GPT(GPTConfig(layers=6, width=32, heads=2, sequence=32))), []
+    for step in range(2):
+        train_step(made, world, step)
+    of = {bucket.parameters_at: unit.name for unit in made.units for bucket in unit.buckets}
+    read, use = OnDisk._read, type(made).use
+
+    def noted_read(place, part, buffer):
+        if place in of:
+            order.append(("read", of[place]))
+        return read(place, part, buffer)
+
+    def noted_use(engine, unit, known):
+        order.append(("use", unit.name))
+        use(engine, unit, known)
+
+    with mock.patch.object(OnDisk, "_read", noted_read), mock.patch.object(InfinityEngine, "use", noted_use):
+        inputs, targets = batch(made.module, world, 2)
+        made.backward(models.loss(made(inputs), targets))
+    return order
+
+
+def test_a_unit_is_read_at_least_two_units_before_it_is_needed(worlds):
+    order = worlds(1).run(reads_and_uses)[0]
+    uses = [n for n, (what, name) in enumerate(order) if what == "use" and ("use", name) != order[n - 1]]
+    seen = 0
+    for before, now in itertools.pairwise(uses):
+        reads = [n for n, event in enumerate(order[:now]) if event == ("read", order[now][1])]
+        fresh = [n for n in reads if order[now] not in order[n:now]]  # not used since
+        assert all(n < before for n in fresh), order
+        seen += bool(fresh)
+    assert seen >= 8, order  # in forward and in backward
+
+
+def waited_for(world, disk, computation):
+    """Seconds that units wait for their parameters from disk: the longest wait but one, and how many there were.
+
+    Reading a unit takes `disk` seconds more than it does, and computing with it `computation` seconds.
+    """
+    made, waited = make_engine("offloaded:OnDisk", GPT(GPTConfig(layers=6, width=32, heads=2, sequence=32))), []
+    for step in range(2):
+        train_step(made, world, step)
+    of = {bucket.parameters_at: unit for unit in made.units for bucket in unit.buckets}
+    read, use, move, reads = OnDisk._read, type(made).use, os.preadv, {}
+
+    def slow_read(*arguments):
+        time.sleep(disk)
+        return move(*arguments)
+
+    def kept_read(place, part, buffer):
+        handle = read(place, part, buffer)
+        if place in of:
+            reads[of[place]] = handle
+        return handle
+
+    def timed_use(engine, unit, known):
+        begin = time.monotonic()
+        if unit in reads:
+            reads.pop(unit).wait_on_host()
+            waited.append(time.monotonic() - begin)
+        use(engine, unit, known)
+        time.sleep(computation)
+
+    slow, kept = mock.patch.object(os, "preadv", slow_read), mock.patch.object(OnDisk, "_read", kept_read)
+    with slow, kept, mock.patch.object(InfinityEngine, "use", timed_use):
+        made.synchronize()
+        inputs, targets = batch(made.module, world, 2)
+        made.backward(models.loss(made(inputs), targets))
+    # The first two are read before there is a computation to hide behind. One may be this machine's.
+    return sorted(waited[2:])[-2], len(waited)
+
+
+def test_a_disk_that_is_faster_than_the_computation_is_never_waited_for(worlds):
+    for longest, units in worlds(2).run(waited_for, 0.02, 0.04):
+        assert longest < 0.02
+        assert units >= 8  # in forward and in backward
+    for longest, _ in worlds(2).run(waited_for, 0.1, 0.0):  # a slower one is
+        assert longest > 0.05
+
+
+def lanes_end(world, lane):
+    with on_lane(lane, world.rank):
+        return stepped_by(world, "offloaded:OnDisk", "momentum")
+
+
+@pytest.mark.parametrize("lane", ["late", "drowsy"])
+def test_late_disks_and_lanes_change_no_bit(worlds, lane):
+    assert worlds(2).run(lanes_end, lane) == worlds(2).run(stepped_by, "stage3_param", "momentum")
+
+
+def test_a_trace_has_rows_for_disk_bus_collectives_and_computation(worlds, tmp_path):
+    trace = worlds(2).run(record, "offload.nvme", "gpt-nano", tmp_path / "trace.json")[0]
+    named = {f"rank {rank}/{row}" for rank in (0, 1) for row in ("disk", "bus", "collectives", "compute")}
+    assert named <= set(row_names(trace).values())
+    for what, row in {"read of": "disk", "write of": "disk", "up of": "bus", "down of": "bus"}.items():
+        assert rows_of(trace, what) == {row}
+
+
+# ---- disks that fail ----------------------------------------------------------------------------------------------
+
+
+def refusal(world, **options):
+    return message_of(make_engine, "offload.nvme", **options)
+
+
+REFUSED = {
+    "there is no such folder": {"path": "/nowhere"},
+    "no file can be made there": {"path": "/proc"},
+    "give one of device, cpu, nvme": {"tiers": "tape"},
+    "one for each of parameters, gradients, optimizer": {"tiers": {"parameters": "cpu"}},
+    "sub_group_mb=0": {"sub_group_mb": 0},
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_cannot_be_is_refused_on_every_rank_in_one_line(worlds, said):
+    for found in worlds(2).run(functools.partial(refusal, **REFUSED[said])):
+        assert said in found
+        assert "\n" not in found
+
+
+def full_at_the_door(world, folder):
+    with mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
+        return refusal(world, path=folder), os.listdir(folder)
+
+
+def test_a_full_disk_is_refused_before_training_and_nothing_is_left_there(worlds, tmp_path):
+    for said, _ in worlds(2).run(full_at_the_door, str(tmp_path)):
+        assert "No space left" in said
+        assert "are needed for this rank" in said
+
+
+def fails_in_a_step(world, folder, fault):
+    """Train, save, and train on with a disk that fails on the last rank; then in a new engine from what was saved."""
+    disk, saved = Path(folder) / "disk", Path(folder) / "saved"
+    disk.mkdir(exist_ok=True)
+    made = make_engine("offload.nvme", path=disk, sub_group_mb=TINY)
+    train_step(made, world)
+    made.save(saved)
+    before = made.full_state_dict()
+    here = world.rank == world.size - 1
+    with FAULTS[fault](made) if here else mock.patch("os.sep", os.sep):
+        said = [message_of(train_step, made, world, step) for step in (1, 2)]  # the second is refused at once
+        said += [message_of(made.save, saved), message_of(made.full_state_dict)]
+    del made
+    again = make_engine("offload.nvme", path=disk, sub_group_mb=TINY, seed=1)
+    again.load(saved)
+    same = same_bits(before, again.full_state_dict())
+    train_step(again, world, 1)
+    return said, same
+
+
+def no_space(made):
+    return mock.patch.object(os, "pwritev", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+
+def no_read(made):
+    return mock.patch.object(os, "preadv", side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
+
+
+def cut(made):
+    file = made.tier["nvme"].file.path
+    os.truncate(file, file.stat().st_size // 2)
+    return mock.patch("os.sep", os.sep)
+
+
+def removed(made):
+    made.tier["nvme"].file.path.unlink()
+    return mock.patch("os.sep", os.sep)
+
+
+FAULTS = {"No space left": no_space, "Input/output error": no_read, "the file was cut": cut, "was removed": removed}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_disk_that_fails_in_a_step_is_told_on_every_rank_and_the_checkpoint_stands(worlds, tmp_path, fault):
+    for said, same in worlds(2).run(fails_in_a_step, str(tmp_path), fault):
+        assert all(fault in one and "rank 1 cannot" in one and "checkpoint" in one for one in said[:2])
+        assert all("build the engine anew" in one for one in said[2:])
+        assert same
+
+
+def fails_in_a_save(world, folder):
+    """Save; save again and ask for the model while the last rank's disk cannot be read. Return what they said."""
+    made = make_engine("offload.nvme", sub_group_mb=TINY)
+    train_step(made, world)
+    made.save(folder)
+    before = made.full_state_dict()
+    train_step(made, world, 1)
+    here = world.rank == world.size - 1
+    with no_read(made) if here else mock.patch("os.sep", os.sep):
+        said = message_of(made.save, folder), message_of(made.full_state_dict)
+    again = make_engine("offload.nvme", sub_group_mb=TINY, seed=1)
+    again.load(folder)
+    return said, same_bits(before, again.full_state_dict())
+
+
+def test_what_a_disk_cannot_read_is_not_saved(worlds, tmp_path):
+    for said, same in worlds(2).run(fails_in_a_save, tmp_path):
+        assert all("rank 1" in one and "Input/output error" in one for one in said)
+        assert same
+
+
+def reads_all(made, losses):
+    with made.gathered():
+        pass
+
+
+def runs_a_layer(made, losses):
+    layer = made._module.blocks[0].mlp.up
+    with torch.no_grad():
+        layer(torch.zeros(1, layer.in_features))
+
+
+def runs_a_block(made, losses):
+    with torch.no_grad():
+        made._module.blocks[0](torch.zeros(1, 4, made._module.blocks[0].mlp.up.in_features))
+
+
+def runs_the_module(made, losses):
+    with torch.no_grad():
+        made._module(torch.zeros(1, 4, dtype=torch.long))
+
+
+def runs_backward(made, losses):
+    made.backward(losses.pop())
+    made.step()
+
+
+CALLS = {"gathered": reads_all, "a layer alone": runs_a_layer, "a block alone": runs_a_block}
+CALLS |= {"the module itself": runs_the_module, "backward": runs_backward}
+
+
+def fails_outside_forward(world, call):
+    """Two calls with a disk that fails on the last rank: what they said, and the units that are still held."""
+    made = make_engine("offload.nvme", sub_group_mb=TINY)
+    train_step(made, world)
+    inputs, targets = batch(made.module, world)
+    losses = [models.loss(made(inputs), targets) for _ in range(2)]
+    here = world.rank == world.size - 1
+    with no_read(made) if here else mock.patch("os.sep", os.sep):
+        said = [message_of(CALLS[call], made, losses) for _ in range(2)]
+    return said, [unit.name for unit in made.units if unit.pins]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_disk_that_fails_where_weights_are_read_or_in_backward_is_told_on_every_rank(worlds, call):
+    for said, held in worlds(2).run(fails_outside_forward, call):
+        assert all("rank 1 cannot read" in one and "load the last checkpoint" in one for one in said)
+        assert held == []
+
+
+def two_in_one_folder(world, folder):
+    made = make_engine("offload.nvme", path=folder)
+    train_step(made, world)
+    said = refusal(world, path=folder)
+    train_step(made, world, 1)
+    return said, sha256(made.full_state_dict())
+
+
+def alone(world):
+    made = make_engine("stage3_param")
+    for step in range(2):
+        train_step(made, world, step)
+    return sha256(made.full_state_dict())
+
+
+def test_a_folder_in_use_is_refused_and_its_owner_trains_on(worlds, tmp_path):
+    expected = worlds(2).run(alone)
+    for (said, digest), other in zip(worlds(2).run(two_in_one_folder, str(tmp_path)), expected, strict=True):
+        assert "another engine that lives" in said
+        assert digest == other
+
+
+def left_behind(world, folder):
+    made = make_engine("offload.nvme", path=folder)
+    train_step(made, world)
+    during = sorted(os.listdir(folder))
+    del made
+    return during, os.listdir(folder)
+
+
+def test_swap_files_go_with_their_engine(worlds, tmp_path):
+    during, after = worlds(1).run(left_behind, str(tmp_path))[0]
+    assert during == ["rank-00000.swap"]
+    assert after == []
+
+
+def test_what_a_killed_run_left_goes_at_the_next_start_and_a_living_ones_files_stay(tmp_path):
+    program = textwrap.dedent(f"""
+        import time
+        from common.tiers.swap import SwapFile
+        files = [SwapFile({str(tmp_path)!r}, rank) for rank in (3, 4)]
+        print("there", flush=True)
+        time.sleep(60)
+    """)
+    runs = [subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)]
+    assert runs[0].stdout.readline() == b"there\n"
+    living = SwapFile(tmp_path, 0)
+    assert sorted(os.listdir(tmp_path)) == ["rank-00000.swap", "rank-00003.swap", "rank-00004.swap"]
+    runs[0].send_signal(signal.SIGKILL)
+    runs[0].wait()
+    other = SwapFile(tmp_path, 1)
+    assert sorted(os.listdir(tmp_path)) == ["rank-00000.swap", "rank-00001.swap"]
+    living.close(), other.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_o_direct_it_works_and_says_so_once(worlds, tmp_path, capfd):
+    assert all(worlds(2).run(without_o_direct, str(tmp_path)))
+
+
+def without_o_direct(world, folder):
+    with mock.patch.object(swap, "set_direct", lambda fd: False):
+        made = make_engine("offload.nvme", path=folder)
+    for step in range(2):
+        train_step(made, world, step)
+    return sha256(made.full_state_dict()) == alone(world)
+
+
+# ---- under the wall -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the wall is Linux's, on private memory")
+@pytest.mark.parametrize("times", [1.5, pytest.param(6, marks=pytest.mark.exhaustive)])
+def test_under_a_wall_that_stage_0_hits_the_disk_trains_a_larger_model(times):
+    layers, before = 14, capacity.attempt("offload.nvme", "bf16", 1, 10**11, world_size=1).held_before
+    cap = before + 110 * MB
+    assert not capacity.attempt("stage0_ddp", "bf16", layers, cap, world_size=1).fits
+    assert capacity.attempt("offload.nvme", "bf16", int(times * layers), cap, world_size=1).fits
+
+
+# ---- commands -----------------------------------------------------------------------------------------------------
+
+
+def test_split_or_owned_parameters_are_the_same_bytes_and_bits_and_split_is_faster_over_slow_buses(tmp_path):
+    path = tmp_path / "ablation.json"
+    options = ["--nproc", "2", "--model", "gpt-tiny", "--batch", "2", "--rate", "0.2", "--steps", "3"]
+    ablation.main([*options, "--json", str(path)])
+    split, owned = json.loads(path.read_text())["rows"]
+    assert split["param_sha256"] == owned["param_sha256"]
+    assert split["up_bytes"][0] == split["up_bytes"][1]
+    assert sum(split["up_bytes"]) == sum(owned["up_bytes"])
+    assert split["seconds"] < owned["seconds"]
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_largest_model_lies_on_disk_and_leaves_nothing_there(tmp_path):
+    path = tmp_path / "largest.json"
+    (tmp_path / "disk").mkdir()
+    largest.main(["--path", str(tmp_path / "disk"), "--width", "128", "--layers", "3", "--json", str(path)])
+    found = json.loads(path.read_text())
+    assert found["disk_state_bytes"] == found["predicted_disk_state_bytes"]
+    assert sum(found["disk_state_bytes"].values()) == pytest.approx(largest.BYTES * found["parameters"], rel=0.05)
+    assert not any((tmp_path / "disk").iterdir())
+
+
+BAD = {
+    "--rate 0": (ablation, "--rate 0.0: give MB a second"),
+    "--nproc one": (ablation, "--nproc one: give numbers of ranks"),
+    "--batch 3": (ablation, "--batch 3: it cannot be divided over 2 ranks"),
+    "--width 0": (largest, "--width 0: at least 1"),
+    "--path /proc": (largest, "are free there"),
+}
+
+
+@pytest.mark.parametrize("options", BAD)
+def test_bad_options_get_one_line_and_exit_status_2(options, capfd):
+    command, said = BAD[options]
+    more = ["--oversubscribe"] if command is ablation else []
+    assert said in refused(capfd, command.main, [*options.split(), *more])

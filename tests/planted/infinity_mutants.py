@@ -1,0 +1,162 @@
+"""Faults of Infinity: what is read too early, written too late or not at all, and disks that nobody minds."""
+
+import functools
+from unittest import mock
+
+import planting
+import stage_probes as probes
+from infinity_probes import (
+    accounts,
+    leaves_others_alone,
+    loads_what_was_saved,
+    minds_a_file_that_was_cut,
+    says_on_every_rank_that_a_disk_failed,
+)
+from planting import left_out, replaced
+from stage_mutants import ACCUMULATED, ACCUMULATED_IN_BF16, CLIPPED, TRAINED, TRAINED_IN_BF16
+
+from common.checkpoint import locks
+from common.engine import base
+from common.engine.units import hollow
+from common.tiers import disk, sub_group, swap
+from common.tiers.disk import Disks, OnDisk, Staging
+from common.tiers.memory import HERE
+from common.tiers.sub_group import SubGroup, TieredBucket
+
+MUTANTS = []
+shown_by = functools.partial(planting.shown_by, MUTANTS, engines=("offloaded:OnDisk",))
+LATE = probes.no_bit_depends_on_when_the_lane_runs
+
+
+# ---- read too early, written too late -----------------------------------------------------------------------------
+
+
+@shown_by(LATE)
+def a_shard_rises_before_it_is_read(engine):
+    def bring_up(original, self, bucket):
+        lend = OnDisk.lend
+        with mock.patch.object(OnDisk, "lend", lambda place, part: (lend(place, part)[0], HERE)):
+            return original(self, bucket)
+
+    return replaced(engine, "bring_up", bring_up)
+
+
+@shown_by(LATE)
+def a_sub_group_is_stepped_before_it_is_read(engine):
+    return mock.patch.object(sub_group, "_ready", lambda tensor, handle: tensor)
+
+
+@shown_by(LATE)
+def a_buffer_is_used_again_before_it_is_written(engine):
+    def give_back(original, self, buffer, after):
+        self.number = 0  # no other one is taken before
+        original(self, buffer, HERE)
+
+    return replaced(Staging, "give_back", give_back)
+
+
+@shown_by(LATE)
+def a_mean_goes_to_disk_before_it_has_come_down(engine):
+    def to_disk(original, self, mean, after, bus):
+        with mock.patch.object(type(bus), "carry", lambda *args, **options: HERE):
+            original(self, mean, after, bus)
+
+    return replaced(TieredBucket, "_to_disk", to_disk)
+
+
+# ---- not written, not read ----------------------------------------------------------------------------------------
+
+
+@shown_by(TRAINED)
+def what_was_stepped_is_not_written(engine):
+    return replaced(OnDisk, "put_back", lambda put_back, self, part, after=HERE: self.drop(part))
+
+
+@shown_by(TRAINED)
+def states_of_the_first_step_are_not_written(engine):
+    def adopt(original, self, states):
+        for value in states.values():
+            if value.dim() and not hollow(value):
+                value.zero_()
+        original(self, states)
+
+    return replaced(SubGroup, "adopt", adopt)
+
+
+@shown_by(TRAINED_IN_BF16)
+def masters_are_rounded(engine):
+    def swap_out(original, self, optimizer, bus):
+        self.master.data.copy_(self.master.detach().to(self.bucket.kind.dtype))
+        original(self, optimizer, bus)
+
+    return replaced(SubGroup, "swap_out", swap_out)
+
+
+@shown_by(ACCUMULATED)
+def an_earlier_backwards_mean_is_lost(engine):
+    return left_out(SubGroup, "set_aside")
+
+
+@shown_by(ACCUMULATED_IN_BF16)
+def a_sum_of_means_is_rounded(engine):
+    def add(original, self, mean, piece):
+        original(self, mean, piece)
+        total, ready = self.sums_at.lend(piece.own)
+        ready.wait()
+        total.copy_(total.to(self.kind.dtype))
+        self.sums_at.put_back(piece.own)
+
+    return replaced(TieredBucket, "_add", add)
+
+
+@shown_by(CLIPPED)
+def the_norm_is_of_the_first_bucket_alone(engine):
+    def gradient_norm(original, buckets, comm):
+        return original(buckets[:1], comm)
+
+    return replaced(base, "gradient_norm", gradient_norm)
+
+
+@shown_by(loads_what_was_saved)
+def a_load_leaves_the_old_masters(engine):
+    return replaced(SubGroup, "hide", lambda hide, self, optimizer, change: hide(self, optimizer, False))
+
+
+@shown_by(accounts)
+def what_is_read_ahead_is_not_counted(engine):
+    def read(original, self, offset, buffer, label, after):
+        return self.file.read(offset, buffer, label, after)
+
+    return replaced(disk.Disk, "read", read)
+
+
+@shown_by(accounts)
+def a_unit_is_read_twice(engine):
+    def bring_up(original, self, bucket):
+        bucket.parameters_at.copy(slice(0, bucket.shard_numel))
+        return original(self, bucket)
+
+    return replaced(engine, "bring_up", bring_up)
+
+
+# ---- disks that nobody minds --------------------------------------------------------------------------------------
+
+
+@shown_by(says_on_every_rank_that_a_disk_failed)
+def ranks_do_not_agree(engine):
+    return left_out(Disks, "agree")
+
+
+@shown_by(minds_a_file_that_was_cut)
+def a_file_is_not_looked_at(engine):
+    return left_out(swap._File, "_check")
+
+
+@shown_by(leaves_others_alone)
+def a_lock_is_not_asked_for(engine):
+    return mock.patch.object(locks, "lock", lambda fd, patience=0.0: True)
+
+
+@shown_by(leaves_others_alone)
+def a_file_stays_when_its_engine_goes(engine):
+    return left_out(swap._Removal, "__call__")

@@ -1,0 +1,69 @@
+"""Probes of Offload: bits, bytes and delays that an engine with its states on the host promises."""
+
+import contextlib
+
+from late_lanes import on_lane
+from offloaded import WARM_UP
+from planting import broken
+from torch.optim.lr_scheduler import ExponentialLR
+from training import BUCKET_MB, UNFUSED, make_engine, same_bits, train_step
+
+
+def delayed(world, engine, folder, lane="late", steps=5):
+    """A delayed training is that of a plain loop with the same delay, whenever the host's steps run."""
+    ends = []
+    for name in ("offloaded:DelayedLoop", engine):
+        with on_lane(lane, world.rank) if name == engine else contextlib.nullcontext():
+            made = make_engine(name, optimizer=UNFUSED, clip_norm=0.5, bucket_mb=BUCKET_MB)
+            schedule = ExponentialLR(made.optimizer, 0.5)
+            losses = []
+            for step in range(steps):
+                losses.append(train_step(made, world, step))
+                schedule.step()
+            ends.append((losses, made.full_state_dict()))
+    (expected, weights), (found, others) = ends
+    return broken(losses=found == expected, weights=same_bits(weights, others))
+
+
+def loads_over_what_is_under_way(world, engine, folder):
+    """A load while a delayed update is under way ends with what was saved, and trains on from there."""
+    ends = []
+    for interrupted in (False, True):
+        made = make_engine(engine, precision="bf16")
+        for step in range(WARM_UP + 2):
+            train_step(made, world, step)
+        made.save(folder)
+        if interrupted:
+            train_step(made, world, 7)
+            made.load(folder)
+        losses = [train_step(made, world, step) for step in (8, 9, 10)]
+        ends.append((losses, made.full_state_dict()))
+    (expected, weights), (found, others) = ends
+    return broken(losses=found == expected, weights=same_bits(weights, others))
+
+
+def counts(world, engine, folder):
+    """Bytes on the device, on the host and over the bus are those predicted, and those of the paper."""
+    made = make_engine(engine, precision="bf16", clip_norm=1.0)
+    for step in range(WARM_UP + 3):
+        made.comm.traffic.reset()
+        train_step(made, world, step)
+    padded = sum(bucket.padded_numel for bucket in made.buckets)
+    on_host = padded // world.size if made.ratio == 0 else None
+    crossed = made.comm.traffic.on_bus()
+    return broken(
+        on_device=made.model_state_bytes() == made.predicted_model_state_bytes(),
+        on_host=made.host_state_bytes() == made.predicted_host_state_bytes(),
+        over_the_bus=crossed == made.predicted_bus_bytes_per_step(),
+        papers_device=sum(made.model_state_bytes().values()) == 2 * padded if on_host else True,
+        papers_bus=crossed == {"down": 2 * on_host, "up": 2 * on_host} if on_host else True,
+    )
+
+
+def lies_on_the_host(world, engine, folder):
+    """Masters, gradients and moments are shared mappings, which no limit on private memory counts."""
+    made = make_engine(engine)
+    train_step(made, world)
+    states = [value for state in made.optimizer.state.values() for value in state.values() if value.dim()]
+    masters = [piece.master for bucket in made.buckets for piece in bucket.pieces]
+    return broken(mapped=not any(t.untyped_storage().resizable() for t in states + masters))

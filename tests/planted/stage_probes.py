@@ -1,0 +1,273 @@
+"""Probes of the stages, beside the matrix: small trainings that need no baseline, or bring it along."""
+
+from pathlib import Path
+
+import torch
+from formulas import bytes_held
+from late_lanes import on_lane
+from planting import broken
+from training import batch, inputs, make_engine, same_bits, small_engine, train_step
+from trap_models import CASES, Net, Tiny, loss, step
+
+from common import models
+from common.engine.mixed_precision import overflow_flag
+from common.errors import InputError
+from common.measure.memory import Timeline
+from common.train import sha256
+
+# ---- measured = predicted -----------------------------------------------------------------------------------------
+
+
+def formula(engine, per_parameter):
+    """Bytes of model states where padding counts as parameters, and a number of 4 bytes as each bucket's step count."""
+    return round(per_parameter * sum(bucket.padded_numel for bucket in engine.buckets)) + 4 * len(engine.buckets)
+
+
+def accounts(model, world, engine, folder):
+    """Bytes held and sent are those predicted and those of the paper; all ranks end with the same weights."""
+    made = make_engine(engine, model, clip_norm=1.0)
+    for index in range(2):
+        made.comm.traffic.reset()
+        train_step(made, world, index)
+    held, sent = made.model_state_bytes(), made.comm.traffic.by_collective()
+    return broken(
+        held=held == made.predicted_model_state_bytes(),
+        sent=sent == made.predicted_wire_bytes_per_step(),
+        papers_formula=sum(held.values()) == formula(made, bytes_held(engine, world.size)),
+        ranks_agree=len(set(made.comm.gather_objects(sha256(made.full_state_dict())))) == 1,
+    )
+
+
+def accounts_of_a_sum(world, engine, folder):
+    """In bf16 a step of two backwards holds their sum in fp32, in place of gradients of which it keeps no more."""
+    made = make_engine(engine, "gpt-tiny", precision="bf16")
+    for index in range(2):
+        tokens, targets = batch(made.module, world, index)
+        made.backward(models.loss(made(tokens), targets))
+    made.step()
+    held, per_parameter = made.model_state_bytes(), bytes_held(engine, world.size, "bf16", accumulated=True)
+    return broken(
+        held=held == made.predicted_model_state_bytes(),
+        papers_formula=sum(held.values()) == formula(made, per_parameter),
+    )
+
+
+def gradients_travel_once(case, world, engine, folder):
+    """However often a forward uses a weight, one backward reduces its gradient once."""
+    make, run = CASES[case]
+    made = small_engine(world, engine, make=make)
+    for index in range(2):
+        made.comm.traffic.reset()
+        run(made, inputs(world, index))
+    sent, predicted = made.comm.traffic.by_collective(), made.predicted_wire_bytes_per_step()
+    reductions = ("all_reduce", "reduce_scatter")
+    return broken(sent=all(sent.get(name) == predicted.get(name) for name in reductions))
+
+
+def two_buckets_in_flight(world, engine, folder):
+    """Two buckets at most hold gradients on their way, and one has a receive buffer."""
+    made = make_engine(engine, "gpt-tiny")
+    train_step(made, world)
+    made.synchronize()
+    with Timeline(made) as timeline:
+        train_step(made, world, 1)
+    travelling = sorted(bucket.padded_numel * 4 for bucket in made.buckets)
+    received = travelling[-1] * (world.size - 1) // world.size
+    peak = timeline.peak_of("buckets in flight", "receive buffer")
+    return broken(bound=peak <= sum(travelling[-2:]) + received)
+
+
+# ---- norms and clipping -------------------------------------------------------------------------------------------
+
+
+def stepped_once(world, engine, factor=1.0, **options):
+    made = small_engine(world, engine, **options)
+    made.backward(loss(made(inputs(world, 0))) * factor)
+    return made.step().norm, made.full_state_dict()
+
+
+def norm_is_that_of_the_gradient(world, engine, folder):
+    """The norm that a step reports is that of the mean gradient: before clipping, without the loss scale.
+
+    A gradient 2^80 times smaller has a norm 2^80 times smaller, though its squares are no numbers in fp32.
+    """
+    usual, _ = stepped_once(world, engine, clip_norm=1e3)
+    smaller, _ = stepped_once(world, engine, clip_norm=1e3, factor=2.0**-80)
+    clipped, _ = stepped_once(world, engine, clip_norm=1e-3)
+    scaled = [stepped_once(world, engine, precision="fp16", scale=scale, clip_norm=1e3)[0] for scale in (1.0, 2.0)]
+    return broken(
+        small_numbers=smaller == usual * 2.0**-80,
+        before_clipping=clipped == usual,
+        without_the_scale=scaled[0] == scaled[1],
+    )
+
+
+def clipping_only_shrinks(world, engine, folder):
+    """A gradient below the norm to clip to is stepped as it is."""
+    _, free = stepped_once(world, engine)
+    _, bounded = stepped_once(world, engine, clip_norm=1e3)
+    return broken(weights=same_bits(free, bounded))
+
+
+# ---- what is read when ----------------------------------------------------------------------------------------------
+
+
+def trained(world, engine):
+    made = small_engine(world, engine, bucket_mb=1e-6)
+    for index in range(3):
+        step(made, inputs(world, index))
+    return made.full_state_dict()
+
+
+def no_bit_depends_on_when_the_lane_runs(world, engine, folder):
+    """Where collectives run no earlier than somebody waits for them, a training ends with the baseline's bits."""
+    reference = trained(world, "baseline:AverageAfterBackward")
+    with on_lane("late", world.rank):
+        return broken(weights=same_bits(trained(world, engine), reference))
+
+
+def no_bit_depends_on_when_the_bus_runs(world, engine, folder):
+    """Where copies run late, and the host steps as soon as it may, a training ends with the baseline's bits."""
+    reference = trained(world, "baseline:AverageAfterBackward")
+    with on_lane("late", world.rank, prompt=("host",)):
+        return broken(weights=same_bits(trained(world, engine), reference))
+
+
+def old_graphs_do_not_go_backward(world, engine, folder):
+    """A graph of before a step was computed with weights that are gone: its backward raises."""
+    made = small_engine(world, engine)
+    old = loss(made(inputs(world, 0)))
+    step(made, inputs(world, 1))
+    try:
+        made.backward(old)
+    except RuntimeError:
+        return []
+    return broken(raises=False)
+
+
+def writes_to_freed_weights_are_lost(world, engine, folder):
+    """What is written to a weight of stage 3 while it is freed reaches no other one, and is gone after a step."""
+    made, found = small_engine(world, engine, make=Tiny), []
+    weights = [weight for weight in made.module.parameters() if weight.numel()]
+    for written in weights:
+        written.data.fill_(5.0)
+        found += [other.isnan().all() for other in weights if other is not written]
+        step(made, inputs(world, 0))
+        found.append(written.isnan().all())
+    return broken(nan=all(found))
+
+
+# ---- loss scale and overflow --------------------------------------------------------------------------------------
+
+
+def steps_of(world, made, factors):
+    """Steps whose loss, on the last rank alone, is multiplied by a factor each: which are skipped, the scale after."""
+    results = []
+    for factor in factors:
+        value = loss(made(inputs(world, made.good)))
+        made.backward(value * factor if world.rank == world.size - 1 else value)
+        results.append((made.step().skipped, made.loss_scaler.scale))
+        made.good += not results[-1][0]
+    return results
+
+
+OVERFLOW = 1e30
+
+
+def scale_follows(world, engine, folder):
+    """The loss scale is halved from the second overflow on, and doubles after two good steps in a row."""
+    made = small_engine(world, engine, "fp16")
+    made.good = 0
+    found = steps_of(world, made, [OVERFLOW, OVERFLOW, OVERFLOW, 1, 1, OVERFLOW, 1, OVERFLOW, 1])
+    meant = [(True, 1024), (True, 512), (True, 256), (False, 256), (False, 512), (True, 512)]
+    meant += [(False, 512), (True, 256), (False, 256)]
+    return broken(scales=found == meant)
+
+
+def skipped_without_a_trace(factor, world, engine, folder):
+    """A step that overflows is skipped, and training goes on as if it had not been."""
+    ends = []
+    for factors in ([1, factor, 1], [1, 1]):
+        made = small_engine(world, engine, "fp16")
+        made.good = 0
+        ends.append(([skipped for skipped, _ in steps_of(world, made, factors)], made.full_state_dict()))
+    (skipped, weights), (_, without) = ends
+    return broken(skipped=skipped == [False, True, False], weights=same_bits(weights, without))
+
+
+def overflow_is_agreed(world, engine, folder):
+    """An overflow in the gradients of one rank is one for all."""
+    made = small_engine(world, engine, "fp16")
+    made.backward(loss(made(inputs(world, 0))))
+    if world.rank == world.size - 1:
+        made.buckets[0].reduced[0] = float("inf")
+    return broken(flag=bool(overflow_flag(made.buckets, made.comm) > 0))
+
+
+# ---- checkpoints --------------------------------------------------------------------------------------------------
+
+
+class Counting(Net):
+    """Counts its forwards, in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x):
+        self.forwards += 1
+        return super().forward(x)
+
+
+def resumes(world, engine, folder):
+    """A training that was saved and loaded goes on as the one that was not interrupted."""
+    first, second = (small_engine(world, engine, "fp16", Counting) for _ in range(2))
+    for index in range(3):
+        step(first, inputs(world, index))
+    for group in first.optimizer.param_groups:
+        group["lr"] *= 0.5
+    first.save(folder)
+    second.backward(loss(second(inputs(world, 7))))  # a load drops it
+    second.load(folder)
+    same_scale = first.loss_scaler == second.loss_scaler
+    for made in (first, second):
+        step(made, inputs(world, 3))
+    return broken(loss_scale=same_scale, weights=same_bits(first.full_state_dict(), second.full_state_dict()))
+
+
+def refuses_what_is_damaged(world, engine, folder):
+    """A checkpoint with one flipped bit is not loaded."""
+    made = small_engine(world, engine)
+    made.save(folder)
+    if world.rank == 0:
+        file = min(Path(folder).glob("*.safetensors"))  # rank 0's; others may hold nothing but padding
+        contents = bytearray(file.read_bytes())
+        contents[-1] ^= 1  # in the values, behind the header
+        file.write_bytes(contents)
+    made.comm.gather_objects("the file is damaged")
+    try:
+        made.load(folder)
+    except InputError:
+        return []
+    return broken(refused=False)
+
+
+# ---- two engines --------------------------------------------------------------------------------------------------
+
+
+def distilled(world, engine):
+    """Student and teacher are trained by one loss; the backward is the student's."""
+    student, teacher = (small_engine(world, engine, seed=seed) for seed in range(2))
+    for index in range(2):
+        x = inputs(world, index)
+        student.backward(loss(student(x) - teacher(x)))
+        student.step()
+        teacher.step()
+    return student.full_state_dict(), teacher.full_state_dict()
+
+
+def two_engines_share_a_loss(world, engine, folder):
+    """A backward through two engines trains both as it trains two models without any engine."""
+    pairs = zip(distilled(world, engine), distilled(world, "baseline:AverageAfterBackward"), strict=True)
+    student, teacher = (same_bits(ours, theirs) for ours, theirs in pairs)
+    return broken(student=student, teacher=teacher)

@@ -1,0 +1,150 @@
+"""The suite as one who writes a first engine meets it: the page's engine passes, a bug in it is found and named."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import first_engine
+import pytest
+from failures_by_cause import grouped
+from first_difference import crash, first_difference
+from first_engine import BUGS, DataParallel, Misspelt, ShardedOptimizer
+from matrix import CELLS, OPTIONS, Cell, as_judged, expected, train_cell
+from places import ROOT
+from verdicts import judge
+
+from common.errors import InputError
+from common.ranks.world import RankFailed
+from common.train import find_engine
+
+PLAIN = Cell("plain", "fp32", 2, optimizer="SGD with momentum")
+GPT = Cell("gpt-tiny", "fp32", 2, optimizer="SGD with momentum")
+CLIPPED = Cell("gpt-tiny", "fp32", 3, "clipped", optimizer="SGD with momentum")
+RESUMED = Cell("gpt-tiny", "fp32", 2, "resumed from a checkpoint")
+EVALUATED = Cell("resnet-tiny", "fp32", 3, "evaluated between steps", optimizer="SGD with momentum")
+
+
+def name_of(engine):
+    return f"first_engine:{engine.__name__}"
+
+
+def passes(worlds, engine, cell, folder):
+    """Whether an engine passes a cell, None where it does not claim it."""
+    try:
+        ranks = worlds(cell.world_size).run(train_cell, name_of(engine), cell, str(folder))
+    except RankFailed:
+        return False
+    if isinstance(ranks[0], str):
+        return None
+    return judge(worlds, cell, ranks)[0] in expected(name_of(engine), cell)
+
+
+def sample(engine, most):
+    """So many of the cells that an engine is judged by, spread over them; those of first engines are in fp32."""
+    cells = [as_judged(name_of(engine), cell) for cell in CELLS if cell.precision == "fp32"]
+    cells = [cell for cell in cells if getattr(engine, "touches", bool)(cell) and cell.world_size < 8]
+    return cells[:: -(-len(cells) // most)]
+
+
+def sizes(most):
+    """So many cells of an engine, and all of them among the exhaustive tests."""
+    return pytest.mark.parametrize("most", [most, pytest.param(len(CELLS), marks=pytest.mark.exhaustive)])
+
+
+@sizes(8)
+@pytest.mark.parametrize("first", [DataParallel, ShardedOptimizer], ids=name_of)
+def test_a_first_engine_passes(worlds, tmp_path, first, most):
+    for cell in sample(first, most):
+        assert passes(worlds, first, cell, tmp_path) is not False, cell
+
+
+@sizes(4)
+@pytest.mark.parametrize("bug", BUGS, ids=name_of)
+def test_a_bug_fails_in_most_of_the_cells_that_it_touches(worlds, tmp_path, bug, most):
+    found = [passes(worlds, bug, cell, tmp_path) for cell in sample(bug, most)]
+    failed, judged = found.count(False), len(found) - found.count(None)
+    print(f"{bug.__name__}: {failed} of {judged} cells fail")
+    assert failed > judged / 2
+
+
+WHERE = {  # bug -> what is said of a cell
+    "NoDivision": (PLAIN, r"after step 1: .* is .*, not .*, on rank 0 \(.* on every rank\); .* 2\.00 times as far"),
+    "ParameterLeftOut": (PLAIN, r"after step 1: .* \(1 of \d+ tensors are off, .* 0\.00 times as far"),
+    "StaleParameters": (PLAIN, "is something stale"),
+    "StepsTwice": (PLAIN, r"after step 1: .* 2\.90 times as far"),
+    "NoReduction": (PLAIN, r"after step 1: .* on every rank"),
+    "UntiedWeights": (GPT, r"before the first step: .* do tied weights stay tied"),
+    "NormAfterClipping": (CLIPPED, r"the norm of step 1: 0\.5 on rank 0, not 0\.9"),
+    "ForgetsAtLoad": (RESUMED, r"after step \d: .* on every rank\); the step moved it"),
+    "NoBroadcastOfBuffers": (EVALUATED, r"the loss of an evaluation after step 1: .* on rank 1, not"),
+}
+
+
+@pytest.mark.parametrize("bug", WHERE)
+def test_a_failure_says_where(worlds, tmp_path, bug):
+    cell, said = WHERE[bug]
+    assert re.search(said, first_difference(worlds, worlds, f"first_engine:{bug}", cell, str(tmp_path)))
+
+
+def test_a_crash_names_the_line_of_the_engine(worlds):
+    with pytest.raises(RankFailed) as failure:
+        worlds(2).run(train_cell, name_of(Misspelt), PLAIN)
+    line = 1 + next(
+        n for n, line in enumerate(Path(first_engine.__file__).read_text().splitlines()) if "trainned" in line
+    )
+    said = f"first_engine.py:{line} in reduce: AttributeError: 'Misspelt' object has no attribute 'trainned'"
+    assert crash(failure.value, name_of(Misspelt)).startswith(said)
+
+
+def test_failures_are_grouped_by_what_their_cells_share():
+    accumulating = [cell for cell in CELLS if OPTIONS[cell.option].micro_batches > 1]
+    crashing = [cell for cell in CELLS if cell.model == "resnet-tiny" and cell.world_size > 1]
+    alone = next(cell for cell in CELLS if cell.model == "tied" and cell.precision == "fp32")
+    causes = {**dict.fromkeys(CELLS), **dict.fromkeys(accumulating, "off"), **dict.fromkeys(crashing, "crash")}
+    groups = grouped({**causes, alone: "off"})
+    assert {cause: [which for which, _ in named] for cause, named in groups.items()} == {
+        "crash": [f"all {len(crashing)} cells at 2 or more ranks of resnet-tiny"],
+        "off": ["all 9 cells that accumulate", "1 cell"],
+    }
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+def suite(engine, *options):
+    """What `pytest tests --engine ...` prints."""
+    command = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider", "--engine", engine, *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+
+
+def test_the_command_says_what_fails_and_why_the_rest_was_skipped():
+    said = suite("first_engine:NoDivision", "--quick", "-k", "mlp or returning or wire")
+    assert re.search(
+        r"2 cells: ends elsewhere than the baseline\n    all 2 cells, first mlp, plain, fp32, 2 ranks, SGD", said
+    )
+    assert "2.00 times as far as it should" in said
+    assert "0 of 2 trainings end where the baseline does" in said
+
+
+def test_the_last_line_does_not_say_that_nothing_fails_where_the_suite_itself_does():
+    said = suite("first_engine:DataParallel", "--quick", "-k", "mlp and not wire", "--basetemp", "/dev/null/folder")
+    assert re.search(r"\d errors? in ", said)
+    assert "Nothing fails" not in said
+    assert "Look first at tests/any_engine/test_equivalence.py::" in said
+
+
+@pytest.mark.parametrize("name", ["no_such_module:Engine", "first_engine:NoSuchName", "first_engine.py:DataParallel"])
+def test_an_unknown_engine_is_told_the_form_of_a_name(name):
+    with pytest.raises(InputError, match=r"package\.module:Name"):
+        find_engine(name)
+
+
+@pytest.mark.exhaustive
+def test_after_a_few_hangs_the_rest_is_skipped():
+    began = time.monotonic()
+    said = suite("first_engine:Hangs", "--quick")
+    assert "hangs" in said
+    assert "not run: 3 trainings before it hung" in said
+    assert time.monotonic() - began < 180  # 60 of them for the three

@@ -1,0 +1,181 @@
+"""Probes of ZeRO++, at 4 ranks in two nodes of two: bounds of rounding, second shards, bytes that leave a node."""
+
+import contextlib
+
+import torch
+from late_lanes import on_lane
+from planting import broken
+from training import batch, make_engine, same_bits, train_step
+
+from common import models
+from common.engine import units
+from common.engine.mixed_precision import LossScaler
+from common.train import sha256
+
+
+def steps_of(values, block, largest):
+    """For each element of a shard the step of its block, in float64 [n]."""
+    parts = [part.abs().amax().expand(len(part)) for part in values.double().split(block)]
+    return torch.cat(parts) / largest
+
+
+def bound_of_mean(pieces, per_node, block):
+    """How far the mean of pieces [N, n] may be off after their hops, element by element: half a step for each rounding.
+
+    One hop rounds every rank's piece; a second one every node's sum.
+    """
+    pieces = pieces.double()
+    off = sum(steps_of(piece, block, 7) for piece in pieces) / 2
+    if 1 < per_node < len(pieces):
+        sums = pieces.view(-1, per_node, pieces.shape[1]).sum(dim=1)
+        # What a node adds up is off itself, so its steps may be larger than those of the exact sum.
+        slack = [steps_of(total.abs() + off, block, 7) for total in sums]
+        off = off + sum(slack) / 2
+    return off / len(pieces) * (1 + 1e-5)
+
+
+def uneven(numel, block, seed):
+    """Numbers whose blocks differ in size by powers of ten: the scale of a neighbour is far off."""
+    generator = torch.Generator().manual_seed(seed)
+    powers = torch.randint(-3, 4, (-(-numel // block),), generator=generator).repeat_interleave(block)[:numel]
+    return torch.randn(numel, generator=generator) * 10.0**powers
+
+
+def reduced_by(engine, seed=0):
+    """For each bucket (the mean that its way made, the exact one, what it may be off), of this rank's shard."""
+    for number, bucket in enumerate(engine.buckets):
+        local = uneven(bucket.padded_numel, engine.block, 1000 * seed + 10 * number + engine.rank)
+        everyone = torch.stack(engine.comm.gather_objects(local))
+        pieces = everyone.view(engine.world_size, engine.world_size, -1)[:, engine.rank]
+        bucket.local = local.clone()
+        bucket.goes_by.reduce(bucket).wait()
+        bound = bound_of_mean(pieces, engine.comm.ranks_per_node, engine.block)
+        yield bucket.reduced.double(), pieces.double().mean(dim=0), bound
+        bucket.local = None
+
+
+def means_are_within_their_bound(world, engine, folder):
+    """Every element of the mean is off by half a step for each time that it was rounded, at most."""
+    made = make_engine(engine, "gpt-tiny")
+    near = [
+        bool(((mean - exact).abs() <= off).all()) for mean, exact, off in reduced_by(made)
+    ]  # on every rank all of them
+    return broken(bound=all(near))
+
+
+def weights_are_within_their_bound(world, engine, folder):
+    """All ranks compute with the same weights, half a step at most from those that they keep."""
+    made = make_engine(engine, "gpt-tiny", seed=3)
+    train_step(made, world)
+    kept, near = made.full_state_dict(), []
+    for unit in made.units:
+        made.use(unit, units.Order())  # as in a forward
+    weights = {name: p.detach().clone() for name, p in made.module.named_parameters()}
+    for bucket in made.buckets:
+        exact = torch.zeros(bucket.padded_numel)
+        for name, view in bucket.cut(exact).items():
+            view.copy_(kept[name])
+        shards = zip(bucket.full.split(bucket.shard_numel), exact.split(bucket.shard_numel), strict=True)
+        near += [((a - b).abs() <= steps_of(b, made.block, 127) * 0.50001).all() for a, b in shards]
+    same = len(set(made.comm.gather_objects(sha256(weights)))) == 1
+    return broken(bound=all(near), same_on_every_rank=same)
+
+
+def bytes_are_as_predicted(world, engine, folder):
+    """Bytes held, sent and leaving a node are those predicted; the node's are what its ranks send to others."""
+    made, kept = make_engine(engine, "gpt-tiny", clip_norm=1.0), []
+    for step in range(3):
+        made.comm.traffic.reset()
+        train_step(made, world, step)
+    traffic, places = made.comm.traffic, made.comm.ranks_per_node
+    for bucket in made.buckets:
+        numel, n, nodes = bucket.shard_numel, made.world_size, made.world_size // places
+        codes, scales = numel, 4 * -(-numel // made.block)
+        kept.append((numel, n, nodes, codes, scales))
+    # By hand: int8 weights once across, int4 gradients once across, a flag of 8 bytes for the norm.
+    across = sum(
+        (codes + scales) * (n - places) + (codes // 2 + scales) * (nodes - 1) for _, n, nodes, codes, scales in kept
+    )
+    across += 8 * (made.world_size - places)
+    return broken(
+        held=made.model_state_bytes() == made.predicted_model_state_bytes(),
+        sent=traffic.by_collective() == made.predicted_wire_bytes_per_step(),
+        left=traffic.between_nodes() == made.accounts.predicted_between_nodes(),
+        by_hand=sum(traffic.between_nodes().values()) == across,
+    )
+
+
+def copies_are_never_stale(world, engine, folder):
+    """With second shards a run ends with stage 3's bits: after updates, a load, a skipped step, evaluations."""
+    ends = [eventful(world, name, f"{folder}/{name[:6]}") for name in ("stage3_param", engine)]
+    return broken(losses=ends[0][0] == ends[1][0], weights=same_bits(ends[0][1], ends[1][1]))
+
+
+def eventful(world, name, folder):
+    """Train in fp16 through all that changes parameters, or does not; return losses and weights."""
+    made = make_engine(name, "gpt-tiny", precision="fp16", keep_last=False)
+    made.loss_scaler = LossScaler(scale=2.0**10)
+    losses = [train_step(made, world, 0)]
+    made.save(folder)
+    losses.append(train_step(made, world, 1))
+    made.loss_scaler = LossScaler(scale=2.0**60)  # the gradients overflow
+    losses.append(train_step(made, world, 2))
+    made.loss_scaler = LossScaler(scale=2.0**10)
+    with torch.no_grad():
+        losses.append(loss_of(made, world, 3).item())
+    losses.append(train_step(made, world, 4))
+    with torch.no_grad():
+        losses.append(loss_of(made, world, 5).item())
+    made.load(folder)
+    for micro in range(2):
+        loss = loss_of(made, world, 5 + micro)
+        made.backward(loss)
+        losses.append(loss.item())
+    made.step()
+    losses.append(train_step(made, world, 7))
+    return losses, made.full_state_dict()
+
+
+def loss_of(made, world, step):
+    inputs, targets = batch(made.module, world, step)
+    return models.loss(made(inputs), targets)
+
+
+def no_bit_depends_on_when_the_lane_runs(world, engine, folder):
+    """Where the lane runs no earlier than somebody waits, a training ends as it does else."""
+    ends = []
+    for lane in (contextlib.nullcontext(), on_lane("late", world.rank)):
+        with lane:
+            made = make_engine(engine, "gpt-tiny", precision="bf16")
+            losses = [train_step(made, world, step) for step in range(3)]
+            ends.append((losses, sha256(made.full_state_dict())))
+    return broken(bits=ends[0] == ends[1])
+
+
+def nothing_of_a_gradient_is_lost(world, engine, folder):
+    """With error feedback the sum of what arrives stays within one rounding of the sum of what was sent."""
+    made = make_engine(engine, "gpt-tiny")
+    bucket = made.buckets[0]
+    local = uneven(bucket.padded_numel, made.block, made.rank)
+    exact = torch.stack(made.comm.gather_objects(local)).mean(dim=0)[bucket.shard(made.rank)]
+    total = torch.zeros_like(exact)
+    for time in range(16):
+        scale = 4.0 if time % 2 else 1.0  # the loss scaler's: what is carried was counted in units of the one before
+        bucket.local = local * scale
+        bucket.goes_by.reduce(bucket, scale).wait()
+        total += bucket.reduced / scale
+    pieces = torch.stack(made.comm.gather_objects(local)).view(made.world_size, made.world_size, -1)[:, made.rank]
+    once = bound_of_mean(pieces, made.comm.ranks_per_node, made.block)
+    return broken(sum=bool(((total - 16 * exact).abs() <= 2 * once + 1e-4 * exact.abs()).all()))
+
+
+def an_overflow_passes_and_leaves_nothing(world, engine, folder):
+    """Infinities in a gradient raise nowhere, show in the mean, and are gone in the next."""
+    made = make_engine(engine, "gpt-tiny")
+    bucket = made.buckets[0]
+    means = []
+    for value in (float("inf"), 1.0):
+        bucket.local = torch.full((bucket.padded_numel,), value)
+        bucket.goes_by.reduce(bucket).wait()
+        means.append(bucket.reduced.clone())
+    return broken(shows=not means[0].isfinite().any(), is_gone=bool((means[1] - 1).abs().max() < 1e-5))

@@ -1,0 +1,41 @@
+"""Training in which the last rank is killed in the middle of a collective: `python a_rank_that_dies.py STAGE`.
+
+Run by torchrun, three ranks. The others stay on when torchrun asks them to end, to say what they know.
+"""
+
+import os
+import signal
+import sys
+
+from training import make_engine, train_step
+
+from common.ranks.world import launch
+
+AT = 20  # the message at which it dies: some collectives of the step are over, and this one has sent to one of two
+
+
+def train(world, stage):
+    engine = make_engine(stage)
+    train_step(engine, world)
+    if world.rank == world.size - 1:
+        die_at(engine.comm, AT)
+    for step in range(1, 10):
+        train_step(engine, world, step)
+
+
+def die_at(comm, number):
+    """Have this rank killed when it is about to send its message of this number."""
+    send, sent = comm._send, []
+
+    def send_or_die(tensor, peer):
+        sent.append(peer)
+        if len(sent) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return send(tensor, peer)
+
+    comm._send = send_or_die
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    launch(train, sys.argv[1], nproc=3, oversubscribe=True, timeout=30)

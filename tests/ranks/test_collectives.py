@@ -1,0 +1,715 @@
+"""The collectives: exact, asynchronous, counted. Each test runs one function on every rank of a world."""
+
+import contextlib
+import itertools
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from groups import SHARD, in_subgroup, of_rank, two_users_of_a_group
+from kernel import bytes_sent_by_own_sockets
+from places import importing
+from training import make_engine, train_step
+
+from common.engine import Bucket
+from common.errors import InputError
+from common.measure.traffic import Traffic
+from common.ranks import collectives
+from common.ranks.collectives import Collectives
+from common.ranks.lanes import Handle, StreamLane, ThreadLane, backend_of
+from common.tiers.bus import Bus
+from common.tiers.disk import Staging
+from common.tiers.stepping import Stepper
+
+SIZES = [1, 2, 3, 4, 8]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def mean_in_rank_order(size, dtype=torch.float32, shard=SHARD):
+    """The definition: one addition per rank, in rank order, in fp32; divided once; rounded once."""
+    total = torch.zeros(size * shard)
+    for rank in range(size):
+        total += of_rank(rank, size, dtype, shard).float()
+    return (total / size).to(dtype)
+
+
+def part(tensor, rank, size):
+    return tensor.view(size, -1)[rank]
+
+
+# ---- what they compute ------------------------------------------------------------------------------------------
+
+
+def reduce_in_every_way(world, dtype, sizes):
+    comm = Collectives(deterministic=True)
+    with pytest.MonkeyPatch.context() as patched:
+        for name, size in sizes.items():
+            patched.setattr(collectives, name, size)
+        return reduced_in_every_way(world, comm, dtype)
+
+
+def reduced_in_every_way(world, comm, dtype):
+    own = of_rank(world.rank, world.size, dtype).to(world.device)
+    reduced = own.clone()
+    comm.all_reduce(reduced).wait()
+    apart = torch.empty(SHARD, dtype=dtype, device=world.device)
+    comm.reduce_scatter(own.clone(), apart).wait()
+    used_up = own.clone()
+    aliasing = part(used_up, world.rank, world.size)
+    comm.reduce_scatter(used_up, aliasing).wait()
+    return reduced.cpu(), apart.cpu(), aliasing.cpu().clone()
+
+
+@pytest.mark.parametrize("sizes", [{}, {"SEGMENT": 64, "CHUNK": 3}], ids=["at once", "bit by bit"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_reductions_add_in_rank_order_in_fp32_divide_once_and_round_once(worlds, size, dtype, sizes):
+    mean = mean_in_rank_order(size, dtype)
+    for rank, (reduced, apart, aliasing) in enumerate(worlds(size).run(reduce_in_every_way, dtype, sizes)):
+        assert torch.equal(reduced, mean)
+        assert torch.equal(apart, part(mean, rank, size))
+        assert torch.equal(aliasing, part(mean, rank, size))
+
+
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_another_order_of_additions_would_show(size):
+    backwards = sum(of_rank(rank, size) for rank in reversed(range(size))) / size
+    assert not torch.equal(backwards, mean_in_rank_order(size))
+
+
+def move_in_every_way(world):
+    comm = Collectives()
+    own = of_rank(world.rank, world.size).to(world.device)
+    shard = part(own, world.rank, world.size)
+    apart, aliased, exchanged = torch.zeros_like(own), torch.zeros_like(own), torch.zeros_like(own)
+    comm.all_gather(shard.clone(), apart).wait()
+    part(aliased, world.rank, world.size).copy_(shard)
+    comm.all_gather(part(aliased, world.rank, world.size), aliased).wait()
+    comm.all_to_all(own, exchanged).wait()
+    heard = [own.clone() for _ in range(world.size)]
+    for source, tensor in enumerate(heard):
+        comm.broadcast(tensor, source).wait()
+    return apart.cpu(), aliased.cpu(), exchanged.cpu(), [tensor.cpu() for tensor in heard]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gathers_exchanges_and_broadcasts_bring_everyones_values(worlds, size):
+    everyone = [of_rank(rank, size) for rank in range(size)]
+    gathered = torch.cat([part(everyone[rank], rank, size) for rank in range(size)])
+    for rank, (apart, aliased, exchanged, heard) in enumerate(worlds(size).run(move_in_every_way)):
+        assert torch.equal(apart, gathered)
+        assert torch.equal(aliased, gathered)
+        assert torch.equal(exchanged, torch.cat([part(other, rank, size) for other in everyone]))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(heard, everyone, strict=True))
+
+
+def gather_unequal_objects(world):
+    value = {"rank": world.rank, "text": "x" * 1000 * world.rank, "none": None}
+    return Collectives().gather_objects(value)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gathered_objects_may_differ_in_size(worlds, size):
+    everyone = [{"rank": rank, "text": "x" * 1000 * rank, "none": None} for rank in range(size)]
+    assert worlds(size).run(gather_unequal_objects) == [everyone] * size
+
+
+@pytest.mark.parametrize("members", [[1, 2], [0, 2]], ids=str)
+def test_in_a_subgroup_ranks_count_from_its_first_member(worlds, members):
+    results = worlds(3).run(in_subgroup, members)
+    for group_rank, member in enumerate(members):
+        rank, reduced, gathered, heard, objects = results[member]
+        assert rank == group_rank
+        assert torch.equal(reduced, mean_in_rank_order(2))
+        assert gathered == [members[0], members[0], members[1], members[1]]
+        assert heard == members[1]
+        assert objects == members
+
+
+def largest(world):
+    """The maximum of what the ranks bring, whatever came before, and the bytes by the meter."""
+    comm = Collectives()
+    own = [float(world.rank == 1), -float(world.rank), 0.0 if world.rank else float("nan")]
+    everyones = comm.maximum(torch.tensor(own, device=world.device))
+    return everyones.cpu(), comm.traffic.by_collective()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_maximum_is_the_same_on_every_rank_and_nan_where_any_is(worlds, size):
+    for everyones, sent in worlds(size).run(largest):
+        assert torch.equal(everyones[:2], torch.tensor([1.0, 0.0]))
+        assert everyones[2].isnan()
+        assert sent == {"all_gather": (size - 1) * 3 * 4}
+
+
+def reduce_in_nccls_order(world, dtype, value):
+    """The mean of a value that all ranks bring, by the backend's own reductions."""
+    comm = Collectives()
+    comm.ordered = False
+    reduced = torch.full((world.size,), value, dtype=dtype, device=world.device)
+    shard = torch.empty(1, dtype=dtype, device=world.device)
+    comm.reduce_scatter(reduced.clone(), shard).wait()
+    comm.all_reduce(reduced).wait()
+    return [*reduced.tolist(), *shard.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        pytest.param(torch.float16, 60000.0, id="fp16 before the sum, which would overflow"),
+        pytest.param(torch.bfloat16, 2.0**-133, id="bf16 after it, as half the smallest number is nothing"),
+        pytest.param(torch.float32, 2.0**-149, id="fp32 after it"),
+    ],
+)
+def test_a_sum_in_nccls_order_is_divided_once(worlds, dtype, value):
+    assert worlds(2).run(reduce_in_nccls_order, dtype, value) == [[value] * 3] * 2
+
+
+# ---- in flight --------------------------------------------------------------------------------------------------
+
+
+def chain(world, length):
+    """Each gather sends on what the one before it brought from the next rank; only the last one is waited for."""
+    comm = Collectives()
+    links = [torch.zeros(world.size, device=world.device) for _ in range(length + 1)]
+    links[0] += torch.arange(world.size, device=world.device)
+    following = (world.rank + 1) % world.size
+    for before, link in itertools.pairwise(links):
+        last = comm.all_gather(before[following : following + 1], link)
+    last.wait()
+    return links[-1].tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_many_in_flight_complete_in_the_order_of_the_calls(worlds, size):
+    rolled = [(rank + 100) % size for rank in range(size)]
+    assert worlds(size).run(chain, 100) == [rolled] * size
+
+
+def test_all_users_of_a_group_share_one_order(worlds):
+    for received in worlds(3).run(two_users_of_a_group):
+        assert received == [[float(index)] * 3 for index in range(40)]
+
+
+def policies_of_gloos_threads(world):
+    Collectives()
+    names = {int(thread.parent.name): thread.read_text() for thread in Path("/proc/self/task").glob("*/comm")}
+    return [os.sched_getscheduler(thread) for thread, name in names.items() if name == "gloo_tcp_loop\n"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_gloos_own_threads_give_way_to_lanes(worlds):
+    policies = sum(worlds(2).run(policies_of_gloos_threads), [])
+    assert set(policies) == {os.SCHED_BATCH}
+
+
+def test_wait_raises_what_the_lane_raised_and_nothing_runs_after_it():
+    lane, ran = ThreadLane(), []
+    before = lane.submit(lambda: ran.append("before"))
+    failing = lane.submit(lambda: 1 / 0)
+    after = lane.submit(lambda: ran.append("after"))
+    before.wait()
+    for handle in (failing, after, failing):
+        with pytest.raises(ZeroDivisionError):
+            handle.wait()
+    assert ran == ["before"]
+
+
+def test_a_handle_holds_its_buffers_while_the_work_runs_and_no_longer():
+    lane, started, release = ThreadLane(), threading.Event(), threading.Event()
+    buffer = torch.zeros(3)
+    life = weakref.ref(buffer)
+
+    def work(buffer):
+        started.set()
+        release.wait()
+
+    handle = lane.submit(partial(work, buffer), buffer)
+    started.wait()
+    assert handle.buffers == (buffer,)
+    del buffer
+    release.set()
+    handle.wait()
+    assert handle.buffers == ()
+    assert life() is None
+
+
+@pytest.mark.parametrize(
+    "config, backend",
+    [
+        ("cpu:gloo,cuda:gloo", "gloo"),
+        ("cpu:gloo", "gloo"),
+        ("cuda:nccl", "nccl"),
+        ("cpu:gloo,cuda:nccl", "nccl"),
+        ("cpu:fake,cuda:fake,hpu:fake", "fake"),
+    ],
+)
+def test_of_a_groups_backends_the_gpus_is_meant(monkeypatch, config, backend):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert backend_of(None) == backend
+
+
+def test_another_backend_is_an_input_error(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:mpi")
+    with pytest.raises(InputError, match="backend is 'mpi'; make the group with 'nccl' or 'gloo'"):
+        backend_of(None)
+
+
+# ---- the lane on CUDA, without a GPU ------------------------------------------------------------------------------
+
+
+class FakeStream:
+    """Records who waited for what."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for all of {other.name}")
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event.name}")
+
+    def synchronize(self):
+        self.log.append(f"the caller waits for all of {self.name}")
+
+
+class FakeBuffer:
+    """Records which streams the allocator is told of."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def record_stream(self, stream):
+        self.log.append(f"the buffer was used on {stream.name}")
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """torch.cuda's streams as fakes: `.on(name)` makes a stream the current one, `.log` is what happened."""
+    log, current = [], []
+
+    @contextlib.contextmanager
+    def on(stream):
+        current.append(FakeStream(stream, log) if isinstance(stream, str) else stream)
+        yield
+        current.pop()
+
+    def event():
+        record = lambda: log.append(f"event on {current[-1].name}")  # noqa: E731
+        held = lambda: log.append("the host waits for the event")  # noqa: E731
+        return SimpleNamespace(name="the event", record=record, synchronize=held)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: FakeStream("lane", log))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    return SimpleNamespace(on=on, log=log, current=current)
+
+
+def test_the_stream_lane_waits_for_every_stream_that_made_a_gradient(fake_cuda):
+    lane = StreamLane()
+    with fake_cuda.on("one"):
+        lane.follow()
+    with fake_cuda.on("other"):
+        lane.submit(lambda: fake_cuda.log.append(f"work on {fake_cuda.current[-1].name}"))
+    assert fake_cuda.log == [
+        "lane waits for all of one",
+        "lane waits for all of other",
+        "work on lane",
+        "event on lane",
+    ]
+
+
+def test_the_waiters_stream_waits_for_the_lane_and_the_buffers_are_held_until_then(fake_cuda):
+    lane, buffer = StreamLane(), FakeBuffer(fake_cuda.log)
+    with fake_cuda.on("backward"):
+        handle = lane.submit(lambda: None, buffer)
+    assert handle.buffers == (buffer,)
+    with fake_cuda.on("main"):
+        handle.wait()
+    # Told before the buffer may go: made in backward, it would be given away there, while main still reads.
+    assert fake_cuda.log[-2:] == ["main waits for the event", "the buffer was used on main"]
+    assert handle.buffers == ()
+
+
+def test_a_waited_handle_of_the_stream_lane_keeps_no_buffer_alive(fake_cuda):
+    lane, buffer = StreamLane(), FakeBuffer(fake_cuda.log)
+    life = weakref.ref(buffer)
+    with fake_cuda.on("main"):
+        handle = lane.submit(lambda: None, buffer)
+        del buffer
+        assert life() is not None
+        handle.wait()
+    assert life() is None
+
+
+def test_a_gather_waits_for_what_was_queued_before_it_and_not_for_the_unit_that_computes_beside_it(fake_cuda):
+    lane, log = StreamLane(), fake_cuda.log
+    with fake_cuda.on("compute"):
+        log.append("compute: unit 0")
+        lane.submit(lambda: log.append("lane: gather of unit 2"))
+        log.append("compute: unit 1")
+        lane.submit(lambda: log.append("lane: reduce of unit 0")).wait()
+    assert log == [
+        "compute: unit 0",
+        "lane waits for all of compute",
+        "lane: gather of unit 2",
+        "event on lane",
+        "compute: unit 1",
+        "lane waits for all of compute",
+        "lane: reduce of unit 0",
+        "event on lane",
+        "compute waits for the event",
+    ]
+
+
+class FakeCopy:
+    """A tensor that records on which stream it is copied into."""
+
+    nbytes = 8
+
+    def __init__(self, name, cuda):
+        self.name, self.cuda = name, cuda
+
+    def copy_(self, source, non_blocking):
+        assert non_blocking
+        self.cuda.log.append(f"{self.name} is copied into on {self.cuda.current[-1].name}")
+
+
+@pytest.fixture
+def fake_bus(fake_cuda, monkeypatch):
+    """Two lanes, the collectives' and the bus', and a bucket of one piece on the host."""
+    names = iter(["collectives", "bus"])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: FakeStream(next(names), fake_cuda.log))
+    collectives, bus = StreamLane(), Bus.__new__(Bus)
+    bus._comm, bus.lane, bus.rate = SimpleNamespace(rank=0, owner="", traffic=Traffic()), StreamLane(), None
+    piece = SimpleNamespace(
+        part=slice(0, 4),
+        reduced=FakeCopy("pinned memory", fake_cuda),
+        stepped=FakeCopy("the room of parameters", fake_cuda),
+    )
+    piece.tier, piece.is_apart, piece.fresh = SimpleNamespace(on_host=True), True, None
+    bucket = SimpleNamespace(name="bucket 0", pieces=[piece], shard=lambda rank: slice(0, 4))
+    return SimpleNamespace(collectives=collectives, bus=bus, bucket=bucket, piece=piece)
+
+
+def test_a_gradient_goes_down_behind_its_reduction_and_the_host_waits_for_the_copy(fake_cuda, fake_bus):
+    log, mean = fake_cuda.log, torch.zeros(4)
+    with fake_cuda.on("main"):
+        reduction = fake_bus.collectives.submit(lambda: log.append("reduced"))
+        copied = fake_bus.bus.down(fake_bus.bucket, mean, reduction)
+        log.append("backward goes on")
+        copied.wait_on_host()
+    assert log == [
+        "collectives waits for all of main",
+        "reduced",
+        "event on collectives",
+        "bus waits for all of main",
+        "bus waits for the event",
+        "pinned memory is copied into on bus",
+        "event on bus",
+        "backward goes on",
+        "the host waits for the event",
+    ]
+
+
+def test_parameters_are_gathered_behind_the_copy_that_brings_them(fake_cuda, fake_bus):
+    log = fake_cuda.log
+    with fake_cuda.on("main"):
+        raised = fake_bus.bus.up(fake_bus.bucket)
+        fake_bus.collectives.submit(lambda: (raised.wait(), log.append("gathered")))
+    assert [line for line in log if "all of" not in line] == [
+        "the room of parameters is copied into on bus",
+        "event on bus",
+        "collectives waits for the event",
+        "gathered",
+        "event on collectives",
+    ]
+
+
+def test_the_hosts_next_step_waits_until_what_it_writes_over_has_come_up(fake_cuda, fake_bus):
+    with fake_cuda.on("main"):
+        raised = fake_bus.bus.up(fake_bus.bucket)
+    step = Stepper.__new__(Stepper)
+    step._step = lambda: fake_cuda.log.append("the host steps")
+    step.take("bucket 0", after=raised)
+    assert fake_cuda.log[-2:] == ["the host waits for the event", "the host steps"]
+
+
+def test_a_shard_from_disk_rises_once_it_is_read_and_its_buffer_is_taken_again_once_it_has_risen(fake_cuda, fake_bus):
+    log, unit = fake_cuda.log, FakeCopy("the unit", fake_cuda)
+    staging = Staging(SimpleNamespace(empty=lambda numel, dtype: torch.empty(numel, dtype=dtype)))
+    staging.number, buffer = 1, staging.take()
+    read = Handle((), lambda buffers: log.append("the shard is read"))
+    with fake_cuda.on("main"):
+        risen = fake_bus.bus.carry("up", "block 0", unit, buffer, after=read)
+        staging.give_back(buffer, risen)
+        log.append("another block computes")
+        assert staging.take() is buffer
+    assert log[-5:] == [
+        "the shard is read",
+        "the unit is copied into on bus",
+        "event on bus",
+        "another block computes",
+        "the host waits for the event",
+    ]
+
+
+def test_at_the_end_the_caller_itself_waits_for_the_stream_lane(fake_cuda):
+    StreamLane().finish()
+    assert fake_cuda.log == ["the caller waits for all of lane"]
+
+
+def test_gradients_give_way_only_after_the_allocator_knows_who_read_them(fake_cuda):
+    gradients = FakeBuffer(fake_cuda.log)
+    gradients.is_cuda = True
+    storage = SimpleNamespace(nbytes=lambda: 64, resize_=lambda nbytes: fake_cuda.log.append(f"resized to {nbytes}"))
+    gradients.untyped_storage = lambda: storage
+    with fake_cuda.on("main"):
+        Bucket._resize_gradients(SimpleNamespace(gradients=gradients), 0)
+    assert fake_cuda.log == ["the buffer was used on main", "resized to 0"]
+
+
+def log_runs(module, name, log):
+    def after(module, args, output):
+        output.grad_fn.register_prehook(lambda gradients: log.append(f"backward of {name}"))  # just before its kernel
+
+    module.register_forward_pre_hook(lambda module, args: log.append(f"forward of {name}"))
+    module.register_forward_hook(after)
+
+
+def order_on_the_lane(world, stage):
+    """What an engine gives the lane, and when modules run, in its third step."""
+    engine, log = make_engine(stage, "gpt-tiny", bucket_mb=0.005), []
+    for step in range(2):
+        train_step(engine, world, step)
+    engine.synchronize()
+    submit = engine.comm._submit
+
+    def logged(collective, tensor, label, *rest, **options):
+        log.append(f"{collective} of {label}")
+        return submit(collective, tensor, label, *rest, **options)
+
+    engine.comm._submit = logged
+    for number, block in enumerate(engine.module.blocks):
+        log_runs(block, f"blocks.{number}", log)
+    train_step(engine, world, 2)
+    return log
+
+
+def test_stage_3_submits_a_prefetch_before_the_unit_beside_it_has_queued_anything(worlds):
+    # So on CUDA, where the lane waits for all that is queued by then, the gather runs beside that unit's kernels.
+    for log in worlds(2).run(order_on_the_lane, "stage3_param"):
+        gathers = [index for index, entry in enumerate(log) if entry == "all_gather of blocks.1"]
+        assert gathers[0] < log.index("forward of blocks.0")
+        gather = [index for index, entry in enumerate(log) if entry == "all_gather of blocks.0"][-1]
+        assert gather < log.index("backward of blocks.1")
+        # The block's own gradients leave before the next block's kernels are queued.
+        assert log.index("reduce_scatter of blocks.1") < log.index("backward of blocks.0")
+
+
+def test_stage_1_reduces_within_backward_and_gathers_bucket_by_bucket(worlds):
+    for log in worlds(2).run(order_on_the_lane, "stage1_os"):
+        assert log.index("reduce_scatter of bucket 0") < log.index("backward of blocks.0")
+        gathers = [int(entry.split()[-1]) for entry in log if entry.startswith("all_gather of bucket")]
+        assert gathers == sorted(gathers)
+        assert len(gathers) > 2
+
+
+class RecordingLane:
+    """Runs nothing, and keeps what it was given to hold."""
+
+    def __init__(self):
+        self.held = []
+
+    def submit(self, work, *buffers):
+        self.held.append(buffers)
+        return Handle(buffers, lambda buffers: None)
+
+
+def rooms_held(world):
+    """For each of three reductions whether its handle holds the receive buffer of the first, or the last one."""
+    comm = Collectives(deterministic=True)
+    comm.lane = lane = RecordingLane()
+    comm.all_reduce(torch.zeros(64, device=world.device))
+    small = comm.room
+    for numel in (128, 64):
+        comm.all_reduce(torch.zeros(numel, device=world.device))
+    first, last = (room.untyped_storage()._cdata for room in (small, comm.room))
+    held = [[buffer.untyped_storage()._cdata for buffer in buffers] for buffers in lane.held]
+    return [first in storages for storages in held], [last in storages for storages in held]
+
+
+def test_a_receive_buffer_that_was_too_small_lives_until_its_reduction_ended(worlds):
+    assert worlds(2).run(rooms_held) == [([True, False, False], [False, True, True])] * 2
+
+
+def reduce_much(world):
+    """The receive buffer of a reduction whose shards are two segments long, and whether the mean is right."""
+    comm = Collectives()
+    values = torch.arange(world.size * 2**22, device=world.device) % 1000
+    reduced = values * (world.rank + 1.0)
+    comm.all_reduce(reduced).wait()
+    return comm.room.nbytes, torch.equal(reduced, values * (world.size + 1) / 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL receives from all at once")
+@pytest.mark.parametrize(("size", "room"), [(1, 0), (2, collectives.SEGMENT), (4, collectives.SEGMENT)])
+def test_a_large_reduction_receives_into_a_segment_and_the_places_of_what_has_left(worlds, size, room):
+    assert worlds(size).run(reduce_much) == [(room, True)] * size
+
+
+class IdleLane:
+    """Runs nothing."""
+
+    def submit(self, work, *buffers):
+        return Handle(buffers, lambda buffers: None)
+
+
+def not_held(world, ordered):
+    """The collectives whose handle lets go of a tensor that they read or write."""
+    comm = Collectives()
+    comm.lane, comm.ordered = IdleLane(), ordered
+    tensor = torch.zeros(2 * world.size, device=world.device)
+    handles = {name: call(comm, name, tensor) for name in COLLECTIVES}
+    expected = {"reduce_scatter": 2, "all_gather": 2, "all_to_all": 2}
+    return [name for name, handle in handles.items() if len(handle.buffers) < expected.get(name, 1)]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_handle_holds_all_that_a_collective_reads_or_writes(worlds, ordered):
+    assert worlds(2).run(not_held, ordered) == [[], []]
+
+
+# ---- the meter --------------------------------------------------------------------------------------------------
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+
+
+def law(name, size, rank, ring=False):
+    """Bytes that a rank sends for each byte of the tensor, times N so that they are whole."""
+    shares = {"all_reduce": 2 * (size - 1), "broadcast": 0 if rank else size * (size - 1)}
+    if ring:
+        shares["broadcast"] = size * (rank < size - 1)
+    return shares.get(name, size - 1)
+
+
+def call(comm, name, tensor):
+    """Start one collective over `tensor`."""
+    shard = part(tensor, comm.rank, comm.size)
+    arguments = {
+        "reduce_scatter": (tensor, shard),
+        "all_gather": (shard, tensor),
+        "all_to_all": (tensor, torch.empty_like(tensor)),
+    }
+    return getattr(comm, name)(*arguments.get(name, (tensor,)))
+
+
+def meter(world, dtype):
+    """What the meter counts for each collective over 32 elements a rank. Integers have no mean."""
+    comm, counted = Collectives(), {}
+    for name in COLLECTIVES if dtype.is_floating_point else ("all_gather", "all_to_all", "broadcast"):
+        comm.traffic.reset()
+        call(comm, name, torch.zeros(32 * world.size, dtype=dtype, device=world.device)).wait()
+        counted[name] = comm.traffic.by_collective()
+    return counted, comm.point_to_point
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_meter_counts_the_law_exactly(worlds, size, dtype):
+    for rank, (counted, point_to_point) in enumerate(worlds(size).run(meter, dtype)):
+        for name in counted:
+            sent = law(name, size, rank, ring=not point_to_point) * 32 * dtype.itemsize
+            assert counted[name] == ({name: sent} if sent else {})
+
+
+def sockets(world, name, megabytes):
+    """Bytes by the meter and by the kernel, for one collective."""
+    comm, tensor = Collectives(), torch.zeros(int(megabytes * 2**20) // 4 // world.size * world.size)
+    call(comm, name, tensor).wait()
+    dist.barrier()
+    comm.traffic.reset()
+    before = bytes_sent_by_own_sockets()
+    call(comm, name, tensor).wait()
+    dist.barrier()  # whoever received all has acknowledged it
+    return comm.traffic.by_collective().get(name, 0), bytes_sent_by_own_sockets() - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO as it is read here is Linux's")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL passes shared memory and links, not sockets alone")
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("size, megabytes", [(2, 0.5), (2, 8), (3, 4), (4, 2)])
+def test_the_meter_agrees_with_the_kernel(worlds, size, megabytes, name):
+    for counted, sent in worlds(size).run(sockets, name, megabytes):
+        assert sent == pytest.approx(counted, rel=0.01, abs=1000)
+
+
+def open_files(world):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        bytes_sent_by_own_sockets()
+    return len(list(Path("/proc/self/fd").iterdir())) - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO as it is read here is Linux's")
+def test_reading_the_sockets_leaves_them_as_they_were(worlds):
+    assert worlds(2).run(open_files) == [0, 0]
+    assert worlds(2).run(gather_unequal_objects)  # and they still carry
+
+
+def test_traffic_is_summed_by_phase_and_by_collective():
+    traffic = Traffic()
+    traffic.record("all_gather", 3)
+    traffic.phase = "step"
+    traffic.record("all_gather", 4)
+    traffic.record("broadcast", 0)
+    assert traffic.by_collective() == {"all_gather": 7}
+    assert traffic.by_phase() == {"setup": 3, "step": 4}
+    traffic.reset()
+    assert traffic.by_phase() == {}
+
+
+# ---- a simulated world takes the paths of NCCL, inline -----------------------------------------------------------
+
+SIMULATED = """
+import contextlib, json, torch, torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from test_collectives import COLLECTIVES, call
+from common.ranks.collectives import Collectives
+from common.ranks.lanes import InlineLane
+
+dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
+for mode in (contextlib.nullcontext, FakeTensorMode):
+    for deterministic in (False, True):
+        comm, counted = Collectives(deterministic=deterministic), {}
+        assert comm.simulated and isinstance(comm.lane, InlineLane) and comm.tracer is None
+        with mode():
+            for name in COLLECTIVES:
+                comm.traffic.reset()
+                handle = call(comm, name, torch.zeros(64 * 32))
+                assert handle.buffers == ()
+                handle.wait()
+                counted[name] = comm.traffic.by_collective()[name]
+            assert comm.maximum(torch.zeros(3)).shape == (3,)
+        print(json.dumps(counted))
+"""
+
+
+def test_under_a_fake_group_every_path_runs_and_the_meter_counts_the_law():
+    # Not traced even where that is asked for: there is nobody to agree with.
+    command = [sys.executable, "-c", SIMULATED]
+    done = subprocess.run(command, env=importing(ZERO_TRACE="1"), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    by_law = {name: law(name, 64, 3, ring=True) * 32 * 4 for name in COLLECTIVES}
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [by_law] * 4

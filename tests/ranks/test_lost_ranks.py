@@ -1,0 +1,124 @@
+"""A rank that dies in the middle of a collective: the others end, and each says which rank was lost, and where."""
+
+import contextlib
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from a_rank_that_dies import train
+from places import ROOT, importing
+from training import ENGINES, inputs, make_engine, same_bits, small_engine
+from trap_models import step
+
+from common.ranks.collectives import RankLost
+from common.ranks.world import LocalWorld, RankFailed
+
+WITHIN = 60  # seconds for all to end; a start takes some of it
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL says what it says: untried")
+
+
+def lost(rank):
+    """What a rank says of rank 2, on the way of its exchanges."""
+    return rf"RankLost: rank 2 was lost: rank {rank} was in (all_reduce|all_gather|reduce_scatter) of .+ with rank \d"
+
+
+@pytest.mark.parametrize("stage", ["stage0_ddp", "stage3_param"])
+def test_under_torchrun_every_rank_that_is_left_names_the_lost_one(stage):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    environment = importing(OMP_NUM_THREADS="1")
+    command += [ROOT / "tests/programs/a_rank_that_dies.py", stage]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WITHIN, check=False)
+    assert ended.returncode != 0
+    for rank in (0, 1):
+        assert re.search(lost(rank), ended.stderr), ended.stderr
+    assert "Signal 9 (SIGKILL)" in ended.stderr
+
+
+@pytest.mark.parametrize("stage", ["stage0_ddp", "stage3_param"])
+def test_a_local_world_tells_what_the_other_ranks_say_of_the_dead_one(stage):
+    with LocalWorld(3, oversubscribe=True) as world, pytest.raises(RankFailed) as caught:
+        world.run(train, stage, timeout=WITHIN)
+    first, *others = str(caught.value).splitlines()
+    assert first == "rank 2 died with exit code -9"
+    for rank, said in enumerate(others):
+        assert re.search(rf"^rank {rank}: .*{lost(rank)}$", said)
+    assert len(others) == 2
+
+
+def stay_away(world):
+    comm = make_engine("stage2_grad", "mlp").comm
+    if world.rank == 2:
+        return None
+    with pytest.raises(RankLost) as caught:
+        comm.gather_objects(world.rank, "the roll")
+    return str(caught.value)
+
+
+def test_a_rank_that_stays_away_is_named_as_well():
+    with LocalWorld(3, oversubscribe=True, timeout=2) as world:
+        *said, _ = world.run(stay_away, timeout=WITHIN)
+        world.close(kill=True)
+    for rank, complaint in enumerate(said):
+        assert re.match(f"rank 2 gave no answer in time: rank {rank} was in all_gather of the roll", complaint)
+
+
+# ---- ranks that call unequally ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(engine, world, times):
+    for index in range(times):
+        engine(inputs(world, index))
+
+
+@torch.no_grad()
+def generate(engine, world, times):
+    for index in range(times):
+        engine.module(inputs(world, index))
+
+
+UNEQUAL = {  # how often each of two ranks does what
+    "3 and 2 batches": (evaluate, (3, 2)),
+    "rank 0 alone": (evaluate, (1, 0)),
+    "other lengths": (generate, (2, 4)),
+}
+
+
+def call_unequally(world, name, how, within_gathered):
+    """What a rank hears, and the weights where it hears nothing: two steps, unequal calls, two steps."""
+    made, (call, times) = small_engine(world, name), UNEQUAL[how]
+    try:
+        for turn in range(2):
+            for index in range(2):
+                step(made, inputs(world, index))
+            with made.gathered() if within_gathered else contextlib.nullcontext():
+                call(made, world, times[world.rank] if turn == 0 else 1)
+        return made.full_state_dict()
+    except RankLost as error:
+        return str(error)
+
+
+IN = r"\w+ of .+ \(\w+, [\d,]+ bytes\)"
+
+
+PARTED = [("stage3_param", "rank 0 alone"), ("stage3_param", "other lengths")]
+PARTED += [("offload.nvme", "3 and 2 batches"), ("zeropp", "3 and 2 batches")]  # others hold whole weights
+
+
+@pytest.mark.parametrize(("name", "how"), PARTED)
+def test_ranks_that_call_unequally_are_told_who_waits_for_whom_and_the_cure(name, how):
+    with LocalWorld(2, oversubscribe=True, timeout=5) as world:
+        said = world.run(call_unequally, name, how, False, timeout=WITHIN)
+        world.close(kill=True)
+    for rank, complaint in enumerate(said):
+        waits = f"the ranks part: rank {rank} waits for rank {1 - rank} in {IN}, and rank {1 - rank} waits in {IN}; "
+        assert re.fullmatch(waits + r"call the engine equally often .+ within engine\.gathered\(\)", complaint)
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
+def test_within_gathered_they_may(worlds, name):
+    answers = [rank for how in UNEQUAL for rank in worlds(2).run(call_unequally, name, how, True)]
+    assert all(same_bits(weights, answers[0]) for weights in answers)

@@ -1,0 +1,151 @@
+"""The process's own sockets: how much may be under way between ranks of one machine."""
+
+import contextlib
+import os
+import socket
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from training import STAGES, make_engine
+
+from common import bench, peers
+from common.ranks.sockets import SEND_BUFFER, own_sockets, small_send_buffers
+from common.ranks.world import LocalWorld
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for sockets in /proc")
+
+
+@contextlib.contextmanager
+def connection(here, there):
+    """A TCP connection from one address to another."""
+    listener = socket.create_server((there, 0))
+    with listener, socket.create_connection(listener.getsockname(), source_address=(here, 0)) as near:
+        far, _ = listener.accept()
+        with far:
+            yield near, far, listener
+
+
+def send_buffer(one):
+    return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+
+@contextlib.contextmanager
+def opened(here, there):
+    """A connection opened where send buffers are small, and the buffer that another such one has elsewhere."""
+    with contextlib.ExitStack() as stack:
+        default = send_buffer(stack.enter_context(connection(here, there))[0])
+        with small_send_buffers():
+            sockets = stack.enter_context(connection(here, there))
+        yield sockets, default
+
+
+def test_little_is_under_way_on_this_machine():
+    with opened("127.0.0.1", "127.0.0.1") as ((near, far, listener), default):
+        assert send_buffer(near) == send_buffer(far) == 2 * SEND_BUFFER != default
+        assert send_buffer(listener) != 2 * SEND_BUFFER
+
+
+def test_connections_to_other_machines_and_other_sockets_stay_as_they_are():
+    with opened("127.0.0.1", "127.0.0.2") as ((near, far, _), default):
+        assert send_buffer(near) == default
+        near.sendall(b"still open")
+        assert far.recv(10) == b"still open"
+    with small_send_buffers():
+        one, other = socket.socketpair()
+    with one, other:
+        assert 2 * SEND_BUFFER not in (send_buffer(one), send_buffer(other))
+
+
+def test_connections_that_were_open_before_stay_as_they_are():
+    """Even where they have another descriptor since."""
+    with connection("127.0.0.1", "127.0.0.1") as (near, far, _):
+        before = send_buffer(near), send_buffer(far)
+        with small_send_buffers():
+            again = near.dup()
+        with again:
+            assert (send_buffer(near), send_buffer(far)) == before
+
+
+def test_looking_at_sockets_leaves_them_blocking_where_a_default_timeout_is_set():
+    with connection("127.0.0.1", "127.0.0.1") as (near, *_):
+        socket.setdefaulttimeout(30)
+        try:
+            list(own_sockets())
+        finally:
+            socket.setdefaulttimeout(None)
+        assert os.get_blocking(near.fileno())
+
+
+def buffers(world):
+    """The send buffers of gloo's connections from this rank; the one to the store is IPv6."""
+    sizes = []
+    for own in own_sockets():
+        with contextlib.suppress(OSError):  # not connected
+            if own.family == socket.AF_INET and own.getpeername():
+                sizes.append(send_buffer(own))
+    return sizes
+
+
+def build_beside_a_connection(world, stage):
+    """Build an engine; return the send buffers of this rank's own connections, before and after."""
+    with connection("127.0.0.1", "127.0.0.1") as (early, *_):
+        before = send_buffer(early)
+        make_engine(stage)
+        with connection("127.0.0.1", "127.0.0.1") as others:
+            return before, send_buffer(early), send_buffer(others[0])
+
+
+def form_a_group_of_my_own(world):
+    with small_send_buffers():
+        dist.new_group(list(range(world.size)))
+    return buffers(world)
+
+
+class LibraryWithAGroup(peers.ZeroRedundancy):
+    """A library that speaks over a group of its own."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, process_group=dist.new_group(), **options)
+
+
+gloo = pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL chooses its own buffers")
+
+
+@gloo
+@pytest.mark.parametrize("small", [True, False])
+def test_a_world_limits_the_connections_between_its_ranks_unless_told_otherwise(small):
+    with LocalWorld(3, oversubscribe=True, small_send_buffers=small) as world:
+        for sizes in world.run(buffers):
+            assert len(sizes) == 2
+            assert {size == 2 * SEND_BUFFER for size in sizes} == {small}
+
+
+@gloo
+def test_a_program_that_forms_a_group_can_limit_its_connections_too():
+    with LocalWorld(3, oversubscribe=True, small_send_buffers=False) as world:
+        for sizes in world.run(form_a_group_of_my_own):
+            assert len(sizes) == 4
+            assert sizes.count(2 * SEND_BUFFER) == 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_engine_leaves_the_programs_own_connections_alone(worlds, stage):
+    for before, early, late in worlds(2).run(build_beside_a_connection, stage):
+        assert before == early == late
+
+
+@gloo
+@pytest.mark.parametrize(
+    "who, everyone, small",
+    [("stage1_os", False, True), (LibraryWithAGroup, False, False), (LibraryWithAGroup, True, True)],
+)
+def test_the_bench_limits_those_of_libraries_where_asked(who, everyone, small):
+    case = bench.Case("gpt-tiny", "fp32", 2, batch=2, bucket_mb=1, small_send_buffers=everyone)
+    with contextlib.ExitStack() as stack:
+        contestant = bench.Contestant(who)
+        contestant.enter(case, stack)
+        assert contestant.refusal is None
+        for sizes in contestant.world.run(buffers):
+            assert {size == 2 * SEND_BUFFER for size in sizes} == {small}

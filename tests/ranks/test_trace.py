@@ -1,0 +1,361 @@
+"""ZERO_TRACE=1: ranks that agree are not disturbed; of ranks that part, each says where, and fails."""
+
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import ranks_that_part
+import torch
+import torch.distributed as dist
+from groups import in_subgroup, two_users_of_a_group
+from places import ROOT, importing
+from training import STAGES, make_engine, same_bits, train, train_step
+
+from common.errors import InputError
+from common.ranks import trace
+from common.ranks.collectives import Collectives
+from common.ranks.trace import RanksParted, Tracer
+from common.ranks.world import LocalWorld, RankFailed
+
+# ---- the agreement, with threads for ranks ------------------------------------------------------------------------
+
+
+class Ranks:
+    """Ranks that are threads around a store: `run` gives each a tracer."""
+
+    def __init__(self):
+        self.store, self.ran = dist.HashStore(), []
+
+    def run(self, *lives, timeout=60.0):
+        """Have each rank live its life; return what made it part, None where nothing did."""
+
+        def live(rank):
+            group = SimpleNamespace(rank=lambda: rank, size=lambda: len(lives), get_group_store=lambda: self.store)
+            try:
+                lives[rank](Tracer(group, timeout), self.ran)
+            except RanksParted as error:
+                return str(error)
+
+        with ThreadPoolExecutor(len(lives)) as pool:
+            return list(pool.map(live, range(len(lives))))
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    monkeypatch.setattr(trace, "GRACE", 1.0)
+    return Ranks()
+
+
+def calls(*labels, collective="all_gather", nbytes=1024, phase="forward", then=lambda tracer, ran: None, first=0.0):
+    """A life: wait, run collectives, do something at last."""
+
+    def live(tracer, ran):
+        time.sleep(first)
+        for label in labels:
+            tracer.checked(collective, nbytes, label, phase, lambda: ran.append(label))()  # noqa: B023
+        then(tracer, ran)
+
+    return live
+
+
+def leave(tracer, ran):
+    tracer.leave()
+
+
+def fail(tracer, ran):
+    tracer.leave(LookupError("the third\ndrawer is empty"))
+
+
+A, B, C = (f"all_gather of {label} (forward, #{n}, 1,024 bytes)" for n, label in enumerate("abc", 1))
+PARTINGS = {
+    "another unit of the same size": (
+        [calls("a", "b"), calls("a", "c")],
+        f"rank 0 waits in {B}; rank 1 waits in all_gather of c (forward, #2, 1,024 bytes)",
+    ),
+    "another collective": (
+        [calls("a"), calls("a", collective="reduce_scatter", phase="backward")],
+        f"rank 0 waits in {A}; rank 1 waits in reduce_scatter of a (backward, #1, 1,024 bytes)",
+    ),
+    "another size": (
+        [calls("a"), calls("a", nbytes=8)],
+        f"rank 0 waits in {A}; rank 1 waits in all_gather of a (forward, #1, 8 bytes)",
+    ),
+    "several at each place": (
+        [calls("a"), calls("x"), calls("x"), calls("a"), calls("a"), calls("x")],
+        f"ranks 0, 3-4 wait in {A}; ranks 1-2, 5 wait in all_gather of x (forward, #1, 1,024 bytes)",
+    ),
+    "nobody asks by name": (
+        [calls("", "b"), calls("", "")],
+        f"rank 0 waits in {B}; rank 1 waits in all_gather (forward, #2, 1,024 bytes)",
+    ),
+    "one has ended": (
+        [calls("a", "b"), calls("a", then=leave), calls("a", "b")],
+        f"ranks 0, 2 wait in {B}; rank 1 leaves after {A}",
+    ),
+    "one has ended, one comes late": (
+        [calls("a", "b"), calls("a", then=leave), calls("a", then=calls("b", first=0.3))],
+        f"ranks 0, 2 wait in {B}; rank 1 leaves after {A}",
+    ),
+    "one never came": (
+        [calls("a"), calls(then=leave)],
+        f"rank 0 waits in {A}; rank 1 leaves after its start",
+    ),
+    "one failed": (
+        [calls("a", "b"), calls("a", then=fail), calls("a", "b")],
+        f"ranks 0, 2 wait in {B}; rank 1 leaves after {A}: LookupError: the third drawer is empty",
+    ),
+}
+
+
+def test_ranks_that_agree_run_everything_and_leave_a_record_each(ranks):
+    labels = [f"unit {index}" for index in range(100)]
+    assert ranks.run(*[calls(*labels)] * 4) == [None] * 4
+    assert sorted(ranks.ran) == sorted(labels * 4)
+    assert ranks.store.num_keys() <= 4 + 1  # and one that HashStore keeps for itself
+
+
+def test_a_rank_may_call_the_same_in_another_phase(ranks):
+    """It may have evaluated alone before all of them save."""
+    assert ranks.run(calls("a", phase="step"), calls("a", phase="forward")) == [None, None]
+
+
+@pytest.mark.parametrize("parting", PARTINGS)
+def test_all_ranks_learn_at_once_where_they_part_and_run_nothing_there(ranks, parting):
+    lives, sentence = PARTINGS[parting]
+    began = time.monotonic()
+    stay = ["rank 1 leaves" not in sentence or rank != 1 for rank in range(len(lives))]
+    assert ranks.run(*lives) == [sentence if stays else None for stays in stay]
+    assert {ranks.ran.count(label) for label in ranks.ran} <= {len(lives)}
+    assert time.monotonic() - began < 30  # half of what ranks wait for a silent one
+
+
+def test_a_silent_rank_is_named_after_the_timeout_and_told_when_it_comes(ranks):
+    one, other = ranks.run(calls("a", "b"), calls("a", then=calls("b", first=4.0)), timeout=1.0)
+    assert re.sub(r"for \d s", "for _ s", one) == f"rank 0 waits in {B}; rank 1 stays silent for _ s after {A}"
+    assert other == one
+
+
+def test_every_rank_prints_its_own_last_five(ranks, capsys):
+    ranks.run(calls(*"uvwxyz"), calls(*"uvwxy", then=fail))
+    printed = capsys.readouterr().err.splitlines()
+    ours = [line.removeprefix("[rank 0] ") for line in printed if line.startswith("[rank 0]")]
+    theirs = [line.removeprefix("[rank 1] ") for line in printed if line.startswith("[rank 1]")]
+    past = [f"  done     all_gather of {label} (forward, #{n}, 1,024 bytes)" for n, label in enumerate("uvwxy", 1)]
+    assert ours[0].startswith(
+        "the ranks part: rank 0 waits in all_gather of z (forward, #6, 1,024 bytes); rank 1 leaves"
+    )
+    assert ours[1:] == [*past[1:], "  waiting  all_gather of z (forward, #6, 1,024 bytes)"]
+    assert theirs == ["leaves: LookupError: the third drawer is empty", *past]
+
+
+def test_ranks_that_all_fail_do_not_wait_for_each_other(ranks, monkeypatch):
+    monkeypatch.setattr(trace, "GRACE", 30.0)
+    began = time.monotonic()
+    assert ranks.run(calls("a", then=fail), calls("a", then=fail)) == [None, None]
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "inf", "nan", ""])
+def test_a_timeout_that_is_no_time_is_an_input_error(monkeypatch, given):
+    monkeypatch.setenv("ZERO_TRACE_TIMEOUT", given)
+    with pytest.raises(InputError, match=f"ZERO_TRACE_TIMEOUT={given}: give a number of seconds above 0"):
+        trace._timeout()
+
+
+# ---- ranks that agree ---------------------------------------------------------------------------------------------
+
+
+def open_traced(size, **environment):
+    """A world of its own, whose ranks are traced."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"ZERO_TRACE": "1", **environment}.items():
+            patch.setenv(name, value)
+        return LocalWorld(size, oversubscribe=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def traced():
+    with open_traced(3) as world:
+        yield world
+
+
+def train_and_count(world, stage):
+    """What a training gave, and how many collectives were checked by then; None without a tracer."""
+    results, tracer = train(world, stage, steps=3, clip_norm=1e3), Collectives().tracer
+    return results, tracer and tracer.number
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_traced_a_training_has_the_same_bits_and_sends_the_same_bytes(worlds, traced, stage):
+    for (plain, unchecked), (checked, count) in zip(
+        worlds(3).run(train_and_count, stage), traced.run(train_and_count, stage), strict=True
+    ):
+        assert unchecked is None
+        assert count > 10
+        assert same_bits(plain.pop("weights"), checked.pop("weights"))
+        assert plain == checked
+
+
+def test_all_users_of_a_group_share_one_count(traced):
+    for received in traced.run(two_users_of_a_group):
+        assert received == [[float(index)] * 3 for index in range(40)]
+
+
+def test_each_group_has_a_count_of_its_own(traced):
+    results = traced.run(in_subgroup, [1, 2])
+    assert [result and result[0] for result in results] == [None, 0, 1]
+
+
+# ---- ranks that part ----------------------------------------------------------------------------------------------
+
+
+def keep_stderr(world, folder, function, *args):
+    """Run a function on a rank whose stderr is a file."""
+    sys.stderr = (folder / str(world.rank)).open("w")
+    return function(world, *args)
+
+
+@pytest.fixture
+def part(tmp_path):
+    """`part(function, ...)`: the failure of two traced ranks, and what each of them printed."""
+
+    def run(function, *args, **environment):
+        with open_traced(2, **environment) as world, pytest.raises(RankFailed) as caught:
+            world.run(keep_stderr, tmp_path, function, *args)
+        return str(caught.value), [(tmp_path / str(rank)).read_text() for rank in range(2)]
+
+    return run
+
+
+def skip_a_step(world, stage):
+    engine = make_engine(stage)
+    train_step(engine, world)
+    if world.rank == 0:
+        train_step(engine, world)
+    engine.comm.gather_objects("the end")
+
+
+FIRST_OF_A_STEP = {
+    "stage0_ddp": "all_reduce of bucket 0 (backward",
+    "stage1_os": "reduce_scatter of bucket 0 (backward",
+    "stage2_grad": "reduce_scatter of bucket 0 (backward",
+    "stage3_param": "all_gather of the root (forward",
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_skips_a_step_is_found(part, stage):
+    failure, printed = part(skip_a_step, stage)
+    for text in (failure, *printed):
+        assert f"rank 0 waits in {FIRST_OF_A_STEP[stage]}" in text
+        assert "; rank 1 waits in all_gather of objects (step, #" in text
+
+
+def train_another_engine(world):
+    engines = [make_engine("stage1_os"), make_engine("stage1_os")]
+    train_step(engines[world.rank], world)
+
+
+def test_ranks_that_train_another_engine_of_the_same_model_are_found(part):
+    failure, printed = part(train_another_engine)
+    for text in (failure, *printed):
+        assert "rank 0 waits in reduce_scatter of bucket 0 (backward" in text
+        assert "; rank 1 waits in reduce_scatter of engine 2's bucket 0 (backward" in text
+
+
+def test_ranks_that_take_another_unit_of_equal_size_do_not_pair_up(part):
+    failure, printed = part(ranks_that_part.train)
+    sentence = (
+        "rank 0 waits in all_gather of experts.0 (forward, #8, 512 bytes); "
+        "rank 1 waits in all_gather of experts.1 (forward, #8, 512 bytes)"
+    )
+    assert failure.rstrip().endswith(f"RanksParted: {sentence}")
+    for rank, text in enumerate(printed):
+        headline = f"[rank {rank}] the ranks part: {sentence}\n"
+        assert text.startswith(headline)
+        assert headline in (ROOT / "common/README.md").read_text()
+
+
+def raise_on_rank_1(world):
+    comm = Collectives()
+    comm.gather_objects("both are here")
+    if world.rank == 1:
+        raise LookupError("the third drawer is empty")
+    comm.gather_objects("rank 0 alone")
+
+
+def test_the_error_of_a_ranks_own_code_is_what_is_reported_and_the_others_learn_of_it(part):
+    failure, printed = part(raise_on_rank_1)
+    assert failure.startswith("rank 1 failed:\n\nTraceback")
+    assert failure.rstrip().endswith("LookupError: the third drawer is empty")
+    assert "rank 0 waits in all_gather of objects (setup, #3, 16 bytes); rank 1 leaves after all_gather" in printed[0]
+    assert ": LookupError: the third drawer is empty" in printed[0]
+    assert printed[1].startswith("[rank 1] leaves: LookupError: the third drawer is empty")
+
+
+def stay_away_on_rank_1(world):
+    if world.rank == 1:
+        time.sleep(600)
+    Collectives().gather_objects("rank 0 alone")
+
+
+def test_a_silent_rank_is_reported_after_the_timeout(part):
+    failure, printed = part(stay_away_on_rank_1, ZERO_TRACE_TIMEOUT="0.5")
+    sentence = r"rank 0 waits in all_gather of objects \(setup, #1, 16 bytes\); rank 1 stays silent for \d s"
+    assert re.search(sentence, failure)
+    assert re.search(sentence, printed[0])
+
+
+def submit_only(world):
+    """The last collective of the ranks differs, and none of them waits for it."""
+    shard = torch.ones(1, device=world.device)
+    Collectives().all_gather(shard, torch.empty(world.size, device=world.device), f"unit {world.rank}")
+
+
+def own_program():
+    """A training script that knows nothing of this repository's `launch`."""
+    dist.init_process_group("gloo")
+    raise_on_rank_1(SimpleNamespace(rank=dist.get_rank()))
+
+
+SCRIPT = """
+import sys
+import test_trace
+from common.ranks.world import launch
+
+if sys.argv[1] == "own_program":
+    test_trace.own_program()
+else:
+    launch(test_trace.submit_only, nproc=2, oversubscribe=True)
+"""
+
+
+def torchrun(folder, what):
+    """Two ranks of torchrun's, traced; its exit status and everything on stderr."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, what]
+    environment = importing(OMP_NUM_THREADS="1", ZERO_TRACE="1")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stderr
+
+
+def test_under_torchrun_ranks_that_wait_for_nothing_fail_too_and_all_of_them_print(tmp_path):
+    status, printed = torchrun(tmp_path, "submit_only")
+    assert status == 1
+    sentence = "rank 0 waits in all_gather of unit 0 (setup, #1, 8 bytes); rank 1 waits in all_gather of unit 1"
+    for rank in range(2):
+        assert f"[rank {rank}] the ranks part: {sentence}" in printed
+
+
+def test_under_torchrun_a_program_of_its_own_is_told_of_the_rank_that_failed(tmp_path):
+    status, printed = torchrun(tmp_path, "own_program")
+    assert status == 1
+    assert "[rank 0] the ranks part: rank 0 waits in all_gather of objects (setup, #3" in printed
+    assert "[rank 1] leaves: LookupError: the third drawer is empty" in printed
+    assert "Root Cause (first observed failure):\n[0]:" in printed
+    assert "rank      : 1 " in printed.partition("Root Cause")[2]

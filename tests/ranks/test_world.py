@@ -1,0 +1,552 @@
+"""The group of ranks: spawned or joined, and what happens when one of them fails."""
+
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from places import importing
+
+from common.errors import InputError
+from common.measure import traffic
+from common.ranks import collectives, sockets
+from common.ranks import world as world_module
+from common.ranks.collectives import Collectives
+from common.ranks.world import LocalWorld, RankFailed, World, cpus, launch
+
+nccl_speaks = pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL writes to stderr when its ranks are stopped")
+SOON = 30  # seconds: far less than the 600 that a collective waits for its partner
+
+
+def describe(world, *args):
+    gathered = Collectives().gather_objects(world.rank)
+    return {"rank": world.rank, "size": world.size, "device": world.device.type, "gathered": gathered, "args": args}
+
+
+def pid(world):
+    return os.getpid()
+
+
+def gone(process):
+    """Whether a process ended (or waits as a zombie to be collected)."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def all_gone(processes, seconds=SOON):
+    """Wait until all processes have ended."""
+    deadline = time.monotonic() + seconds
+    while not all(gone(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return all(gone(process) for process in processes)
+
+
+def meet(world):
+    """A collective that a failed rank does not come to."""
+    Collectives().all_reduce(torch.ones(world.size, device=world.device)).wait()
+
+
+# ---- ranks of our own ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_launch_runs_on_every_rank_and_returns_rank_0s_result(nproc):
+    result = launch(describe, "argument", 7, nproc=nproc, oversubscribe=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    everyone = list(range(nproc))
+    assert result == {"rank": 0, "size": nproc, "device": device, "gathered": everyone, "args": ("argument", 7)}
+
+
+def test_a_local_world_keeps_its_ranks_between_calls_and_ends_them_with_the_context():
+    with LocalWorld(2, oversubscribe=True) as world:
+        first = world.run(pid)
+        assert world.run(pid) == first
+        assert len({os.getpid(), *first}) == 3
+    assert all_gone(first)
+
+
+def test_two_local_worlds_live_side_by_side(worlds):
+    with LocalWorld(2, oversubscribe=True) as other:
+        assert [answer["size"] for answer in (other.run(describe)[0], worlds(3).run(describe)[0])] == [2, 3]
+
+
+def environment(world, *names):
+    return [os.environ.get(name) for name in names]
+
+
+def test_ranks_have_the_environment_that_stands_when_their_world_is_opened(monkeypatch):
+    """A fork server, once it runs, would give all later worlds the environment of the first."""
+    monkeypatch.setenv("SET_BEFORE", "yes")
+    with LocalWorld(1) as first:
+        monkeypatch.setenv("SET_SINCE", "yes")
+        monkeypatch.delenv("SET_BEFORE")
+        with LocalWorld(1) as second:
+            assert second.run(environment, "SET_BEFORE", "SET_SINCE") == [[None, "yes"]]
+        assert first.run(environment, "SET_BEFORE", "SET_SINCE") == [["yes", None]]
+
+
+def many_tensors(world):
+    return [torch.full((3,), float(index)) for index in range(2000)]
+
+
+def test_results_may_hold_more_tensors_than_a_process_may_open_files(worlds):
+    results = worlds(1).run(many_tensors)[0]
+    assert [tensor[0].item() for tensor in results] == list(range(2000))
+
+
+# ---- failures -----------------------------------------------------------------------------------------------------
+
+
+def raise_on_rank_1(world):
+    if world.rank == 1:
+        raise LookupError("the third drawer is empty")
+    meet(world)
+
+
+def refuse_on_rank_1(world):
+    if world.rank == 1:
+        raise InputError("the file is empty; give another")
+    meet(world)
+
+
+def die_on_rank_1(world):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    meet(world)
+
+
+def exit_on_rank_1(world):
+    if world.rank == 1:
+        sys.exit("enough")
+    meet(world)
+
+
+def stay_away_on_rank_1(world):
+    if world.rank == 1:
+        time.sleep(600)
+    meet(world)
+
+
+FAILURES = {
+    "an exception": (raise_on_rank_1, RankFailed, "rank 1 failed:\n\nTraceback"),
+    "bad input": (refuse_on_rank_1, InputError, "the file is empty; give another"),
+    "SIGKILL": (die_on_rank_1, RankFailed, "rank 1 died with exit code -9"),
+    "SystemExit": (exit_on_rank_1, RankFailed, "rank 1 failed:\n\nTraceback"),
+}
+
+
+def write_errors_to(world, path):
+    """Send what this rank writes to stderr to a file, and tell its process id."""
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    return os.getpid()
+
+
+@nccl_speaks
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failed_rank_is_reported_once_and_all_ranks_are_stopped(failure, tmp_path):
+    function, kind, message = FAILURES[failure]
+    with LocalWorld(3, oversubscribe=True) as world:
+        processes = world.run(write_errors_to, tmp_path / "errors")
+        with pytest.raises(kind) as caught:
+            world.run(function)
+        assert not world.alive
+        assert all_gone(processes)
+    assert str(caught.value).startswith(message)
+    assert (tmp_path / "errors").read_text() == ""
+
+
+def say(world, error=None):
+    print("said")
+    os.write(2, b"and beside Python\n")
+    if error:
+        raise error
+
+
+def test_what_ranks_print_goes_to_a_log_and_what_they_raise_does_not(tmp_path):
+    log = tmp_path / "log"
+    with LocalWorld(2, oversubscribe=True, log=log) as world:
+        world.run(say)
+    with LocalWorld(1, log=log) as world, pytest.raises(RankFailed, match="ValueError: no"):
+        world.run(say, ValueError("no"))
+    assert log.read_text().count("said") >= 2
+    assert log.read_text().count("and beside Python") == 3
+    assert "ValueError" not in log.read_text()
+
+
+def test_a_rank_without_an_answer_is_reported_after_the_timeout():
+    world = LocalWorld(2, oversubscribe=True)
+    processes = world.run(pid)
+    with pytest.raises(RankFailed, match=r"ranks \[0, 1\] gave no answer in 0.5 s"):
+        world.run(stay_away_on_rank_1, timeout=0.5)
+    assert all_gone(processes)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with NCCL a wait returns at once, and its watchdog ends the rank"
+)
+def test_a_collective_without_an_answer_fails_after_the_worlds_timeout():
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 0 failed"):
+        launch(stay_away_on_rank_1, nproc=2, oversubscribe=True, timeout=3)
+    assert time.monotonic() - began < SOON
+
+
+def unpicklable(world):
+    return lambda: None
+
+
+def test_a_result_that_cannot_travel_is_reported_with_the_reason():
+    with pytest.raises(RankFailed, match=r"rank 0 failed(.|\n)*pickle"):
+        launch(unpicklable, nproc=1)
+
+
+def test_a_function_that_ranks_cannot_import_is_reported_with_the_reason(monkeypatch):
+    monkeypatch.setattr(describe, "__module__", "here_only")
+    monkeypatch.setitem(sys.modules, "here_only", sys.modules[__name__])
+    with pytest.raises(RankFailed, match="No module named 'here_only'"):
+        launch(describe, nproc=1)
+
+
+def test_a_closed_world_says_so():
+    world = LocalWorld(1)
+    world.close()
+    with pytest.raises(RankFailed, match="this world is closed"):
+        world.run(pid)
+
+
+def interrupt(world, processes):
+    """Ctrl-C: all processes get SIGINT, in the middle of a call."""
+    if world.rank == 0:
+        for process in processes:
+            os.kill(process, signal.SIGINT)
+    time.sleep(600)
+
+
+@nccl_speaks
+def test_after_ctrl_c_the_ranks_are_stopped_and_say_nothing(tmp_path):
+    """They could take no other call in the middle of this one."""
+    world = LocalWorld(2, oversubscribe=True)
+    processes = world.run(write_errors_to, tmp_path / "errors")
+    with pytest.raises(KeyboardInterrupt):
+        world.run(interrupt, [*processes, os.getpid()])
+    assert all_gone(processes)
+    assert (tmp_path / "errors").read_text() == ""
+
+
+# ---- the parent ---------------------------------------------------------------------------------------------------
+
+
+def tell_pid_and_stay(world):
+    os.write(1, f"{os.getpid()}\n".encode())
+    time.sleep(600)
+
+
+def start(expression, **settings):
+    """A new process that evaluates an expression over LocalWorld, with some settings in its environment."""
+    code = f"import test_world; from common.ranks.world import LocalWorld; {expression}"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], env=importing(**settings), **pipes)
+
+
+def test_a_parent_killed_takes_its_ranks_with_it_and_leaves_no_file(tmp_path):
+    folder = tmp_path / ("x" * 120)  # too long a name for a socket's address
+    folder.mkdir()
+    parent = start("LocalWorld(2, oversubscribe=True).run(test_world.tell_pid_and_stay)", TMPDIR=str(folder))
+    ranks = [int(parent.stdout.readline()) for _ in range(2)]
+    while_they_run = files_in(folder)  # what SIGTERM would leave there, and any other signal
+    parent.kill()
+    assert all_gone(ranks)
+    parent.communicate()
+    assert while_they_run == files_in(folder) == []
+
+
+def files_in(folder):
+    return [name for name in os.listdir(folder) if not name.startswith("torch")]  # its compiler makes a folder
+
+
+@nccl_speaks
+def test_a_world_left_open_ends_quietly_with_its_process():
+    """As a notebook leaves it."""
+    parent = start("world = LocalWorld(2, oversubscribe=True); print(*world.run(test_world.pid))")
+    output, errors = parent.communicate(timeout=SOON)
+    assert (parent.returncode, errors) == (0, "")
+    assert all_gone(map(int, output.split()))
+
+
+# ---- how many, and where they listen ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "gpus, available, nproc, message",
+    [
+        (0, 2, 0, "--nproc 0: at least one rank is needed"),
+        (0, 2, -1, "--nproc -1: at least one rank is needed"),
+        (
+            0,
+            2,
+            3,
+            "--nproc 3: this machine has 2 CPUs; choose at most 2, or add --oversubscribe to let ranks share them",
+        ),
+        (
+            0,
+            1,
+            2,
+            "--nproc 2: this machine has 1 CPU; choose at most 1, or add --oversubscribe to let ranks share them",
+        ),
+        (
+            4,
+            2,
+            5,
+            "--nproc 5: this machine has 4 GPUs; choose at most 4, or add --oversubscribe to let ranks share them",
+        ),
+    ],
+)
+def test_a_number_of_ranks_that_does_not_fit_is_answered_with_the_remedy(monkeypatch, gpus, available, nproc, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(world_module, "cpus", lambda: available)
+    with pytest.raises(InputError) as caught:
+        launch(describe, nproc=nproc)
+    assert str(caught.value) == message
+
+
+def test_oversubscribed_ranks_share_the_cpus(worlds):
+    assert worlds(8).run(threads) == [max(1, cpus() // 8)] * 8
+
+
+def threads(world):
+    return torch.get_num_threads()
+
+
+def see_gpus(patch, uuids):
+    """Let torch show these GPUs in place of the machine's own."""
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    patch.setattr(torch.cuda, "set_device", lambda device: None)
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
+
+
+def environment_for_nccl(world, path, places):
+    """What this rank sets where it is started as (host, its local rank, local size, GPUs it sees)."""
+    host, local_rank, local_size, uuids = places[world.rank]
+    with pytest.MonkeyPatch.context() as patch:
+        see_gpus(patch, uuids)
+        patch.setattr(socket, "gethostname", lambda: host)
+        patch.setattr(torch, "set_num_threads", lambda threads: None)
+        patch.setattr(os, "environ", {})
+        world = World(world.rank, world.size, world_module._device(local_rank))
+        gpus = world_module._tell_gpus(world, dist.FileStore(path, world.size))
+        world_module._prepare_environment(world, local_size, gpus)
+        return os.environ
+
+
+ONE_EACH = {
+    "each sees its node's": [(host, rank, 2, (f"{host}-0", f"{host}-1")) for host in "ab" for rank in (0, 1)],
+    "each sees its own": [(host, rank, 2, (f"{host}-{rank}",)) for host in "ab" for rank in (0, 1)],
+    "nodes with the same UUIDs": [(host, rank, 2, ("0", "1")) for host in "ab" for rank in (0, 1)],
+}
+SHARED = {
+    "4 ranks, 2 GPUs": [("a", rank, 4, ("0", "1")) for rank in range(4)],
+    "4 ranks that see the same one": [("a", rank, 4, ("0",)) for rank in range(4)],
+    "on both nodes": [(host, rank, 2, (host,)) for host in "ab" for rank in (0, 1)],
+    "on one of two nodes": [("a", 0, 2, "0"), ("a", 1, 2, "0"), ("b", 0, 2, ("1", "2")), ("b", 1, 2, ("1", "2"))],
+}
+
+
+@pytest.mark.parametrize("how", ONE_EACH)
+def test_ranks_with_a_gpu_each_leave_nccl_its_network(worlds, tmp_path, how):
+    assert worlds(4).run(environment_for_nccl, str(tmp_path / "store"), ONE_EACH[how]) == [{}] * 4
+
+
+@pytest.mark.parametrize("how", SHARED)
+def test_where_ranks_share_a_gpu_each_is_a_host_of_its_own_to_nccl(worlds, tmp_path, how):
+    environments = worlds(4).run(environment_for_nccl, str(tmp_path / "store"), SHARED[how])
+    assert len({found.pop("NCCL_HOSTID") for found in environments}) == 4
+    one_host = len({host for host, *_ in SHARED[how]}) == 1
+    network = {"NCCL_SOCKET_IFNAME": world_module._loopback()} if one_host else {}
+    assert environments == [{"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", **network}] * 4
+
+
+def tcp_addresses(world=None):
+    """The local addresses of the TCP sockets that this process listens at or is connected by, in hex."""
+    inodes = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(str(descriptor.readlink()).removeprefix("socket:[").removesuffix("]"))
+    lines = Path("/proc/self/net/tcp").read_text().splitlines() + Path("/proc/self/net/tcp6").read_text().splitlines()
+    fields = [line.split() for line in lines]
+    return {field[1].partition(":")[0] for field in fields if field[9] in inodes}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for sockets in /proc")
+def test_ranks_and_their_parent_speak_over_the_loopback_alone(worlds):
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1, also as an IPv6 socket shows it
+    before = tcp_addresses()
+    for addresses in worlds(3).run(tcp_addresses):
+        assert addresses <= loopback
+        assert addresses
+    assert tcp_addresses() | before <= loopback
+
+
+def import_elsewhere(world, platform):
+    """Import what commands need as on another system, without what only Linux has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "platform", platform)
+        patch.delattr(os, "sched_getaffinity")
+        patch.delattr(socket, "TCP_INFO")
+        for module in (sockets, traffic, collectives, world_module):
+            importlib.reload(module)
+        return world_module.cpus()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="plays other systems on Linux")
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_nothing_is_imported_that_only_linux_has(platform):
+    assert launch(import_elsewhere, platform, nproc=1) == os.cpu_count()
+
+
+# ---- under torchrun -----------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys
+import test_world
+from common.errors import InputError
+from common.ranks.world import launch
+
+function, *gpus = sys.argv[1:]
+if gpus:
+    test_world.see_one_gpu(gpus[int(os.environ["LOCAL_RANK"])])
+try:
+    again = [launch(getattr(test_world, function), nproc=99, oversubscribe=not gpus) for _ in range(2)]
+    outcome = f"result: {again[1]}"
+except InputError as error:
+    outcome = f"input error: {error}"
+os.write(1, f"{outcome}{os.linesep}".encode())  # in one piece: two ranks write
+"""
+
+
+def see_one_gpu(uuid):
+    """Let torch show this GPU alone, as Slurm does; the group is gloo's still."""
+    patch, form = pytest.MonkeyPatch(), world_module._init_group
+    see_gpus(patch, [uuid])
+    on_cpu = torch.device("cpu")
+    patch.setattr(world_module, "_init_group", lambda world, *rest: form(World(world.rank, world.size, on_cpu), *rest))
+
+
+def torchrun(folder, function, *gpus, script=SCRIPT):
+    """Run a function of this file on two ranks of torchrun's, each of which sees one GPU where some are given."""
+    file = folder / "script.py"
+    file.write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", file]
+    environment = importing(OMP_NUM_THREADS="1")
+    return subprocess.run(
+        [*command, function, *gpus], env=environment, capture_output=True, text=True, timeout=2 * SOON, check=False
+    )
+
+
+def leave_one_in_flight(world):
+    """Return while a large gather travels, as a training loop does whose last call is `step`."""
+    comm = Collectives()
+    shard = torch.ones(4_000_000, device=world.device)
+    comm.all_gather(shard, torch.empty(world.size * len(shard), device=world.device))
+    return world.rank, world.size
+
+
+def raise_with_one_in_flight(world):
+    if world.rank == 1:
+        tensor = torch.ones(world.size, device=world.device)
+        Collectives().all_to_all(tensor, torch.empty_like(tensor))
+        raise LookupError("the third drawer is empty")
+    time.sleep(600)
+
+
+def refuse(world):
+    meet(world)
+    raise InputError(f"rank {world.rank} cannot use this; give another")
+
+
+def test_under_torchrun_launch_joins_and_rank_0_has_the_result(tmp_path):
+    done = torchrun(tmp_path, "leave_one_in_flight")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["result: (0, 2)", "result: None"]
+
+
+def describe_gpu(world):
+    return str(world.device), Collectives().gather_objects(os.environ.get("NCCL_HOSTID"))
+
+
+def test_under_torchrun_ranks_that_see_one_gpu_each_need_not_share(tmp_path):
+    done = torchrun(tmp_path, "describe_gpu", "GPU-1", "GPU-2")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["result: ('cuda:0', [None, None])", "result: None"]
+
+
+def test_under_torchrun_ranks_that_share_a_gpu_are_refused_with_the_remedy(tmp_path):
+    done = torchrun(tmp_path, "describe_gpu", "GPU-1", "GPU-1")
+    assert done.returncode == 0, done.stderr
+    why = "ranks 0 and 1 use the same GPU; start one rank for each GPU, or add --oversubscribe to let ranks share them"
+    assert done.stdout.splitlines() == [f"input error: --nproc-per-node: {why}"] * 2
+
+
+def test_under_torchrun_bad_input_reaches_every_rank(tmp_path):
+    done = torchrun(tmp_path, "refuse")
+    assert done.returncode == 0, done.stderr
+    expected = [f"input error: rank {rank} cannot use this; give another" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == expected
+
+
+SPEAKING = """
+import os, time
+from common.errors import InputError
+from common.outputs import one_line_errors
+
+with one_line_errors():
+    rank, knows = int(os.environ["RANK"]), os.environ["KNOWS"]
+    if knows in (str(rank), "all"):
+        raise InputError("give another")
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("knows", ["1", "all"])
+def test_under_torchrun_the_rank_that_knows_what_is_wrong_says_it_once(tmp_path, monkeypatch, knows):
+    monkeypatch.setenv("KNOWS", knows)
+    done = torchrun(tmp_path, "", script=SPEAKING)
+    assert done.stderr.count("error: give another\n") == 1
+    assert "Traceback" not in done.stderr.partition("error: give another\n")[0]
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_an_environment_that_is_not_torchruns_is_told(monkeypatch, name):
+    for each in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(each, "abc" if each == name else "0")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(InputError, match=f"{name}=abc.*; start it by torchrun"):
+        launch(describe, nproc=1)
+
+
+def test_under_torchrun_a_rank_that_raises_shows_why_and_leaves_at_once(tmp_path):
+    done = torchrun(tmp_path, "raise_with_one_in_flight")
+    assert done.returncode == 1
+    assert "LookupError: the third drawer is empty" in done.stderr
+    assert "exitcode  : 1 " in done.stderr  # of rank 1, no signal
+    assert "terminate called" not in done.stderr
+
+
+def test_under_torchrun_the_remedy_names_torchruns_option(monkeypatch):
+    environment = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    for name, value in {**environment, "WORLD_SIZE": "9999", "LOCAL_WORLD_SIZE": "9999"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(InputError, match=r"^--nproc-per-node 9999: .* or add --oversubscribe"):
+        launch(describe, nproc=1)

@@ -1,0 +1,67 @@
+"""make and what is set up beside it: the targets are explained, the records reproducible, the versions named."""
+
+import json
+import os
+import re
+import shutil
+import tomllib
+from subprocess import PIPE, run
+
+import pytest
+from places import ROOT
+
+MAKEFILE = (ROOT / "Makefile").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PINNED = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+
+
+def make(*arguments):
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return run(["make", *arguments], cwd=ROOT, env=outside, stdout=PIPE, text=True, check=True).stdout
+
+
+def test_bare_make_is_help_which_names_every_target_in_80_columns():
+    told = make("help")
+    assert make() == told
+    targets = re.findall(r"^([\w-]+):(?!=)", MAKEFILE, re.MULTILINE)
+    assert len(targets) > 10
+    explained = re.sub(", -", " make record-", " ".join(told.split()))  # one list names several
+    for target in targets:
+        assert re.search(rf"\bmake {target}(?![\w-])", explained), target
+    assert max(map(len, told.splitlines())) <= 80
+
+
+def test_make_record_takes_the_commands_that_the_page_gives():
+    page = " ".join((ROOT / "results/README.md").read_text().split())
+    commands = re.findall(r"`(python -m common\.[^`]+ --json results/[^`]+)`", page)
+    recorded = make("--dry-run", "record")
+    assert len(commands) >= 6
+    for command in commands:
+        if "waits:Engine" not in command:  # of an engine that is no longer here
+            assert command in recorded
+
+
+def test_every_record_can_be_made_anew():
+    recorded = make("--dry-run", "record")
+    for path in (ROOT / "results").glob("*.json"):
+        by_the_suite = path.name in ("equivalence.json", "memory_reduction.json")
+        assert f"results/{path.name}" in recorded or by_the_suite or path.name == "wait_in_step_cpu.json", path.name
+
+
+def test_every_dependency_has_a_version_that_is_allowed_and_the_records_name():
+    extras = PROJECT["optional-dependencies"]
+    for requirement in [*PROJECT["dependencies"], *extras["tests"], *extras["peers"]]:
+        name, lowest = requirement.split(">=")
+        assert [int(part) for part in PINNED[name].split(".")] >= [int(part) for part in lowest.split(".")]
+    bench = json.loads((ROOT / "results/bench_cpu.json").read_text())["versions"]
+    assert {name: version.partition("+")[0] for name, version in bench.items()}.items() <= PINNED.items()
+
+
+def test_the_citation_is_of_this_version():
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {PROJECT['version']}\n" in citation
+    assert f"license: {PROJECT['license']}\n" in citation
+    for key in ("cff-version", "message", "title", "authors"):  # those that the format requires
+        assert re.search(rf"^{key}:", citation, re.MULTILINE)

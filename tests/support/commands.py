@@ -1,0 +1,25 @@
+"""Commands, as a user types them, and the one line with which they refuse what they cannot use."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from places import ROOT
+
+
+def run(*arguments, cwd=ROOT, **settings):
+    """Run `python ...` without the package being installed, and return the finished process."""
+    environment = {**os.environ, "PYTHONPATH": "", **settings}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def refused(captured, command, *arguments):
+    """The one line with which a command ends, with status 2; `captured` is pytest's capsys or capfd."""
+    with pytest.raises(SystemExit) as end:
+        command(*arguments)
+    said = captured.readouterr()
+    assert (end.value.code, said.out) == (2, "")
+    (line,) = said.err.strip().splitlines()
+    return line

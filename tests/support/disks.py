@@ -1,0 +1,21 @@
+"""A disk of few bytes, to fill it up."""
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="mounts and traces as Linux does")
+
+
+@contextlib.contextmanager
+def small_disk(path, size):
+    """A file system of so many bytes at `path`, mounted for the context. Yields a call that mounts it anew."""
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=False).returncode:
+        pytest.skip("a file system of its own cannot be mounted here; that takes root")
+    try:
+        yield lambda how: subprocess.run(["mount", "-o", f"remount,{how}", path], check=True)
+    finally:
+        subprocess.run(["umount", path], check=True)

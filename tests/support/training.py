@@ -1,0 +1,157 @@
+"""What ranks run in the tests: build an engine, train it a few steps on real text, hand back what happened."""
+
+import functools
+import os
+import shutil
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from trap_models import WIDTH, Net
+
+from common import models
+from common.data import Batches, load_text
+from common.engine.mixed_precision import LossScaler
+from common.errors import InputError
+from common.ranks.collectives import Collectives
+from common.train import find_engine
+
+STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
+ENGINES = (*STAGES, "offload", "offload.nvme")
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
+UNFUSED = functools.partial(torch.optim.AdamW, lr=1e-2)  # as a baseline without aligned shards needs it
+BUCKET_MB = 0.01  # several buckets even in tiny models
+
+
+@functools.cache
+def text():
+    return load_text()[:100_000]
+
+
+def follows(engine):
+    """The stage whose formulas an engine claims: its own, or what its attribute `follows` names."""
+    stage = engine if engine in ENGINES else getattr(find_engine(engine), "follows", None)
+    if stage is None:
+        pytest.skip("it does not say which stage's formulas it follows: set `follows`, to 'stage2_grad' for instance")
+    return stage
+
+
+def or_reason(function, *args, **options):
+    """Call a function; what an engine does not claim, by raising NotImplementedError, comes back as its reason."""
+    try:
+        return function(*args, **options)
+    except NotImplementedError as error:
+        return str(error) or "it raises NotImplementedError"
+
+
+def message_of(call, *args, **options):
+    """What a call raises, as text; None where it raises nothing."""
+    try:
+        call(*args, **options)
+    except (InputError, RuntimeError) as error:
+        return str(error)
+
+
+def message_in_step(call, *args, **options):
+    """What a call raises on every rank. The ranks are in step afterwards, as a collective shows."""
+    message = message_of(call, *args, **options)
+    if message is not None:
+        assert Collectives().gather_objects(dist.get_rank()) == list(range(dist.get_world_size()))
+    return message
+
+
+def claimed(answers):
+    """What ranks answered; skip where the answer is a reason why the engine does not claim it."""
+    if isinstance(answers[0], str):
+        pytest.skip(answers[0])
+    return answers
+
+
+def choose_exact_kernels(world):
+    """On CUDA some kernels add in an order of chance. Have this rank take those that do not."""
+    if world.device.type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+
+
+def make_engine(engine, model="gpt-tiny", optimizer=ADAMW, seed=0, **options):
+    """An engine over a zoo model, or over a module, built on this rank."""
+    module = models.build(model) if isinstance(model, str) else model
+    if not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
+        module.to("cuda" if torch.cuda.is_available() else "cpu")
+    init = models.initial_values(seed)
+    options = {"bucket_mb": BUCKET_MB, "deterministic": True, **options}  # so that the bits agree with NCCL too
+    return find_engine(engine)(module, optimizer, init=init, **options)
+
+
+def inputs(world, index):
+    """This rank's inputs of a step of a model in the style of `trap_models`."""
+    generator = torch.Generator().manual_seed(10 * index + world.rank)
+    return torch.randn(2, 3, WIDTH, generator=generator).to(world.device)
+
+
+def small_engine(world, engine, precision="fp32", make=Net, seed=0, scale=2.0**10, **options):
+    """An engine over such a model. In fp16 its loss scale moves within a few steps."""
+    torch.manual_seed(seed)
+    made = make_engine(engine, make().to(world.device), UNFUSED, precision=precision, **options)
+    if precision == "fp16":
+        made.loss_scaler = LossScaler(scale=scale, window=2)
+    return made
+
+
+def batch(module, world, step=0, global_batch=24):
+    """This rank's (inputs, targets) of a global batch."""
+    windows = Batches(text(), module.window, global_batch).of(step, world.rank, world.size)
+    inputs, targets = module.inputs_and_targets(windows)
+    return inputs.to(world.device), targets.to(world.device)
+
+
+def train_step(engine, world, step=0):
+    """Forward, backward, step; return the loss."""
+    inputs, targets = batch(engine.module, world, step)
+    loss = models.loss(engine(inputs), targets)
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def train(world, engine, model="gpt-tiny", steps=10, **options):
+    """Train and return the final weights, the losses, and every count with its prediction."""
+    engine = make_engine(engine, model, **options)
+    losses = []
+    for step in range(steps):
+        engine.comm.traffic.reset()
+        losses.append(train_step(engine, world, step))
+    return {
+        "model_state_bytes": engine.model_state_bytes(),
+        "predicted_model_state_bytes": engine.predicted_model_state_bytes(),
+        "wire_bytes": engine.comm.traffic.by_collective(),
+        "predicted_wire_bytes": engine.predicted_wire_bytes_per_step(),
+        "losses": losses,
+        "weights": engine.full_state_dict(),
+    }
+
+
+def handed_on(world, writer, reader, folder, precision):
+    """Train, save, and train on: in the engine that saved, and in another that loads."""
+    first = make_engine(writer, precision=precision)
+    for step in range(2):
+        train_step(first, world, step)
+    first.save(folder)
+    second = make_engine(reader, precision=precision, seed=1)
+    second.load(folder)
+    for made in (first, second):
+        train_step(made, world, 2)
+    return same_bits(first.full_state_dict(), second.full_state_dict())
+
+
+def same_bits(one, other):
+    """Whether two state dicts hold the same names and the same bits."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+needs_two_nodes = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2"
+)

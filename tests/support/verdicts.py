@@ -1,0 +1,197 @@
+"""The verdict on a cell: the bits of the baseline, or as near as rounding allows, or not."""
+
+import functools
+import math
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from matrix import baseline_of, train_cell
+from training import same_bits
+
+from common.engine.mixed_precision import DTYPES
+
+# How much more than other rounding alone an engine may be off. Engines that are right need 1.5 at most, measured with
+# torch's DDP and FSDP2 and a plain sharded optimizer; those that are not are off by 5 and more, most by thousands.
+MULTIPLE = 4
+UNITS = 4  # in the last place that any engine may be off, where rounding otherwise happens to change nothing
+ROUNDINGS = ("baseline:OtherRounding", "baseline:SecondRounding", "baseline:ThirdRounding")
+# What an engine that sends 4 bits of each gradient may be off: of the distance trained, and of the losses' size.
+COARSE = {"weights": 0.5, "losses": 0.05}
+PARTS = ("weights", "frozen", "buffers")
+EPS = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+@functools.cache
+def reference(worlds, cell):
+    """What every rank of the baseline came to."""
+    return worlds(cell.world_size).run(train_cell, baseline_of(cell), cell)
+
+
+@functools.cache
+def other_rounding(worlds, cell, rounding=ROUNDINGS[0]):
+    """What it comes to with the same mathematics, rounded otherwise."""
+    return worlds(cell.world_size).run(train_cell, rounding, cell)
+
+
+def judge(worlds, cell, ranks, quantizes=False):
+    """Compare what `train_cell` returned on every rank with the baselines: see `verdict`.
+
+    An engine that `quantizes` what it sends is off by more than rounding: "coarse" says that it trains all the same,
+    within `COARSE` of the baseline's way and losses.
+    """
+    expected = reference(worlds, cell)
+    found, reason = verdict(ranks, expected, functools.partial(other_rounding, worlds, cell), cell.precision)
+    if found == "fail" and quantizes and _ranks_agree(ranks) and not _odd(ranks, expected, cell.precision):
+        off = _coarsely_off(ranks, expected)
+        if all(off[what] <= most for what, most in COARSE.items()):
+            return "coarse", ", ".join(f"{what} off by {part:.1%}" for what, part in off.items())
+    return found, reason
+
+
+def verdict(ranks, expected, rounded_otherwise, precision):
+    """Compare a training with another.
+
+    Args:
+        ranks: what `train_cell` returned on every rank.
+        expected: what it returned on every rank of the other.
+        rounded_otherwise: returns what it returned on every rank with one of `ROUNDINGS`. Not called where the bits are
+            equal, and as long as the training is off by too much.
+        precision: of the cell.
+
+    Returns:
+        "bitwise", "ulp" (no weight is off by more than one unit in the last place), "tolerance" (within `MULTIPLE`
+        times what rounding does) or "fail"; and the reason why it is not "bitwise".
+    """
+    one, other = ranks[0], expected[0]
+    if not _ranks_agree(ranks):
+        differ = [number for number, rank in enumerate(ranks) if rank["digest"] != one["digest"]]
+        return "fail", f"ranks 0 and {differ[0]} end with different parameters"
+    if (
+        all(same_bits(one[part], other[part]) for part in PARTS)
+        and _told(ranks, "losses") == _told(expected, "losses")
+        and _same_norms(ranks, expected)
+    ):
+        return "bitwise", ""
+    odd = _odd(ranks, expected, precision)
+    if odd:
+        return "fail", odd
+    for rounding in ROUNDINGS:
+        noise = rounded_otherwise(rounding)
+        measures = [
+            _tensors("weights", one, other, noise[0]),
+            _tensors("buffers", one, other, noise[0]),
+            _numbers("losses", ranks, expected, noise, EPS[precision]),
+            _numbers("norms", ranks, expected, noise, EPS[precision]),
+        ]
+        worst = max(measures, key=lambda measure: measure.excess)
+        if worst.excess <= 1:
+            break
+    reason = f"{worst.what} off by {worst.off:.1e} of {worst.unit}, rounding by {worst.noise:.1e}"
+    if worst.excess > 1:
+        return "fail", reason
+    near = all(_within_an_ulp(one["weights"][name], tensor) for name, tensor in other["weights"].items())
+    return ("ulp" if near else "tolerance"), reason
+
+
+def _ranks_agree(ranks):
+    return len({rank["digest"] for rank in ranks}) == 1
+
+
+def _coarsely_off(ranks, expected):
+    """How far an engine that quantizes has gone from the baseline: {"weights": of the way trained, "losses"}."""
+    one, other = ranks[0], expected[0]
+    trained = _distance(other["weights"], {name: other["start"][name] for name in other["weights"]}) or 1.0
+    losses, told = (torch.tensor(_told(side, "losses"), dtype=torch.float64) for side in (ranks, expected))
+    weights = _distance(one["weights"], other["weights"]) / trained
+    return {"weights": weights, "losses": float((losses - told).norm() / (told.norm() or 1.0))}
+
+
+def _odd(ranks, expected, precision):
+    """What is wrong whatever rounding does; None if nothing is."""
+    one, other = ranks[0], expected[0]
+    if _shapes(one) != _shapes(other):
+        return _shapes_differ(_shapes(one), _shapes(other))
+    if [norm is None for norm in _told(ranks, "norms")] != [norm is None for norm in _told(expected, "norms")]:
+        return "step() tells a norm where there is none, or none where there is one: `StepResult.norm`"
+    for name, tensor in other["frozen"].items():  # an engine may round what it does not train, or not
+        if not torch.equal(one["frozen"][name].to(DTYPES[precision]), tensor.to(DTYPES[precision])):
+            return f"{name}, which is frozen, differs"
+    return None
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How far something is off, and what rounding alone does to it, both in a unit; and the floor of what it may be."""
+
+    what: str
+    off: float
+    noise: float
+    floor: float
+    unit: str
+
+    @property
+    def excess(self):
+        """Above 1 it is too far. Not a number, as a loss that is none, is too far as well."""
+        if self.off == 0:
+            return 0.0
+        ratio = self.off / max(MULTIPLE * self.noise + self.floor, 1e-300)
+        return math.inf if math.isnan(ratio) else ratio
+
+
+def _tensors(what, one, expected, noise):
+    other = expected[what]
+    size = _distance(other, {name: torch.zeros_like(tensor) for name, tensor in other.items()})
+    trained = _distance(other, {name: expected["start"][name] for name in other}) or 1.0
+    off, rounding = _distance(one[what], other), _distance(noise[what], other)
+    floor = UNITS * EPS["fp32"] * size  # masters are in fp32 in every precision
+    return Measure(what, off / trained, rounding / trained, floor / trained, "the distance trained")
+
+
+def _numbers(what, ranks, expected, noise, eps):
+    one, other, third = (
+        torch.tensor([number for number in _told(side, what) if number is not None], dtype=torch.float64)
+        for side in (ranks, expected, noise)
+    )
+    if other.shape != third.shape:  # in fp16 it skipped another step
+        third = other
+    size = other.norm().item() or 1.0
+    off, rounding = (value.sub(other).norm().item() / size for value in (one, third))
+    return Measure(what, off, rounding, UNITS * eps, "their size")
+
+
+def _told(ranks, what):
+    """The losses or norms of all ranks, one after the other."""
+    return [number for rank in ranks for number in rank[what]]
+
+
+def _same_norms(ranks, expected):
+    pairs = zip(_told(ranks, "norms"), _told(expected, "norms"), strict=True)
+    return all(a == b or (None not in (a, b) and math.isclose(a, b, rel_tol=1e-6)) for a, b in pairs)
+
+
+def _shapes(rank):
+    return {name: tensor.shape for name, tensor in chain.from_iterable(rank[part].items() for part in PARTS)}
+
+
+def _shapes_differ(ours, expected):
+    odd = sorted(name for name in ours.keys() | expected.keys() if ours.get(name) != expected.get(name))
+    name = odd[0]
+    return (
+        f"full_state_dict(): {name} is {_shown(ours.get(name))}, not {_shown(expected.get(name))}, of {len(odd)} such"
+    )
+
+
+def _shown(shape):
+    return "missing" if shape is None else f"of shape {list(shape)}"
+
+
+def _distance(one, other):
+    return math.sqrt(
+        sum((one[name].double() - tensor.double()).square().sum().item() for name, tensor in other.items())
+    )
+
+
+def _within_an_ulp(one, other):
+    neighbour = torch.nextafter(one, other) if one.dtype == torch.float32 else one
+    return bool(((one == other) | (neighbour == other)).all())

@@ -1,0 +1,57 @@
+"""Worlds of ranks, started once per session and used by all tests."""
+
+from first_difference import hung
+from training import choose_exact_kernels
+
+from common.ranks.world import LocalWorld, RankFailed
+
+HANGS = 3  # so many trainings may hang before the rest is skipped
+hangs = []  # what was said of each
+
+
+class Worlds:
+    """`worlds(n)` is a world of n ranks: started when first asked for, and again after a failure closed it."""
+
+    def __init__(self, timeout=60):
+        self._worlds, self._timeout = {}, timeout
+
+    def __call__(self, size):
+        if size not in self._worlds or not self._worlds[size].alive:
+            self._worlds[size] = self.open(size)
+            self._worlds[size].run(choose_exact_kernels)
+        return self._worlds[size]
+
+    def open(self, size):
+        return LocalWorld(size, oversubscribe=True, timeout=self._timeout)
+
+    def close(self):
+        for world in self._worlds.values():
+            world.close()
+
+
+class WorldsThatMayHang(Worlds):
+    """Those of an engine that --engine names: ranks that wait in vain give up soon, and are counted.
+
+    What they print goes to a log: libraries have much to say.
+    """
+
+    def __init__(self, log):
+        super().__init__(timeout=20)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("")
+        self._log = log
+
+    def open(self, size):
+        return WorldThatMayHang(size, oversubscribe=True, timeout=self._timeout, log=self._log)
+
+
+class WorldThatMayHang(LocalWorld):
+    """A collective gives up by itself; so much time beside it is for an engine that compiles something first."""
+
+    def run(self, function, *args, timeout=300):
+        try:
+            return super().run(function, *args, timeout=timeout)
+        except RankFailed as failure:
+            if hung(failure):
+                hangs.append(str(failure))
+            raise

@@ -1,0 +1,374 @@
+"""Activations on the host: no bit changes, two inputs stay on the device, and the bus carries what is foreseen."""
+
+import argparse
+import contextlib
+import copy
+import functools
+import itertools
+import json
+from unittest import mock
+
+import pytest
+import torch
+from commands import refused
+from late_lanes import on_lane
+from planting import healthy, replaced
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from traces import row_names
+from training import make_engine, same_bits, train_step
+
+from common import compare, train
+from common.measure.memory import HOST, Timeline
+from common.models.gpt import GPT, GPTConfig
+from common.models.recompute import KINDS, run_blocks
+from common.tiers.activations import HostActivations, Room
+from common.tiers.bus import Bus
+
+ENGINES = ("stage0_ddp", "stage2_grad", "stage3_param", "offload")
+LAYERS, WIDTH, SEQUENCE, BATCH = 4, 32, 32, 24
+INPUT = BATCH // 2 * SEQUENCE * WIDTH * 4  # bytes of a block's input on one of two ranks in fp32
+
+
+def options(*given):
+    """The options of the training command."""
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    return parser.parse_args(["--nproc", "2", "--model", "gpt-tiny", "--steps", "2", "--accumulate", "2", *given])
+
+
+def row(world, engine, given):
+    return train.train(world, engine, given)[0]
+
+
+@functools.cache
+def on_device(worlds, *given):
+    return worlds(2).run(row, "stage0_ddp", options("--checkpoint-activations", *given))[0]
+
+
+def check(worlds, engine, kind, *given):
+    """The row of a training with activations on the host, which ends as stage 0 does without."""
+    checkpoints = ("--checkpoint-activations", kind, "--offload-activations")
+    found, plain = worlds(2).run(row, engine, options(*checkpoints, *given))[0], on_device(worlds, *given)
+    assert (found["losses"], found["param_sha256"]) == (plain["losses"], plain["param_sha256"])
+    assert found["bus_bytes_per_step"] == found["predicted_bus_bytes_per_step"]
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ENGINES)
+def test_no_bit_changes_and_every_blocks_input_goes_down_and_comes_up(worlds, name, kind, precision):
+    found = check(worlds, name, kind, "--precision", precision)
+    inputs = 2 * 12 * 16 * 16 * (4 if precision == "fp32" else 2)  # layers, samples of a rank, sequence, width
+    if name != "offload":  # which moves gradients and parameters too
+        assert found["bus_bytes_per_step"] == {"down": inputs, "up": inputs}
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"), zip(["llama-tiny", "moe-tiny", "resnet-tiny", "lora-tiny"], [*KINDS, *KINDS], strict=True)
+)
+def test_nor_does_one_of_another_model(worlds, model, kind):
+    check(worlds, "stage3_param", kind, "--model", model)
+
+
+# ---- when, and what stays -----------------------------------------------------------------------------------------
+
+
+def deep(engine, kind, host=True):
+    """An engine over a GPT with checkpoints."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(layers=LAYERS, width=WIDTH, heads=2, sequence=SEQUENCE))
+    model.checkpoint_activations = kind
+    made = make_engine(engine, model, bucket_mb=1)
+    if host:
+        model.saving = HostActivations(made)
+    return made
+
+
+def trained(world, engine, kind, host=True, lane=None, plant=healthy):
+    """Losses and weights of two steps; the peaks of activations and of the host in the second."""
+    with plant(engine), on_lane(lane, world.rank) if lane else contextlib.nullcontext():
+        made = deep(engine, kind, host)
+        losses = [train_step(made, world)]
+        with Timeline(made) as timeline:
+            losses.append(train_step(made, world, 1))
+        weights = train.sha256(made.full_state_dict())
+        on_host = max(now.get(HOST, 0) for _, now in timeline.samples)
+        return losses, weights, timeline.peak_of("activations"), on_host
+
+
+def on_this_rank(world, engine, kind, lane, plant=healthy):
+    """What `trained` finds with the host, or what was raised."""
+    try:
+        return trained(world, engine, kind, lane=lane, plant=plant)
+    except Exception as error:
+        return repr(error)
+
+
+@functools.cache
+def without_host(worlds, engine, kind):
+    return worlds(2).run(trained, engine, kind, False)[0]
+
+
+def broken(worlds, engine, kind, lane, plant=healthy):
+    """What does not hold of activations on the host: their bits, the bound on the device, the room they take."""
+    found = worlds(2).run(on_this_rank, engine, kind, lane, plant)[0]
+    if isinstance(found, str):
+        return [found]
+    losses, weights, peak, on_host = found
+    expected_losses, expected_weights, peak_without, on_host_without = without_host(worlds, engine, kind)
+    # A late lane holds what goes down until somebody waits for it: one input more.
+    stay = 3 if lane else 2
+    promises = {
+        "losses": losses == expected_losses,
+        "weights": weights == expected_weights,
+        "on the device": peak <= peak_without - (LAYERS - stay) * INPUT,
+        "on the host": on_host == on_host_without + LAYERS * INPUT,
+    }
+    return [promise for promise, holds in promises.items() if not holds]
+
+
+CASES = list(itertools.product(["stage3_param"], KINDS, [None, "late", "drowsy"]))
+
+
+@pytest.mark.parametrize(("name", "kind", "lane"), [*CASES, ("offload", KINDS[0], "late"), ("offload", KINDS[1], None)])
+def test_two_inputs_stay_on_the_device_and_late_copies_change_no_bit(worlds, name, kind, lane):
+    assert broken(worlds, name, kind, lane) == []
+
+
+def comes_up_without_waiting(engine):
+    return replaced(HostActivations, "_move", lambda move, *args: move(*args) and mock.Mock())
+
+
+def goes_down_in_another_ones_room(engine):
+    return mock.patch.object(Room, "is_free", lambda room: True)
+
+
+def the_input_of_the_block_before_comes_up(engine):
+    def move(original, self, direction, saved, tensor):
+        return original(self, direction, saved.before() or saved if direction == "up" else saved, tensor)
+
+    return replaced(HostActivations, "_move", move)
+
+
+def stays_on_the_device_too(engine):
+    def pack_hook(original, self, tensor):
+        saved = original(self, tensor)
+        saved.kept = tensor
+        return saved
+
+    return replaced(HostActivations, "pack_hook", pack_hook)
+
+
+def never_waits_to_leave(engine):
+    def move(original, self, *args):
+        self._travelling = None
+        return original(self, *args)
+
+    return replaced(HostActivations, "_move", move)
+
+
+def takes_new_rooms_in_every_step(engine):
+    return mock.patch.object(Room, "is_free", lambda room: False)
+
+
+MUTANTS = [
+    comes_up_without_waiting,
+    goes_down_in_another_ones_room,
+    the_input_of_the_block_before_comes_up,
+    stays_on_the_device_too,
+    never_waits_to_leave,
+    takes_new_rooms_in_every_step,
+]
+
+
+@pytest.mark.parametrize("plant", MUTANTS, ids=lambda plant: plant.__name__.replace("_", " "))
+def test_a_mutant_is_caught(worlds, plant):
+    assert broken(worlds, "stage3_param", KINDS[0], "late", plant) != []
+
+
+def order(world, kind):
+    """What a backward does: each copy up as it begins, and each block as it is computed again."""
+    seen, carry = [], Bus.carry
+    made = deep("stage3_param", kind)
+    train_step(made, world)
+
+    def noted(self, direction, name, *args):
+        seen.append(f"{direction} {name.split()[-1]}")
+        return carry(self, direction, name, *args)
+
+    for number, block in enumerate(made.module.blocks):
+        block.register_forward_pre_hook(lambda block, args, number=number: seen.append(f"block {number}"))
+    with mock.patch.object(Bus, "carry", noted):
+        train_step(made, world, 1)
+    return seen[8:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_input_of_the_block_before_begins_its_way_up_before_a_block_is_computed_again(worlds, kind):
+    assert worlds(1).run(order, kind)[0] == ["up 3", "up 2", "block 3", "up 1", "block 2", "up 0", "block 1", "block 0"]
+
+
+# ---- what a checkpoint may meet -----------------------------------------------------------------------------------
+
+
+def changed(world):
+    """Of tensors of every kind, those that come up with other bits, dtypes, devices, shapes or strides than a copy."""
+    made, found = deep("stage0_ddp", KINDS[0]), []
+    saving = made.module.saving
+    x = torch.arange(24.0, device=world.device).view(2, 3, 4)
+    with_gaps, overlapping = x[:, ::2], x[:1].expand(3, 3, 4)
+    dense = [x, x.transpose(0, 2), x.half().mT, x.long(), x > 5, x[0, 0, 0], x + 1j]
+    for tensor in [x[:0], *dense, with_gaps, overlapping, torch.eye(2)]:
+        with saving:
+            back = saving.unpack_hook(saving.pack_hook(tensor))
+        looks = [(like.dtype, like.device, like.stride()) for like in (back, torch.empty_like(tensor))]
+        if not torch.equal(back, tensor) or looks[0] != looks[1]:
+            found.append(tensor)
+    return found
+
+
+def test_every_kind_of_tensor_comes_up_as_it_was(worlds):
+    assert worlds(1).run(changed) == [[]]
+
+
+def gradient(saving, reentrant, backwards=1):
+    """The gradient through a checkpoint that saves one tensor twice, and an integer, in `backwards` runs."""
+    x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+    index = torch.tensor([2, 0, 1])
+    outside = x.sin()  # saves x where no context is
+    with saving:
+        y = checkpoint(lambda a, b, index: a[index].exp() * b, outside, outside, index, use_reentrant=reentrant)
+    for _ in range(backwards):
+        (y * y).sum().backward(retain_graph=True)
+    return x.grad
+
+
+def gradients_agree(world, reentrant, backwards):
+    made = deep("stage0_ddp", KINDS[0])
+    saving = made.module.saving
+    made.comm.traffic.reset()
+    found = gradient(saving, reentrant, backwards)
+    expected = gradient(contextlib.nullcontext(), reentrant, backwards)
+    return torch.equal(found, expected), made.comm.traffic.on_bus()
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are on the CPU")
+def test_a_tensor_saved_twice_and_a_second_backward(worlds, reentrant, backwards):
+    equal, crossed = worlds(1).run(gradients_agree, reentrant, backwards)[0]
+    assert equal
+    assert crossed == {"down": 2 * 48 + 24, "up": backwards * (2 * 48 + 24)}
+
+
+class Half(nn.Module):
+    """Two blocks with checkpoints, in one block."""
+
+    def __init__(self, kind, saving):
+        super().__init__()
+        self.kind, self.saving = kind, saving
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        return run_blocks(self.blocks, x, self.kind, self.saving)
+
+
+def nested(world, kind):
+    """Gradients through checkpoints in checkpoints, without and with the host; what went down in the last backward."""
+    made = deep("stage0_ddp", kind)
+    saving = made.module.saving
+    ends = []
+    for context in (contextlib.nullcontext(), saving):
+        torch.manual_seed(0)
+        halves = nn.ModuleList(Half(kind, context) for _ in range(2))
+        loss = run_blocks(halves, torch.ones(3, 4).requires_grad_(), kind, context).sum()
+        made.comm.traffic.reset()
+        loss.backward()
+        ends.append({name: parameter.grad for name, parameter in halves.named_parameters()})
+    return same_bits(*ends), made.comm.traffic.on_bus().get("down", 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are on the CPU")
+def test_what_a_recomputation_saves_stays_on_the_device(worlds, kind):
+    assert worlds(1).run(nested, kind) == [(True, 0)]
+
+
+def interrupted(world, kind, host):
+    """Losses around forwards without backward; bytes on the bus of an evaluation, and on the host at the end."""
+    made = deep("stage2_grad", kind, host)
+    losses = [train_step(made, world)]
+    inputs = torch.zeros(BATCH // 2, SEQUENCE, dtype=torch.long, device=world.device)
+    made(inputs)
+    made.comm.traffic.reset()
+    with torch.no_grad():
+        made(inputs)
+    crossed = made.comm.traffic.on_bus()
+    hook = made.module.blocks[3].register_forward_pre_hook(lambda block, args: 1 // 0)
+    with contextlib.suppress(ZeroDivisionError):
+        made(inputs)
+    hook.remove()
+    losses += [train_step(made, world, step) for step in (1, 2)]
+    return losses, crossed, sum(room.nbytes for room in made.live().get(HOST, []))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluations_and_exceptions_leave_nothing_behind(worlds, kind):
+    losses, *_ = worlds(2).run(interrupted, kind, False)[0]
+    assert worlds(2).run(interrupted, kind, True)[:1] == [(losses, {}, LAYERS * INPUT)]
+
+
+def rooms(world):
+    """What lies on the host after tensors of several lengths, one at a time."""
+    made = deep("stage0_ddp", KINDS[0])
+    saving = made.module.saving
+    for numel in (10, 1000, 100, 5000):
+        with saving:
+            saving.unpack_hook(saving.pack_hook(torch.ones(numel, device=world.device)))
+    return [room.nbytes for room in made.live()[HOST]], type(copy.deepcopy(made.module).saving)
+
+
+def test_a_room_that_is_too_small_gives_way_and_a_copy_of_a_model_has_none(worlds):
+    assert worlds(1).run(rooms) == [([20000], contextlib.nullcontext)]
+
+
+# ---- the commands -------------------------------------------------------------------------------------------------
+
+
+def test_compare_holds_every_engine_with_its_activations_on_the_host_to_its_promises(worlds):
+    given = options("--checkpoint-activations", "--offload-activations")
+    results, _ = worlds(2).run(compare.compare, list(ENGINES), given)[0]
+    assert all(compare.holds(row) for row in results["rows"])
+    assert [row["bus_bytes_per_step"]["up"] > 0 for row in results["rows"]] == [True] * len(ENGINES)
+    text = compare.as_markdown(results)
+    assert "non-reentrant activation checkpoints on the host" in text
+    assert "| over the bus per step |" in text
+
+
+def test_a_trace_shows_the_copies_in_the_row_of_the_bus(worlds, tmp_path):
+    given = options("--checkpoint-activations", "--offload-activations", "--steps", "5")
+    given.trace = str(tmp_path / "trace.json")
+    worlds(2).run(row, "stage3_param", given)
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    names = row_names(trace)
+    for what in ("down of checkpoint 1", "up of checkpoint 0"):
+        found = [event for event in trace["traceEvents"] if event["name"] == what]
+        assert {names[event["pid"], event["tid"]] for event in found} == {"rank 0/bus", "rank 1/bus"}
+
+
+def test_the_command_writes_what_crosses_the_bus(tmp_path):
+    given = "--nproc 1 --model gpt-tiny --steps 1 --checkpoint-activations --offload-activations --json"
+    train.main("stage1_os", [*given.split(), str(tmp_path / "run.json")])
+    results = json.loads((tmp_path / "run.json").read_text())
+    assert results["offload_activations"] is True
+    assert results["bus_bytes_per_step"] == dict.fromkeys(("down", "up"), 2 * 24 * 16 * 16 * 4)
+
+
+REFUSED = {"": "add --checkpoint-activations", "--checkpoint-activations --model mlp": "mlp has no blocks"}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_without_checkpoints_there_is_nothing_to_offload(given, capfd):
+    assert REFUSED[given] in refused(capfd, train.main, "stage3_param", ["--offload-activations", *given.split()])

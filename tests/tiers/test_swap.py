@@ -1,0 +1,286 @@
+"""Swap files: on disks that are full in earnest, and among other threads and ranks that come at the worst moment."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from disks import linux, small_disk
+from places import ROOT
+from training import make_engine, message_of, same_bits, train_step
+
+from common.checkpoint.pages import PAGE
+from common.errors import InputError
+from common.ranks.collectives import Collectives
+from common.tiers.disk import Disk
+from common.tiers.memory import HERE
+from common.tiers.swap import SwapFile
+from common.train import sha256
+
+TINY = 0.02  # MiB of a sub-group: several even in tiny models
+ROOM = 4 * 2**20  # bytes of a disk that takes two ranks' states, with little to spare
+
+
+# ---- a full disk ----------------------------------------------------------------------------------------------------
+
+
+def fill(folder):
+    """Another program takes what is left of a disk."""
+    with open(folder / "of-another", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(PAGE))
+
+
+@contextlib.contextmanager
+def nothing_reserved():
+    """A system on which room on a disk cannot be taken beforehand, as macOS."""
+    reserve = os.posix_fallocate
+    del os.posix_fallocate
+    try:
+        yield
+    finally:
+        os.posix_fallocate = reserve
+
+
+def begun(world, disk):
+    try:
+        return make_engine("offload.nvme", path=disk, sub_group_mb=TINY)
+    except InputError as error:
+        return str(error)
+
+
+def stepped(world, disk):
+    """Three steps of stage 3, or on a disk that another program fills before the first."""
+    made = make_engine("stage3_param") if disk is None else begun(world, disk)
+    if disk is not None and world.rank == 0:
+        fill(disk)
+    for step in range(3):
+        train_step(made, world, step)
+    return sha256(made.full_state_dict())
+
+
+@linux
+def test_a_disk_that_others_fill_does_not_stop_a_run_that_has_its_room(worlds, tmp_path):
+    with small_disk(tmp_path / "disk", ROOM):
+        assert worlds(2).run(stepped, tmp_path / "disk") == worlds(2).run(stepped, None)
+        assert os.listdir(tmp_path / "disk") == ["of-another"]
+
+
+@linux
+def test_a_disk_without_room_is_refused_before_training(worlds, tmp_path):
+    with small_disk(tmp_path / "disk", 4 * PAGE):
+        said = worlds(2).run(begun, tmp_path / "disk")
+        assert all("No space left" in one and "are needed for this rank" in one for one in said)
+        assert os.listdir(tmp_path / "disk") == []
+
+
+def fills_up(world, disk, saved):
+    """Save; begin on a disk that rank 1 cannot reserve, and that is full before the first step. Then load again."""
+    made = make_engine("offload.nvme", sub_group_mb=TINY)
+    train_step(made, world)
+    made.save(saved)
+    before = made.full_state_dict()
+    with nothing_reserved() if world.rank == 1 else contextlib.nullcontext():
+        made = begun(world, disk)
+    made.comm.gather_objects(None)  # rank 0 has its room by now
+    if world.rank == 1:
+        fill(disk)
+    said = [message_of(train_step, made, world, step) for step in range(2)]  # the second is refused at once
+    made = make_engine("offload.nvme", sub_group_mb=TINY, seed=1)
+    made.load(saved)
+    return said, same_bits(before, made.full_state_dict())
+
+
+@linux
+def test_a_disk_that_fills_up_in_a_step_is_told_on_every_rank_and_the_checkpoint_stands(worlds, tmp_path):
+    with small_disk(tmp_path / "disk", ROOM):
+        for said, same in worlds(2).run(fills_up, tmp_path / "disk", tmp_path / "saved"):
+            assert all("rank 1 cannot write" in one and "No space left" in one for one in said)
+            assert same
+        assert os.listdir(tmp_path / "disk") == ["of-another"]
+
+
+# ---- the worst moment -----------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_grows_while_a_thread_looks_at_it_was_not_cut(tmp_path):
+    file, look = SwapFile(tmp_path, 0), os.fstat
+    room = torch.zeros(2 * PAGE, dtype=torch.uint8)
+    room = room[-room.data_ptr() % PAGE :][:PAGE]
+
+    def look_and_grow(fd):
+        found = look(fd)
+        file.allocate(PAGE)
+        return found
+
+    offset = file.allocate(PAGE)
+    with mock.patch.object(os, "fstat", look_and_grow):
+        file.write(offset, room, "a page", HERE).wait()
+    assert file.problem is None
+
+
+def test_a_file_whose_next_owner_comes_while_it_is_cleared_away_is_not_lost(tmp_path):
+    (tmp_path / "rank-00001.swap").write_text("of a run that was killed")
+    unlink, owners = Path.unlink, []
+
+    def unlink_later(path, **options):
+        owners.append(threads.submit(SwapFile, tmp_path, 1))
+        time.sleep(0.2)  # it has opened the file, and waits for its lock
+        unlink(path, **options)
+
+    with ThreadPoolExecutor(1) as threads, mock.patch.object(Path, "unlink", unlink_later):
+        first = SwapFile(tmp_path, 0)
+        second = owners[0].result()
+    assert second.path.samefile(f"/proc/self/fd/{second._file.fd}")
+    first.close(), second.close()
+
+
+WHOLE, LATTER = slice(0, 2 * PAGE), slice(PAGE, 2 * PAGE)  # elements
+
+
+def written_twice(world, folder, first, second):
+    """Write ones to a part of a state, slowly, and twos to another at once. What the state's latter half is then."""
+    disk, slow, write = Disk(Collectives(), folder, sub_group=PAGE), [0.2], os.pwritev
+    disk.stepping.nbytes, disk.stepping.number, disk.shards.nbytes = 4 * PAGE, 2, 8 * PAGE
+    state = disk.keep(2 * PAGE, torch.float32, "a state")
+
+    def write_late(*arguments):
+        time.sleep(slow.pop() if slow else 0)
+        return write(*arguments)
+
+    with mock.patch.object(os, "pwritev", write_late):
+        for value, part in ((1, first), (2, second)):
+            state.lend(part, fresh=True)[0].fill_(value)
+            state.put_back(part)
+        found = state.copy(LATTER).unique().tolist()
+        disk.finish()
+    return found, state.copy(LATTER).unique().tolist()
+
+
+@pytest.mark.parametrize(("first", "second"), [(LATTER, LATTER), (WHOLE, LATTER), (LATTER, WHOLE)])
+def test_of_two_writes_that_overlap_the_later_one_stays(worlds, tmp_path, first, second):
+    assert worlds(1).run(written_twice, tmp_path, first, second) == [([2.0], [2.0])]
+
+
+# ---- a folder that fails --------------------------------------------------------------------------------------------
+
+CALLS = {  # where the folder, or the file in it, may fail
+    "is_dir": Path,
+    "iterdir": Path,
+    "stat": Path,
+    "open": os,
+    "flock": fcntl,
+    "ftruncate": os,
+    "posix_fallocate": os,
+    "mkdir": Path,
+}
+
+
+def refused_where_a_call_fails(world, folder, call):
+    """Build an engine where a call fails on rank 1, and once more where it does not. What the first said."""
+    where, path = CALLS[call], None if call == "mkdir" else folder
+    works = getattr(where, call)
+
+    def fails(first, *args, **options):
+        if world.rank == 1 and (isinstance(first, int) or str(folder) in str(first)):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return works(first, *args, **options)
+
+    with mock.patch.object(tempfile, "tempdir", str(folder)):
+        with mock.patch.object(where, call, fails):
+            said = begun(world, path)
+        assert not isinstance(begun(world, path), str)
+    return said
+
+
+@linux
+@pytest.mark.parametrize("call", CALLS)
+def test_what_fails_in_one_ranks_folder_is_told_on_every_rank(worlds, tmp_path, call):
+    one, other = worlds(2).run(refused_where_a_call_fails, tmp_path, call)
+    assert one == other
+    assert "rank 1" in one
+    assert str(tmp_path) in one
+    assert "Stale file handle" in one
+    assert not list(tmp_path.rglob("*.swap"))
+
+
+def test_a_temporary_folder_that_others_may_write_to_is_refused(tmp_path):
+    folder = tmp_path / f"zero-swap-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with mock.patch.object(tempfile, "tempdir", str(tmp_path)):
+        with pytest.raises(InputError, match="not yours alone; remove it, or give path="):
+            SwapFile(None, 0)
+        folder.chmod(0o700)
+        SwapFile(None, 0).close()
+
+
+@linux
+def test_another_users_files_stay(tmp_path):
+    theirs = [tmp_path / "rank-00000.swap", tmp_path / "rank-00003.swap"]
+    for file in theirs:
+        file.write_text("theirs")
+        os.chown(file, 12345, -1)
+    with pytest.raises(InputError, match="another user's"):
+        SwapFile(tmp_path, 0)
+    SwapFile(tmp_path, 1).close()
+    assert [file.read_text() for file in theirs] == ["theirs", "theirs"]
+
+
+def test_a_relative_path_stays_where_it_was(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name / "disk").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    own = SwapFile("disk", 0)
+    monkeypatch.chdir(tmp_path / "there")
+    another = SwapFile("disk", 0)
+    own.close()
+    assert os.listdir(tmp_path / "here" / "disk") == []
+    assert os.listdir(tmp_path / "there" / "disk") == ["rank-00000.swap"]
+    another.close()
+
+
+# ---- forks ----------------------------------------------------------------------------------------------------------
+
+FORKS = """
+import os, time
+from common.tiers.swap import SwapFile
+file = SwapFile({folder!r}, 0)
+file.reserve(2**20)
+if os.fork():
+    time.sleep({leaves_after})
+    file.close()
+else:
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@linux
+@pytest.mark.parametrize("end", ["released", "killed"])
+def test_a_forked_child_that_lives_on_keeps_neither_the_lock_nor_the_room(tmp_path, end):
+    program = FORKS.format(folder=str(tmp_path), leaves_after=0.1 if end == "released" else 60)
+    run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)
+    child = int(run.stdout.readline())
+    try:
+        if end == "killed":
+            run.kill()
+            run.wait()
+        else:
+            while os.listdir(tmp_path):
+                time.sleep(0.01)
+        SwapFile(tmp_path, 0).close()
+        held = [os.readlink(file) for file in Path(f"/proc/{child}/fd").iterdir()]
+        assert not [file for file in held if file.startswith(str(tmp_path))]
+    finally:
+        run.kill(), os.kill(child, signal.SIGKILL)

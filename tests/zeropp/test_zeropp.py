@@ -1,0 +1,447 @@
+"""ZeRO++: rounding within its bound, hops that add up, second shards that are never stale, bytes as predicted."""
+
+import json
+import os
+import shutil
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import zeropp_probes as probes
+from commands import refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matrix import Cell, train_cell
+from training import handed_on, make_engine, message_of, needs_two_nodes, train_step
+
+from common.engine import Bucket, units
+from common.engine.mixed_precision import DTYPES
+from common.errors import InputError
+from common.ranks.namespaces import bits_per_second
+from common.train import sha256
+from zeropp.experiments import convergence, sweep, two_nodes
+from zeropp.export import load_int8, save_int8
+from zeropp.quantize import Blocks
+
+# ---- quantization -------------------------------------------------------------------------------------------------
+
+LARGEST = torch.finfo(torch.float32).max
+ADVERSARIAL = {
+    "zeros": torch.zeros,
+    "random": torch.randn,
+    "one outlier": lambda n: torch.cat([torch.randn(n - 1) * 1e-6, torch.tensor([1e30])]),
+    "denormals": lambda n: torch.randn(n) * 1e-40,
+    "the largest finite number": lambda n: torch.randn(n).sign() * LARGEST,
+    "a half of a step": lambda n: torch.arange(n) % 255 / 2.0,
+}
+
+
+def through(blocks, values):
+    """What arrives of some values, and the step of each; the message begins as rubbish."""
+    message = torch.full((blocks.nbytes(len(values)) + 8,), 0x7F, dtype=torch.uint8)
+    arrived = torch.full((len(values) + 1,), 3.0, dtype=values.dtype)
+    blocks.pack(values, message[:-8])
+    blocks.unpack(message[:-8], arrived[:-1])
+    assert (message[-8:] == 0x7F).all()
+    assert arrived[-1] == 3.0  # nothing is written beyond the end
+    number = -(-len(values) // blocks.block)
+    scales = message[: number * blocks.scales.itemsize].view(blocks.scales).double()
+    return arrived[:-1], scales.repeat_interleave(blocks.block)[: len(values)]
+
+
+@pytest.mark.parametrize("what", ADVERSARIAL)
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [8, 4])
+@settings(max_examples=12, deadline=None)
+@given(numel=st.integers(1, 3000), block=st.integers(1, 600).map(lambda half: 2 * half), seed=st.integers(0, 99))
+def test_no_element_is_off_by_more_than_half_a_step(what, scales, bits, numel, block, seed):
+    torch.manual_seed(seed)
+    values = ADVERSARIAL[what](numel)
+    arrived, steps = through(Blocks(bits, block, scales), values)
+    assert ((arrived.double() - values.double()).abs() <= steps * (0.5 + 1e-5)).all()
+    assert arrived.isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_infinities_and_nans_arrive_as_such_and_stay_in_their_block(bits, dtype):
+    values = torch.ones(96, dtype=dtype)
+    values[3], values[40] = torch.inf, torch.nan
+    arrived, _ = through(Blocks(bits, 32), values)
+    assert not arrived[:64].isfinite().any()
+    assert (arrived[64:] == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_values_come_back_as_16_bits_and_stay_finite(dtype):
+    values = torch.cat([torch.randn(1000).to(dtype), torch.tensor([torch.finfo(dtype).max] * 24).to(dtype)])
+    arrived, steps = through(Blocks(8, 64, torch.bfloat16), values)
+    rounding = arrived.double().abs() * torch.finfo(dtype).eps / 2
+    assert arrived.dtype == dtype
+    assert arrived.isfinite().all()
+    assert ((arrived.double() - values.double()).abs() <= steps * 0.50001 + rounding).all()
+
+
+@pytest.mark.parametrize(
+    ("bits", "block", "part"), [(8, 2048, 0.501), (4, 2048, 0.251), (8, 128, 0.516), (4, 128, 0.266)]
+)
+def test_messages_are_as_long_as_the_paper_says(bits, block, part):
+    numel = 2**20
+    assert Blocks(bits, block).nbytes(numel) / (2 * numel) == pytest.approx(part, abs=5e-4)
+
+
+def test_sums_are_added_in_order_in_fp32():
+    blocks, values = Blocks(4, 64), [torch.randn(1000) for _ in range(5)]
+    messages, parts, total = [], [], torch.zeros(1000)
+    for value in values:
+        messages.append(torch.empty(blocks.nbytes(1000), dtype=torch.uint8))
+        blocks.pack(value, messages[-1])
+        parts.append(torch.empty(1000))
+        blocks.unpack(messages[-1], parts[-1])
+    for part in parts:
+        total += part
+    added = torch.empty(1000)
+    blocks.add_up(messages, added)
+    assert torch.equal(added, total)
+
+
+# ---- hops ---------------------------------------------------------------------------------------------------------
+
+
+def one_hop_and_two(world, per_node):
+    """The mean by this many ranks in a node, and by one node of all: each beside the exact one and its bound."""
+    found = []
+    for ranks in (per_node, world.size):
+        made = make_engine("zeropp", "gpt-tiny", ranks_per_node=ranks, block=34)
+        found.append(list(probes.reduced_by(made)))
+    return found
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(4, 2), (3, 1), (4, 1), (2, 1), (8, 2)])
+def test_two_hops_one_hop_and_the_exact_mean_agree_within_the_bound(worlds, size, per_node):
+    for two, one in worlds(size).run(one_hop_and_two, per_node):
+        for (mean, exact, off), (other, _, other_off) in zip(two, one, strict=True):
+            assert ((mean - exact).abs() <= off).all()
+            assert ((other - exact).abs() <= other_off).all()
+            assert ((mean - other).abs() <= off + other_off).all()
+
+
+# ---- error feedback -----------------------------------------------------------------------------------------------
+
+BLOCK, WIDTH = 32, 48
+EVENTS = [  # (what becomes of a gradient, loss scale, the ranks that have one)
+    ("step", 64.0, (0, 1)),
+    ("step", 8.0, (0,)),  # the scale has fallen, and rank 1 has no gradient that would tell of it
+    ("step", 64.0, ()),
+    ("zero_grad", 64.0, (0, 1)),
+    ("step", 16.0, (0, 1)),
+    ("overflow", 16.0, (0, 1)),
+    ("step", 8.0, (1,)),
+    ("step", 8.0, (0, 1)),
+]
+
+
+def gradient_of(rank, event):
+    """What a rank's backward gives, without the loss scale; a multiple of 2^-10, so that fp16 holds it scaled."""
+    generator = torch.Generator().manual_seed(10 * event + rank)
+    return torch.randint(-1000, 1000, (WIDTH, WIDTH), generator=generator) / 1024
+
+
+def fed_back(world):
+    """The means that each event gives, without the loss scale."""
+    layer = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+    made = make_engine("zeropp", layer, precision="fp16", block=BLOCK, error_feedback=True)
+    (bucket,), means = made.buckets, []
+    for event, (what, scale, ranks) in enumerate(EVENTS):
+        made.loss_scaler.scale = scale
+        if world.rank in ranks:
+            gradient = gradient_of(world.rank, event) * scale
+            gradient[0, 0] = torch.inf if what == "overflow" else gradient[0, 0]
+            made.take_room(bucket)
+            with mock.patch.object(Bucket, "scale_of_backward", scale):
+                bucket.pack("weight", gradient.to(made.dtype))
+        made.finish_backward()
+        means.append(bucket.reduced.float() / scale)
+        skipped = made.zero_grad() if what == "zero_grad" else made.step().skipped
+        assert skipped == {"step": False, "overflow": True, "zero_grad": None}[what]
+    return torch.cat(made.comm.gather_objects(torch.stack(means).cpu().T))
+
+
+def rounded(values):
+    """Values [n] as int4 with a scale for each block has them, in NumPy."""
+    blocks = values.reshape(-1, BLOCK).astype(np.float32)
+    scales = np.maximum(np.abs(blocks).max(axis=1, keepdims=True) / np.float32(7), np.finfo(np.float32).tiny)
+    return (np.round(blocks / scales).clip(-7, 7) * scales).reshape(-1)
+
+
+def modelled():
+    """The same by the definition: a rank sends what it has and what rounding took before, and keeps what it takes."""
+    kept, means = np.zeros((2, WIDTH * WIDTH), np.float32), []
+    for event, (what, scale, ranks) in enumerate(EVENTS):
+        own = [gradient_of(rank, event).numpy().reshape(-1) * (rank in ranks) for rank in range(2)]
+        wanted = [before + gradient for before, gradient in zip(kept, own, strict=True)]
+        sent = [rounded(values) for values in wanted]
+        means.append(sum(sent) / 2)
+        taken = np.stack([one - other for one, other in zip(wanted, sent, strict=True)])
+        kept = (taken * scale).astype(np.float16).astype(np.float32) / scale * (what == "step")
+    return torch.from_numpy(np.stack(means))
+
+
+def test_error_feedback_is_that_of_its_definition_whatever_the_loss_scale_and_what_is_dropped(worlds):
+    expected = modelled()
+    for means in worlds(2).run(fed_back):
+        for event, (what, _, _) in enumerate(EVENTS):
+            if what != "overflow":
+                assert torch.allclose(means.T[event], expected[event], rtol=0, atol=2e-3), event
+
+
+# ---- the engine ---------------------------------------------------------------------------------------------------
+
+EXACT = [
+    Cell("gpt-tiny", "fp32", 4),
+    Cell("gpt-tiny", "bf16", 4, "accumulated, clipped"),
+    Cell("gpt-tiny", "fp16", 4, "resumed from a checkpoint"),
+    Cell("gpt-tiny", "fp32", 3, "evaluated between steps"),
+    Cell("gpt-tiny", "bf16", 3, "reentrant activation checkpoints"),
+    Cell("lora-tiny", "bf16", 4),
+    Cell("resnet-tiny", "fp32", 2),
+    Cell("mixed dtypes", "bf16", 2),
+    Cell("evaluate before backward", "fp32", 2),
+    Cell("routed", "fp32", 2),
+    Cell("repeated", "fp32", 2),
+]
+
+
+@pytest.mark.parametrize("name", ["Off", "Copies"])
+@pytest.mark.parametrize("cell", EXACT, ids=str)
+def test_without_a_switch_that_quantizes_the_bits_are_stage_3s(worlds, tmp_path, cell, name):
+    stage3, ours = (
+        worlds(cell.world_size).run(train_cell, engine, cell, str(tmp_path / engine[:5]))
+        for engine in ("stage3_param", f"quantized:{name}")
+    )
+    assert [(rank["digest"], rank["losses"]) for rank in ours] == [(rank["digest"], rank["losses"]) for rank in stage3]
+
+
+SWITCHES = [
+    ("Weights", {}),
+    ("Copies", {"keep_last": False}),
+    ("Gradients", {}),
+    ("All", {}),
+    ("All", {"ranks_per_node": 1}),
+    ("All", {"ranks_per_node": 4}),
+    ("All", {"block": 50}),
+    ("Remembering", {}),
+]
+
+
+def counted(world, name, precision, backwards, model, options):
+    """Every count of the last of three steps with its prediction, and what this rank sent to the other node."""
+    made = make_engine(f"quantized:{name}", model, precision=precision, clip_norm=1.0, **options)
+    for step in range(3):
+        made.comm.traffic.reset()
+        for micro in range(backwards):
+            made.backward(probes.loss_of(made, world, 3 * step + micro))
+        made.step()
+    traffic = made.comm.traffic
+    return [
+        (made.model_state_bytes(), made.predicted_model_state_bytes()),
+        (traffic.by_collective(), made.predicted_wire_bytes_per_step()),
+        (traffic.between_nodes(), made.accounts.predicted_between_nodes()),
+    ]
+
+
+@pytest.mark.parametrize(("name", "options"), SWITCHES, ids=str)
+@pytest.mark.parametrize(
+    ("precision", "backwards", "model"), [("fp32", 1, "gpt-tiny"), ("bf16", 2, "gpt-tiny"), ("fp16", 1, "lora-tiny")]
+)
+def test_bytes_held_and_sent_and_leaving_the_node_are_those_predicted(
+    worlds, name, options, precision, backwards, model
+):
+    for answers in worlds(4).run(counted, name, precision, backwards, model, options):
+        for measured, predicted in answers:
+            assert measured == predicted
+
+
+def extra_bytes(world, per_node):
+    """Bytes of parameters with second shards, and without; and all of them, padding included."""
+    held = []
+    for name in ("Off", "Copies"):
+        made = make_engine(f"quantized:{name}", "gpt-tiny", precision="bf16", ranks_per_node=per_node)
+        train_step(made, world)
+        held.append(made.model_state_bytes()["parameters"])
+    return held, 2 * sum(bucket.padded_numel for bucket in made.buckets)
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_second_shards_take_2_psi_over_p_bytes(worlds, per_node):
+    for (without, held), psi in worlds(4).run(extra_bytes, per_node):
+        assert held - without == psi // per_node
+
+
+@pytest.mark.parametrize("model", ["gpt-tiny", "lora-tiny"])
+def test_a_frozen_weight_crosses_to_the_other_node_once(worlds, model):
+    for first, later, frozen in worlds(4).run(crossings, model):
+        assert first["all_gather"] - later["all_gather"] == frozen
+
+
+def crossings(world, model):
+    made, sent = make_engine("quantized:Copies", model), []
+    for step in range(2):
+        made.comm.traffic.reset()
+        train_step(made, world, step)
+        sent.append(made.comm.traffic.between_nodes())
+    return *sent, sum(bucket.shard_numel * 4 * 2 for bucket in made.frozen)  # to two ranks of the other node
+
+
+def frozen_and_thawed(world):
+    """A weight that is frozen is refused; thawed again, training goes on with stage 3's bits."""
+    ends = []
+    for name in ("stage3_param", "quantized:Copies"):
+        made = make_engine(name)
+        train_step(made, world)
+        weight = next(made.module.parameters()).requires_grad_(False)
+        with pytest.raises(InputError, match="was trainable"):
+            train_step(made, world, 1)
+        weight.requires_grad_(True)
+        ends.append(([train_step(made, world, step) for step in (2, 3)], sha256(made.full_state_dict())))
+    return ends
+
+
+def test_a_weight_frozen_and_thawed_leaves_no_stale_copy(worlds):
+    for stage3, ours in worlds(4).run(frozen_and_thawed):
+        assert ours == stage3
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_checkpoint_goes_on_with_the_same_bits_quantized_or_not(worlds, tmp_path, precision):
+    assert all(worlds(4).run(handed_on, "quantized:All", "quantized:All", str(tmp_path / "all"), precision))
+    assert all(worlds(4).run(handed_on, "quantized:Copies", "stage0_ddp", str(tmp_path / "out"), precision))
+    assert all(worlds(4).run(handed_on, "stage0_ddp", "quantized:Copies", str(tmp_path / "in"), precision))
+
+
+def kept_exact(world):
+    """The weights that `keep_fp32` names, and integers, arrive as they are."""
+    made = make_engine("quantized:Weights", "gpt-tiny", precision="bf16", keep_fp32=["ln_1", "ln_2", "ln_f"], seed=1)
+    exact = made.full_state_dict()
+    for unit in made.units:
+        made.use(unit, units.Order())  # as in a forward
+    return {n: torch.equal(p.float(), exact[n]) for n, p in made.module.named_parameters() if "ln_" in n}
+
+
+def test_what_keep_fp32_names_is_not_quantized(worlds):
+    for kept in worlds(2).run(kept_exact):
+        assert kept
+        assert all(kept.values())
+
+
+def test_late_lanes_change_no_bit_of_all_switches_together(worlds, tmp_path):
+    for broken in worlds(4).run(probes.no_bit_depends_on_when_the_lane_runs, "quantized:All", str(tmp_path)):
+        assert broken == []
+
+
+# ---- doors --------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "ranks_per_node 3": {"ranks_per_node": 3},
+    "ranks_per_node 0": {"ranks_per_node": 0},
+    "block 5": {"block": 5},
+    "block 0": {"block": 0},
+    "error_feedback": {"error_feedback": True, "quantize_gradients": False},
+}
+
+
+def complaint(world, options):
+    return message_of(make_engine, "zeropp", **options)
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_options_that_make_no_sense_are_refused(worlds, said):
+    assert all(said in found for found in worlds(2).run(complaint, BAD[said]))
+
+
+def test_two_nodes_say_what_they_need(monkeypatch, capsys):
+    for needs, patch in (("root", ("geteuid", lambda: 1000)), ("iproute2", ("which", lambda _: None))):
+        with monkeypatch.context() as patched:
+            patched.setattr(os if needs == "root" else shutil, *patch)
+            assert needs in refused(capsys, two_nodes.main, [])
+
+
+@needs_two_nodes
+def test_a_rate_that_tc_does_not_know_is_refused(capfd):
+    assert "fast" in refused(capfd, two_nodes.main, ["--rate", "fast"])
+
+
+@needs_two_nodes
+def test_the_kernel_counts_what_the_meter_does_between_two_nodes(tmp_path):
+    path, paper = tmp_path / "link.json", two_nodes.ENGINES[0][1]
+    two_nodes.main(["--rate", "none", "--steps", "2", "--only", f"{paper};all", "--json", str(path)])
+    results = json.loads(path.read_text())
+    stage3, ours = results["rows"]
+    assert results["ranks_per_node"] == 2  # as torchrun says
+    for row in (stage3, ours):
+        metered = row["metered_internode_bytes_per_step"]
+        assert metered == row["predicted_internode_bytes_per_step"]
+        assert metered == pytest.approx(row["internode_bytes_per_step"], rel=0.01)
+    assert stage3["internode_bytes_per_step"] > 4.5 * ours["internode_bytes_per_step"]
+    assert ours["losses"] == pytest.approx(stage3["losses"], rel=0.01)
+
+
+# ---- commands -----------------------------------------------------------------------------------------------------
+
+
+def test_int8_weights_come_back_as_they_were_named_and_within_half_a_step(tmp_path):
+    weights = {"a": torch.randn(7, 300), "b": torch.randn(5).bfloat16(), "steps": torch.arange(3)}
+    path = tmp_path / "weights.safetensors"
+    save_int8(weights, path, block=64)
+    read = load_int8(path)
+    for name, tensor in weights.items():
+        assert (read[name].shape, read[name].dtype) == (tensor.shape, tensor.dtype)
+        most = tensor.abs().max() / 127 * 0.51 + (tensor.abs().max() * 2.0**-8 if name == "b" else 0)
+        assert (read[name].float() - tensor.float()).abs().max() <= most
+    assert torch.equal(read["steps"], weights["steps"])
+    with pytest.raises(InputError, match="int8"):
+        load_int8(__file__)
+
+
+def test_convergence_tells_of_each_run_and_draws_it(tmp_path):
+    path = tmp_path / "losses.json"
+    convergence.main(
+        [
+            *("--nproc", "2", "--ranks-per-node", "1", "--steps", "20", "--seeds", "2", "--model", "gpt-tiny"),
+            *("--only", "stage 3;all three, error_feedback", "--json", str(path)),
+        ]
+    )
+    results = json.loads(path.read_text())
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    for row in results["rows"]:
+        for seed in row["seeds"]:
+            assert seed["model_state_bytes"] == seed["predicted_model_state_bytes"]
+            assert seed["validation_loss"] < seed["losses"][0]
+            assert seed["validation_loss_of_int8_weights"] == pytest.approx(seed["validation_loss"], rel=0.01)
+    stage3, ours = ([seed["validation_loss"] for seed in row["seeds"]] for row in results["rows"])
+    assert ours == pytest.approx(stage3, rel=0.05)
+    assert ours != stage3
+
+
+def points(*steps):
+    """What a sweep measures, of a link where nothing overlaps: (rate, (seconds, bytes) of stage 3, of zeropp)."""
+    for rate, *sides in steps:
+        rows = [{"step_seconds": seconds, "internode_bytes_per_step": left} for seconds, left in sides]
+        yield {"rate": rate, "rows": rows}
+
+
+def test_a_sweep_foresees_where_sending_less_stops_paying():
+    without = {"none": 0.0, "80mbit": 1e-7, "800mbit": 1e-8}  # seconds for each byte
+    results = {"rates": list(points(*((r, (1 + 4e6 * s, 4e6), (1.2 + 1e6 * s, 1e6)) for r, s in without.items())))}
+    assert sweep.crossing(results) == pytest.approx(8 * 3e6 / 0.2)
+    for point in results["rates"][1:]:
+        nothing, everything = sweep.predicted(results, bits_per_second(point["rate"]))
+        assert sweep.ratio(point) == pytest.approx(nothing)
+        assert everything != nothing
+    assert 80e6 < sweep.measured_crossing(results) < 800e6
+
+
+@pytest.mark.parametrize("options", [["--rates", "10mbit"], ["--rates", "fast,none"], ["--blocks", "3"]], ids=str)
+def test_a_sweep_refuses_what_makes_no_sense(options, capsys):
+    assert options[0].strip("-")[:4] in refused(capsys, sweep.main, options)
