@@ -170,7 +170,7 @@ def stage_table(demo, row):
     for collective, predicted in row["predicted_wire_bytes_per_step"].items():
         measured = row["wire_bytes_per_step"].get(collective, 0)
         lines.append(f"| {collective}, sent per step | {measured:,} B | {predicted:,} B |")
-    where = f"{demo['model']}, {demo['parameters']:,} parameters, {demo['precision']}, {demo['world_size']} ranks"
+    what = f"{demo['model']}, {demo['parameters']:,} parameters, {demo['precision']}, {demo['world_size']} ranks"
     for where, name in (("on the host", "host_state_bytes"), ("on disk", "disk_state_bytes")):
         for state, measured in row.get(name, {}).items():
             if measured:
@@ -178,7 +178,7 @@ def stage_table(demo, row):
     for name, said in MOVED.items():
         for way, predicted in row.get(f"predicted_{name}", {}).items():
             lines.append(f"| {said.format(way)} per step | {row[name].get(way, 0):,} B | {predicted:,} B |")
-    return "\n".join([f"Measured by `make demo` ({where}; {demo['hardware']}):", "", *lines])
+    return "\n".join([f"Measured by `make demo` ({what}; {demo['hardware']}):", "", *lines])
 
 
 def reduction_table(results):
