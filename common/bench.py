@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from common import models, peers
-from common.bench_results import as_table, by_case, row
+from common.bench_results import row, tables
 from common.data import Batches, load_text
 from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
@@ -112,8 +112,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     with one_line_errors():
         results = bench(options)
-    shown = [as_table(title, rows) for title, rows in by_case(results)]
-    publish(options, results, shown, lambda path: figures.save(figures.bench(results), path))
+    publish(options, results, tables(results), lambda path: figures.save(figures.bench(results), path))
 
 
 def bench(options):

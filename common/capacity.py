@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common import models
 from common.activations import largest_fitting
-from common.capacity_results import as_table
+from common.capacity_results import table
 from common.compare import BASELINE
 from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
@@ -79,7 +79,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     with one_line_errors():
         results = survey(options)
-    publish(options, results, [as_table(results)], lambda path: figures.save(figures.capacity(results), path))
+    publish(options, results, [table(results)], lambda path: figures.save(figures.capacity(results), path))
 
 
 def survey(options):

@@ -424,7 +424,7 @@ def _train_and_report(world, package, options):
     if row["model_state_bytes"] is None:
         tables.say(f"all {options.steps} steps were done before, and nothing was measured")
     else:
-        tables.show(tables.table(title, ("", "measured", "predicted"), lines_of(row, options.precision)))
+        tables.show(tables.Table(title, ("", "measured", "predicted"), lines_of(row, options.precision)))
     if "overlap" in row:
         shares = ", ".join(f"rank {rank} {share:.0%}" for rank, share in row["overlap"].items())
         tables.say(f"collectives beside computation, in {options.trace}: {shares}")

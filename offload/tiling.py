@@ -26,9 +26,9 @@ from common.engine.door import check_types
 from common.engine.layout import Run
 from common.engine.units import READ_THEIR_CHILDREN, make_units
 from common.errors import InputError
-from common.measure import tables
 from common.measure.hardware import hardware
 from common.measure.memory import Timeline
+from common.measure.tables import Table
 from common.outputs import one_line_errors, publish
 from common.ranks.world import LocalWorld, RankFailed
 from common.train import default_nproc, find_engine, show_bytes
@@ -187,7 +187,6 @@ def _has_hooks(layer):
 # ---- the command --------------------------------------------------------------------------------------------------
 
 ENGINE = "stage3_param"
-HEADER = ("tiles", "trains", "gathered at the peak", "predicted", "loss", "largest width")
 FEATURES, SAMPLES = 16, 8  # of the input, on each rank
 STEP = 128  # the largest width is looked for in multiples of this
 TRIAL_SECONDS = 600
@@ -209,7 +208,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     with one_line_errors():
         results = survey(options)
-    publish(options, results, [as_table(results)])
+    publish(options, results, [table(results)])
 
 
 def survey(options):
@@ -312,37 +311,21 @@ def train(world, width, tiles):
     return timeline.peak_of("gathered units"), loss.item()
 
 
-def as_table(results):
-    """The results as a table for the terminal."""
-    return tables.table(title(results), HEADER, cells(results))
-
-
-def as_markdown(results):
-    """The results as a Markdown table."""
-    return tables.markdown(title(results), HEADER, cells(results))
-
-
-def title(results):
-    """What was trained, and where."""
-    return (
+def table(results):
+    """A row for every number of tiles."""
+    title = (
         f"A layer of {results['width']:,} x {4 * results['width']:,}, {show_bytes(results['layer_bytes'])} in fp32, "
         f"stage 3 with SGD on {results['world_size']} ranks of {show_bytes(results['cap_bytes'])}, of which "
         f"{show_bytes(results['usable_bytes'])} are left for the model\n{results['hardware']}"
     )
-
-
-def cells(results):
-    """The table's rows of strings, without the header."""
+    rows = []
     for row in results["rows"]:
-        loss, largest = row["loss"], row["largest_width"]
-        yield (
-            str(row["tiles"]),
-            "yes" if row["trains"] else "no",
-            show_bytes(row["gathered_bytes"]),
-            show_bytes(row["predicted_gathered_bytes"]),
-            "-" if loss is None else f"{loss:.6f}",
-            "-" if largest is None else f"{largest:,}",
-        )
+        trains = "yes" if row["trains"] else "no"
+        gathered = show_bytes(row["gathered_bytes"]), show_bytes(row["predicted_gathered_bytes"])
+        loss = "-" if row["loss"] is None else f"{row['loss']:.6f}"
+        largest = "-" if row["largest_width"] is None else f"{row['largest_width']:,}"
+        rows.append((str(row["tiles"]), trains, *gathered, loss, largest))
+    return Table(title, ("tiles", "trains", "gathered at the peak", "predicted", "loss", "largest width"), rows)
 
 
 if __name__ == "__main__":

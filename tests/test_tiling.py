@@ -299,7 +299,7 @@ def test_the_command_finds_the_tiles_that_fit(tmp_path):
     assert (whole["trains"], whole["gathered_bytes"], whole["loss"]) == (False, None, None)
     assert tiled["trains"]
     assert tiled["gathered_bytes"] == tiled["predicted_gathered_bytes"] == 2 * results["layer_bytes"] // 16
-    assert tiling.as_markdown(results).count("\n|") == 4
+    assert tiling.table(results).markdown().count("\n|") == 4
 
 
 def test_the_largest_width_is_found_for_every_number_of_tiles(tmp_path, monkeypatch):

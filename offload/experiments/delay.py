@@ -15,13 +15,13 @@ from copy import copy
 import matplotlib.pyplot as plt
 
 from common.errors import InputError
-from common.measure import figures, tables
+from common.measure import figures
 from common.measure.hardware import hardware
+from common.measure.tables import Table
 from common.outputs import check_outputs, one_line_errors, publish
 from common.train import add_arguments, command, how, run_with_progress
 
 LAST = 50  # losses whose mean is compared
-HEADER = ("update", f"loss, mean of the last {LAST}", "tokens/s", "to exact")
 SMOOTH = 10  # losses that a point of the picture is the mean of
 
 
@@ -44,7 +44,7 @@ def main(arguments=None):
     results = command(compare, options, options=options)
     if results is None:  # a rank other than 0 under torchrun
         return
-    publish(options, results, [as_table(results)], lambda path: figures.save(figure(results), path))
+    publish(options, results, [table(results)], lambda path: figures.save(figure(results), path))
 
 
 def compare(world, options):
@@ -76,30 +76,18 @@ def compare(world, options):
     }
 
 
-def cells(results):
-    """The table's rows of strings, without the header."""
-    for row in results["rows"]:
-        last = statistics.fmean(row["losses"][-LAST:])
-        faster = row["tokens_per_second"] / results["rows"][0]["tokens_per_second"]
-        yield row["update"], f"{last:.4f}", f"{row['tokens_per_second']:,.0f}", f"{faster:.2f}x"
-
-
-def title(results):
-    """What was trained, and where."""
-    return (
+def table(results):
+    """How both trained, and how fast."""
+    title = (
         f"{results['model']}, {results['precision']}, {results['world_size']} ranks, "
         f"{results['steps']} steps, delayed from {results['warmup_steps']} updates on\n{results['hardware']}"
     )
-
-
-def as_table(results):
-    """The results as a table for the terminal."""
-    return tables.table(title(results), HEADER, cells(results))
-
-
-def as_markdown(results):
-    """The results as a Markdown table."""
-    return tables.markdown(title(results), HEADER, cells(results))
+    rows = []
+    for row in results["rows"]:
+        last = statistics.fmean(row["losses"][-LAST:])
+        faster = row["tokens_per_second"] / results["rows"][0]["tokens_per_second"]
+        rows.append((row["update"], f"{last:.4f}", f"{row['tokens_per_second']:,.0f}", f"{faster:.2f}x"))
+    return Table(title, ("update", f"loss, mean of the last {LAST}", "tokens/s", "to exact"), rows)
 
 
 def figure(results):
@@ -120,7 +108,7 @@ def figure(results):
     below.axhline(0, color="black", linewidth=0.8)
     below.set_ylabel("delayed - exact")
     below.set_xlabel("steps")
-    drawn.suptitle(title(results), fontsize=10)
+    drawn.suptitle(table(results).title, fontsize=10)
     return drawn
 
 

@@ -19,9 +19,9 @@ from common import models
 from common.capacity import give_back_freed_memory
 from common.data import Batches, load_text
 from common.errors import InputError
-from common.measure import tables
 from common.measure.hardware import hardware
 from common.measure.memory import high_water
+from common.measure.tables import Table
 from common.models.gpt import GPT, GPTConfig
 from common.outputs import check_outputs, one_line_errors, publish
 from common.ranks.world import launch
@@ -29,7 +29,6 @@ from common.train import progress_bar, show_bytes, train_step
 from offload.nvme import InfinityEngine
 
 BYTES = 16  # on disk, of a parameter: weight, gradient, two moments, in fp32
-HEADER = ("", "")
 
 
 def main(arguments=None):
@@ -57,7 +56,7 @@ def main(arguments=None):
             if getattr(options, name) < 1:
                 raise InputError(f"--{name} {getattr(options, name)}: at least 1 is needed")
         results = launch(train, options, nproc=1)
-    publish(options, results, [as_table(results)])
+    publish(options, results, [table(results)])
 
 
 def build(options, layers):
@@ -131,34 +130,23 @@ def train(world, options):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def title(results):
-    """What was trained, and where."""
-    return (
+def table(results):
+    """What was held, moved and waited for."""
+    title = (
         f"GPT of {results['layers']} layers of width {results['width']}, {results['parameters'] / 1e9:.2f} B "
         f"parameters, all states on disk, fp32, 1 rank\n{results['hardware']}"
     )
-
-
-def cells(results):
-    """The table's rows of strings."""
     moved = results["disk_bytes_per_step"]
-    yield "model states on disk", show_bytes(sum(results["disk_state_bytes"].values()))
-    yield "model states on the device", show_bytes(sum(results["model_state_bytes"].values()))
-    yield "resident at the peak", show_bytes(results["resident_peak_bytes"])
-    yield "read, written per step", ", ".join(show_bytes(moved[way]) for way in ("read", "write"))
-    yield "time to build", f"{results['building_seconds']:.0f} s"
-    yield "time per step", ", ".join(f"{step['seconds']:.0f} s" for step in results["steps"])
-    yield "loss", ", ".join(f"{step['loss']:.3f}" for step in results["steps"])
-
-
-def as_table(results):
-    """The results as a table for the terminal."""
-    return tables.table(title(results), HEADER, cells(results))
-
-
-def as_markdown(results):
-    """The results as a Markdown table."""
-    return tables.markdown(title(results), HEADER, cells(results))
+    rows = [
+        ("model states on disk", show_bytes(sum(results["disk_state_bytes"].values()))),
+        ("model states on the device", show_bytes(sum(results["model_state_bytes"].values()))),
+        ("resident at the peak", show_bytes(results["resident_peak_bytes"])),
+        ("read, written per step", ", ".join(show_bytes(moved[way]) for way in ("read", "write"))),
+        ("time to build", f"{results['building_seconds']:.0f} s"),
+        ("time per step", ", ".join(f"{step['seconds']:.0f} s" for step in results["steps"])),
+        ("loss", ", ".join(f"{step['loss']:.3f}" for step in results["steps"])),
+    ]
+    return Table(title, ("", ""), rows)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ import torch
 from common import models
 from common.data import Batches, load_text
 from common.errors import InputError
-from common.measure import tables
 from common.measure.hardware import hardware
+from common.measure.tables import Table
 from common.outputs import check_outputs, one_line_errors, publish, write_json
 from common.ranks.namespaces import INTERFACE, TwoNodes, bytes_left
 from common.ranks.nodes import ACROSS_NODES, IN_NODE
@@ -111,7 +111,7 @@ def main(arguments=None):
             return
         with TwoNodes(None if options.rate == "none" else options.rate) as nodes:
             results = {**on_nodes(nodes, options), "rate": options.rate}
-    publish(options, results, [as_table(results)])
+    publish(options, results, [table(results)])
 
 
 def add_arguments(parser):
@@ -238,23 +238,17 @@ def in_a_ring(sent, ranks_per_node):
     return flat + ranks_per_node * across
 
 
-def cells(results):
-    """The table: a header row, then a row of strings for each engine."""
-    yield (
-        "",
-        "left a node, by the kernel",
-        "by the meter",
-        "fewer",
-        "in a ring",
-        "fewer",
-        "s per step",
-        "faster",
-        "loss",
+def table(results):
+    """What left a node and how long a step took, a row for each engine."""
+    title = (
+        f"{results['model']}, {results['precision']}, {results['nodes']} nodes of {results['ranks_per_node']} ranks, "
+        f"link {results['rate']}, blocks of {results['block']}\n{results['hardware']}"
     )
-    base = results["rows"][0]
+    counted = ("left a node, by the kernel", "by the meter", "fewer", "in a ring", "fewer")
+    base, rows = results["rows"][0], []
     for row in results["rows"]:
         kernel, meter = row["internode_bytes_per_step"], row["metered_internode_bytes_per_step"]
-        yield (
+        cells = (
             f"{row['engine']}: {row['switches']}",
             show_bytes(kernel),
             f"{show_bytes(meter)} ({meter / kernel - 1:+.1%})",
@@ -265,25 +259,8 @@ def cells(results):
             f"{base['step_seconds'] / row['step_seconds']:.2f}x",
             f"{row['losses'][-1]:.4f}",
         )
-
-
-def _title(results):
-    return (
-        f"{results['model']}, {results['precision']}, {results['nodes']} nodes of {results['ranks_per_node']} ranks, "
-        f"link {results['rate']}, blocks of {results['block']}\n{results['hardware']}"
-    )
-
-
-def as_table(results):
-    """The results as a table for the terminal."""
-    header, *rows = cells(results)
-    return tables.table(_title(results), header, rows)
-
-
-def as_markdown(results):
-    """The results as a Markdown table."""
-    header, *rows = cells(results)
-    return tables.markdown(_title(results), header, rows)
+        rows.append(cells)
+    return Table(title, ("", *counted, "s per step", "faster", "loss"), rows)
 
 
 if __name__ == "__main__":
