@@ -13,6 +13,7 @@ from functools import cache
 
 from rich.console import Console
 
+from common import models
 from common.compare import BASELINE
 from common.errors import InputError
 from common.measure import figures
@@ -89,7 +90,7 @@ def survey(world, options):
     return {
         "world_size": world.size,
         "model": options.model,
-        "parameters": sum(parameter.numel() for parameter in build_model(options).parameters()),
+        "parameters": models.count(build_model(options)),
         "precision": options.precision,
         "hardware": hardware(world.device),
         "cap_bytes": cap,

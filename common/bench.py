@@ -66,11 +66,6 @@ class Case:
         """The tokens of a step, all ranks together."""
         return self.batch * (models.build(self.model).window - 1)
 
-    @property
-    def parameters(self):
-        """The model's parameters."""
-        return sum(parameter.numel() for parameter in models.build(self.model).parameters())
-
     def world(self, **options):
         """Ranks to train on; `options` are LocalWorld's."""
         preload = ["common.peers", "common.measure.figures"]
@@ -82,7 +77,7 @@ class Case:
 
     def label(self):
         """What its rows say."""
-        named = {"model": self.model, "parameters": self.parameters}
+        named = {"model": self.model, "parameters": models.count(models.build(self.model))}
         return named | {"precision": self.precision, "world_size": self.world_size}
 
 

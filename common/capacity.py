@@ -233,7 +233,7 @@ def build(layers):
 
 def parameters(layers):
     """How many a model of so many layers has; none without layers."""
-    return sum(parameter.numel() for parameter in build(layers).parameters()) if layers else 0
+    return models.count(build(layers)) if layers else 0
 
 
 def make_engine(engine, precision, layers):

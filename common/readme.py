@@ -206,7 +206,7 @@ def equivalence_table(results):
 def scores_table(scores):
     """How every engine scores, as Markdown: verdicts, bytes per parameter, settings."""
     scores = sorted(scores, key=lambda score: (score["engine"] not in ENGINES, score["engine"]))
-    parameters = sum(p.numel() for p in models.build(scores[0]["model"]).parameters())
+    parameters = models.count(models.build(scores[0]["model"]))
     header = ("engine", "bitwise", "within a norm", "fails", "not claimed", "held, bytes per parameter", "sent")
     rows = []
     for score in scores:

@@ -243,7 +243,7 @@ def train(world, name, options, progress=None):
     row["tokens_per_second"] = tokens / statistics.median(timed) if timed else None
     weights = engine.full_state_dict()
     row["param_sha256"] = sha256(weights)
-    row["parameters"] = sum(p.numel() for p in module.parameters())
+    row["parameters"] = models.count(module)
     if run.recording is not None:
         trace = run.recording.collect()
         with together(engine.comm, f"--trace {options.trace}"):

@@ -84,6 +84,11 @@ def build(name, *, device="meta", checkpoint_activations=None):
     return model
 
 
+def count(model):
+    """How many parameters a model has; one that modules share counts once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def initial_values(seed):
     """Return `init(name, tensor)`, which fills a parameter or a buffer in place.
 

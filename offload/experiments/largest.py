@@ -68,18 +68,13 @@ def build(options, layers):
     return model
 
 
-def parameters(model):
-    """How many a model has."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def layers_on(free, options):
     """The most layers whose states fit into so many bytes of disk.
 
     Raises:
         InputError: not even one does.
     """
-    one, two = (BYTES * parameters(build(options, layers)) for layers in (1, 2))
+    one, two = (BYTES * models.count(build(options, layers)) for layers in (1, 2))
     layers = 1 + int((free - one) // (two - one))
     if layers < 1:
         raise InputError(
@@ -117,7 +112,7 @@ def train(world, options):
             "width": options.width,
             "layers": layers,
             "sequence": options.sequence,
-            "parameters": parameters(model),
+            "parameters": models.count(model),
             "building_seconds": building,
             "steps": steps,
             "disk_bytes_per_step": engine.comm.traffic.on_disk(),
