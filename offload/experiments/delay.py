@@ -97,7 +97,7 @@ def figure(results):
         A matplotlib Figure.
     """
     drawn, (above, below) = plt.subplots(2, 1, figsize=(8, 6), layout="constrained", sharex=True, height_ratios=(3, 1))
-    curves = [_smoothed(row["losses"]) for row in results["rows"]]
+    curves = [figures.smoothed(row["losses"], SMOOTH) for row in results["rows"]]
     steps = range(SMOOTH, SMOOTH + len(curves[0]))
     for row, curve, colour in zip(results["rows"], curves, ("#0072B2", "#D55E00"), strict=True):
         above.plot(steps, curve, label=row["update"], color=colour)
@@ -110,10 +110,6 @@ def figure(results):
     below.set_xlabel("steps")
     drawn.suptitle(table(results).title, fontsize=10)
     return drawn
-
-
-def _smoothed(losses):
-    return [statistics.fmean(losses[end - SMOOTH : end]) for end in range(SMOOTH, len(losses) + 1)]
 
 
 if __name__ == "__main__":

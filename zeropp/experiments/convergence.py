@@ -202,7 +202,7 @@ def figure(results):
     drawn, (curves, ends) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", width_ratios=(3, 2))
     colours = plt.get_cmap("tab10").colors
     for row, colour in zip(results["rows"], colours, strict=False):
-        smoothed = [_smoothed(seed["losses"]) for seed in row["seeds"]]
+        smoothed = [figures.smoothed(seed["losses"], SMOOTH) for seed in row["seeds"]]
         steps = range(SMOOTH, SMOOTH + len(smoothed[0]))
         curves.plot(steps, [statistics.fmean(at) for at in zip(*smoothed, strict=True)], color=colour, label=row["run"])
         if row["run"] == "stage 3":
@@ -219,10 +219,6 @@ def figure(results):
     ends.set_xlabel("validation loss at the end, each seed")
     drawn.suptitle(table(results).title, fontsize=10)
     return drawn
-
-
-def _smoothed(losses):
-    return [statistics.fmean(losses[end - SMOOTH : end]) for end in range(SMOOTH, len(losses) + 1)]
 
 
 if __name__ == "__main__":
