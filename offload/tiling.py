@@ -9,7 +9,6 @@ to 64K.
 """
 
 import argparse
-import gc
 import math
 import re
 from collections import Counter, OrderedDict
@@ -30,7 +29,6 @@ from common.measure.hardware import hardware
 from common.measure.memory import Timeline
 from common.measure.tables import Table
 from common.outputs import one_line_errors, publish
-from common.ranks.world import LocalWorld, RankFailed
 from common.train import default_nproc, find_engine, show_bytes
 
 ROWS = 32  # kernels take rows in blocks: where the cuts lie between blocks, every row is computed as in the whole
@@ -189,7 +187,6 @@ def _has_hooks(layer):
 ENGINE = "stage3_param"
 FEATURES, SAMPLES = 16, 8  # of the input, on each rank
 STEP = 128  # the largest width is looked for in multiples of this
-TRIAL_SECONDS = 600
 
 
 def main(arguments=None):
@@ -261,30 +258,16 @@ def attempt(width, tiles, cap, world_size):
     """
     units = make_units(build(width, tiles), [], lambda name, parameter: parameter.dtype, world_size, Run)
     sizes = sorted(sum(4 * run.padded_numel for run in unit.buckets) for unit in units)
-    with LocalWorld(world_size, oversubscribe=True) as world:
-        row = {"held_before": max(world.run(_warm_up, timeout=TRIAL_SECONDS)), "trains": True}
-        row["predicted_gathered_bytes"] = sum(sizes[-2:])  # the one in use, the one that is prefetched
-        try:
-            found = world.run(_train_under, cap, width, tiles, timeout=TRIAL_SECONDS)
-        except RankFailed as failure:
-            if not capacity.ran_out_of_memory(failure):
-                raise
-            return {**row, "trains": False, "gathered_bytes": None, "loss": None}
-    return {**row, "gathered_bytes": max(peak for peak, _ in found), "loss": found[0][1]}
+    held_before, found = capacity.trial(_train_under, (STEP, 2), (width, tiles), cap, world_size)
+    gathered = sum(sizes[-2:])  # the one in use, the one that is prefetched
+    row = {"held_before": held_before, "trains": found is not None, "predicted_gathered_bytes": gathered}
+    peak, loss = (None, None) if found is None else (max(peak for peak, _ in found), found[0][1])
+    return {**row, "gathered_bytes": peak, "loss": loss}
 
 
 def trains(tiles, cap, world_size, steps):
     """Whether so many times STEP is a width that trains."""
     return attempt(steps * STEP, tiles, cap, world_size)["trains"]
-
-
-def _warm_up(world):
-    """Load all that a step needs, by training a small model; return the bytes held when it is gone."""
-    if world.device.type == "cpu":
-        capacity.give_back_freed_memory()
-    train(world, width=STEP, tiles=2)
-    gc.collect()
-    return capacity.held(world.device)
 
 
 def _train_under(world, cap, width, tiles):

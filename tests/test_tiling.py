@@ -291,7 +291,7 @@ def test_a_layer_that_cannot_be_gathered_under_a_limit_trains_in_tiles():
 
 def test_the_command_finds_the_tiles_that_fit(tmp_path):
     with LocalWorld(1) as world:
-        (held_before,) = world.run(tiling._warm_up)
+        (held_before,) = world.run(capacity.warm_up, tiling._train_under, (tiling.STEP, 2))
     path, cap = tmp_path / "tiling.json", f"{held_before // MB + 55}MB"
     tiling.main(["--cap", cap, "--nproc", "1", "--width", "1024", "--tiles", "1", "16", "--json", str(path)])
     results = json.loads(path.read_text())
