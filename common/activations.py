@@ -20,7 +20,7 @@ from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.tables import Table
 from common.models.recompute import KINDS
-from common.outputs import one_line_errors, publish
+from common.outputs import one_line_errors, parser_of, publish
 from common.ranks.collectives import Collectives
 from common.train import STAGES, add_arguments, build_model, command, rank_count, show_bytes, train
 
@@ -29,9 +29,7 @@ CHECKPOINTS = (None, KINDS[0])
 
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m common.activations", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("common.activations", __doc__)
     training = argparse.ArgumentParser()
     add_arguments(training)
     defaults = training.parse_args([])

@@ -11,7 +11,6 @@ own documentation recommends. Losses are held against those of torch's Distribut
 the same gets no time.
 """
 
-import argparse
 import itertools
 import os
 import random
@@ -35,7 +34,7 @@ from common.errors import InputError
 from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.memory import high_water
-from common.outputs import check_outputs, one_line_errors, publish
+from common.outputs import check_outputs, one_line_errors, parser_of, publish
 from common.ranks.collectives import Collectives
 from common.ranks.sockets import small_send_buffers
 from common.ranks.world import LocalWorld, check_size
@@ -83,9 +82,7 @@ class Case:
 
 def main(arguments=None):
     """Parse the arguments, compare, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m common.bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("common.bench", __doc__)
     parser.add_argument("--nproc", default=str(default_nproc()), help="world sizes (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all)")

@@ -13,7 +13,6 @@ are in no prediction.
 Source: ZeRO, arXiv 1910.02054, sec. 5.4 and Table 2.
 """
 
-import argparse
 import gc
 import os
 import re
@@ -37,7 +36,7 @@ from common.measure import figures
 from common.measure.hardware import hardware, private_held
 from common.measure.memory import Timeline, set_malloc_thresholds
 from common.models.gpt import GPT, GPTConfig
-from common.outputs import check_outputs, one_line_errors, publish
+from common.outputs import check_outputs, one_line_errors, parser_of, publish
 from common.ranks.world import LocalWorld, RankFailed, check_size
 from common.tensors import fake_tensors
 from common.train import ENGINES, default_nproc, find_engine, sha256, show_bytes, train_step
@@ -62,9 +61,7 @@ UP_TO = 256  # layers that a search ends at: where everything lies on disk, memo
 
 def main(arguments=None):
     """Parse the arguments, try, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m common.capacity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("common.capacity", __doc__)
     parser.add_argument("--cap", default="1GB", help="what a rank may hold: 800MB, 1.5GB (default: %(default)s)")
     parser.add_argument("--nproc", type=int, default=default_nproc(), help="local ranks (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")

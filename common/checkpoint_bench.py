@@ -13,7 +13,6 @@ read the disk. No other program should use it meanwhile. Bandwidth is the bytes 
 ratios are taken within a round, and their median is told.
 """
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -28,7 +27,7 @@ from common.data import Batches, load_text
 from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import check_outputs, one_line_errors, publish
+from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
 from common.ranks.world import launch
 from common.train import find_engine
 
@@ -39,9 +38,7 @@ RATIOS = {"save_to_copy": ("save", "copy"), "load_to_copy": ("load", "copy"), "l
 
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m common.checkpoint_bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("common.checkpoint_bench", __doc__)
     parser.add_argument("--path", default=tempfile.gettempdir(), help="a folder on the disk (default: %(default)s)")
     parser.add_argument("--engine", default="stage3_param", help="(default: %(default)s)")
     parser.add_argument("--model", default="gpt-100m", help="(default: %(default)s, 1.2 GB of states)")
@@ -62,8 +59,7 @@ def check(options):
     find_engine(options.engine)
     models.build(options.model)
     check_outputs(options)
-    if options.rounds < 1:
-        raise InputError(f"--rounds {options.rounds}: at least 1 is needed")
+    check_counts(options, "rounds")
     if not all(size.isdecimal() and int(size) for size in options.nproc.split(",")):
         raise InputError(f"--nproc {options.nproc}: give numbers of ranks, such as 1,2")
     if not os.path.isdir(options.path):

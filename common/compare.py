@@ -5,7 +5,6 @@ against stage 0's bit for bit and against torch's own DistributedDataParallel by
 on the wire against their predictions. An engine that quantizes is held by its losses instead.
 """
 
-import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from common.errors import InputError
 from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import publish
+from common.outputs import parser_of, publish
 from common.peers import TorchDDP
 from common.train import ENGINES, add_arguments, build_model, command, find_engine, how, run_with_progress, show_bytes
 
@@ -34,9 +33,7 @@ COUNTS = ("model_state_bytes", "wire_bytes_per_step", *BESIDE.values())
 
 def main(arguments=None):
     """Parse the arguments, compare, show and write the results; exit with 1 where a promise does not hold."""
-    parser = argparse.ArgumentParser(
-        prog="python -m common.compare", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("common.compare", __doc__)
     add_arguments(parser)
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all)")
     parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")

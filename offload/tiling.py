@@ -8,7 +8,6 @@ Source: ZeRO-Infinity, arXiv 2104.07857, sec. 5.1.3 and fig. 6b, where 16 tiles 
 to 64K.
 """
 
-import argparse
 import math
 import re
 from collections import Counter, OrderedDict
@@ -28,7 +27,7 @@ from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.memory import Timeline
 from common.measure.tables import Table
-from common.outputs import one_line_errors, publish
+from common.outputs import check_counts, one_line_errors, parser_of, publish
 from common.train import default_nproc, find_engine, show_bytes
 
 ROWS = 32  # kernels take rows in blocks: where the cuts lie between blocks, every row is computed as in the whole
@@ -191,9 +190,7 @@ STEP = 128  # the largest width is looked for in multiples of this
 
 def main(arguments=None):
     """Parse the arguments, train, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m offload.tiling", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("offload.tiling", __doc__)
     parser.add_argument("--cap", default="600MB", help="what a rank may hold (default: %(default)s)")
     parser.add_argument("--width", type=int, default=3200, help="of the hidden layer (default: %(default)s)")
     parser.add_argument("--tiles", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="to try (default: 1 2 4 8 16)")
@@ -218,8 +215,7 @@ def survey(options):
         InputError: the options cannot be used.
         RankFailed: a training failed by something else than a lack of memory.
     """
-    if options.width < 1:
-        raise InputError(f"--width {options.width}: at least 1 is needed")
+    check_counts(options, "width")
     for tiles in options.tiles:
         build(options.width, tiles)
     _, _, cap = capacity.check(options)

@@ -11,7 +11,6 @@ optimizer states stay on the device, so that what is compared is how parameters 
 Source: ZeRO-Infinity, arXiv 2104.07857, sec. 6.1.
 """
 
-import argparse
 import statistics
 import time
 from functools import partial
@@ -25,7 +24,7 @@ from common.errors import InputError
 from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import check_outputs, one_line_errors, publish
+from common.outputs import check_outputs, one_line_errors, parser_of, publish
 from common.ranks.world import LocalWorld, check_size
 from common.train import progress_bar, sha256, train_step
 from offload.nvme import InfinityEngine
@@ -80,11 +79,7 @@ KINDS = {"split": Split, "owned": Owned}
 
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m offload.experiments.ablation",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = parser_of("offload.experiments.ablation", __doc__)
     parser.add_argument("--nproc", default="1,2,4", help="numbers of ranks (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are CPUs")
     parser.add_argument("--model", default="gpt-micro", help="a name of the model zoo (default: %(default)s)")

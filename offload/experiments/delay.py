@@ -8,7 +8,6 @@ host's cores are free, and a step is shorter by as much as the host's part of it
 Source: ZeRO-Offload, arXiv 2101.06840, sec. 5.2.
 """
 
-import argparse
 import statistics
 from copy import copy
 
@@ -18,7 +17,7 @@ from common.errors import InputError
 from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import check_outputs, one_line_errors, publish
+from common.outputs import check_outputs, one_line_errors, parser_of, publish
 from common.train import add_arguments, command, how, run_with_progress
 
 LAST = 50  # losses whose mean is compared
@@ -27,11 +26,7 @@ SMOOTH = 10  # losses that a point of the picture is the mean of
 
 def main(arguments=None):
     """Parse the arguments, train both, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m offload.experiments.delay",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = parser_of("offload.experiments.delay", __doc__)
     add_arguments(parser)
     parser.set_defaults(steps=600)
     parser.add_argument("--warmup-steps", type=int, default=40, help="updates before the first delayed one")

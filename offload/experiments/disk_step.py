@@ -10,7 +10,6 @@ fio (Debian's package of that name) is needed; nothing else on the machine shoul
 Source: ZeRO-Infinity, arXiv 2104.07857, sec. 6.3, where states on NVMe are read and written at the disk's own speed.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -26,7 +25,7 @@ from torch import nn
 from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import check_outputs, one_line_errors, publish
+from common.outputs import check_outputs, one_line_errors, parser_of, publish
 from common.ranks.world import launch
 from common.train import progress_bar
 from offload.nvme import InfinityEngine
@@ -40,11 +39,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m offload.experiments.disk_step",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = parser_of("offload.experiments.disk_step", __doc__)
     parser.add_argument("--path", default=tempfile.gettempdir(), help="a folder on the disk (default: %(default)s)")
     parser.add_argument("--elements", type=float, default=2.0**28, help="of the weights (default: 2**28)")
     parser.add_argument("--sub-group-mb", type=float, default=64.0, help="of fp32 weights (default: %(default)s)")

@@ -6,7 +6,6 @@ must hold what is in use: units on their way in and out, whose size does not dep
 Source: ZeRO-Infinity, arXiv 2104.07857, sec. 8.2, where one node trains a trillion parameters.
 """
 
-import argparse
 import os
 import shutil
 import tempfile
@@ -23,7 +22,7 @@ from common.measure.hardware import hardware
 from common.measure.memory import high_water
 from common.measure.tables import Table
 from common.models.gpt import GPT, GPTConfig
-from common.outputs import check_outputs, one_line_errors, publish
+from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
 from common.ranks.world import launch
 from common.train import progress_bar, show_bytes, train_step
 from offload.nvme import InfinityEngine
@@ -33,11 +32,7 @@ BYTES = 16  # on disk, of a parameter: weight, gradient, two moments, in fp32
 
 def main(arguments=None):
     """Parse the arguments, train, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m offload.experiments.largest",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = parser_of("offload.experiments.largest", __doc__)
     parser.add_argument("--path", default=tempfile.gettempdir(), help="a folder on the disk (default: %(default)s)")
     parser.add_argument("--width", type=int, default=4096, help="of the layers (default: %(default)s)")
     parser.add_argument("--sequence", type=int, default=64, help="tokens of the one sample (default: %(default)s)")
@@ -52,9 +47,7 @@ def main(arguments=None):
             raise InputError(f"--path {options.path}: there is no such folder; make it first")
         if not 0 <= options.spare < 1:
             raise InputError(f"--spare {options.spare}: the part of the disk left free is from 0 to less than 1")
-        for name in ("width", "sequence", "steps", *(["layers"] if options.layers is not None else [])):
-            if getattr(options, name) < 1:
-                raise InputError(f"--{name} {getattr(options, name)}: at least 1 is needed")
+        check_counts(options, "width", "sequence", "steps", "layers")
         results = launch(train, options, nproc=1)
     publish(options, results, [table(results)])
 

@@ -8,7 +8,6 @@ On one machine the ranks are told that they live on nodes of two, so that gradie
 how fast a link is.
 """
 
-import argparse
 import statistics
 import tempfile
 from copy import copy
@@ -24,7 +23,7 @@ from common.errors import InputError
 from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import check_outputs, one_line_errors, publish
+from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
 from common.train import add_arguments, build_model, command, find_engine, progress_bar, train_step
 from zeropp.engine import check_options
 from zeropp.export import load_int8, save_int8
@@ -46,11 +45,7 @@ SMOOTH = 20  # losses that a point of the picture is the mean of
 
 def main(arguments=None):
     """Parse the arguments, train all, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropp.experiments.convergence",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = parser_of("zeropp.experiments.convergence", __doc__)
     add_arguments(parser)
     parser.set_defaults(steps=500, batch=8, nproc=4, ranks_per_node=2)
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each row (default: %(default)s)")
@@ -59,8 +54,7 @@ def main(arguments=None):
     parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
     options = parser.parse_args(arguments)
     with one_line_errors():
-        if options.seeds < 1:
-            raise InputError(f"--seeds {options.seeds}: at least 1 is needed")
+        check_counts(options, "seeds")
         if options.steps < SMOOTH:
             raise InputError(f"--steps {options.steps}: a curve takes {SMOOTH} or more")
         check_options(options.block, error_feedback=False, quantize_gradients=True)

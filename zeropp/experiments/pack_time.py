@@ -6,16 +6,14 @@ values; the same bits are asked of it.
 Source: ZeRO++, arXiv 2306.10209, sec. 4.2, where kernels of their own do this on a GPU.
 """
 
-import argparse
 import statistics
 import time
 
 import torch
 
-from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import check_outputs, one_line_errors, publish
+from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
 from common.train import progress_bar
 from zeropp.quantize import Blocks
 
@@ -24,19 +22,13 @@ WARM_UP = 2  # rounds that are not timed
 
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropp.experiments.pack_time",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = parser_of("zeropp.experiments.pack_time", __doc__)
     parser.add_argument("--elements", type=int, default=2**22, help="that are packed (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=31, help="timed, of each (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results here")
     options = parser.parse_args(arguments)
     with one_line_errors():
-        for name in ("elements", "rounds"):
-            if getattr(options, name) < 1:
-                raise InputError(f"--{name} {getattr(options, name)}: at least 1 is needed")
+        check_counts(options, "elements", "rounds")
         check_outputs(options)
         results = measure(options.elements, options.rounds)
     publish(options, results, [table(results)])

@@ -15,7 +15,6 @@ The first one crosses 1 at r = (B3 - B) / (T - T3): below it the bytes that are 
 Source: ZeRO++, arXiv 2306.10209, sec. 5, where the rate is 100 to 800 Gbit/s and packing is done by a GPU.
 """
 
-import argparse
 import itertools
 import math
 from copy import copy
@@ -25,7 +24,7 @@ import matplotlib.pyplot as plt
 from common.errors import InputError
 from common.measure import figures
 from common.measure.tables import Table
-from common.outputs import check_outputs, one_line_errors, publish
+from common.outputs import check_outputs, one_line_errors, parser_of, publish
 from common.ranks.namespaces import TwoNodes, bits_per_second
 from common.train import progress_bar, show_bytes
 from zeropp.experiments import two_nodes
@@ -38,11 +37,7 @@ BLOCKS = "32,64,128,256,512,1024,2048"
 
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropp.experiments.sweep",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = parser_of("zeropp.experiments.sweep", __doc__)
     two_nodes.add_arguments(parser)
     parser.add_argument("--rates", default=RATES, help="of the link (default: %(default)s)")
     parser.add_argument("--blocks", default=BLOCKS, help="elements that share a scale (default: %(default)s)")

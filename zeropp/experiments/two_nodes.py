@@ -12,7 +12,6 @@ ranks M leave each node. A ring passes on what came, and needs (N-1)/N M; that f
 Source: ZeRO++, arXiv 2306.10209, sec. 3 and table 2.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -29,7 +28,7 @@ from common.data import Batches, load_text
 from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import check_outputs, one_line_errors, publish, write_json
+from common.outputs import check_outputs, one_line_errors, parser_of, publish, write_json
 from common.ranks.namespaces import INTERFACE, TwoNodes, bytes_left
 from common.ranks.nodes import ACROSS_NODES, IN_NODE
 from common.ranks.world import launch
@@ -95,11 +94,7 @@ ENGINES = [
 
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropp.experiments.two_nodes",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = parser_of("zeropp.experiments.two_nodes", __doc__)
     add_arguments(parser)
     parser.add_argument("--rate", default="100mbit", help="of the link, as tc has it, or none (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results here")
