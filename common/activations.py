@@ -13,12 +13,14 @@ from functools import cache
 
 from rich.console import Console
 
+from common import models
 from common.compare import BASELINE
 from common.errors import InputError
-from common.measure import figures, tables
+from common.measure import figures
 from common.measure.hardware import hardware
+from common.measure.tables import Table
 from common.models.recompute import KINDS
-from common.outputs import one_line_errors, publish
+from common.outputs import one_line_errors, parser_of, publish
 from common.ranks.collectives import Collectives
 from common.train import STAGES, add_arguments, build_model, command, rank_count, show_bytes, train
 
@@ -27,9 +29,7 @@ CHECKPOINTS = (None, KINDS[0])
 
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m common.activations", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("common.activations", __doc__)
     training = argparse.ArgumentParser()
     add_arguments(training)
     defaults = training.parse_args([])
@@ -52,7 +52,7 @@ def main(arguments=None):
     results = command(survey, options, options=options)
     if results is None:  # a rank other than 0 under torchrun
         return
-    publish(options, results, [as_table(results)], lambda path: figures.save(figures.activation_memory(results), path))
+    publish(options, results, [table(results)], lambda path: figures.save(figures.activation_memory(results), path))
 
 
 def survey(world, options):
@@ -88,7 +88,7 @@ def survey(world, options):
     return {
         "world_size": world.size,
         "model": options.model,
-        "parameters": sum(parameter.numel() for parameter in build_model(options).parameters()),
+        "parameters": models.count(build_model(options)),
         "precision": options.precision,
         "hardware": hardware(world.device),
         "cap_bytes": cap,
@@ -151,37 +151,24 @@ def largest_fitting(fits, near=1):
     return fitting
 
 
-def cells(results):
-    """The table: a header row, then one row of strings for each stage, without and with checkpoints."""
+def table(results):
+    """A row for each stage, without and with checkpoints."""
+    title = (
+        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, {results['world_size']} "
+        f"ranks, cap {show_bytes(results['cap_bytes'])}\n{results['hardware']}"
+    )
     batches = sorted({row["batch_per_rank"] for row in results["rows"]})
     peaks = {_key(row): show_bytes(total(row["peak_bytes"])) for row in results["rows"]}
-    yield ("peak per rank", "checkpoints", *(f"batch {batch}" for batch in batches), "largest batch under the cap")
+    header = ("peak per rank", "checkpoints", *(f"batch {batch}" for batch in batches), "largest batch under the cap")
+    rows = []
     for row in results["largest_under_cap"]:
         engine, kind, largest = _key(row)
-        yield (engine, kind or "none", *(peaks[engine, kind, batch] for batch in batches), str(largest))
+        rows.append((engine, kind or "none", *(peaks[engine, kind, batch] for batch in batches), str(largest)))
+    return Table(title, header, rows, words=(0, 1))
 
 
 def _key(row):
     return row["engine"], row["checkpoint_activations"], row["batch_per_rank"]
-
-
-def _title(results):
-    return (
-        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, {results['world_size']} "
-        f"ranks, cap {show_bytes(results['cap_bytes'])}\n{results['hardware']}"
-    )
-
-
-def as_table(results):
-    """The results as a table for the terminal."""
-    header, *rows = cells(results)
-    return tables.table(_title(results), header, rows, left=2)
-
-
-def as_markdown(results):
-    """The results as a Markdown table."""
-    header, *rows = cells(results)
-    return tables.markdown(_title(results), header, rows, left=2)
 
 
 if __name__ == "__main__":

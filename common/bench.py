@@ -11,7 +11,6 @@ own documentation recommends. Losses are held against those of torch's Distribut
 the same gets no time.
 """
 
-import argparse
 import itertools
 import os
 import random
@@ -28,14 +27,14 @@ import numpy as np
 import torch
 
 from common import models, peers
-from common.bench_results import as_table, by_case, row
+from common.bench_results import row, tables
 from common.data import Batches, load_text
 from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
 from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.memory import high_water
-from common.outputs import check_outputs, one_line_errors, publish
+from common.outputs import check_outputs, one_line_errors, parser_of, publish
 from common.ranks.collectives import Collectives
 from common.ranks.sockets import small_send_buffers
 from common.ranks.world import LocalWorld, check_size
@@ -66,11 +65,6 @@ class Case:
         """The tokens of a step, all ranks together."""
         return self.batch * (models.build(self.model).window - 1)
 
-    @property
-    def parameters(self):
-        """The model's parameters."""
-        return sum(parameter.numel() for parameter in models.build(self.model).parameters())
-
     def world(self, **options):
         """Ranks to train on; `options` are LocalWorld's."""
         preload = ["common.peers", "common.measure.figures"]
@@ -82,15 +76,13 @@ class Case:
 
     def label(self):
         """What its rows say."""
-        named = {"model": self.model, "parameters": self.parameters}
+        named = {"model": self.model, "parameters": models.count(models.build(self.model))}
         return named | {"precision": self.precision, "world_size": self.world_size}
 
 
 def main(arguments=None):
     """Parse the arguments, compare, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m common.bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("common.bench", __doc__)
     parser.add_argument("--nproc", default=str(default_nproc()), help="world sizes (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all)")
@@ -112,8 +104,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     with one_line_errors():
         results = bench(options)
-    shown = [as_table(title, rows) for title, rows in by_case(results)]
-    publish(options, results, shown, lambda path: figures.save(figures.bench(results), path))
+    publish(options, results, tables(results), lambda path: figures.save(figures.bench(results), path))
 
 
 def bench(options):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from common import models, peers
-from common.measure import tables
+from common.measure.tables import Table
 from common.train import ENGINES, show_bytes
 
 # Relative differences of losses that another order of additions and other places of rounding explain.
@@ -84,28 +84,26 @@ def show_ratio(ratio, interval):
     return f"{ratio:.2f} ({interval[0]:.2f}-{interval[1]:.2f})"
 
 
-def as_table(title, rows):
-    """One case as a table for the terminal: ratios to peers on lines of their own, notes below."""
-    lines = []
-    for found in rows:
-        if found["median_seconds"] is not None:
-            name, time, ratio, _, *rest = _cells(found)
-            lines.append((name, time, ratio, *rest))
-            lines += [(f"to {peer}", "", show_ratio(**told)) for peer, told in found["ratios_to_peers"].items()]
-    notes = [f"{found['engine']}: {found['note']}" for found in rows if found["median_seconds"] is None]
-    return tables.table(title, (*HEADER[:3], *HEADER[4:]), lines, caption="\n".join(notes))
+def tables(results):
+    """A table of each case for the terminal: ratios to peers on lines of their own, what has no time below."""
+    for title, rows in by_case(results):
+        lines = []
+        for found in rows:
+            if found["median_seconds"] is not None:
+                name, time, ratio, _, *rest = _cells(found)
+                lines.append((name, time, ratio, *rest))
+                for peer, told in found["ratios_to_peers"].items():
+                    lines.append((f"to {peer}", "", show_ratio(**told), "", ""))
+        notes = [f"{found['engine']}: {found['note']}" for found in rows if found["median_seconds"] is None]
+        yield Table(title, (*HEADER[:3], *HEADER[4:]), lines, caption="\n".join(notes))
 
 
 def as_markdown(results):
     """All cases as Markdown tables."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     spans = f"{results['worlds']} worlds of {results['rounds_per_world']} rounds of {results['steps_per_round']} steps"
-    page = [f"{results['hardware']}; {versions}; {spans}"]
-    for title, rows in by_case(results):
-        page += ["", f"{title}:", ""]
-        rule = ("---", "---:", "---:", "---", "---:", "---:")
-        page += ["| " + " | ".join(cells) + " |" for cells in (HEADER, rule, *map(_cells, rows))]
-    return "\n".join(page)
+    found = [Table(f"{title}:", HEADER, [*map(_cells, rows)], words=(0, 3)) for title, rows in by_case(results)]
+    return "\n\n".join([f"{results['hardware']}; {versions}; {spans}", *(table.markdown() for table in found)])
 
 
 def alone_as_markdown(*records):
@@ -116,7 +114,6 @@ def alone_as_markdown(*records):
         tokens = results["batch_per_rank"] * (models.build(rows[0]["model"]).window - 1)
         for model in dict.fromkeys(found["model"] for found in rows):
             ratios = [found["ratios_to_peers"][ALONE] for found in rows if found["model"] == model]
-            lines.append(f"| {model} | {tokens:,} | " + " | ".join(show_ratio(**told) for told in ratios) + " |")
-    engines = list(dict.fromkeys(found["engine"] for found in rows))
-    page = [records[0]["hardware"], "", "| over a bare loop | tokens a step | " + " | ".join(engines) + " |"]
-    return "\n".join([*page, "| --- |" + " ---: |" * (1 + len(engines)), *lines])
+            lines.append((model, f"{tokens:,}", *(show_ratio(**told) for told in ratios)))
+    engines = dict.fromkeys(found["engine"] for found in rows)
+    return Table(records[0]["hardware"], ("over a bare loop", "tokens a step", *engines), lines).markdown()

@@ -13,35 +13,32 @@ are in no prediction.
 Source: ZeRO, arXiv 1910.02054, sec. 5.4 and Table 2.
 """
 
-import argparse
-import ctypes
 import gc
 import os
 import re
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common import models
 from common.activations import largest_fitting
-from common.capacity_results import as_table
+from common.capacity_results import table
 from common.compare import BASELINE
 from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
 from common.measure import figures
-from common.measure.hardware import hardware
-from common.measure.memory import Timeline
+from common.measure.hardware import hardware, private_held
+from common.measure.memory import Timeline, set_malloc_thresholds
 from common.models.gpt import GPT, GPTConfig
-from common.outputs import check_outputs, one_line_errors, publish
+from common.outputs import check_outputs, one_line_errors, parser_of, publish
 from common.ranks.world import LocalWorld, RankFailed, check_size
+from common.tensors import fake_tensors
 from common.train import ENGINES, default_nproc, find_engine, sha256, show_bytes, train_step
 
 try:
@@ -64,9 +61,7 @@ UP_TO = 256  # layers that a search ends at: where everything lies on disk, memo
 
 def main(arguments=None):
     """Parse the arguments, try, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m common.capacity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("common.capacity", __doc__)
     parser.add_argument("--cap", default="1GB", help="what a rank may hold: 800MB, 1.5GB (default: %(default)s)")
     parser.add_argument("--nproc", type=int, default=default_nproc(), help="local ranks (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
@@ -79,7 +74,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     with one_line_errors():
         results = survey(options)
-    publish(options, results, [as_table(results)], lambda path: figures.save(figures.capacity(results), path))
+    publish(options, results, [table(results)], lambda path: figures.save(figures.capacity(results), path))
 
 
 def survey(options):
@@ -233,7 +228,7 @@ def build(layers):
 
 def parameters(layers):
     """How many a model of so many layers has; none without layers."""
-    return sum(parameter.numel() for parameter in build(layers).parameters()) if layers else 0
+    return models.count(build(layers)) if layers else 0
 
 
 def make_engine(engine, precision, layers):
@@ -293,7 +288,7 @@ def simulate(engine, precision, layers, world_size):
     """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        with FakeTensorMode():
+        with fake_tensors():
             simulated = make_engine(engine, precision, layers)
             take_step(simulated)
             with Timeline(simulated) as timeline:
@@ -333,16 +328,31 @@ def attempt(engine, precision, layers, cap, world_size, digest=False):
     Raises:
         RankFailed: a rank failed by something else than a lack of memory.
     """
+    small, asked = (engine, precision, 1, False), (engine, precision, layers, digest)
+    held_before, kept = trial(_train_under, small, asked, cap, world_size)
+    if kept is None:
+        return Attempt(False, held_before)
+    on_host, on_disk, digests = zip(*kept, strict=True)
+    return Attempt(True, held_before, max(on_host), max(on_disk), digests[0])
+
+
+def trial(train_under, small, asked, cap, world_size):
+    """Train a small model without a limit, then the one that is asked for under the cap, in a world of its own.
+
+    Args:
+        train_under: called on every rank with the World, the cap or None, and what `small` and `asked` hold.
+
+    Returns:
+        The most bytes that a rank held in between, and what all ranks answered: None where one ran out of memory.
+    """
     with LocalWorld(world_size, oversubscribe=True) as world:
-        held_before = max(world.run(_warm_up, engine, precision, timeout=TRIAL_SECONDS))
+        held_before = max(world.run(warm_up, train_under, small, timeout=TRIAL_SECONDS))
         try:
-            kept = world.run(_train_under, cap, engine, precision, layers, digest, timeout=TRIAL_SECONDS)
+            return held_before, world.run(train_under, cap, *asked, timeout=TRIAL_SECONDS)
         except (RankFailed, InputError) as failure:
             if not ran_out_of_memory(failure):
                 raise
-            return Attempt(False, held_before)
-    on_host, on_disk, digests = zip(*kept, strict=True)
-    return Attempt(True, held_before, max(on_host), max(on_disk), digests[0])
+            return held_before, None
 
 
 def ran_out_of_memory(failure):
@@ -350,11 +360,11 @@ def ran_out_of_memory(failure):
     return OUT_OF_MEMORY.search(str(failure)) is not None
 
 
-def _warm_up(world, engine, precision):
-    """Load all that a step needs, by training a model of one layer; return the bytes held when it is gone."""
+def warm_up(world, train_under, small):
+    """Load all that a step needs, by training a small model; return the bytes held when it is gone."""
     if world.device.type == "cpu":
         give_back_freed_memory()
-    _train(engine, precision, layers=1)
+    train_under(world, None, *small)
     gc.collect()
     return held(world.device)
 
@@ -370,7 +380,7 @@ def _train(engine, precision, layers):
 
 def _train_under(world, cap, engine, precision, layers, digest):
     """Train under the cap; return the bytes kept on the host and on disk, and a digest of the weights or None."""
-    with nullcontext() if cap is None else hard_limit(world.device, cap):
+    with hard_limit(world.device, cap):
         torch.manual_seed(0)  # of the sample
         made = _train(engine, precision, layers)
     kept = [getattr(made, name, dict)() for name in ("host_state_bytes", "disk_state_bytes")]
@@ -382,10 +392,7 @@ def give_back_freed_memory():
 
     Called in the rank: a rank is forked, and malloc reads MALLOC_MMAP_THRESHOLD_ only where a program starts.
     """
-    trim_threshold, mmap_threshold = -1, -3  # as in malloc.h
-    libc = ctypes.CDLL(None)
-    libc.mallopt(trim_threshold, 2**16)
-    libc.mallopt(mmap_threshold, 2**16)
+    set_malloc_thresholds(2**16)
 
 
 def held(device):
@@ -393,13 +400,15 @@ def held(device):
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(device)
-    data = re.search(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    return int(data[1]) * 1024
+    return private_held()
 
 
 @contextmanager
 def hard_limit(device, cap):
-    """In this context an allocation that takes this process beyond `cap` bytes fails."""
+    """In this context an allocation that takes this process beyond `cap` bytes fails; without a cap, as ever."""
+    if cap is None:
+        yield
+        return
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap / torch.cuda.mem_get_info(device)[1]), device)
         yield

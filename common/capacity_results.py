@@ -1,9 +1,8 @@
-"""What `common.capacity` found, as tables."""
+"""What `common.capacity` found, as a table."""
 
-from common.measure import tables
+from common.measure.tables import Table
 from common.train import show_bytes
 
-HEADER = ("", "precision", "measured", "predicted", "of that", "to stage 0", "ideal")
 MORE = {  # columns, where some engine has it
     "host": "host_bytes",
     "disk": "disk_bytes",
@@ -11,16 +10,19 @@ MORE = {  # columns, where some engine has it
 }
 
 
-def header(results):
-    """The names of the columns."""
-    more = [name for name, key in MORE.items() if any(found.get(key, 0) != 0 for found in results["rows"])]
-    return (*HEADER, *more)
-
-
-def cells(results):
-    """The table's rows of strings, without the header."""
+def table(results):
+    """A row for each engine in each precision."""
+    usable = min(row["usable_bytes"] for row in results["rows"])
+    title = (
+        f"Largest GPT of width {results['model']['width']} that trains, {results['world_size']} ranks of "
+        f"{show_bytes(results['cap_bytes'])}, of which {show_bytes(usable)} or more are left for the model"
+        f"\n{results['hardware']}"
+    )
+    more = {name: key for name, key in MORE.items() if any(found.get(key, 0) != 0 for found in results["rows"])}
+    header = ("", "precision", "measured", "predicted", "of that", "to stage 0", "ideal", *more)
+    rows = []
     for found in results["rows"]:
-        yield (
+        cells = (
             found["engine"],
             found["precision"],
             _millions(found["parameters"]) + (" or more" if found.get("or_more") else ""),
@@ -28,8 +30,10 @@ def cells(results):
             _percent(found["measured_over_predicted"]),
             _times(found["ratio_to_stage0"]),
             _times(found["ideal_ratio"]),
-            *(_more(found.get(MORE[name])) for name in header(results)[len(HEADER) :]),
+            *(_more(found.get(key)) for key in more.values()),
         )
+        rows.append(cells)
+    return Table(title, header, rows, words=(0, 1))
 
 
 def _more(value):
@@ -46,22 +50,3 @@ def _percent(ratio):
 
 def _times(ratio):
     return "-" if ratio is None else f"{ratio:.2f}x"
-
-
-def _title(results):
-    usable = min(row["usable_bytes"] for row in results["rows"])
-    return (
-        f"Largest GPT of width {results['model']['width']} that trains, {results['world_size']} ranks of "
-        f"{show_bytes(results['cap_bytes'])}, of which {show_bytes(usable)} or more are left for the model"
-        f"\n{results['hardware']}"
-    )
-
-
-def as_table(results):
-    """The results as a table for the terminal."""
-    return tables.table(_title(results), header(results), cells(results), left=2)
-
-
-def as_markdown(results):
-    """The results as a Markdown table."""
-    return tables.markdown(_title(results), header(results), cells(results), left=2)

@@ -13,7 +13,6 @@ read the disk. No other program should use it meanwhile. Bandwidth is the bytes 
 ratios are taken within a round, and their median is told.
 """
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -26,23 +25,20 @@ import torch
 from common import models
 from common.data import Batches, load_text
 from common.errors import InputError
-from common.measure import tables
 from common.measure.hardware import hardware
-from common.outputs import check_outputs, one_line_errors, publish
+from common.measure.tables import Table
+from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
 from common.ranks.world import launch
 from common.train import find_engine
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 BLOCK = 2**23
-HEADER = ("ranks", "save", "copy, fsync", "load", "read", "save to copy", "load to copy", "load to read")
 RATIOS = {"save_to_copy": ("save", "copy"), "load_to_copy": ("load", "copy"), "load_to_read": ("load", "read")}
 
 
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m common.checkpoint_bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("common.checkpoint_bench", __doc__)
     parser.add_argument("--path", default=tempfile.gettempdir(), help="a folder on the disk (default: %(default)s)")
     parser.add_argument("--engine", default="stage3_param", help="(default: %(default)s)")
     parser.add_argument("--model", default="gpt-100m", help="(default: %(default)s, 1.2 GB of states)")
@@ -55,7 +51,7 @@ def main(arguments=None):
         rows = [launch(measure, options, nproc=int(size)) for size in options.nproc.split(",")]
     results = {"hardware": hardware(torch.device("cpu")), "engine": options.engine, "model": options.model}
     results |= {"rounds": options.rounds, "rows": rows}
-    publish(options, results, [as_table(results)])
+    publish(options, results, [table(results)])
 
 
 def check(options):
@@ -63,8 +59,7 @@ def check(options):
     find_engine(options.engine)
     models.build(options.model)
     check_outputs(options)
-    if options.rounds < 1:
-        raise InputError(f"--rounds {options.rounds}: at least 1 is needed")
+    check_counts(options, "rounds")
     if not all(size.isdecimal() and int(size) for size in options.nproc.split(",")):
         raise InputError(f"--nproc {options.nproc}: give numbers of ranks, such as 1,2")
     if not os.path.isdir(options.path):
@@ -155,28 +150,16 @@ def row(world_size, nbytes, seconds):
     return {"world_size": world_size, "bytes": nbytes, "bytes_per_second": speeds, **ratios, "seconds": seconds}
 
 
-def as_table(results):
-    """The results as a table for the terminal."""
-    return tables.table(title(results), HEADER, cells(results))
-
-
-def as_markdown(results):
-    """The results as a Markdown table."""
-    return tables.markdown(title(results), HEADER, cells(results))
-
-
-def title(results):
-    """What was saved and loaded, and where."""
+def table(results):
+    """Bandwidths and their ratios, a row for each number of ranks."""
     size = results["rows"][0]["bytes"] / 1e9
     what = f"{results['engine']}, {results['model']}, {size:.2f} GB, medians of {results['rounds']} rounds"
-    return f"Checkpoints: {what}\n{results['hardware']}"
-
-
-def cells(results):
-    """The table's rows of strings, without the header."""
+    header = ("ranks", "save", "copy, fsync", "load", "read", "save to copy", "load to copy", "load to read")
+    rows = []
     for row in results["rows"]:
         speeds = [f"{row['bytes_per_second'][name] / 1e9:.2f} GB/s" for name in ("save", "copy", "load", "read")]
-        yield str(row["world_size"]), *speeds, *(f"{row[name]:.2f}" for name in RATIOS)
+        rows.append((str(row["world_size"]), *speeds, *(f"{row[name]:.2f}" for name in RATIOS)))
+    return Table(f"Checkpoints: {what}\n{results['hardware']}", header, rows)
 
 
 if __name__ == "__main__":

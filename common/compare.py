@@ -5,16 +5,17 @@ against stage 0's bit for bit and against torch's own DistributedDataParallel by
 on the wire against their predictions. An engine that quantizes is held by its losses instead.
 """
 
-import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from common.errors import InputError
-from common.measure import figures, tables
+from common.measure import figures
 from common.measure.hardware import hardware
-from common.outputs import publish
+from common.measure.tables import Table
+from common.outputs import parser_of, publish
 from common.peers import TorchDDP
 from common.train import ENGINES, add_arguments, build_model, command, find_engine, how, run_with_progress, show_bytes
 
@@ -32,9 +33,7 @@ COUNTS = ("model_state_bytes", "wire_bytes_per_step", *BESIDE.values())
 
 def main(arguments=None):
     """Parse the arguments, compare, show and write the results; exit with 1 where a promise does not hold."""
-    parser = argparse.ArgumentParser(
-        prog="python -m common.compare", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("common.compare", __doc__)
     add_arguments(parser)
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all)")
     parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
@@ -49,7 +48,7 @@ def main(arguments=None):
         if options.json:
             Path(options.json).with_suffix(".md").write_text(as_markdown(results))
 
-    publish(options, results, [as_table(results)], draw)
+    publish(options, results, [for_terminal(table(results))], draw)
     if not all(holds(row) for row in results["rows"]):
         sys.exit("error: a row above is not bitwise equal to stage 0, or not as predicted")
 
@@ -124,8 +123,20 @@ def holds(row):
     return equal and all(row[count] == row[f"predicted_{count}"] for count in COUNTS if count in row)
 
 
+def table(results):
+    """A column for each engine, a row for each quantity."""
+    title = (
+        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
+        f"{results['world_size']} ranks, {results['steps']} steps{_how(results)}\n{results['hardware']}"
+    )
+    header, *rows = cells(results)
+    speed = results["torch_ddp_tokens_per_second"]
+    below = f"torch's DistributedDataParallel ran at {speed:,.0f} tokens/s." if speed else "Too few steps to time."
+    return Table(title, header, rows, caption=below, note=below)
+
+
 def cells(results):
-    """The table, a column for each engine: a header row, then a row of strings for each quantity."""
+    """The table's cells, a column for each engine: the header, then a row for each quantity."""
     rows = results["rows"]
     yield ("per rank", *(row["engine"] for row in rows))
     yield ("equal to stage 0", *(_verdict(row) for row in rows))
@@ -159,13 +170,6 @@ def _agree(row):
     return f"NOT {', '.join(off)}" if off else "to the byte"
 
 
-def _title(results):
-    return (
-        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
-        f"{results['world_size']} ranks, {results['steps']} steps{_how(results)}\n{results['hardware']}"
-    )
-
-
 def _how(results):
     """What is not plain training, for the title."""
     text = ""
@@ -177,24 +181,14 @@ def _how(results):
     return text
 
 
-def as_table(results):
-    """The results as a table for the terminal."""
-    header, *rows = cells(results)
-    header = [name.replace("_", " ").replace(".", " ") for name in header]  # lines of 80 columns break between words
-    return tables.table(_title(results), header, rows, caption=_footnote(results))
-
-
 def as_markdown(results):
-    """The results as a Markdown table."""
-    header, *rows = cells(results)
-    rule = ["---"] + ["---:"] * (len(header) - 1)
-    lines = ["| " + " | ".join(cell.strip() for cell in line) + " |" for line in (header, rule, *rows)]
-    return "\n".join([_title(results).replace("\n", "; "), "", *lines, "", _footnote(results), ""])
+    """The table for a page of its own."""
+    return table(results).markdown() + "\n"
 
 
-def _footnote(results):
-    speed = results["torch_ddp_tokens_per_second"]
-    return f"torch's DistributedDataParallel ran at {speed:,.0f} tokens/s." if speed else "Too few steps to time."
+def for_terminal(made):
+    """The table with the names of engines in words: lines of 80 columns break between those."""
+    return replace(made, header=[name.replace("_", " ").replace(".", " ") for name in made.header])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ number that is too large for --dtype is refused, with its parameter's name.
 Checkpoints of an older version do not tell which names are tied, and are exported without the further ones.
 """
 
-import argparse
 import contextlib
 import os
 from pathlib import Path
@@ -21,15 +20,13 @@ from common.checkpoint.checkpoint import check_intact
 from common.checkpoint.index import flush, read_index
 from common.engine.mixed_precision import DTYPES
 from common.errors import InputError
-from common.outputs import one_line_errors
+from common.outputs import one_line_errors, parser_of
 from common.train import show_bytes
 
 
 def main(arguments=None):
     """Parse the arguments, export, say what was written."""
-    parser = argparse.ArgumentParser(
-        prog="python -m common.export", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("common.export", __doc__)
     parser.add_argument("checkpoint", type=Path, help="the folder that save() was given; of a run's, its newest step")
     parser.add_argument("file", type=Path, help="what to write, in place of what is there")
     parser.add_argument("--dtype", choices=DTYPES, help="of the parameters; buffers keep theirs (default: as saved)")

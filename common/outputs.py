@@ -1,5 +1,6 @@
-"""What commands write and say. Files are tried at the start, so that no training is lost for want of a folder."""
+"""What commands take, write and say. Files are tried at the start, so that no training is lost for want of a folder."""
 
+import argparse
 import contextlib
 import errno
 import json
@@ -17,6 +18,12 @@ from common.ranks.world import speaks_first
 TRIAL = 4096  # bytes that a file system must have left
 
 
+def parser_of(module, description):
+    """What parses the arguments of `python -m module`; help shows the description in its own lines."""
+    how = argparse.RawTextHelpFormatter
+    return argparse.ArgumentParser(prog=f"python -m {module}", description=description, formatter_class=how)
+
+
 @contextlib.contextmanager
 def one_line_errors():
     """An InputError ends the program: one line, by one rank, and exit status 2."""
@@ -26,6 +33,18 @@ def one_line_errors():
         if speaks_first():
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def check_counts(options, *names):
+    """Refuse numbers below 1; None is an option that was not given.
+
+    Raises:
+        InputError: one of the options called `names` is.
+    """
+    for name in names:
+        number = getattr(options, name)
+        if number is not None and number < 1:
+            raise InputError(f"--{name} {number}: at least 1 is needed")
 
 
 def check_outputs(options):

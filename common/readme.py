@@ -13,14 +13,14 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-from common import activations, bench_results, capacity_results, checkpoint_bench, models
-from common.compare import as_markdown
+from common import bench_results, models
 from common.engine.mixed_precision import DTYPES
+from common.measure.tables import Table
 from common.report import MOVED
 from common.train import ENGINES, STAGES, show_bytes
 
 DELAYS = ("offload_delay.json", "offload_delay_slow.json")  # two learning rates
-INFINITY = ("experiments.disk_step", "experiments.ablation", "tiling", "experiments.largest")  # commands of offload/
+INFINITY = ("disk_step", "ablation", "largest")  # commands of offload/experiments/
 ZEROPP = ("two_nodes", "sweep", "convergence", "pack_time")  # and of zeropp/experiments/
 AT_RANKS = 4  # of the scores' bytes
 ALONE = ("alone_cpu.json", "alone_cpu_batch128.json")  # two batches
@@ -52,16 +52,16 @@ def pages():
     """The READMEs as they should read: {path: text}."""
     demo, benches = _read("demo.json"), [_read(name) for name in BENCHES]
     texts = {
-        "README.md": {"stages": stages_table(demo, benches), "demo": as_markdown(demo)},
+        "README.md": {"stages": stages_table(demo, benches), "demo": _table("common.compare", "demo.json")},
         "results/README.md": {
             "reduction": reduction_table(_read("memory_reduction.json")),
-            "activations": activations.as_markdown(_read("activations.json")),
+            "activations": _table("common.activations", "activations.json"),
             "bench": bench_results.as_markdown(benches[0]),
             "bench_second_machine": bench_results.as_markdown(benches[1]),
             "alone": bench_results.alone_as_markdown(*map(_read, ALONE)),
-            "capacity": capacity_results.as_markdown(_read("capacity_cpu.json")),
-            "accumulated": as_markdown(_read("accumulated.json")),
-            "checkpoint": checkpoint_bench.as_markdown(_read("checkpoint.json")),
+            "capacity": _table("common.capacity_results", "capacity_cpu.json"),
+            "accumulated": _table("common.compare", "accumulated.json"),
+            "checkpoint": _table("common.checkpoint_bench", "checkpoint.json"),
         },
         "tests/README.md": {
             "equivalence": equivalence_table(_read("equivalence.json")),
@@ -70,21 +70,17 @@ def pages():
     }
     texts |= {page_of(row["engine"]): {"measured": stage_table(demo, row)} for row in demo["rows"]}
     texts["offload/README.md"] |= {
-        "capacity": "\n\n".join(capacity_results.as_markdown(_read(f"offload_capacity_{n}.json")) for n in (1, 4)),
-        "step_time": _module("offload.experiments.step_time").as_markdown(_read("offload_step_time.json")),
-        "delay": "\n\n".join(_module("offload.experiments.delay").as_markdown(_read(name)) for name in DELAYS),
+        "capacity": _table("common.capacity_results", "offload_capacity_1.json", "offload_capacity_4.json"),
+        "step_time": _table("offload.experiments.step_time", "offload_step_time.json"),
+        "delay": _table("offload.experiments.delay", *DELAYS),
         "bench": bench_results.as_markdown(_read("bench_offload.json")),
     }
     texts["offload/INFINITY.md"] |= {
-        "capacity": "\n\n".join(capacity_results.as_markdown(_read(f"infinity_capacity_{n}.json")) for n in (1, 4)),
-        **{
-            (name := path.rpartition(".")[2]): _module(f"offload.{path}").as_markdown(_read(f"infinity_{name}.json"))
-            for path in INFINITY
-        },
+        "capacity": _table("common.capacity_results", "infinity_capacity_1.json", "infinity_capacity_4.json"),
+        "tiling": _table("offload.tiling", "infinity_tiling.json"),
+        **{name: _table(f"offload.experiments.{name}", f"infinity_{name}.json") for name in INFINITY},
     }
-    texts["zeropp/README.md"] |= {
-        name: _module(f"zeropp.experiments.{name}").as_markdown(_read(f"zeropp_{name}.json")) for name in ZEROPP
-    }
+    texts["zeropp/README.md"] |= {name: _table(f"zeropp.experiments.{name}", f"zeropp_{name}.json") for name in ZEROPP}
     return {ROOT / page: fill((ROOT / page).read_text(), parts) for page, parts in texts.items()}
 
 
@@ -93,9 +89,9 @@ def page_of(engine):
     return PAGES.get(engine, f"{engine}/README.md")
 
 
-def _module(name):
-    """A command of an engine's own: here, as anywhere in common/, engines go by their names."""
-    return importlib.import_module(name)
+def _table(command, *names):
+    """The tables that a command makes of its records. Here, as anywhere in common/, engines go by their names."""
+    return "\n\n".join(importlib.import_module(command).table(_read(name)).markdown() for name in names)
 
 
 def _read(name):
@@ -113,25 +109,23 @@ def fill(page, parts):
 def stages_table(demo, benches):
     """The stages beside each other: idea, length, and what was measured of them, as Markdown."""
     head = ("stage", "what is sharded", "lines of code", "kept by a rank", "in 16-bit", "sent by a rank in a step")
-    lines = [
-        "| " + " | ".join([*head, "a step over its peer's"]) + " |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    rows = []
     for row in demo["rows"]:
         stage = row["engine"]
         idea, in_fp32, in_16_bit, traffic = IDEAS[stage]
         held, sent = sum(row["model_state_bytes"].values()), sum(row["wire_bytes_per_step"].values())
-        cells = [
-            f"[`{stage}`]({page_of(stage)})",
-            idea,
-            str(code_lines((ROOT / SOURCES.get(stage, f"{stage}/engine.py")).read_text())),
-        ]
-        cells += [f"{in_fp32}: {show_bytes(held)}", in_16_bit, f"{traffic}: {show_bytes(sent)}", _times(stage, benches)]
-        lines.append("| " + " | ".join(cells) + " |")
-    where = f"{demo['model']}, {demo['parameters']:,} parameters, {demo['precision']}, {demo['world_size']} ranks"
+        lines = code_lines((ROOT / SOURCES.get(stage, f"{stage}/engine.py")).read_text())
+        cells = [f"[`{stage}`]({page_of(stage)})", idea, str(lines), f"{in_fp32}: {show_bytes(held)}", in_16_bit]
+        rows.append([*cells, f"{traffic}: {show_bytes(sent)}", _times(stage, benches)])
     model, precision, size = BENCH_CASE
     machines = " and on ".join(_processor(record["hardware"]) for record in benches)
-    return "\n".join([*lines, "", f"Bytes: {where}. Times: {model}, {precision}, {size} ranks, on {machines}."])
+    note = f"Bytes: {_what(demo)}. Times: {model}, {precision}, {size} ranks, on {machines}."
+    return Table("", (*head, "a step over its peer's"), rows, words=(0, 1), note=note).markdown()
+
+
+def _what(demo):
+    """What make demo trains."""
+    return f"{demo['model']}, {demo['parameters']:,} parameters, {demo['precision']}, {demo['world_size']} ranks"
 
 
 def _times(stage, benches):
@@ -164,55 +158,57 @@ def code_lines(text):
 
 def stage_table(demo, row):
     """One stage's measured and predicted bytes, as Markdown."""
-    lines = ["| per rank | measured | predicted |", "| --- | ---: | ---: |"]
-    for state, measured in row["model_state_bytes"].items():
-        lines.append(f"| {state} | {measured:,} B | {row['predicted_model_state_bytes'][state]:,} B |")
+    rows = [
+        (state, measured, row["predicted_model_state_bytes"][state])
+        for state, measured in row["model_state_bytes"].items()
+    ]
     for collective, predicted in row["predicted_wire_bytes_per_step"].items():
-        measured = row["wire_bytes_per_step"].get(collective, 0)
-        lines.append(f"| {collective}, sent per step | {measured:,} B | {predicted:,} B |")
-    where = f"{demo['model']}, {demo['parameters']:,} parameters, {demo['precision']}, {demo['world_size']} ranks"
+        rows.append((f"{collective}, sent per step", row["wire_bytes_per_step"].get(collective, 0), predicted))
     for where, name in (("on the host", "host_state_bytes"), ("on disk", "disk_state_bytes")):
         for state, measured in row.get(name, {}).items():
             if measured:
-                lines.append(f"| {state}, {where} | {measured:,} B | {row[f'predicted_{name}'][state]:,} B |")
+                rows.append((f"{state}, {where}", measured, row[f"predicted_{name}"][state]))
     for name, said in MOVED.items():
         for way, predicted in row.get(f"predicted_{name}", {}).items():
-            lines.append(f"| {said.format(way)} per step | {row[name].get(way, 0):,} B | {predicted:,} B |")
-    return "\n".join([f"Measured by `make demo` ({where}; {demo['hardware']}):", "", *lines])
+            rows.append((f"{said.format(way)} per step", row[name].get(way, 0), predicted))
+    rows = [(what, *(f"{count:,} B" for count in counts)) for what, *counts in rows]
+    title = f"Measured by `make demo` ({_what(demo)}; {demo['hardware']}):"
+    return Table(title, ("per rank", "measured", "predicted"), rows).markdown()
 
 
 def reduction_table(results):
     """The memory reduction by stage and world size, as Markdown."""
-    lines = ["| ranks | " + " | ".join(STAGES) + " |", "| ---: |" + " ---: |" * len(STAGES)]
-    cells = {(row["world_size"], row["engine"]): row for row in results["rows"]}
+    cells, rows = {(row["world_size"], row["engine"]): row for row in results["rows"]}, []
     for size in sorted({size for size, _ in cells}):
         row = [cells[size, engine] for engine in STAGES]
         held = [f"{show_bytes(sum(c['model_state_bytes'].values()))} ({c['reduction']:.2f}x)" for c in row]
-        lines.append(f"| {size} | " + " | ".join(held) + " |")
-    return "\n".join(lines)
+        rows.append((str(size), *held))
+    return Table("", ("ranks", *STAGES), rows, words=()).markdown()
 
 
 def equivalence_table(results):
     """How many cells of the matrix have which verdict, by precision and stage, as Markdown."""
     cells = results["cells"]
     engines = [engine for engine in ENGINES if any(cell["engine"] == engine for cell in cells)]
-    lines = ["| precision | " + " | ".join(engines) + " |", "| --- |" + " --- |" * len(engines)]
+    rows = []
     for precision in DTYPES:
         counts = (
             Counter(c["verdict"] for c in cells if (c["engine"], c["precision"]) == (engine, precision))
             for engine in engines
         )
-        lines.append(f"| {precision} | " + " | ".join(_in_words(count) for count in counts) + " |")
+        rows.append((precision, *(_in_words(count) for count in counts)))
     sizes = ", ".join(map(str, sorted({cell["world_size"] for cell in cells})))
-    return "\n".join([f"{len(cells)} cells at world sizes {sizes}; {results['hardware']}", "", *lines])
+    header = ("precision", *engines)
+    title = f"{len(cells)} cells at world sizes {sizes}; {results['hardware']}"
+    return Table(title, header, rows, words=range(len(header))).markdown()
 
 
 def scores_table(scores):
     """How every engine scores, as Markdown: verdicts, bytes per parameter, settings."""
     scores = sorted(scores, key=lambda score: (score["engine"] not in ENGINES, score["engine"]))
-    parameters = sum(p.numel() for p in models.build(scores[0]["model"]).parameters())
-    header = "| engine | bitwise | within a norm | fails | not claimed | held, bytes per parameter | sent |"
-    lines = [header, "| --- |" + " ---: |" * 6]
+    parameters = models.count(models.build(scores[0]["model"]))
+    header = ("engine", "bitwise", "within a norm", "fails", "not claimed", "held, bytes per parameter", "sent")
+    rows = []
     for score in scores:
         verdicts = Counter(score["verdicts"])
         near = verdicts["ulp"] + verdicts["tolerance"]
@@ -222,7 +218,7 @@ def scores_table(scores):
         in_states = [sum(row[state] for state in ("parameters", "gradients", "optimizer")) for row in held]
         held = _per_parameter(zip(in_states, (row["formula"] for row in held), strict=True), parameters)
         sent = _per_parameter(((row["sent"], row["formula"]) for row in sent), parameters)
-        lines.append("| " + " | ".join([score["name"], *map(str, counts), held, sent]) + " |")
+        rows.append((score["name"], *map(str, counts), held, sent))
     model = f"{scores[0]['model']} at {AT_RANKS} ranks, fp32 with AdamW"
     note = f"Bytes: {model}; in brackets the formula of the stage that the engine follows. {scores[0]['hardware']}."
     settings = [
@@ -231,7 +227,7 @@ def scores_table(scores):
         for score in scores
         if score["settings"]
     ]
-    return "\n".join([*lines, "", note, "", *settings])
+    return "\n".join([Table("", header, rows, note=note).markdown(), "", *settings])
 
 
 def _at(rows):

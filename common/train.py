@@ -243,7 +243,7 @@ def train(world, name, options, progress=None):
     row["tokens_per_second"] = tokens / statistics.median(timed) if timed else None
     weights = engine.full_state_dict()
     row["param_sha256"] = sha256(weights)
-    row["parameters"] = sum(p.numel() for p in module.parameters())
+    row["parameters"] = models.count(module)
     if run.recording is not None:
         trace = run.recording.collect()
         with together(engine.comm, f"--trace {options.trace}"):
@@ -424,7 +424,7 @@ def _train_and_report(world, package, options):
     if row["model_state_bytes"] is None:
         tables.say(f"all {options.steps} steps were done before, and nothing was measured")
     else:
-        tables.show(tables.table(title, ("", "measured", "predicted"), lines_of(row, options.precision)))
+        tables.show(tables.Table(title, ("", "measured", "predicted"), lines_of(row, options.precision)))
     if "overlap" in row:
         shares = ", ".join(f"rank {rank} {share:.0%}" for rank, share in row["overlap"].items())
         tables.say(f"collectives beside computation, in {options.trace}: {shares}")

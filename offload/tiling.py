@@ -8,8 +8,6 @@ Source: ZeRO-Infinity, arXiv 2104.07857, sec. 5.1.3 and fig. 6b, where 16 tiles 
 to 64K.
 """
 
-import argparse
-import gc
 import math
 import re
 from collections import Counter, OrderedDict
@@ -26,11 +24,10 @@ from common.engine.door import check_types
 from common.engine.layout import Run
 from common.engine.units import READ_THEIR_CHILDREN, make_units
 from common.errors import InputError
-from common.measure import tables
 from common.measure.hardware import hardware
 from common.measure.memory import Timeline
-from common.outputs import one_line_errors, publish
-from common.ranks.world import LocalWorld, RankFailed
+from common.measure.tables import Table
+from common.outputs import check_counts, one_line_errors, parser_of, publish
 from common.train import default_nproc, find_engine, show_bytes
 
 ROWS = 32  # kernels take rows in blocks: where the cuts lie between blocks, every row is computed as in the whole
@@ -187,17 +184,13 @@ def _has_hooks(layer):
 # ---- the command --------------------------------------------------------------------------------------------------
 
 ENGINE = "stage3_param"
-HEADER = ("tiles", "trains", "gathered at the peak", "predicted", "loss", "largest width")
 FEATURES, SAMPLES = 16, 8  # of the input, on each rank
 STEP = 128  # the largest width is looked for in multiples of this
-TRIAL_SECONDS = 600
 
 
 def main(arguments=None):
     """Parse the arguments, train, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m offload.tiling", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of("offload.tiling", __doc__)
     parser.add_argument("--cap", default="600MB", help="what a rank may hold (default: %(default)s)")
     parser.add_argument("--width", type=int, default=3200, help="of the hidden layer (default: %(default)s)")
     parser.add_argument("--tiles", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="to try (default: 1 2 4 8 16)")
@@ -209,7 +202,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     with one_line_errors():
         results = survey(options)
-    publish(options, results, [as_table(results)])
+    publish(options, results, [table(results)])
 
 
 def survey(options):
@@ -222,8 +215,7 @@ def survey(options):
         InputError: the options cannot be used.
         RankFailed: a training failed by something else than a lack of memory.
     """
-    if options.width < 1:
-        raise InputError(f"--width {options.width}: at least 1 is needed")
+    check_counts(options, "width")
     for tiles in options.tiles:
         build(options.width, tiles)
     _, _, cap = capacity.check(options)
@@ -262,30 +254,16 @@ def attempt(width, tiles, cap, world_size):
     """
     units = make_units(build(width, tiles), [], lambda name, parameter: parameter.dtype, world_size, Run)
     sizes = sorted(sum(4 * run.padded_numel for run in unit.buckets) for unit in units)
-    with LocalWorld(world_size, oversubscribe=True) as world:
-        row = {"held_before": max(world.run(_warm_up, timeout=TRIAL_SECONDS)), "trains": True}
-        row["predicted_gathered_bytes"] = sum(sizes[-2:])  # the one in use, the one that is prefetched
-        try:
-            found = world.run(_train_under, cap, width, tiles, timeout=TRIAL_SECONDS)
-        except RankFailed as failure:
-            if not capacity.ran_out_of_memory(failure):
-                raise
-            return {**row, "trains": False, "gathered_bytes": None, "loss": None}
-    return {**row, "gathered_bytes": max(peak for peak, _ in found), "loss": found[0][1]}
+    held_before, found = capacity.trial(_train_under, (STEP, 2), (width, tiles), cap, world_size)
+    gathered = sum(sizes[-2:])  # the one in use, the one that is prefetched
+    row = {"held_before": held_before, "trains": found is not None, "predicted_gathered_bytes": gathered}
+    peak, loss = (None, None) if found is None else (max(peak for peak, _ in found), found[0][1])
+    return {**row, "gathered_bytes": peak, "loss": loss}
 
 
 def trains(tiles, cap, world_size, steps):
     """Whether so many times STEP is a width that trains."""
     return attempt(steps * STEP, tiles, cap, world_size)["trains"]
-
-
-def _warm_up(world):
-    """Load all that a step needs, by training a small model; return the bytes held when it is gone."""
-    if world.device.type == "cpu":
-        capacity.give_back_freed_memory()
-    train(world, width=STEP, tiles=2)
-    gc.collect()
-    return capacity.held(world.device)
 
 
 def _train_under(world, cap, width, tiles):
@@ -312,37 +290,21 @@ def train(world, width, tiles):
     return timeline.peak_of("gathered units"), loss.item()
 
 
-def as_table(results):
-    """The results as a table for the terminal."""
-    return tables.table(title(results), HEADER, cells(results))
-
-
-def as_markdown(results):
-    """The results as a Markdown table."""
-    return tables.markdown(title(results), HEADER, cells(results))
-
-
-def title(results):
-    """What was trained, and where."""
-    return (
+def table(results):
+    """A row for every number of tiles."""
+    title = (
         f"A layer of {results['width']:,} x {4 * results['width']:,}, {show_bytes(results['layer_bytes'])} in fp32, "
         f"stage 3 with SGD on {results['world_size']} ranks of {show_bytes(results['cap_bytes'])}, of which "
         f"{show_bytes(results['usable_bytes'])} are left for the model\n{results['hardware']}"
     )
-
-
-def cells(results):
-    """The table's rows of strings, without the header."""
+    rows = []
     for row in results["rows"]:
-        loss, largest = row["loss"], row["largest_width"]
-        yield (
-            str(row["tiles"]),
-            "yes" if row["trains"] else "no",
-            show_bytes(row["gathered_bytes"]),
-            show_bytes(row["predicted_gathered_bytes"]),
-            "-" if loss is None else f"{loss:.6f}",
-            "-" if largest is None else f"{largest:,}",
-        )
+        trains = "yes" if row["trains"] else "no"
+        gathered = show_bytes(row["gathered_bytes"]), show_bytes(row["predicted_gathered_bytes"])
+        loss = "-" if row["loss"] is None else f"{row['loss']:.6f}"
+        largest = "-" if row["largest_width"] is None else f"{row['largest_width']:,}"
+        rows.append((str(row["tiles"]), trains, *gathered, loss, largest))
+    return Table(title, ("tiles", "trains", "gathered at the peak", "predicted", "loss", "largest width"), rows)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ elements. Symmetric: zero stays zero, and a code counts steps of the scale in bo
 Two codes of 4 bits, from -7 to 7, are the two digits of a byte in base 16: byte = first + 16 * second, -119 to 119. To
 take it apart round byte / 16: that is the second, as the first is less than half of 16.
 
-A message holds what a rank needs to read some elements, as bytes:
+A message holds what a rank needs to read some elements, as bytes, its scales in fp32:
 
     | scale of block 0 | scale of block 1 | ... | codes of block 0 | codes of block 1 | ... | padding to 4 bytes |
 
@@ -21,7 +21,6 @@ Source: ZeRO++, arXiv 2306.10209, sec. 3.1 and 4.2.
 import torch
 
 CHUNK = 2**17  # elements at a time on the CPU, so that what lies between them and their codes stays in the cache
-SCALES = (torch.float32, torch.bfloat16)
 
 
 class Blocks:
@@ -30,17 +29,16 @@ class Blocks:
     Args:
         bits: 8 or 4, of a code.
         block: elements that share a scale, an even number.
-        scales: the dtype of scales, of SCALES.
     """
 
-    def __init__(self, bits, block=256, scales=torch.float32):
-        self.bits, self.block, self.scales = bits, block, scales
+    def __init__(self, bits, block=256):
+        self.bits, self.block = bits, block
         self.largest = {8: 127, 4: 7}[bits]
 
     def nbytes(self, numel):
         """The bytes of a message of so many elements."""
         blocks, codes = -(-numel // self.block), -(-numel * self.bits // 8)
-        return -(-(blocks * self.scales.itemsize + codes) // 4) * 4
+        return 4 * blocks + -(-codes // 4) * 4
 
     def pack(self, values, message):
         """Quantize flat floating-point `values` [n] into a `message`, uint8 [nbytes(n)].
@@ -51,7 +49,7 @@ class Blocks:
             part = elements.float()
             top = part.abs().amax(dim=1)
             # Steps of the smallest normal number do for denormal values, and no division overflows.
-            scale = (top / self.largest).clamp_(min=torch.finfo(torch.float32).tiny).to(self.scales)
+            scale = (top / self.largest).clamp_(min=torch.finfo(torch.float32).tiny)
             scales.copy_(torch.where(top.isfinite(), scale, torch.nan))
             steps = (part / scale[:, None]).round_().clamp_(-self.largest, self.largest)
             if self.bits == 4:
@@ -84,14 +82,13 @@ class Blocks:
             second.copy_(tens[:, : second.shape[1]])
         # What was the largest finite number may have become an infinity by rounding; NaN stays.
         largest = torch.finfo(part.dtype).max
-        return steps.mul_(scales.float()[:, None]).clamp_(-largest, largest)
+        return steps.mul_(scales[:, None]).clamp_(-largest, largest)
 
     def _parts(self, message, values):
         """Views of both, part by part: values [blocks, elements], scales [blocks], codes [blocks, bytes]."""
         numel = len(values)
         blocks, whole = -(-numel // self.block), numel // self.block
-        scales = message[: blocks * self.scales.itemsize].view(self.scales)
-        codes = message[blocks * self.scales.itemsize :].view(torch.int8)
+        scales, codes = message[: 4 * blocks].view(torch.float32), message[4 * blocks :].view(torch.int8)
         step = max(1, CHUNK // self.block) if values.device.type == "cpu" else max(1, whole)
         spans = [(block, min(whole, block + step), self.block) for block in range(0, whole, step)]
         if blocks > whole:

@@ -304,7 +304,7 @@ def compare(world, make, stage):
     """
     comparison = Comparison(world, make, stage)
     fault = comparison.first_fault()
-    return fault, sum(p.numel() for p in comparison.plain.parameters()), sum(comparison.formula().values())
+    return fault, models.count(comparison.plain), sum(comparison.formula().values())
 
 
 # ---- in the notebook ------------------------------------------------------------------------------------------

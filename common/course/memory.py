@@ -3,9 +3,9 @@
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from common.measure.memory import storage_id
+from common.tensors import tensors_in
 
 
 class Moves(TorchDispatchMode):
@@ -25,9 +25,9 @@ class Moves(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         self.now()
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and storage_id(leaf) not in self._held:
-                self._held[storage_id(leaf)] = [StorageWeakRef(leaf.untyped_storage()), None, 0]
+        for tensor in tensors_in(result):
+            if tensor.device.type != "meta" and storage_id(tensor) not in self._held:
+                self._held[storage_id(tensor)] = [StorageWeakRef(tensor.untyped_storage()), None, 0]
         self.now()
         return result
 

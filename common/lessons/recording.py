@@ -65,7 +65,7 @@ def record(world, name):
         "predicted_states": engine.predicted_model_state_bytes(),
         "owned": [owned_row(engine, bucket) for bucket in recorder.buckets.values()],
         "samples": timeline.samples,
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "parameters": models.count(module),
         "hardware": hardware(world.device),
     }
 

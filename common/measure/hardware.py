@@ -67,12 +67,14 @@ def available():
     return free
 
 
+def private_held():
+    """Bytes of this process that RLIMIT_DATA counts, on Linux: its heap and its private mappings."""
+    return int(re.search(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
 def private_left():
     """Bytes that this process may still map privately; None without a limit."""
     if resource is None or not os.path.exists("/proc/self/status"):
         return None
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    if limit == resource.RLIM_INFINITY:
-        return None
-    held = int(re.search(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-    return max(0, limit - held)
+    return None if limit == resource.RLIM_INFINITY else max(0, limit - private_held())

@@ -5,12 +5,14 @@ update (ZeRO, arXiv 1910.02054, sec. 3.1). What comes and goes within a step, bu
 is transient, counted apart.
 """
 
+import ctypes
 import sys
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from common.tensors import tensors_in
 
 try:
     import resource
@@ -26,6 +28,7 @@ CLASSES = (
     "receive buffer",
     "activations",
 )
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 HOST = "on the host"  # what an engine keeps there, of any class: it is no part of a peak
 
 
@@ -46,6 +49,14 @@ def high_water(device):
         return None
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def set_malloc_thresholds(nbytes):
+    """Have glibc's malloc keep for later what is freed in pieces up to so many bytes, and hand back what is larger."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        for threshold in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+            libc.mallopt(threshold, nbytes)
 
 
 def storage_id(tensor):
@@ -75,15 +86,12 @@ class Timeline(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function.namespace == "profiler":  # a label, no operation
             return result
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
-                self._follow(leaf)
+        for tensor in tensors_in(result):
+            if tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                self._others[storage_id(tensor)] = (StorageWeakRef(storage), storage.nbytes())
         self.sample()
         return result
-
-    def _follow(self, tensor):
-        storage = tensor.untyped_storage()
-        self._others[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
 
     def sample(self):
         """Count what is live now."""

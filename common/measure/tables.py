@@ -7,42 +7,57 @@ letters, or whose reader has gone, as of `| head`, ends no training: what it can
 import contextlib
 import os
 import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
+import rich.table
 from rich.box import SIMPLE_HEAVY
 from rich.console import Console
-from rich.table import Table
 
 GAP = 3  # columns of the terminal between two of the table's
 
 
-def table(title, header, rows, left=1, caption=None):
-    """A table whose first `left` columns are words; the others are numbers, set to the right."""
-    made = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    made.box, made.show_edge, made.pad_edge = SIMPLE_HEAVY, False, False
-    for number, name in enumerate(header):
-        made.add_column(name, justify="left" if number < left else "right")
-    for row in rows:
-        made.add_row(*row)
-    return made
+@dataclass(frozen=True)
+class Table:
+    """What a command found, in cells of text.
+
+    Attributes:
+        title: above it; "" for none.
+        header: a name for each column.
+        rows: [rows][columns].
+        words: the columns set to the left; the others are numbers, and set to the right.
+        caption, note: below it, in the terminal and on a page.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: Collection[int] = (0,)
+    caption: str = ""
+    note: str = ""
+
+    def markdown(self):
+        """The table for a page, its title in one line."""
+        rule = ["---" if number in self.words else "---:" for number in range(len(self.header))]
+        lines = ["| " + " | ".join(cells) + " |" for cells in (self.header, rule, *self.rows)]
+        parts = (self.title.replace("\n", "; "), "\n".join(lines), self.note)
+        return "\n\n".join(part for part in parts if part)
 
 
-def markdown(title, header, rows, left=1):
-    """The same table as Markdown, below its title in one line."""
-    rule = ["---"] * left + ["---:"] * (len(header) - left)
-    lines = ["| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)]
-    return "\n".join([title.replace("\n", "; "), "", *lines])
-
-
-def show(made, console=None):
+def show(table, console=None):
     """Print a table, lines of cells broken between words only.
 
     Where even that takes more than the terminal has, the table is as wide as it must be: rich would cut words.
     """
     console = console or Console()
-    widths = fit([[column.header, *column.cells] for column in made.columns], console.width)
-    for column, width in zip(made.columns, widths, strict=True):
-        column.width = width
+    widths = fit(list(zip(table.header, *table.rows, strict=True)), console.width)
     console.width = max(console.width, needed(widths))
+    made = rich.table.Table(title=table.title, caption=table.caption, title_justify="left", caption_justify="left")
+    made.box, made.show_edge, made.pad_edge = SIMPLE_HEAVY, False, False
+    for number, (name, width) in enumerate(zip(table.header, widths, strict=True)):
+        made.add_column(name, justify="left" if number in table.words else "right", width=width)
+    for row in table.rows:
+        made.add_row(*row)
     _print(console.print, made)
 
 

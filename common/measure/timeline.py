@@ -20,11 +20,11 @@ import zlib
 from collections import defaultdict
 from pathlib import Path
 
-import torch
 from torch import nn
 from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._pytree import tree_leaves
+
+from common.tensors import tensors_in
 
 PHASES = ("forward", "backward", "step")
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
@@ -92,9 +92,9 @@ class Recording:
 
         def after(module, args, output):
             ranges.pop().__exit__(None, None, None)
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(mark)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(mark)
 
         def mark(gradient):
             # A moment, as nothing says when a part's backward ends: `_rows` draws it up to the next moment.

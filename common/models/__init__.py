@@ -84,6 +84,11 @@ def build(name, *, device="meta", checkpoint_activations=None):
     return model
 
 
+def count(model):
+    """How many parameters a model has; one that modules share counts once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def initial_values(seed):
     """Return `init(name, tensor)`, which fills a parameter or a buffer in place.
 
@@ -126,17 +131,15 @@ def materialize(model, init, device):
     stays one object, filled once, under the first of its names.
     """
     real = {}  # the tensor as it was -> the tensor that takes its place
+    own = {"recurse": False, "remove_duplicate": False}
     for module in model.modules():
-        for slots in (module._parameters, module._buffers):
-            for name, tensor in slots.items():
-                if tensor is None:  # a layer without bias has an empty slot
-                    continue
-                if tensor not in real:
-                    storage = torch.empty_like(tensor, device=device)
-                    if isinstance(tensor, nn.Parameter):
-                        storage = nn.Parameter(storage, requires_grad=tensor.requires_grad)
-                    real[tensor] = storage
-                slots[name] = real[tensor]
+        for name, tensor in [*module.named_parameters(**own), *module.named_buffers(**own)]:
+            if tensor not in real:
+                storage = torch.empty_like(tensor, device=device)
+                if isinstance(tensor, nn.Parameter):
+                    storage = nn.Parameter(storage, requires_grad=tensor.requires_grad)
+                real[tensor] = storage
+            setattr(module, name, real[tensor])
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         init(name, tensor)
 

@@ -6,7 +6,6 @@ notebooks keep a LocalWorld open and run many functions.
 """
 
 import contextlib
-import ctypes
 import datetime
 import multiprocessing
 import os
@@ -25,13 +24,13 @@ import torch.distributed as dist
 
 from common.errors import InputError
 from common.measure.hardware import cpus
+from common.measure.memory import set_malloc_thresholds
 from common.ranks import fork_server, lanes, trace
 from common.ranks.meeting import fresh
 from common.ranks.sockets import small_send_buffers
 
 LAST_WORDS = 2.0  # seconds in which ranks may say what another one's end did to them
 TO_ASK = 5.0  # seconds to find torchrun's store
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 @dataclass(frozen=True)
@@ -416,15 +415,7 @@ def _prepare_environment(world, local_size, gpus):
         if len({host for host, _ in gpus}) == 1:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", _loopback())
     torch.set_num_threads(max(1, cpus() // local_size))
-    _keep_freed_memory()
-
-
-def _keep_freed_memory():
-    """Have malloc reuse what was freed, not hand it back: else every gathered unit faults its pages in anew."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "mallopt"):  # glibc
-        for threshold in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
-            libc.mallopt(threshold, 2**30)
+    set_malloc_thresholds(2**30)  # else every gathered unit faults its pages in anew
 
 
 def _loopback():

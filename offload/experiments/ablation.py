@@ -11,7 +11,6 @@ optimizer states stay on the device, so that what is compared is how parameters 
 Source: ZeRO-Infinity, arXiv 2104.07857, sec. 6.1.
 """
 
-import argparse
 import statistics
 import time
 from functools import partial
@@ -22,15 +21,15 @@ import torch
 from common import models
 from common.data import Batches, load_text
 from common.errors import InputError
-from common.measure import figures, tables
+from common.measure import figures
 from common.measure.hardware import hardware
-from common.outputs import check_outputs, one_line_errors, publish
+from common.measure.tables import Table
+from common.outputs import check_outputs, one_line_errors, parser_of, publish
 from common.ranks.world import LocalWorld, check_size
 from common.train import progress_bar, sha256, train_step
 from offload.nvme import InfinityEngine
 
 PLACED = {"parameters": "cpu", "gradients": "device", "optimizer": "device"}
-HEADER = ("ranks", "parameters", "up a rank's bus", "time at the rate", "time per step", "to split")
 WARM_UP = 2  # steps that are not timed: in the first nothing is prefetched
 
 
@@ -80,11 +79,7 @@ KINDS = {"split": Split, "owned": Owned}
 
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m offload.experiments.ablation",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = parser_of("offload.experiments.ablation", __doc__)
     parser.add_argument("--nproc", default="1,2,4", help="numbers of ranks (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are CPUs")
     parser.add_argument("--model", default="gpt-micro", help="a name of the model zoo (default: %(default)s)")
@@ -97,7 +92,7 @@ def main(arguments=None):
     with one_line_errors():
         sizes = check(options)
         results = compare(options, sizes)
-    publish(options, results, [as_table(results)], lambda path: figures.save(figure(results), path))
+    publish(options, results, [table(results)], lambda path: figures.save(figure(results), path))
 
 
 def check(options):
@@ -163,37 +158,22 @@ def measure(world, kind, options):
     return {"up_bytes": up, "seconds": median, "param_sha256": sha256(engine.full_state_dict())}
 
 
-def cells(results):
-    """The table's rows of strings, without the header."""
-    split = {row["world_size"]: row["seconds"] for row in results["rows"] if row["kind"] == "split"}
-    for row in results["rows"]:
-        least, most = (some(row["up_bytes"]) / 1e6 for some in (min, max))
-        yield (
-            str(row["world_size"]),
-            row["kind"],
-            f"{most:.1f} MB" if least == most else f"{least:.1f} to {most:.1f} MB",
-            f"{1e9 * most / results['bytes_per_second']:,.0f} ms",
-            f"{1e3 * row['seconds']:,.0f} ms",
-            f"{row['seconds'] / split[row['world_size']]:.2f}x",
-        )
-
-
-def title(results):
-    """What was trained, and where."""
-    return (
+def table(results):
+    """Both kinds at every number of ranks."""
+    title = (
         f"{results['model']}, parameters on the host, buses of {results['bytes_per_second'] / 1e6:g} MB/s each\n"
         f"{results['hardware']}"
     )
-
-
-def as_table(results):
-    """The results as a table for the terminal."""
-    return tables.table(title(results), HEADER, cells(results), left=2)
-
-
-def as_markdown(results):
-    """The results as a Markdown table."""
-    return tables.markdown(title(results), HEADER, cells(results), left=2)
+    header = ("ranks", "parameters", "up a rank's bus", "time at the rate", "time per step", "to split")
+    split = {row["world_size"]: row["seconds"] for row in results["rows"] if row["kind"] == "split"}
+    rows = []
+    for row in results["rows"]:
+        least, most = (some(row["up_bytes"]) / 1e6 for some in (min, max))
+        moved = f"{most:.1f} MB" if least == most else f"{least:.1f} to {most:.1f} MB"
+        bound = f"{1e9 * most / results['bytes_per_second']:,.0f} ms"
+        times = f"{1e3 * row['seconds']:,.0f} ms", f"{row['seconds'] / split[row['world_size']]:.2f}x"
+        rows.append((str(row["world_size"]), row["kind"], moved, bound, *times))
+    return Table(title, header, rows, words=(0, 1))
 
 
 def figure(results):
@@ -214,7 +194,7 @@ def figure(results):
     axes.set_ylabel("seconds per step")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title(results), fontsize=9)
+    axes.set_title(table(results).title, fontsize=9)
     return drawn
 
 

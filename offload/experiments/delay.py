@@ -8,30 +8,25 @@ host's cores are free, and a step is shorter by as much as the host's part of it
 Source: ZeRO-Offload, arXiv 2101.06840, sec. 5.2.
 """
 
-import argparse
 import statistics
 from copy import copy
 
 import matplotlib.pyplot as plt
 
 from common.errors import InputError
-from common.measure import figures, tables
+from common.measure import figures
 from common.measure.hardware import hardware
-from common.outputs import check_outputs, one_line_errors, publish
+from common.measure.tables import Table
+from common.outputs import check_outputs, one_line_errors, parser_of, publish
 from common.train import add_arguments, command, how, run_with_progress
 
 LAST = 50  # losses whose mean is compared
-HEADER = ("update", f"loss, mean of the last {LAST}", "tokens/s", "to exact")
 SMOOTH = 10  # losses that a point of the picture is the mean of
 
 
 def main(arguments=None):
     """Parse the arguments, train both, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m offload.experiments.delay",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = parser_of("offload.experiments.delay", __doc__)
     add_arguments(parser)
     parser.set_defaults(steps=600)
     parser.add_argument("--warmup-steps", type=int, default=40, help="updates before the first delayed one")
@@ -44,7 +39,7 @@ def main(arguments=None):
     results = command(compare, options, options=options)
     if results is None:  # a rank other than 0 under torchrun
         return
-    publish(options, results, [as_table(results)], lambda path: figures.save(figure(results), path))
+    publish(options, results, [table(results)], lambda path: figures.save(figure(results), path))
 
 
 def compare(world, options):
@@ -76,30 +71,18 @@ def compare(world, options):
     }
 
 
-def cells(results):
-    """The table's rows of strings, without the header."""
-    for row in results["rows"]:
-        last = statistics.fmean(row["losses"][-LAST:])
-        faster = row["tokens_per_second"] / results["rows"][0]["tokens_per_second"]
-        yield row["update"], f"{last:.4f}", f"{row['tokens_per_second']:,.0f}", f"{faster:.2f}x"
-
-
-def title(results):
-    """What was trained, and where."""
-    return (
+def table(results):
+    """How both trained, and how fast."""
+    title = (
         f"{results['model']}, {results['precision']}, {results['world_size']} ranks, "
         f"{results['steps']} steps, delayed from {results['warmup_steps']} updates on\n{results['hardware']}"
     )
-
-
-def as_table(results):
-    """The results as a table for the terminal."""
-    return tables.table(title(results), HEADER, cells(results))
-
-
-def as_markdown(results):
-    """The results as a Markdown table."""
-    return tables.markdown(title(results), HEADER, cells(results))
+    rows = []
+    for row in results["rows"]:
+        last = statistics.fmean(row["losses"][-LAST:])
+        faster = row["tokens_per_second"] / results["rows"][0]["tokens_per_second"]
+        rows.append((row["update"], f"{last:.4f}", f"{row['tokens_per_second']:,.0f}", f"{faster:.2f}x"))
+    return Table(title, ("update", f"loss, mean of the last {LAST}", "tokens/s", "to exact"), rows)
 
 
 def figure(results):
@@ -109,7 +92,7 @@ def figure(results):
         A matplotlib Figure.
     """
     drawn, (above, below) = plt.subplots(2, 1, figsize=(8, 6), layout="constrained", sharex=True, height_ratios=(3, 1))
-    curves = [_smoothed(row["losses"]) for row in results["rows"]]
+    curves = [figures.smoothed(row["losses"], SMOOTH) for row in results["rows"]]
     steps = range(SMOOTH, SMOOTH + len(curves[0]))
     for row, curve, colour in zip(results["rows"], curves, ("#0072B2", "#D55E00"), strict=True):
         above.plot(steps, curve, label=row["update"], color=colour)
@@ -120,12 +103,8 @@ def figure(results):
     below.axhline(0, color="black", linewidth=0.8)
     below.set_ylabel("delayed - exact")
     below.set_xlabel("steps")
-    drawn.suptitle(title(results), fontsize=10)
+    drawn.suptitle(table(results).title, fontsize=10)
     return drawn
-
-
-def _smoothed(losses):
-    return [statistics.fmean(losses[end - SMOOTH : end]) for end in range(SMOOTH, len(losses) + 1)]
 
 
 if __name__ == "__main__":

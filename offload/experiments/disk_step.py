@@ -10,7 +10,6 @@ fio (Debian's package of that name) is needed; nothing else on the machine shoul
 Source: ZeRO-Infinity, arXiv 2104.07857, sec. 6.3, where states on NVMe are read and written at the disk's own speed.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -24,9 +23,9 @@ import torch
 from torch import nn
 
 from common.errors import InputError
-from common.measure import tables
 from common.measure.hardware import hardware
-from common.outputs import check_outputs, one_line_errors, publish
+from common.measure.tables import Table
+from common.outputs import check_outputs, one_line_errors, parser_of, publish
 from common.ranks.world import launch
 from common.train import progress_bar
 from offload.nvme import InfinityEngine
@@ -34,18 +33,13 @@ from offload.nvme import InfinityEngine
 PLACED = {"parameters": "nvme", "gradients": "cpu", "optimizer": "nvme"}
 WIDTH = 8192
 STATES = 12  # bytes of a parameter on disk: weight and two moments, in fp32
-HEADER = ("", "median", "lowest", "highest")
 WARM_UP = 2  # steps that are not timed: the first makes the states
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m offload.experiments.disk_step",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = parser_of("offload.experiments.disk_step", __doc__)
     parser.add_argument("--path", default=tempfile.gettempdir(), help="a folder on the disk (default: %(default)s)")
     parser.add_argument("--elements", type=float, default=2.0**28, help="of the weights (default: 2**28)")
     parser.add_argument("--sub-group-mb", type=float, default=64.0, help="of fp32 weights (default: %(default)s)")
@@ -61,7 +55,7 @@ def main(arguments=None):
         if not os.path.isdir(options.path):
             raise InputError(f"--path {options.path}: there is no such folder; make it first")
         results = launch(measure, options, nproc=1)
-    publish(options, results, [as_table(results)])
+    publish(options, results, [table(results)])
 
 
 def measure(world, options):
@@ -160,28 +154,17 @@ def summary(results):
     return found
 
 
-def title(results):
-    """What was stepped, and where."""
-    return (
+def table(results):
+    """What all turns come to."""
+    title = (
         f"A step over {results['elements']:,} elements on disk, sub-groups of {results['sub_group_mb']:g} MiB, "
         f"{results['threads']} threads\n{results['hardware']}"
     )
-
-
-def cells(results):
-    """The table's rows of strings, without the header."""
-    for name, values in summary(results).items():
-        yield name, *(f"{value:.2f}" for value in (statistics.median(values), min(values), max(values)))
-
-
-def as_table(results):
-    """The results as a table for the terminal."""
-    return tables.table(title(results), HEADER, cells(results))
-
-
-def as_markdown(results):
-    """The results as a Markdown table."""
-    return tables.markdown(title(results), HEADER, cells(results))
+    rows = [
+        (name, *(f"{value:.2f}" for value in (statistics.median(values), min(values), max(values))))
+        for name, values in summary(results).items()
+    ]
+    return Table(title, ("", "median", "lowest", "highest"), rows)
 
 
 if __name__ == "__main__":

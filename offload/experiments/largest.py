@@ -6,7 +6,6 @@ must hold what is in use: units on their way in and out, whose size does not dep
 Source: ZeRO-Infinity, arXiv 2104.07857, sec. 8.2, where one node trains a trillion parameters.
 """
 
-import argparse
 import os
 import shutil
 import tempfile
@@ -19,26 +18,21 @@ from common import models
 from common.capacity import give_back_freed_memory
 from common.data import Batches, load_text
 from common.errors import InputError
-from common.measure import tables
 from common.measure.hardware import hardware
 from common.measure.memory import high_water
+from common.measure.tables import Table
 from common.models.gpt import GPT, GPTConfig
-from common.outputs import check_outputs, one_line_errors, publish
+from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
 from common.ranks.world import launch
 from common.train import progress_bar, show_bytes, train_step
 from offload.nvme import InfinityEngine
 
 BYTES = 16  # on disk, of a parameter: weight, gradient, two moments, in fp32
-HEADER = ("", "")
 
 
 def main(arguments=None):
     """Parse the arguments, train, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m offload.experiments.largest",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = parser_of("offload.experiments.largest", __doc__)
     parser.add_argument("--path", default=tempfile.gettempdir(), help="a folder on the disk (default: %(default)s)")
     parser.add_argument("--width", type=int, default=4096, help="of the layers (default: %(default)s)")
     parser.add_argument("--sequence", type=int, default=64, help="tokens of the one sample (default: %(default)s)")
@@ -53,11 +47,9 @@ def main(arguments=None):
             raise InputError(f"--path {options.path}: there is no such folder; make it first")
         if not 0 <= options.spare < 1:
             raise InputError(f"--spare {options.spare}: the part of the disk left free is from 0 to less than 1")
-        for name in ("width", "sequence", "steps", *(["layers"] if options.layers is not None else [])):
-            if getattr(options, name) < 1:
-                raise InputError(f"--{name} {getattr(options, name)}: at least 1 is needed")
+        check_counts(options, "width", "sequence", "steps", "layers")
         results = launch(train, options, nproc=1)
-    publish(options, results, [as_table(results)])
+    publish(options, results, [table(results)])
 
 
 def build(options, layers):
@@ -69,18 +61,13 @@ def build(options, layers):
     return model
 
 
-def parameters(model):
-    """How many a model has."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def layers_on(free, options):
     """The most layers whose states fit into so many bytes of disk.
 
     Raises:
         InputError: not even one does.
     """
-    one, two = (BYTES * parameters(build(options, layers)) for layers in (1, 2))
+    one, two = (BYTES * models.count(build(options, layers)) for layers in (1, 2))
     layers = 1 + int((free - one) // (two - one))
     if layers < 1:
         raise InputError(
@@ -118,7 +105,7 @@ def train(world, options):
             "width": options.width,
             "layers": layers,
             "sequence": options.sequence,
-            "parameters": parameters(model),
+            "parameters": models.count(model),
             "building_seconds": building,
             "steps": steps,
             "disk_bytes_per_step": engine.comm.traffic.on_disk(),
@@ -131,34 +118,23 @@ def train(world, options):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def title(results):
-    """What was trained, and where."""
-    return (
+def table(results):
+    """What was held, moved and waited for."""
+    title = (
         f"GPT of {results['layers']} layers of width {results['width']}, {results['parameters'] / 1e9:.2f} B "
         f"parameters, all states on disk, fp32, 1 rank\n{results['hardware']}"
     )
-
-
-def cells(results):
-    """The table's rows of strings."""
     moved = results["disk_bytes_per_step"]
-    yield "model states on disk", show_bytes(sum(results["disk_state_bytes"].values()))
-    yield "model states on the device", show_bytes(sum(results["model_state_bytes"].values()))
-    yield "resident at the peak", show_bytes(results["resident_peak_bytes"])
-    yield "read, written per step", ", ".join(show_bytes(moved[way]) for way in ("read", "write"))
-    yield "time to build", f"{results['building_seconds']:.0f} s"
-    yield "time per step", ", ".join(f"{step['seconds']:.0f} s" for step in results["steps"])
-    yield "loss", ", ".join(f"{step['loss']:.3f}" for step in results["steps"])
-
-
-def as_table(results):
-    """The results as a table for the terminal."""
-    return tables.table(title(results), HEADER, cells(results))
-
-
-def as_markdown(results):
-    """The results as a Markdown table."""
-    return tables.markdown(title(results), HEADER, cells(results))
+    rows = [
+        ("model states on disk", show_bytes(sum(results["disk_state_bytes"].values()))),
+        ("model states on the device", show_bytes(sum(results["model_state_bytes"].values()))),
+        ("resident at the peak", show_bytes(results["resident_peak_bytes"])),
+        ("read, written per step", ", ".join(show_bytes(moved[way]) for way in ("read", "write"))),
+        ("time to build", f"{results['building_seconds']:.0f} s"),
+        ("time per step", ", ".join(f"{step['seconds']:.0f} s" for step in results["steps"])),
+        ("loss", ", ".join(f"{step['loss']:.3f}" for step in results["steps"])),
+    ]
+    return Table(title, ("", ""), rows)
 
 
 if __name__ == "__main__":

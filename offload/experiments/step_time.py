@@ -7,7 +7,6 @@ of the new parameters back. DeepSpeed takes part where it is installed; it compi
 Source: ZeRO-Offload, arXiv 2101.06840, sec. 5.1 and table 4, where torch's Adam on the CPU takes 5 to 6 times as long.
 """
 
-import argparse
 import importlib.util
 import os
 import statistics
@@ -18,10 +17,9 @@ import torch
 from torch import nn
 
 from common.engine.master_weights import Piece
-from common.errors import InputError
-from common.measure import tables
 from common.measure.hardware import hardware
-from common.outputs import check_outputs, one_line_errors, publish
+from common.measure.tables import Table
+from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
 from common.ranks.collectives import Collectives
 from common.ranks.world import launch
 from common.tiers.memory import Host
@@ -30,28 +28,21 @@ from common.train import progress_bar
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 PEER = "DeepSpeedCPUAdam"
-HEADER = ("optimizer", "ms", f"to {PEER}")
 WARM_UP = 2  # steps that are not timed: the first makes the states
 
 
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m offload.experiments.step_time",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = parser_of("offload.experiments.step_time", __doc__)
     parser.add_argument("--elements", type=int, default=2**26, help="of the tensor (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results here")
     options = parser.parse_args(arguments)
     with one_line_errors():
-        for name in ("elements", "rounds"):
-            if getattr(options, name) < 1:
-                raise InputError(f"--{name} {getattr(options, name)}: at least 1 is needed")
+        check_counts(options, "elements", "rounds")
         check_outputs(options)
         results = launch(measure, options.elements, options.rounds, nproc=1)
-    publish(options, results, [as_table(results)])
+    publish(options, results, [table(results)])
 
 
 def measure(world, elements, rounds):
@@ -129,26 +120,14 @@ def _deepspeed():
     return partial(DeepSpeedCPUAdam, lr=1e-3, adamw_mode=True)
 
 
-def as_table(results):
-    """The results as a table for the terminal."""
-    return tables.table(title(results), HEADER, cells(results))
-
-
-def as_markdown(results):
-    """The results as a Markdown table."""
-    return tables.markdown(title(results), HEADER, cells(results))
-
-
-def title(results):
-    """What was stepped, and where."""
-    return f"A step over {results['elements']:,} elements, {results['threads']} threads\n{results['hardware']}"
-
-
-def cells(results):
-    """The table's rows of strings, without the header."""
+def table(results):
+    """The median of each, beside DeepSpeed's."""
+    rows = []
     for row in results["rows"]:
         ratio = row["ratio_to_deepspeed"]
-        yield row["optimizer"], f"{1e3 * row['median_seconds']:.1f}", "-" if ratio is None else f"{ratio:.2f}"
+        rows.append((row["optimizer"], f"{1e3 * row['median_seconds']:.1f}", "-" if ratio is None else f"{ratio:.2f}"))
+    title = f"A step over {results['elements']:,} elements, {results['threads']} threads\n{results['hardware']}"
+    return Table(title, ("optimizer", "ms", f"to {PEER}"), rows)
 
 
 if __name__ == "__main__":

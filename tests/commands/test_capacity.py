@@ -118,7 +118,7 @@ def test_two_stages_for_real(tmp_path, small_simulations):
         assert row["measured_over_predicted"] == pytest.approx(1, abs=0.15)
     assert (replicated["ratio_to_stage0"], replicated["ideal_ratio"]) == (1, pytest.approx(1, rel=1e-3))
     assert sharded["ratio_to_stage0"] == pytest.approx(2, rel=0.2)
-    assert capacity_results.as_markdown(results).count("\n|") == 4
+    assert capacity_results.table(results).markdown().count("\n|") == 4
 
 
 def test_what_does_not_fit_is_said(monkeypatch, small_simulations):

@@ -6,7 +6,7 @@ import os
 import pytest
 from commands import refused
 
-from common.checkpoint_bench import RATIOS, as_markdown, main
+from common.checkpoint_bench import RATIOS, main, table
 
 SMALL = ("--model", "gpt-tiny", "--nproc", "1,2", "--rounds", "2")
 
@@ -22,7 +22,7 @@ def test_all_four_take_turns_and_leave_nothing_behind(tmp_path, capsys):
         for name, (one, other) in RATIOS.items():
             ratios = sorted(b / a for a, b in zip(row["seconds"][one], row["seconds"][other], strict=True))
             assert row[name] == pytest.approx(sum(ratios) / 2)
-    assert as_markdown(results).count("\n| ") >= 3
+    assert table(results).markdown().count("\n| ") >= 3
     assert "copy" in capsys.readouterr().out
     assert os.listdir(tmp_path / "disk") == []
 

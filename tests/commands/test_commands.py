@@ -185,7 +185,7 @@ import sys
 from common.measure.hardware import commit
 from common.measure import tables
 tables.say("\u03a8 parameters")
-tables.show(tables.table("\u03a8", ("\u03a8",), [("\u03a8",)]))
+tables.show(tables.Table("\u03a8", ("\u03a8",), [("\u03a8",)]))
 sys.stderr.write("the training goes on")
 """
 

@@ -1,5 +1,6 @@
 """The commands' tables in the terminal: no word is cut and none is lost, in 80 columns and in fewer."""
 
+import itertools
 import json
 from io import StringIO
 
@@ -8,7 +9,7 @@ from places import RECORDS
 from rich.console import Console
 
 from common import activations, bench_results, capacity, compare
-from common.measure.tables import fit, needed, show, table
+from common.measure.tables import Table, fit, needed, show
 
 COMMANDS = {"demo": compare, "accumulated": compare, "activations": activations, "capacity_cpu": capacity}
 BENCHES = ("bench_cpu", "alone_cpu", "growth_cpu")
@@ -18,15 +19,13 @@ def recorded(name):
     """The tables of a recorded run, and the texts of their cells."""
     results = json.loads((RECORDS / f"{name}.json").read_text())
     if name in COMMANDS:
-        return [COMMANDS[name].as_table(results)]
-    return [bench_results.as_table(title, rows) for title, rows in bench_results.by_case(results)]
+        made = COMMANDS[name].table(results)
+        return [compare.for_terminal(made) if COMMANDS[name] is compare else made]
+    return list(bench_results.tables(results))
 
 
 def words(made):
-    texts = [made.title, made.caption or ""]
-    for column in made.columns:
-        texts += [column.header, *column.cells]
-    return " ".join(texts).split()
+    return " ".join([made.title, made.caption, *made.header, *itertools.chain(*made.rows)]).split()
 
 
 def printed(made, width):
@@ -56,6 +55,6 @@ def test_columns_give_way_from_the_widest_down_to_their_longest_words():
 
 
 def test_a_table_is_as_wide_as_its_words_where_the_terminal_is_not():
-    made = table("title", ("", "a_long_word_that_is_not_cut"), [("another_word_of_its_own", "1")])
+    made = Table("title", ("", "a_long_word_that_is_not_cut"), [("another_word_of_its_own", "1")])
     assert "another_word_of_its_own   " in printed(made, 20)
     assert "a_long_word_that_is_not_cut" in printed(made, 20)

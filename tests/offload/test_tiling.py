@@ -292,7 +292,7 @@ def test_a_layer_that_cannot_be_gathered_under_a_limit_trains_in_tiles():
 
 def test_the_command_finds_the_tiles_that_fit(tmp_path):
     with LocalWorld(1) as world:
-        (held_before,) = world.run(tiling._warm_up)
+        (held_before,) = world.run(capacity.warm_up, tiling._train_under, (tiling.STEP, 2))
     path, cap = tmp_path / "tiling.json", f"{held_before // MB + 55}MB"
     tiling.main(["--cap", cap, "--nproc", "1", "--width", "1024", "--tiles", "1", "16", "--json", str(path)])
     results = json.loads(path.read_text())
@@ -300,7 +300,7 @@ def test_the_command_finds_the_tiles_that_fit(tmp_path):
     assert (whole["trains"], whole["gathered_bytes"], whole["loss"]) == (False, None, None)
     assert tiled["trains"]
     assert tiled["gathered_bytes"] == tiled["predicted_gathered_bytes"] == 2 * results["layer_bytes"] // 16
-    assert tiling.as_markdown(results).count("\n|") == 4
+    assert tiling.table(results).markdown().count("\n|") == 4
 
 
 def test_the_largest_width_is_found_for_every_number_of_tiles(tmp_path, monkeypatch):

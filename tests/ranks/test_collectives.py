@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -207,8 +208,8 @@ def policies_of_gloos_threads(world):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_gloos_own_threads_give_way_to_lanes(worlds):
-    policies = sum(worlds(2).run(policies_of_gloos_threads), [])
-    assert set(policies) == {os.SCHED_BATCH}
+    for policies in worlds(2).run(policies_of_gloos_threads):
+        assert set(policies) == {os.SCHED_BATCH}
 
 
 def test_wait_raises_what_the_lane_raised_and_nothing_runs_after_it():

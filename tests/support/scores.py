@@ -13,7 +13,7 @@ from training import ENGINES, STAGES
 
 from common import models
 from common.measure.hardware import hardware
-from common.measure.tables import show, table
+from common.measure.tables import Table, show
 from common.outputs import write_json
 from common.train import find_engine, show_bytes
 
@@ -47,7 +47,7 @@ class MemoryReduction:
             cells = [totals[stage, size] for stage in STAGES]
             rows.append((str(size), *(f"{show_bytes(cell)}  {cells[0] / cell:.2f}x" for cell in cells)))
         title = f"Model states per rank, {self.model}, fp32, AdamW: measured, and stage 0's over it"
-        return table(title, ("ranks", *STAGES), rows)
+        return Table(title, ("ranks", *STAGES), rows)
 
 
 class Equivalence:
@@ -97,7 +97,9 @@ def verdict_table(cells, engines):
             )
             line.append(", ".join(f"{number} {verdict}" for verdict, number in found.items()) or "-")
         rows.append((model, option, *line))
-    return table(f"Equivalence to the baseline: {len(cells)} cells", ("model", "option", *engines), rows, left=6)
+    return Table(
+        f"Equivalence to the baseline: {len(cells)} cells", ("model", "option", *engines), rows, words=range(6)
+    )
 
 
 class Score:

@@ -46,19 +46,18 @@ def through(blocks, values):
     assert (message[-8:] == 0x7F).all()
     assert arrived[-1] == 3.0  # nothing is written beyond the end
     number = -(-len(values) // blocks.block)
-    scales = message[: number * blocks.scales.itemsize].view(blocks.scales).double()
+    scales = message[: 4 * number].view(torch.float32).double()
     return arrived[:-1], scales.repeat_interleave(blocks.block)[: len(values)]
 
 
 @pytest.mark.parametrize("what", ADVERSARIAL)
-@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [8, 4])
 @settings(max_examples=12, deadline=None)
 @given(numel=st.integers(1, 3000), block=st.integers(1, 600).map(lambda half: 2 * half), seed=st.integers(0, 99))
-def test_no_element_is_off_by_more_than_half_a_step(what, scales, bits, numel, block, seed):
+def test_no_element_is_off_by_more_than_half_a_step(what, bits, numel, block, seed):
     torch.manual_seed(seed)
     values = ADVERSARIAL[what](numel)
-    arrived, steps = through(Blocks(bits, block, scales), values)
+    arrived, steps = through(Blocks(bits, block), values)
     assert ((arrived.double() - values.double()).abs() <= steps * (0.5 + 1e-5)).all()
     assert arrived.isfinite().all()
 
@@ -76,7 +75,7 @@ def test_infinities_and_nans_arrive_as_such_and_stay_in_their_block(bits, dtype)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_values_come_back_as_16_bits_and_stay_finite(dtype):
     values = torch.cat([torch.randn(1000).to(dtype), torch.tensor([torch.finfo(dtype).max] * 24).to(dtype)])
-    arrived, steps = through(Blocks(8, 64, torch.bfloat16), values)
+    arrived, steps = through(Blocks(8, 64), values)
     rounding = arrived.double().abs() * torch.finfo(dtype).eps / 2
     assert arrived.dtype == dtype
     assert arrived.isfinite().all()

@@ -8,7 +8,6 @@ On one machine the ranks are told that they live on nodes of two, so that gradie
 how fast a link is.
 """
 
-import argparse
 import statistics
 import tempfile
 from copy import copy
@@ -21,9 +20,10 @@ import torch
 from common import models
 from common.data import Batches, load_text
 from common.errors import InputError
-from common.measure import figures, tables
+from common.measure import figures
 from common.measure.hardware import hardware
-from common.outputs import check_outputs, one_line_errors, publish
+from common.measure.tables import Table
+from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
 from common.train import add_arguments, build_model, command, find_engine, progress_bar, train_step
 from zeropp.engine import check_options
 from zeropp.export import load_int8, save_int8
@@ -40,17 +40,12 @@ RUNS = {  # what is compared: (engine, its options)
     "quantize_gradients, error_feedback": ("zeropp", OFF | {"quantize_gradients": True, "error_feedback": True}),
     "all three, error_feedback": ("zeropp", {"error_feedback": True}),
 }
-HEADER = ("", "validation loss", "of each seed", "to stage 3", "as int8", "gradients kept")
 SMOOTH = 20  # losses that a point of the picture is the mean of
 
 
 def main(arguments=None):
     """Parse the arguments, train all, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropp.experiments.convergence",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = parser_of("zeropp.experiments.convergence", __doc__)
     add_arguments(parser)
     parser.set_defaults(steps=500, batch=8, nproc=4, ranks_per_node=2)
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each row (default: %(default)s)")
@@ -59,8 +54,7 @@ def main(arguments=None):
     parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
     options = parser.parse_args(arguments)
     with one_line_errors():
-        if options.seeds < 1:
-            raise InputError(f"--seeds {options.seeds}: at least 1 is needed")
+        check_counts(options, "seeds")
         if options.steps < SMOOTH:
             raise InputError(f"--steps {options.steps}: a curve takes {SMOOTH} or more")
         check_options(options.block, error_feedback=False, quantize_gradients=True)
@@ -69,8 +63,7 @@ def main(arguments=None):
     results = command(compare, options, options=options)
     if results is None:  # a rank other than 0 under torchrun
         return
-    shown = [tables.table(title(results), HEADER, cells(results))]
-    publish(options, results, shown, lambda path: figures.save(figure(results), path))
+    publish(options, results, [table(results)], lambda path: figures.save(figure(results), path))
 
 
 def chosen(options):
@@ -167,14 +160,21 @@ def validate(world, comm, weights, batches, options):
     return statistics.fmean(comm.gather_objects(total / VALIDATED))
 
 
-def cells(results):
-    """The table's rows of strings, without the header."""
+def table(results):
+    """A row for each run, means over the seeds; on a page also how far apart seeds alone lie."""
+    title = (
+        f"{results['model']}, {results['precision']}, {results['world_size']} ranks in nodes of "
+        f"{results['ranks_per_node']}, {results['steps']} steps of {results['batch']} samples, "
+        f"blocks of {results['block']}\n{results['hardware']}"
+    )
+    header = ("", "validation loss", "of each seed", "to stage 3", "as int8", "gradients kept")
     base = [seed["validation_loss"] for seed in results["rows"][0]["seeds"]]
+    rows = []
     for row in results["rows"]:
         losses = [seed["validation_loss"] for seed in row["seeds"]]
         int8 = [seed["validation_loss_of_int8_weights"] for seed in row["seeds"]]
         kept, of_stage3 = (one["seeds"][0]["model_state_bytes"]["gradients"] for one in (row, results["rows"][0]))
-        yield (
+        cells = (
             row["run"],
             f"{statistics.fmean(losses):.4f}",
             ", ".join(f"{loss:.4f}" for loss in losses),
@@ -182,23 +182,9 @@ def cells(results):
             f"{statistics.fmean(one / other - 1 for one, other in zip(int8, losses, strict=True)):+.3%}",
             f"{kept / of_stage3:.0f}x",
         )
-
-
-def title(results):
-    """What was trained, and where."""
-    return (
-        f"{results['model']}, {results['precision']}, {results['world_size']} ranks in nodes of "
-        f"{results['ranks_per_node']}, {results['steps']} steps of {results['batch']} samples, "
-        f"blocks of {results['block']}\n{results['hardware']}"
-    )
-
-
-def as_markdown(results):
-    """The results as a Markdown table, and how far apart seeds alone lie."""
-    losses = [seed["validation_loss"] for seed in results["rows"][0]["seeds"]]
-    apart = (max(losses) - min(losses)) / statistics.fmean(losses)
-    spread = f"From seed to seed stage 3's own losses lie up to {apart:.1%} apart."
-    return f"{tables.markdown(title(results), HEADER, cells(results))}\n\n{spread}"
+        rows.append(cells)
+    spread = f"{(max(base) - min(base)) / statistics.fmean(base):.1%}"
+    return Table(title, header, rows, note=f"From seed to seed stage 3's own losses lie up to {spread} apart.")
 
 
 def figure(results):
@@ -210,7 +196,7 @@ def figure(results):
     drawn, (curves, ends) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", width_ratios=(3, 2))
     colours = plt.get_cmap("tab10").colors
     for row, colour in zip(results["rows"], colours, strict=False):
-        smoothed = [_smoothed(seed["losses"]) for seed in row["seeds"]]
+        smoothed = [figures.smoothed(seed["losses"], SMOOTH) for seed in row["seeds"]]
         steps = range(SMOOTH, SMOOTH + len(smoothed[0]))
         curves.plot(steps, [statistics.fmean(at) for at in zip(*smoothed, strict=True)], color=colour, label=row["run"])
         if row["run"] == "stage 3":
@@ -225,12 +211,8 @@ def figure(results):
     ends.set_yticks(range(len(names)), [name.replace(", ", ",\n") for name in names], fontsize=8)
     ends.invert_yaxis()
     ends.set_xlabel("validation loss at the end, each seed")
-    drawn.suptitle(title(results), fontsize=10)
+    drawn.suptitle(table(results).title, fontsize=10)
     return drawn
-
-
-def _smoothed(losses):
-    return [statistics.fmean(losses[end - SMOOTH : end]) for end in range(SMOOTH, len(losses) + 1)]
 
 
 if __name__ == "__main__":

@@ -6,41 +6,32 @@ values; the same bits are asked of it.
 Source: ZeRO++, arXiv 2306.10209, sec. 4.2, where kernels of their own do this on a GPU.
 """
 
-import argparse
 import statistics
 import time
 
 import torch
 
-from common.errors import InputError
-from common.measure import tables
 from common.measure.hardware import hardware
-from common.outputs import check_outputs, one_line_errors, publish
+from common.measure.tables import Table
+from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
 from common.train import progress_bar
 from zeropp.quantize import Blocks
 
-HEADER = ("", "ms", "same bits")
 WARM_UP = 2  # rounds that are not timed
 
 
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropp.experiments.pack_time",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = parser_of("zeropp.experiments.pack_time", __doc__)
     parser.add_argument("--elements", type=int, default=2**22, help="that are packed (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=31, help="timed, of each (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results here")
     options = parser.parse_args(arguments)
     with one_line_errors():
-        for name in ("elements", "rounds"):
-            if getattr(options, name) < 1:
-                raise InputError(f"--{name} {getattr(options, name)}: at least 1 is needed")
+        check_counts(options, "elements", "rounds")
         check_outputs(options)
         results = measure(options.elements, options.rounds)
-    publish(options, results, [tables.table(title(results), HEADER, cells(results))])
+    publish(options, results, [table(results)])
 
 
 def measure(elements, rounds):
@@ -81,22 +72,15 @@ def measure(elements, rounds):
     return {"elements": elements, "rounds": rounds, "hardware": hardware(torch.device("cpu")), "rows": rows}
 
 
-def cells(results):
-    """The table's rows of strings, without the header."""
+def table(results):
+    """The median of each, and whether what is compiled has the same bits."""
+    title = f"{results['elements']:,} fp32 elements in blocks of 256, one thread\n{results['hardware']}"
+    rows = []
     for row in results["rows"]:
         same = {None: "", True: "yes", False: "NO"}[row["same_bits"]]
         first = f", after {row['first_seconds']:.0f} s" if row["same_bits"] is not None else ""
-        yield (row["what"], f"{1e3 * row['median_seconds']:.1f}{first}", same)
-
-
-def title(results):
-    """What was packed, and where."""
-    return f"{results['elements']:,} fp32 elements in blocks of 256, one thread\n{results['hardware']}"
-
-
-def as_markdown(results):
-    """The results as a Markdown table."""
-    return tables.markdown(title(results), HEADER, cells(results))
+        rows.append((row["what"], f"{1e3 * row['median_seconds']:.1f}{first}", same))
+    return Table(title, ("", "ms", "same bits"), rows)
 
 
 if __name__ == "__main__":

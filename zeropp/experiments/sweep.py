@@ -15,7 +15,6 @@ The first one crosses 1 at r = (B3 - B) / (T - T3): below it the bytes that are 
 Source: ZeRO++, arXiv 2306.10209, sec. 5, where the rate is 100 to 800 Gbit/s and packing is done by a GPU.
 """
 
-import argparse
 import itertools
 import math
 from copy import copy
@@ -23,8 +22,9 @@ from copy import copy
 import matplotlib.pyplot as plt
 
 from common.errors import InputError
-from common.measure import figures, tables
-from common.outputs import check_outputs, one_line_errors, publish
+from common.measure import figures
+from common.measure.tables import Table
+from common.outputs import check_outputs, one_line_errors, parser_of, publish
 from common.ranks.namespaces import TwoNodes, bits_per_second
 from common.train import progress_bar, show_bytes
 from zeropp.experiments import two_nodes
@@ -33,16 +33,11 @@ from zeropp.quantize import Blocks
 STAGE3, ZEROPP = "as it is", "all"  # rows of zeropp.experiments.two_nodes
 RATES = "10mbit,30mbit,100mbit,300mbit,1gbit,3gbit,10gbit,none"
 BLOCKS = "32,64,128,256,512,1024,2048"
-HEADER = ("", "stage 3, s", "zeropp, s", "faster", "predicted", "leaves a node, stage 3", "zeropp", "fewer")
 
 
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropp.experiments.sweep",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = parser_of("zeropp.experiments.sweep", __doc__)
     two_nodes.add_arguments(parser)
     parser.add_argument("--rates", default=RATES, help="of the link (default: %(default)s)")
     parser.add_argument("--blocks", default=BLOCKS, help="elements that share a scale (default: %(default)s)")
@@ -58,8 +53,7 @@ def main(arguments=None):
             raise InputError(f"--rates {options.rates}: the prediction starts from none, so add it")
         check_outputs(options)
         results = sweep(options, rates, blocks)
-    shown = [tables.table(title(results), HEADER, cells(results))]
-    publish(options, results, shown, lambda path: figures.save(figure(results), path))
+    publish(options, results, [table(results)], lambda path: figures.save(figure(results), path))
 
 
 def numbers(text):
@@ -136,15 +130,24 @@ def ratio(point):
     return stage3["step_seconds"] / ours["step_seconds"]
 
 
-def cells(results):
-    """The table's rows of strings, without the header."""
+def table(results):
+    """A row for each rate, then one for each block size; on a page also where it stops paying."""
+    title = (
+        f"{results['model']}, {results['precision']}, {results['nodes']} nodes of {results['ranks_per_node']} ranks, "
+        f"link of each rate with blocks of {results['block']}, blocks at {results['rate']}\n{results['hardware']}"
+    )
+    header = ("", "stage 3, s", "zeropp, s", "faster", "predicted", "leaves a node, stage 3", "zeropp", "fewer")
+    rows = []
     for point in results["rates"]:
         rate = None if point["rate"] == "none" else bits_per_second(point["rate"])
         told = "-" if rate is None else " to ".join(f"{one:.2f}x" for one in sorted(predicted(results, rate)))
-        yield (f"link {point['rate']}", *_times(point), told, *_bytes(point))
-    rate = None if results["rate"] == "none" else bits_per_second(results["rate"])
-    for point in results["blocks"]:
-        yield (f"blocks of {point['block']}", *_times(point), "-", *_bytes(point))
+        rows.append((f"link {point['rate']}", *_times(point), told, *_bytes(point)))
+    rows += [(f"blocks of {point['block']}", *_times(point), "-", *_bytes(point)) for point in results["blocks"]]
+    found, foreseen = measured_crossing(results), crossing(results)
+    told = "at none of these rates" if found is None else f"at {show_rate(found)}"
+    foreseen = "at none" if foreseen == math.inf else f"at {show_rate(foreseen)}"
+    note = f"The ratio passes 1 {told} as measured; as predicted, if nothing overlaps, {foreseen}."
+    return Table(title, header, rows, note=note)
 
 
 def _times(point):
@@ -154,26 +157,6 @@ def _times(point):
 def _bytes(point):
     stage3, ours = (row["internode_bytes_per_step"] for row in point["rows"])
     return show_bytes(stage3), show_bytes(ours), f"{stage3 / ours:.2f}x"
-
-
-def title(results):
-    """What was trained, and where."""
-    return (
-        f"{results['model']}, {results['precision']}, {results['nodes']} nodes of {results['ranks_per_node']} ranks, "
-        f"link of each rate with blocks of {results['block']}, blocks at {results['rate']}\n{results['hardware']}"
-    )
-
-
-def as_markdown(results):
-    """The results as a Markdown table, and where it stops paying."""
-    found = measured_crossing(results)
-    told = "at none of these rates" if found is None else f"at {show_rate(found)}"
-    foreseen = crossing(results)
-    foreseen = "at none" if foreseen == math.inf else f"at {show_rate(foreseen)}"
-    return (
-        tables.markdown(title(results), HEADER, cells(results))
-        + f"\n\nThe ratio passes 1 {told} as measured; as predicted, if nothing overlaps, {foreseen}."
-    )
 
 
 def show_rate(bits):
@@ -223,7 +206,7 @@ def figure(results):
     by_block.set_ylabel("stage 3's over zeropp's")
     by_block.set_ylim(bottom=0)
     by_block.legend(frameon=False, fontsize=8)
-    drawn.suptitle(title(results), fontsize=10)
+    drawn.suptitle(table(results).title, fontsize=10)
     return drawn
 
 

@@ -12,7 +12,6 @@ ranks M leave each node. A ring passes on what came, and needs (N-1)/N M; that f
 Source: ZeRO++, arXiv 2306.10209, sec. 3 and table 2.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -27,9 +26,9 @@ import torch
 from common import models
 from common.data import Batches, load_text
 from common.errors import InputError
-from common.measure import tables
 from common.measure.hardware import hardware
-from common.outputs import check_outputs, one_line_errors, publish, write_json
+from common.measure.tables import Table
+from common.outputs import check_outputs, one_line_errors, parser_of, publish, write_json
 from common.ranks.namespaces import INTERFACE, TwoNodes, bytes_left
 from common.ranks.nodes import ACROSS_NODES, IN_NODE
 from common.ranks.world import launch
@@ -95,11 +94,7 @@ ENGINES = [
 
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zeropp.experiments.two_nodes",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = parser_of("zeropp.experiments.two_nodes", __doc__)
     add_arguments(parser)
     parser.add_argument("--rate", default="100mbit", help="of the link, as tc has it, or none (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results here")
@@ -111,7 +106,7 @@ def main(arguments=None):
             return
         with TwoNodes(None if options.rate == "none" else options.rate) as nodes:
             results = {**on_nodes(nodes, options), "rate": options.rate}
-    publish(options, results, [as_table(results)])
+    publish(options, results, [table(results)])
 
 
 def add_arguments(parser):
@@ -238,23 +233,17 @@ def in_a_ring(sent, ranks_per_node):
     return flat + ranks_per_node * across
 
 
-def cells(results):
-    """The table: a header row, then a row of strings for each engine."""
-    yield (
-        "",
-        "left a node, by the kernel",
-        "by the meter",
-        "fewer",
-        "in a ring",
-        "fewer",
-        "s per step",
-        "faster",
-        "loss",
+def table(results):
+    """What left a node and how long a step took, a row for each engine."""
+    title = (
+        f"{results['model']}, {results['precision']}, {results['nodes']} nodes of {results['ranks_per_node']} ranks, "
+        f"link {results['rate']}, blocks of {results['block']}\n{results['hardware']}"
     )
-    base = results["rows"][0]
+    counted = ("left a node, by the kernel", "by the meter", "fewer", "in a ring", "fewer")
+    base, rows = results["rows"][0], []
     for row in results["rows"]:
         kernel, meter = row["internode_bytes_per_step"], row["metered_internode_bytes_per_step"]
-        yield (
+        cells = (
             f"{row['engine']}: {row['switches']}",
             show_bytes(kernel),
             f"{show_bytes(meter)} ({meter / kernel - 1:+.1%})",
@@ -265,25 +254,8 @@ def cells(results):
             f"{base['step_seconds'] / row['step_seconds']:.2f}x",
             f"{row['losses'][-1]:.4f}",
         )
-
-
-def _title(results):
-    return (
-        f"{results['model']}, {results['precision']}, {results['nodes']} nodes of {results['ranks_per_node']} ranks, "
-        f"link {results['rate']}, blocks of {results['block']}\n{results['hardware']}"
-    )
-
-
-def as_table(results):
-    """The results as a table for the terminal."""
-    header, *rows = cells(results)
-    return tables.table(_title(results), header, rows)
-
-
-def as_markdown(results):
-    """The results as a Markdown table."""
-    header, *rows = cells(results)
-    return tables.markdown(_title(results), header, rows)
+        rows.append(cells)
+    return Table(title, ("", *counted, "s per step", "faster", "loss"), rows)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from common.measure.figures.faults import distances, grid, live_through_steps
 from common.measure.figures.memory import address_map, below_the_wall, memory_by_batch
 from common.measure.figures.records import activation_memory, bench, capacity, growth, largest_models, step_times
 from common.measure.figures.stages import comparison, memory_by_stage, memory_timeline, throughput, wire_by_phase
-from common.measure.figures.style import COLORS, LABELS, PALETTE, save
+from common.measure.figures.style import COLORS, LABELS, PALETTE, save, smoothed
 from common.measure.figures.wire import (
     batch_and_bucket,
     beside,
@@ -45,6 +45,7 @@ __all__ = [
     "ring_and_direct",
     "rounds",
     "save",
+    "smoothed",
     "states_through_a_step",
     "step_times",
     "throughput",

@@ -1,5 +1,7 @@
 """What all pictures share: a colour for each class of memory, names of engines, how a figure is written."""
 
+import statistics
+
 import matplotlib.pyplot as plt
 
 from common.measure.memory import CLASSES
@@ -28,6 +30,11 @@ def save(figure, path):
     """Write a figure as PNG and close it."""
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def smoothed(values, over):
+    """The means of so many values one after another, each begun at the next one."""
+    return [statistics.fmean(values[end - over : end]) for end in range(over, len(values) + 1)]
 
 
 def stage_axis(axes, rows, headroom):
