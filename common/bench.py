@@ -9,6 +9,10 @@ in 95 % of bootstrap samples, drawn from the worlds first and from the rounds of
 All start from the same weights, see the same batches and get fused AdamW; a library runs with the settings that its
 own documentation recommends. Losses are held against those of torch's DistributedDataParallel: who does not compute
 the same gets no time.
+
+How near they come to what the machine allows is told by a bound: the same model steps on every rank without
+communication (`bare_loop`), and then as many bytes as a contestant sends in a step go round by plain sockets. Who is
+below it hides some of that beside the computation.
 """
 
 import itertools
@@ -18,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +40,7 @@ from common.measure.hardware import hardware
 from common.measure.memory import high_water
 from common.outputs import check_outputs, one_line_errors, parser_of, publish
 from common.ranks.collectives import Collectives
-from common.ranks.sockets import small_send_buffers
+from common.ranks.sockets import Ring, bytes_sent_by_own_sockets, small_send_buffers
 from common.ranks.world import LocalWorld, check_size
 from common.train import ENGINES, default_nproc, find_engine, finish, progress_bar, train_step
 
@@ -122,7 +126,7 @@ def bench(options):
     print(f"what libraries print goes to {log}", file=sys.stderr)
     for case in cases:
         reference, contestants = compare(who, case, options, log)
-        rows += [row(contestant, contestants, reference, case) for contestant in contestants]
+        rows += [row(contestant, contestants, reference, case) for contestant in [*contestants, *beside(contestants)]]
         for peer in (one.made for one in contestants if one.refusal is None and hasattr(one.made, "settings")):
             versions |= peer.versions()
             settings[peer.name] = peer.settings
@@ -201,8 +205,11 @@ def compare(who, case, options, log):
     Returns:
         The reference and the contestants.
     """
-    contestants = [Contestant(one, log) for one in who]
-    reference = contestants[who.index(peers.TorchDDP)] if peers.TorchDDP in who else Contestant(peers.TorchDDP, log)
+    contestants = [Contestant(one, log) for one in who if case.world_size == 1 or one is not peers.BareLoop]
+    if case.world_size > 1:
+        contestants.append(Bound(case))
+    found = [contestant for contestant in contestants if contestant.one is peers.TorchDDP]
+    reference = found[0] if found else Contestant(peers.TorchDDP, log)
     together = [contestants] if reference in contestants else [[reference], contestants]
     rounds, shuffled = WARM_UP + options.rounds, random.Random(0)
     with progress_bar() as bar:
@@ -240,6 +247,7 @@ class Contestant:
         refusal: why it does not take part, or None.
         seconds: of a step, for each world and round.
         losses: of each step, the mean over ranks.
+        sent: bytes of a step on the rank that sent most, as the kernel counts them; None where it does not.
         peak_bytes: most memory held in any world, above what was held before it was built, on the rank that held most.
     """
 
@@ -247,7 +255,7 @@ class Contestant:
         self.one, self.log = one, log
         self.made = find_engine(one) if isinstance(one, str) else one
         self.name, self.follows = getattr(self.made, "name", one), getattr(self.made, "follows", one)
-        self.refusal, self.seconds, self.losses, self.peak_bytes = None, [], [], None
+        self.refusal, self.seconds, self.losses, self.sent, self.peak_bytes = None, [], [], None, None
 
     def enter(self, case, worlds):
         """Open a world and build it there."""
@@ -259,8 +267,9 @@ class Contestant:
 
     def take_steps(self, first, count):
         """Train some steps; the slowest rank's time counts."""
-        seconds, losses = zip(*self.world.run(_take_steps, first, count), strict=True)
+        seconds, losses, sent = zip(*self.world.run(_take_steps, first, count), strict=True)
         self.seconds[-1].append(max(seconds) / count)
+        self.sent = None if None in sent else max(sent) / count
         self.losses += [statistics.fmean(parts) for parts in zip(*losses, strict=True)]
 
     def leave(self):
@@ -274,6 +283,42 @@ class Contestant:
     def timed(self):
         """Seconds of a step [worlds, rounds], without those that warm up."""
         return np.array([seconds[WARM_UP:] for seconds in self.seconds])
+
+
+class Bound(Contestant):
+    """What the machine allows: each rank steps alone, then a step's bytes go round by plain sockets.
+
+    Attributes:
+        nbytes: what data parallelism sends in a step, 2 (N-1)/N of the gradients.
+        passing: the seconds that they took, for each world and round.
+    """
+
+    def __init__(self, case):
+        super().__init__(peers.BareLoop)
+        gradients = models.count(models.build(case.model)) * dtype_of(case.precision).itemsize
+        self.nbytes, self.passing = 2 * (case.world_size - 1) * gradients // case.world_size, []
+
+    def enter(self, case, worlds):
+        """Open a world, and build it there."""
+        super().enter(case, worlds)
+        self.passing.append([])
+
+    def take_steps(self, first, count):
+        """Train some steps, and pass on the bytes of one."""
+        super().take_steps(first, count)
+        self.passing[-1].append(max(self.world.run(_pass_on, self.nbytes)))
+
+    def with_bytes(self, sent):
+        """A contestant whose steps take as long as these and as so many bytes by sockets."""
+        made = Contestant(self.one)
+        made.name, made.sent, made.peak_bytes = f"{self.name} and sockets", sent, self.peak_bytes
+        made.seconds = (np.array(self.seconds) + np.array(self.passing) * sent / self.nbytes).tolist()
+        return made
+
+
+def beside(contestants):
+    """The row of the bound, with the bytes of data parallelism."""
+    return [contestant.with_bytes(contestant.nbytes) for contestant in contestants if isinstance(contestant, Bound)]
 
 
 # ---- on each rank ---------------------------------------------------------------------------------------------
@@ -302,17 +347,34 @@ def _enter(world, one, case):
 
 
 def _take_steps(world, first, count):
-    """Train some steps; return the seconds they took and their losses."""
+    """Train some steps; return the seconds they took, their losses and the bytes sent."""
     module, engine = _here["module"], _here["engine"]
     windows = [_here["batches"].of(step, world.rank, world.size) for step in range(first, first + count)]
     batches = [module.inputs_and_targets(part.to(world.device)) for part in windows]
     _here["comm"].gather_objects(None)  # begin together
     finish(world.device)
-    began = time.perf_counter()
+    before, began = _sent(world), time.perf_counter()
     losses = [train_step(engine, [batch])[0] for batch in batches]
     engine.synchronize()
     finish(world.device)
-    return time.perf_counter() - began, [loss.item() for loss in losses]
+    seconds, after = time.perf_counter() - began, _sent(world)
+    return seconds, [loss.item() for loss in losses], None if after is None else after - before
+
+
+def _sent(world):
+    """Bytes that this rank's sockets have sent; None where NCCL goes other ways, or the system does not tell."""
+    with suppress(OSError):
+        return None if world.device.type == "cuda" else bytes_sent_by_own_sockets()
+
+
+def _pass_on(world, nbytes):
+    """Pass on so many bytes; return the seconds they took."""
+    if "ring" not in _here:
+        _here["ring"] = Ring(_here["comm"], nbytes)
+    _here["comm"].gather_objects(None)
+    began = time.perf_counter()
+    _here["ring"].pass_on()
+    return time.perf_counter() - began
 
 
 def _peak(world):

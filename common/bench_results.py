@@ -18,10 +18,12 @@ def row(contestant, contestants, reference, case):
     result = {"engine": contestant.name, **case.label(), "note": contestant.refusal, "loss_difference": None}
     result |= dict.fromkeys(("median_seconds", "tokens_per_second", "ratio_to_torch_ddp", "ratio_interval"))
     result |= {"ratios_to_peers": {}, "peak_bytes": contestant.peak_bytes, "seconds": []}
+    result["sent_bytes"] = contestant.sent
     if contestant.refusal is not None:
         return result
-    result["loss_difference"] = loss_difference(contestant.losses, reference.losses)
-    if not result["loss_difference"] <= SAME_LOSS[case.precision]:
+    alone = case.world_size > 1 and contestant.name.startswith(ALONE)  # each rank trains a model of its own
+    result["loss_difference"] = None if alone else loss_difference(contestant.losses, reference.losses)
+    if not (alone or result["loss_difference"] <= SAME_LOSS[case.precision]):
         result["note"] = f"its losses differ from {REFERENCE}'s by {result['loss_difference']:.1e}: no time"
         return result
     result["seconds"] = contestant.timed.tolist()
@@ -31,9 +33,13 @@ def row(contestant, contestants, reference, case):
         result["ratio_to_torch_ddp"], result["ratio_interval"] = paired_ratio(contestant, reference)
     for other in contestants:
         compared = other.follows == contestant.name or (other.name == ALONE and contestant.name in ENGINES)
+        compared &= other.name != ALONE or case.world_size == 1
         if other is not contestant and compared and other.refusal is None:
             ratio, interval = paired_ratio(contestant, other)
             result["ratios_to_peers"][other.name] = {"ratio": ratio, "interval": interval}
+        if hasattr(other, "with_bytes") and not alone and contestant.sent is not None:
+            ratio, interval = paired_ratio(contestant, other.with_bytes(contestant.sent))
+            result["ratios_to_peers"]["the bound"] = {"ratio": ratio, "interval": interval}
     return result
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from formulas import bytes_held, bytes_sent
-from kernel import bytes_sent_by_own_sockets
 from training import ENGINES, STAGES, batch, claimed, follows, inputs, make_engine, or_reason, small_engine, train_step
 from trap_models import CASES, InputsRequireGrad, Net
 from trap_models import step as take_a_step
 
 from common import models, train
 from common.measure.memory import CLASSES, Timeline
+from common.ranks.sockets import bytes_sent_by_own_sockets
 
 MODELS = ("mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny")
 PARAMETERS = sum(p.numel() for p in models.build("gpt-nano").parameters())

@@ -3,6 +3,7 @@
 import argparse
 import json
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -84,15 +85,29 @@ def test_a_row_says_the_times_of_all_rounds_its_ratios_and_its_memory(written):
             assert low <= found["ratio_to_torch_ddp"] <= high
             assert found["peak_bytes"] > 0 and found["tokens_per_second"] > 0
     by_name = {found["engine"]: found for found in written[0]["rows"] if found["precision"] == "fp32"}
-    assert set(by_name["stage1_os"]["ratios_to_peers"]) == {"zero_redundancy"}
-    assert set(by_name["stage3_param"]["ratios_to_peers"]) == {"fsdp2"}
+    assert set(by_name["stage1_os"]["ratios_to_peers"]) == {"zero_redundancy", "the bound"}
+    assert set(by_name["stage3_param"]["ratios_to_peers"]) == {"fsdp2", "the bound"}
 
 
 def test_who_does_not_take_part_has_a_reason_and_no_number(written):
     found = {(r["engine"], r["precision"]): r for r in written[0]["rows"]}
-    assert "one rank" in found["bare_loop", "fp32"]["note"]
     assert "no fp32 master weights" in found["zero_redundancy", "bf16"]["note"]
-    assert found["bare_loop", "fp32"]["median_seconds"] is None
+    assert found["zero_redundancy", "bf16"]["median_seconds"] is None
+
+
+def test_a_bound_tells_what_the_machine_allows(written):
+    by_name = {found["engine"]: found for found in written[0]["rows"] if found["precision"] == "fp32"}
+    alone, bound, ours = (by_name[name] for name in ("bare_loop", "bare_loop and sockets", "stage1_os"))
+    assert alone["sent_bytes"] < ours["sent_bytes"] / 10  # what begins a round
+    assert ours["sent_bytes"] == pytest.approx(bound["sent_bytes"], rel=0.1)
+    assert alone["median_seconds"] < bound["median_seconds"]
+    assert ours["ratios_to_peers"]["the bound"]["ratio"] > 0
+
+
+def test_the_bound_grows_with_what_a_contestant_sends():
+    bound = bench.Bound(CASE)
+    bound.seconds, bound.passing = [[9.0] * bench.WARM_UP + [1.0] * 11], [[9.0] * bench.WARM_UP + [0.5] * 11]
+    assert bound.with_bytes(2 * bound.nbytes).timed == pytest.approx(np.full((1, 11), 2.0))
 
 
 def test_what_a_library_says_stands_in_the_log(tmp_path):
@@ -129,8 +144,10 @@ def test_a_ratio_is_taken_within_rounds():
 
 def test_a_bare_loop_is_a_peer_of_every_stage():
     stage, loop = contestant([1.1] * 11), contestant([1.0] * 11, name="bare_loop", follows="stage0_ddp")
-    found = row(stage, [stage, loop], contestant([1.0] * 11), CASE)
+    alone = replace(CASE, world_size=1)
+    found = row(stage, [stage, loop], contestant([1.0] * 11), alone)
     assert found["ratios_to_peers"]["bare_loop"]["ratio"] == pytest.approx(1.1)
+    assert row(stage, [stage, loop], contestant([1.0] * 11), CASE)["ratios_to_peers"] == {}  # whose ranks part
 
 
 def test_the_interval_widens_with_the_noise():

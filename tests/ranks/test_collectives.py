@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from groups import SHARD, in_subgroup, of_rank, two_users_of_a_group
-from kernel import bytes_sent_by_own_sockets
 from places import importing
 from training import make_engine, train_step
 
@@ -26,6 +25,7 @@ from common.measure.traffic import Traffic
 from common.ranks import collectives
 from common.ranks.collectives import Collectives
 from common.ranks.lanes import Handle, StreamLane, ThreadLane, backend_of
+from common.ranks.sockets import bytes_sent_by_own_sockets
 from common.tiers.bus import Bus
 from common.tiers.disk import Staging
 from common.tiers.stepping import Stepper
