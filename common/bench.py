@@ -69,6 +69,11 @@ class Case:
         """The tokens of a step, all ranks together."""
         return self.batch * (models.build(self.model).window - 1)
 
+    @property
+    def parameters(self):
+        """The model's parameters."""
+        return models.count(models.build(self.model))
+
     def world(self, **options):
         """Ranks to train on; `options` are LocalWorld's."""
         preload = ["common.peers", "common.measure.figures"]
@@ -80,7 +85,7 @@ class Case:
 
     def label(self):
         """What its rows say."""
-        named = {"model": self.model, "parameters": models.count(models.build(self.model))}
+        named = {"model": self.model, "parameters": self.parameters}
         return named | {"precision": self.precision, "world_size": self.world_size}
 
 
