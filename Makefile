@@ -56,8 +56,11 @@ lessons: $(INSTALLED)
 student: $(INSTALLED)
 	$(BIN)/python -m common.course.release --out $(RESULTS)/student
 
+# Two processes at once, then what measures time. A failure in the first does not keep the second from running.
+TWO := --numprocesses 2 --dist loadfile
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TWO) -m "not exhaustive and not alone"; first=$$?; \
+	$(BIN)/python -m pytest -m "not exhaustive and alone" && exit $$first
 
 # No .venv: a machine with GPUs has a torch that fits them. What is left out needs no GPU, but further packages.
 test-gpu:
@@ -150,7 +153,8 @@ readme: $(INSTALLED)
 	$(BIN)/python -m common.readme
 
 test-all: lint
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest $(TWO) -m "not alone"; first=$$?; \
+	$(BIN)/python -m pytest -m "alone" && exit $$first
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """Options, what is run of the suite with each, fixtures, and what is shown when it ends."""
 
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,7 @@ def pytest_collection_modifyitems(config, items):
     Offload is stage 2 or 3 in another place: a sample does for it too, and stages take turns at precisions; but for a
     record and `make test-all`.
     """
-    sampled = not config.getoption("--record") and config.option.markexpr == "not exhaustive"
+    sampled = not config.getoption("--record") and "not exhaustive" in config.option.markexpr
     alone = config.getoption("--engine")
     others = [item for item in items if sampled and is_of_offload(item) and not is_quick(item)]
     others += [item for item in items if sampled and not alone and not in_turn(item)]
@@ -139,6 +140,23 @@ def score():
 @pytest.fixture(scope="session")
 def memory_reduction():
     return REDUCTION
+
+
+RECORDERS = (EQUIVALENCE, SCORE, REDUCTION)
+
+
+def pytest_sessionfinish(session):
+    """One of several processes hands on what its tests have recorded."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["recorded"] = pickle.dumps([recorder.recorded() for recorder in RECORDERS])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Take over what one of several processes has recorded. The tests of a file run in one."""
+    found = getattr(node, "workeroutput", {}).get("recorded")
+    for recorder, recorded in zip(RECORDERS, pickle.loads(found), strict=True) if found else ():
+        recorder.take_over(recorded)
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):

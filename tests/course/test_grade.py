@@ -22,6 +22,8 @@ from common.course.grading import Reference, grade
 from common.course.hints import HINTS, OPEN
 from common.ranks.world import RankFailed
 
+pytestmark = pytest.mark.alone
+
 # Faults that the parts of an exercise can have, and what the answer is about.
 IDEAS = {
     "the_division_is_forgotten": "sum, not mean",

@@ -19,6 +19,7 @@ from common import train
 from common.measure.timeline import PHASES, Recording, merge, overlap
 from common.ranks.lanes import Handle
 
+pytestmark = pytest.mark.alone
 needs_threads = pytest.mark.skipif(
     torch.cuda.is_available(), reason="on CUDA the lane is a stream; the merge of such a trace is tested without one"
 )

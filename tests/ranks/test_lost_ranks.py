@@ -17,7 +17,10 @@ from common.ranks.world import LocalWorld, RankFailed
 
 WITHIN = 60  # seconds for all to end; a start takes some of it
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL says what it says: untried")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL says what it says: untried"),
+    pytest.mark.alone,
+]
 
 
 def lost(rank):

@@ -18,7 +18,21 @@ from common.outputs import write_json
 from common.train import find_engine, show_bytes
 
 
-class MemoryReduction:
+class Recorder:
+    """What tests record, in dicts and lists."""
+
+    def recorded(self):
+        """All of it, {attribute: dict or list}."""
+        return {name: held for name, held in vars(self).items() if isinstance(held, (dict, list))}
+
+    def take_over(self, recorded):
+        """Add what another process has recorded."""
+        for name, held in recorded.items():
+            own = getattr(self, name)
+            own.update(held) if isinstance(held, dict) else own.extend(held)
+
+
+class MemoryReduction(Recorder):
     """What each stage leaves of stage 0's model states, at every world size that was measured."""
 
     model = "gpt-nano"
@@ -50,7 +64,7 @@ class MemoryReduction:
         return Table(title, ("ranks", *STAGES), rows)
 
 
-class Equivalence:
+class Equivalence(Recorder):
     """The verdicts of the equivalence matrix."""
 
     looks = 20  # at failures, each of which trains the cell three times more
@@ -102,7 +116,7 @@ def verdict_table(cells, engines):
     )
 
 
-class Score:
+class Score(Recorder):
     """How engines do in the suite: verdicts, bytes held, bytes sent."""
 
     def __init__(self):
