@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from formulas import bytes_held, bytes_sent
+from stage_probes import in_flight
 from training import ENGINES, STAGES, batch, claimed, follows, inputs, make_engine, or_reason, small_engine, train_step
 from trap_models import CASES, InputsRequireGrad, Net
 from trap_models import step as take_a_step
@@ -233,21 +234,10 @@ def test_each_phase_sends_what_the_paper_says(worlds, size):
     assert sent == {"forward": once, "backward": 2 * once - kept}
 
 
-def transients(world, stage, model):
-    engine = make_engine(stage, model)
-    train_step(engine, world)
-    engine.synchronize()
-    with Timeline(engine) as timeline:
-        train_step(engine, world, 1)
-    travelling = sorted(bucket.padded_numel * 4 for bucket in engine.buckets)
-    received = travelling[-1] * (world.size - 1) // world.size
-    return timeline.peak_of("buckets in flight", "receive buffer"), sum(travelling[-2:]) + received
-
-
 @pytest.mark.parametrize("stage", ["stage2_grad", "stage3_param"])
 @pytest.mark.parametrize("model", ["gpt-tiny", "gpt-nano", "llama-tiny", "resnet-tiny"])
 def test_at_most_two_buckets_are_in_flight_and_one_is_received(worlds, model, stage):
-    for peak, bound in worlds(3).run(transients, stage, model):
+    for peak, bound in worlds(3).run(in_flight, stage, model):
         assert 0 < peak <= bound
 
 

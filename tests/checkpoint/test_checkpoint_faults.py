@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 import torch
-from disks import linux, small_disk
+from machine import linux, small_disk
 from training import claimed, make_engine, message_of, or_reason, train_step
 
 from common.ranks.world import LocalWorld, RankFailed

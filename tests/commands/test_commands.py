@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from commands import refused, run
-from disks import linux, small_disk
+from machine import linux, small_disk
 from places import ROOT
 from training import ENGINES, batch, make_engine
 

@@ -14,8 +14,9 @@ import time
 from unittest import mock
 
 import pytest
+from machine import needs_two_nodes
 from places import ROOT
-from training import ENGINES, needs_two_nodes
+from training import ENGINES
 
 from common import train
 from common.checkpoint import locks, runs

@@ -64,17 +64,22 @@ def gradients_travel_once(case, world, engine, folder):
     return broken(sent=all(sent.get(name) == predicted.get(name) for name in reductions))
 
 
-def two_buckets_in_flight(world, engine, folder):
-    """Two buckets at most hold gradients on their way, and one has a receive buffer."""
-    made = make_engine(engine, "gpt-tiny")
+def in_flight(world, engine, model):
+    """The peak of gradients on their way and receive buffers in a step; two buckets of them and one buffer."""
+    made = make_engine(engine, model)
     train_step(made, world)
     made.synchronize()
     with Timeline(made) as timeline:
         train_step(made, world, 1)
     travelling = sorted(bucket.padded_numel * 4 for bucket in made.buckets)
     received = travelling[-1] * (world.size - 1) // world.size
-    peak = timeline.peak_of("buckets in flight", "receive buffer")
-    return broken(bound=peak <= sum(travelling[-2:]) + received)
+    return timeline.peak_of("buckets in flight", "receive buffer"), sum(travelling[-2:]) + received
+
+
+def two_buckets_in_flight(world, engine, folder):
+    """Two buckets at most hold gradients on their way, and one has a receive buffer."""
+    peak, bound = in_flight(world, engine, "gpt-tiny")
+    return broken(bound=peak <= bound)
 
 
 # ---- norms and clipping -------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from training import BUCKET_MB, ENGINES, batch, or_reason
-from trap_models import CASES, LEAVE_UNUSED, STEEP, WIDTH
+from training import BUCKET_MB, ENGINES, batch, inputs, or_reason
+from trap_models import CASES, LEAVE_UNUSED, STEEP
 
 from common import models
 from common.engine.mixed_precision import LossScaler
@@ -225,8 +225,7 @@ def _train_trap(world, engine, cell, folder, notes):
     start = made.full_state_dict()
     notes.weights("before the first step", made)
     for step in range(cell.steps):
-        generator = torch.Generator().manual_seed(10 * step + world.rank)
-        run(made, torch.randn(2, 3, WIDTH, generator=generator).to(world.device))
+        run(made, inputs(world, step))
         notes.weights(f"after step {step + 1}", made)
     return made, start
 

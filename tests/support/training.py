@@ -1,9 +1,6 @@
 """What ranks run in the tests: build an engine, train it a few steps on real text, hand back what happened."""
 
 import functools
-import os
-import shutil
-import sys
 
 import pytest
 import torch
@@ -150,8 +147,3 @@ def handed_on(world, writer, reader, folder, precision):
 def same_bits(one, other):
     """Whether two state dicts hold the same names and the same bits."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-needs_two_nodes = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2"
-)

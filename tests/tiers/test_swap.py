@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from disks import linux, small_disk
+from machine import linux, small_disk
 from places import ROOT
 from training import make_engine, message_of, same_bits, train_step
 

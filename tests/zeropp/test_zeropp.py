@@ -12,8 +12,9 @@ import zeropp_probes as probes
 from commands import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machine import needs_two_nodes
 from matrix import Cell, train_cell
-from training import handed_on, make_engine, message_of, needs_two_nodes, train_step
+from training import handed_on, make_engine, message_of, train_step
 
 from common.engine import Bucket, units
 from common.engine.mixed_precision import DTYPES

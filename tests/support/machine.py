@@ -1,12 +1,17 @@
-"""A disk of few bytes, to fill it up."""
+"""What tests need of the machine: Linux, two nodes made of one, a disk of few bytes."""
 
 import contextlib
+import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="mounts and traces as Linux does")
+needs_two_nodes = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2"
+)
 
 
 @contextlib.contextmanager
