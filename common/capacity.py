@@ -383,8 +383,9 @@ def _train_under(world, cap, engine, precision, layers, digest):
     with hard_limit(world.device, cap):
         torch.manual_seed(0)  # of the sample
         made = _train(engine, precision, layers)
-    kept = [getattr(made, name, dict)() for name in ("host_state_bytes", "disk_state_bytes")]
-    return *(sum(there.values()) for there in kept), sha256(made.full_state_dict()) if digest else None
+    counted = made.accounts.measured()
+    kept = [sum(counted.get(name, {}).values()) for name in ("host_state_bytes", "disk_state_bytes")]
+    return *kept, sha256(made.full_state_dict()) if digest else None
 
 
 def give_back_freed_memory():

@@ -258,47 +258,23 @@ def train(world, name, options, progress=None):
 
 def _counted(world, engine, module, options, run):
     """What the last step held, sent and moved, beside what was predicted; of one of the stages' engines."""
-    row = {}
-    row["model_state_bytes"] = engine.model_state_bytes()
-    row["predicted_model_state_bytes"] = engine.predicted_model_state_bytes()
-    row["peak_bytes"] = run.timeline and run.timeline.peak_bytes()
-    row["wire_bytes_per_step"] = run.sent
-    row["wire_bytes_by_phase"] = run.by_phase
-    row["predicted_wire_bytes_per_step"] = engine.predicted_wire_bytes_per_step()
-    if engine.comm.ranks_per_node < world.size:
-        row["internode_bytes_per_step"] = run.between_nodes
-        row["predicted_internode_bytes_per_step"] = engine.accounts.predicted_between_nodes()
-    if hasattr(engine, "host_state_bytes"):
-        row["host_state_bytes"] = engine.host_state_bytes()
-        row["predicted_host_state_bytes"] = engine.predicted_host_state_bytes()
-    if hasattr(engine, "disk_state_bytes"):
-        row["disk_state_bytes"] = engine.disk_state_bytes()
-        row["predicted_disk_state_bytes"] = engine.predicted_disk_state_bytes()
-        row["disk_bytes_per_step"] = run.on_disk
-        row["predicted_disk_bytes_per_step"] = engine.predicted_disk_bytes_per_step()
-    if hasattr(engine, "host_state_bytes") or options.offload_activations:
-        row["bus_bytes_per_step"] = run.moved
-        row["predicted_bus_bytes_per_step"] = predicted_on_bus(engine, module, options, world)
-    return row
-
-
-def predicted_on_bus(engine, module, options, world):
-    """Bytes that cross the bus in a step, {"down": n, "up": n}: an offload engine's own, and activations.
-
-    Of each block its input goes down and comes up, [samples of a rank, sequence, width] in the engine's precision.
-    """
-    predicted = Counter(engine.predicted_bus_bytes_per_step() if hasattr(engine, "host_state_bytes") else {})
-    if options.offload_activations:
+    measured, predicted = run.counted, engine.accounts.predicted()
+    if options.offload_activations:  # of each block its input: [samples of a rank, sequence, width] in the precision
         inputs = options.batch // world.size * module.saved_per_sample * engine.dtype.itemsize
-        predicted.update(down=inputs, up=inputs)
-    return dict(predicted)
+        moved = Counter(predicted.get("bus_bytes_per_step", {}))
+        moved.update(down=inputs, up=inputs)
+        measured["bus_bytes_per_step"], predicted["bus_bytes_per_step"] = run.on_bus, dict(moved)
+    row = {"peak_bytes": run.timeline and run.timeline.peak_bytes(), "wire_bytes_by_phase": run.by_phase}
+    for name, counted in measured.items():
+        row |= {name: counted, f"predicted_{name}": predicted[name]}
+    return row
 
 
 def _run_steps(world, engine, module, options, batches, progress, schedulers, survives):
     """Train, and return what was seen on the way."""
     ours = hasattr(engine, "comm")
     run = SimpleNamespace(losses=[], seconds=[], skipped=0)
-    run.sent = run.by_phase = run.between_nodes = run.moved = run.on_disk = run.timeline = run.recording = None
+    run.by_phase = run.on_bus = run.timeline = run.recording = None
     last = options.steps - 1
     traced = range(last - TRACED, last) if getattr(options, "trace", None) else ()
     for step in range(survives.step if survives else 0, options.steps):
@@ -323,9 +299,8 @@ def _run_steps(world, engine, module, options, batches, progress, schedulers, su
         run.losses.append(loss.item())
         run.skipped += result.skipped
         if ours and not result.skipped:  # a step that is skipped sends no parameters
-            traffic = engine.comm.traffic
-            run.sent, run.by_phase, run.moved = traffic.by_collective(), traffic.by_phase(), traffic.on_bus()
-            run.on_disk, run.between_nodes = traffic.on_disk(), traffic.between_nodes()
+            run.counted, traffic = engine.accounts.measured(), engine.comm.traffic
+            run.by_phase, run.on_bus = traffic.by_phase(), traffic.on_bus()
         for scheduler in schedulers:
             scheduler.step()
         if progress:

@@ -31,12 +31,12 @@ import torch
 from common.engine import EngineBase, Owned, layout
 from common.engine.door import check_elementwise
 from common.errors import InputError
-from common.measure.memory import HOST
 from common.tensors import length
+from common.tiers.accounting import TieredAccounts
 from common.tiers.bus import Bus
 from common.tiers.memory import Device, Host
 from common.tiers.opening import check_room
-from common.tiers.stepping import Stepper
+from common.tiers.stepping import SteppedBucket, Stepper
 
 
 def check_options(ratio, delayed_update, warmup_steps):
@@ -65,6 +65,7 @@ class OffloadEngine(EngineBase):
     """
 
     own_options = ("ratio", "delayed_update", "warmup_steps")
+    bucket, books = SteppedBucket, TieredAccounts
 
     def __init__(self, model, optimizer, *, ratio=0.0, delayed_update=False, warmup_steps=0, **options):
         self.ratio, self.delayed_update, self.warmup_steps = ratio, delayed_update, warmup_steps
@@ -81,26 +82,28 @@ class OffloadEngine(EngineBase):
         return Owned(parameters=everything, gradients=shard, optimizer=shard)
 
     def placed(self, bucket):
-        """The placement table: where this rank's shard of gradients and optimizer states lies."""
+        """The placement table: the parts of each state that this rank keeps, and the tier of each."""
         on_host, on_device = layout.cut_in_two(bucket.shard(self.rank), 1 - self.ratio)
-        placed = [(on_host, self.host), (on_device, self.device)]
-        return [(part, tier) for part, tier in placed if length(part)]
+        shard = [(on_host, self.tier["cpu"]), (on_device, self.tier["device"])]
+        shard = [(part, tier) for part, tier in shard if length(part)]
+        return {"parameters": [(bucket.whole(), self.tier["device"])], "gradients": shard, "optimizer": shard}
 
     def sends(self, bucket, backwards):
         """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""
         return {"reduce_scatter": backwards, "all_gather": self.landed} if bucket.kind.trainable else {}
 
     def moves(self, bucket, backwards):
-        """The bus table: how often what a bucket has on the host moves in a step of so many backwards."""
-        return {"down": backwards, "up": self.landed}
+        """The table of moves in a step of so many backwards that reduce: (times, from, to, bytes)."""
+        on_host = sum(length(part) for part, tier in self.placed(bucket)["optimizer"] if tier.on_host)
+        nbytes = on_host * bucket.kind.dtype.itemsize if bucket.kind.trainable else 0
+        return [(backwards, "device", "cpu", nbytes), (self.landed, "cpu", "device", nbytes)]
 
     def partition(self):
         """Before training: open the tiers, cut the parameters into buckets, and make each a view of its place there."""
-        self.device = Device(self.comm, delayed=self.delayed_update)
-        self.host = Host(self.comm, delayed=self.delayed_update)
+        self.tier = {tier.name: tier(self.comm, delayed=self.delayed_update) for tier in (Device, Host)}
         self.bus, self.landed = Bus(self.comm), 1  # updates that landed in the last step: none in the first delayed one
         buckets = self.make_buckets()
-        check_room(self, buckets, self.optimizer_bytes)
+        check_room(self, buckets)
         for bucket in buckets:
             self.allocate(bucket)
             for name, parameter in bucket.members.items():
@@ -218,13 +221,7 @@ class OffloadEngine(EngineBase):
         """Parameters are whole on every rank at any time, as the next iteration reads them."""
         yield
 
-    def live(self):
-        """The tensors that this rank holds now, by class; those on the host have a class of their own."""
-        live = super().live()
-        live[HOST] = [*live.get(HOST, []), *(t for some in self.accounts.live_on_host().values() for t in some)]
-        return live
-
-    # ---- accounting -------------------------------------------------------------------------------------------
+    # ---- before training ---------------------------------------------------------------------------------------
 
     def check_optimizer(self, optimizer):
         """At the door: whether the optimizer can step on the host and, with a part there, on the device."""
@@ -232,15 +229,3 @@ class OffloadEngine(EngineBase):
         if self.ratio > 0:
             super().check_optimizer(optimizer)
         return check_elementwise(optimizer, torch.device("cpu"), "the optimizer cannot step on the host")
-
-    def host_state_bytes(self):
-        """Bytes of model states on the host, as `model_state_bytes` has those on the device."""
-        return self.accounts.held(on_host=True)
-
-    def predicted_host_state_bytes(self):
-        """The same bytes as `placed` has them, padding included."""
-        return self.accounts.predicted_held(on_host=True)
-
-    def predicted_bus_bytes_per_step(self):
-        """Bytes that cross the bus in a step, {"down": n, "up": n}: summed from `moves`, padding included."""
-        return self.accounts.predicted_on_bus()

@@ -38,7 +38,7 @@ from common.tiers.accounting import STATES, TIERS, TieredAccounts
 from common.tiers.bus import Bus
 from common.tiers.disk import Disks
 from common.tiers.opening import open_tiers
-from common.tiers.sub_group import Placed, TieredBucket
+from common.tiers.sub_group import TieredBucket
 
 READ_AHEAD = 2  # units that are read from disk while the one before them is gathered
 
@@ -72,8 +72,7 @@ class InfinityEngine(stage3_param.Engine):
     """
 
     own_options = (*stage3_param.Engine.own_options, "tiers", "sub_group_mb")
-    bucket = TieredBucket
-    books = TieredAccounts
+    bucket, books = TieredBucket, TieredAccounts
     state_bytes = ()  # of an element of each of the optimizer's states that lie on disk
 
     def __init__(self, model, optimizer, *, tiers="nvme", path=None, sub_group_mb=64.0, **options):
@@ -82,29 +81,33 @@ class InfinityEngine(stage3_param.Engine):
         self.tier[self.tiers["optimizer"]].watch(self.optimizer)
 
     def placed(self, bucket):
-        """The placement table: the tier of each state of this rank's shard."""
-        return Placed(*(self.tier[self.tiers[state]] for state in STATES), self.sub_group)
+        """The placement table: the tier of each state, and the parts of the shard that are stepped at a time."""
+        shard, size = bucket.shard(self.rank), self.sub_group
+        parts = [slice(at, min(shard.stop, at + size)) for at in range(shard.start, shard.stop, size)]
+        return {state: [(part, self.tier[self.tiers[state]]) for part in parts] for state in STATES}
 
     def moves(self, bucket, backwards):
-        """The table of moves in a step of so many backwards that reduce: (times, from, to, bytes of an element).
+        """The table of moves in a step of so many backwards that reduce: (times, from, to, bytes).
 
         Between "device" and another tier lies the bus, "nvme" is read and written. The step happens where the optimizer
         is or, if that is the disk, beside it.
         """
         p, g, o = (self.tiers[state] for state in STATES)
-        beside, each, more = "device" if o == "device" else "cpu", bucket.kind.dtype.itemsize, backwards - 1
+        beside, more = "device" if o == "device" else "cpu", backwards - 1
+        each, exact = bucket.shard_numel * bucket.kind.dtype.itemsize, bucket.shard_numel * 4
         moves = [(self.sends(bucket, backwards)["all_gather"], p, "device", each)]
         if bucket.kind.trainable:
-            mean = 4 if more else each  # of several backwards it is a sum
+            mean = exact if more else each  # of several backwards it is a sum
             moves += [(1, "device", g, each), (1, g, beside, mean)]
             moves += [(more, "device", "cpu" if g == "nvme" else g, each)]
             if g == "nvme":
                 looked_at = (self.clip_norm is not None) + (self.loss_scaler is not None)
-                moves += [(more, "cpu", g, 4), (min(more, 1), g, "cpu", each), (max(more - 1, 0), g, "cpu", 4)]
+                moves += [(more, "cpu", g, exact), (min(more, 1), g, "cpu", each), (max(more - 1, 0), g, "cpu", exact)]
                 moves += [(looked_at, g, "cpu", mean)]
             if o == "nvme":
                 for width in (4, *self.state_bytes):  # master weights, and what the optimizer keeps of each
-                    moves += [(1, o, beside, width), (1, beside, o, width)]
+                    nbytes = bucket.shard_numel * width
+                    moves += [(1, o, beside, nbytes), (1, beside, o, nbytes)]
             if bucket.masters_are_apart:
                 moves += [(1, beside, p, each)]
         return moves
@@ -112,7 +115,7 @@ class InfinityEngine(stage3_param.Engine):
     def make_units(self):
         """Cut the model into units, and open the tiers that they are to lie in."""
         self.units = super().make_units()
-        self.tier = open_tiers(self, READ_AHEAD)
+        open_tiers(self, READ_AHEAD)
         self.bus, self.disks = Bus(self.comm), Disks(self.comm, self.tier["nvme"])
         self.ahead = []  # the units that are read from disk and not yet gathered
         return self.units
@@ -252,30 +255,6 @@ class InfinityEngine(stage3_param.Engine):
         """Bytes this rank sends in a step, by collective: summed from `sends`, padding included, and two flags."""
         sent = Counter(super().predicted_wire_bytes_per_step())
         return dict(sorted((sent + Counter(all_gather=2 * self.disks.flag_bytes)).items()))
-
-    def host_state_bytes(self):
-        """Bytes of model states on the host, as `model_state_bytes` has those on the device."""
-        return self.accounts.held("cpu")
-
-    def predicted_host_state_bytes(self):
-        """The same bytes as `placed` has them, padding included."""
-        return self.accounts.predicted_held("cpu")
-
-    def disk_state_bytes(self):
-        """Bytes of model states on disk."""
-        return self.accounts.held("nvme")
-
-    def predicted_disk_state_bytes(self):
-        """The same bytes as `placed` has them, padding and pages included."""
-        return self.accounts.predicted_held("nvme")
-
-    def predicted_bus_bytes_per_step(self):
-        """Bytes that cross the bus in a step, {"down": n, "up": n}: summed from `moves`, padding included."""
-        return self.accounts.predicted_moves("down", "up")
-
-    def predicted_disk_bytes_per_step(self):
-        """Bytes that are read and written in a step, {"read": n, "write": n}: the same, in whole pages."""
-        return self.accounts.predicted_moves("read", "write")
 
 
 Engine = InfinityEngine

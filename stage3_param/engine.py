@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from common.engine import Bucket, EngineBase, Owned, Turns, units
+from common.engine import EngineBase, Owned, Turns, units
 
 
 class Engine(EngineBase):
@@ -38,7 +38,6 @@ class Engine(EngineBase):
     """
 
     own_options = ("keep_last",)
-    bucket = Bucket
 
     def __init__(self, model, optimizer, *, keep_last=True, **options):
         self.keep_last = keep_last

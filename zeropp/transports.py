@@ -383,9 +383,10 @@ class RoutedBucket(Bucket):
     comes_by = goes_by = second = None
     residuals = ()
 
-    def lay(self, owned, placed, whole):
+    def lay(self, engine, whole):
         """See `Bucket.lay`."""
-        super().lay(owned, placed, whole)
+        super().lay(engine, whole)
+        owned = engine.owned(self)
         if length(owned.second):
             self.second = self.parameters.new_empty(length(owned.second))
         self.residuals = tuple(self.parameters.new_zeros(numel) for numel in owned.residuals)

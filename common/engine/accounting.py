@@ -6,8 +6,6 @@ Conventions as in `common.measure`: model states as they stand just before an up
 import weakref
 from collections import Counter
 
-import torch
-
 from common.measure.memory import storage_bytes, storage_id
 from common.ranks.nodes import ACROSS_NODES, IN_NODE
 from common.tensors import length
@@ -18,14 +16,13 @@ class Accounts:
 
     Args:
         engine: whose books these are. It holds them, and they do not hold it.
-        optimizer_bytes: of the optimizer's state, per element and per tensor.
 
     Attributes:
         backwards, reductions: the backwards since the last step, and those of them that reduced.
     """
 
-    def __init__(self, engine, optimizer_bytes):
-        self._engine, self._optimizer_bytes = weakref.proxy(engine), optimizer_bytes
+    def __init__(self, engine):
+        self._engine = weakref.proxy(engine)
         self.backwards = self.reductions = 0
         self._last_step = (1, 1)  # the same of the last step
         self._summed = set()  # the buckets in which it added up 16-bit gradients
@@ -39,7 +36,6 @@ class Accounts:
             "parameters": storage_bytes(live["parameters"] + live["gathered units"]),
             "gradients": storage_bytes(live["gradients"] + live["buckets in flight"]),
         }
-        self._held_on_host = {"parameters": 0, "gradients": storage_bytes(self.live_on_host()["gradients"])}
 
     def note_step(self):
         """What the predictions for a step like this one depend on."""
@@ -50,18 +46,43 @@ class Accounts:
         """The gradients since the last step are gone."""
         self.backwards = self.reductions = 0
 
-    def held(self, on_host=False):
-        """See `EngineBase.model_state_bytes`."""
-        if self._held is None:
-            return None
-        if on_host:
-            return {**self._held_on_host, "optimizer": storage_bytes(self.live_on_host()["optimizer"])}
-        return {**self._held, "optimizer": storage_bytes(self.live()["optimizer"])}
+    def measured(self):
+        """All counts of the last step, {name: {class, collective or direction: bytes}}.
 
-    def predicted_held(self, on_host=False):
+        Sent is what the meter has counted since its last `reset`.
+        """
+        comm = self._engine.comm
+        counts = {"model_state_bytes": self.held(), "wire_bytes_per_step": comm.traffic.by_collective()}
+        if comm.ranks_per_node < comm.size:
+            counts["internode_bytes_per_step"] = comm.traffic.between_nodes()
+        return counts
+
+    def predicted(self):
+        """The same counts as the tables have them, of a step like the last one."""
+        engine, sent = self._engine, self._engine.predicted_wire_bytes_per_step()
+        counts = {"model_state_bytes": engine.predicted_model_state_bytes(), "wire_bytes_per_step": sent}
+        if engine.comm.ranks_per_node < engine.comm.size:
+            counts["internode_bytes_per_step"] = self.predicted_between_nodes()
+        return counts
+
+    def held(self):
+        """See `EngineBase.model_state_bytes`."""
+        return self._held and {**self._held, "optimizer": storage_bytes(self.live()["optimizer"])}
+
+    def predicted_held(self):
         """See `EngineBase.predicted_model_state_bytes`."""
-        buckets = self._engine.buckets + self._engine.frozen
-        return predicted_states(self._engine, buckets, self._optimizer_bytes, self._summed, on_host)
+        engine, predicted = self._engine, {"parameters": 0, "gradients": 0, "optimizer": 0}
+        per_element, per_tensor = engine.optimizer_bytes
+        for bucket in engine.buckets + engine.frozen:
+            owned, itemsize = engine.owned(bucket), bucket.kind.dtype.itemsize
+            predicted["parameters"] += length(owned.parameters) * itemsize
+            if bucket.kind.trainable:
+                stepped, summed = length(owned.optimizer), bucket in self._summed
+                predicted["optimizer"] += stepped * ((4 if bucket.sixteen_bit else 0) + per_element) + per_tensor
+                predicted["gradients"] += stepped * 4 if summed else 0
+                if bucket.packs_in_place or not summed:
+                    predicted["gradients"] += length(owned.gradients) * itemsize
+        return predicted
 
     def predicted_sent(self):
         """See `EngineBase.predicted_wire_bytes_per_step`."""
@@ -93,15 +114,6 @@ class Accounts:
                 predicted[collective] = sent * (comm.size - comm.ranks_per_node) // (comm.size - 1)
         return predicted
 
-    def predicted_on_bus(self):
-        """Bytes that cross the bus in a step, by direction: summed from the engine's table `moves`."""
-        engine, predicted = self._engine, Counter()
-        for bucket in engine.buckets:
-            numel = sum(length(part) for part, tier in engine.placed(bucket) if tier.on_host)
-            for direction, times in engine.moves(bucket, self._last_step[1]).items():
-                predicted[direction] += times * numel * bucket.kind.dtype.itemsize
-        return {direction: moved for direction, moved in sorted(predicted.items()) if moved}
-
     def live(self):
         """See `EngineBase.live`."""
         engine = self._engine
@@ -125,59 +137,9 @@ class Accounts:
     def kept(self):
         """The model states on the device, by class."""
         engine, buckets = self._engine, self._engine.buckets
-        pieces = [p for b in buckets for p in b.pieces if p.tier is None or not p.tier.on_host]
         return {
             "parameters": [b.parameters for b in buckets + engine.frozen],
-            "gradients": [b.gradients for b in buckets] + [p.carried for p in pieces] + _rooms(pieces),
-            "optimizer": [p.master for p in pieces if p.is_apart] + _states(engine, pieces),
+            "gradients": [tensor for b in buckets for tensor in (b.gradients, b.carried)],
+            "optimizer": [b.master for b in buckets if b.is_apart]
+            + [state for b in buckets for state in b.states(engine.optimizer)],
         }
-
-    def live_on_host(self):
-        """The tensors of pieces that lie on the host, by class, its buffers last."""
-        pieces = [p for b in self._engine.buckets for p in b.pieces if p.tier is not None and p.tier.on_host]
-        live = {
-            "gradients": [p.carried for p in pieces] + _rooms(pieces),
-            "optimizer": [p.master for p in pieces] + _states(self._engine, pieces),
-            "buffers": [p.tier.room for p in pieces],
-        }
-        return {name: [tensor for tensor in tensors if tensor is not None] for name, tensors in live.items()}
-
-
-def _rooms(pieces):
-    return [room for piece in pieces if piece.tier is not None for room in (piece.reduced, piece.spare)]
-
-
-def _states(engine, pieces):
-    states = [engine.optimizer.state.get(piece.master, {}) for piece in pieces]
-    return [value for state in states for value in list(state.values()) if torch.is_tensor(value)]
-
-
-def predicted_states(engine, buckets, optimizer_bytes, summed=(), on_host=False):
-    """Bytes of model states that the ownership and placement tables foresee, padding included.
-
-    Args:
-        engine: whose tables they are.
-        buckets: trainable ones, and frozen ones.
-        optimizer_bytes: of the optimizer's state, per element and per tensor.
-        summed: the buckets in which 16-bit gradients of several backwards add up, in fp32.
-        on_host: what lies on the host instead of the device.
-
-    Returns:
-        {"parameters": n, "gradients": n, "optimizer": n}
-    """
-    (per_element, per_tensor), predicted = optimizer_bytes, {"parameters": 0, "gradients": 0, "optimizer": 0}
-    for bucket in buckets:
-        owned, itemsize = engine.owned(bucket), bucket.kind.dtype.itemsize
-        if not on_host:
-            predicted["parameters"] += length(owned.parameters) * itemsize
-        for part, tier in engine.placed(bucket) if bucket.kind.trainable else ():
-            if on_host != (tier is not None and tier.on_host):
-                continue
-            apart = bucket.sixteen_bit or (tier is not None and tier.apart)
-            predicted["optimizer"] += length(part) * ((4 if apart else 0) + per_element) + per_tensor
-            predicted["gradients"] += length(part) * 4 if bucket in summed else 0
-            if tier is not None:
-                predicted["gradients"] += length(part) * itemsize * (1 + tier.spares)
-            elif bucket.packs_in_place or bucket not in summed:
-                predicted["gradients"] += length(owned.gradients) * itemsize
-    return predicted

@@ -84,7 +84,7 @@ class EngineBase(Files, NoModule):
 
     own_options = ()  # names of what a stage takes besides, and has set as attributes
     is_plain = True  # with them its numbers are those of stage 0
-    books = Accounts
+    bucket, books = Bucket, Accounts
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class EngineBase(Files, NoModule):
         engine_of.update((id(parameter), self) for parameter in self.bucket_of)
         self.begin_backward()
         self.buffers = Buffers(model, self.comm, broadcast_buffers)
-        self.uses, self.guards, self.accounts = Uses(self), Guards(self), self.books(self, self.optimizer_bytes)
+        self.uses, self.guards, self.accounts = Uses(self), Guards(self), self.books(self)
         self.optimizer = optimizer(building.shards_of(self.buckets, self.param_groups, param_groups is None))
         building.adopt_states(self.optimizer, self.buckets)
         self.guards.take_optimizer()
@@ -415,7 +415,7 @@ class EngineBase(Files, NoModule):
     def make_buckets(self):
         """Cut the model into buckets of about `bucket_mb`, last registered first, in which nothing lies yet."""
         named = list(self._module.named_parameters())
-        return layout.buckets(named, self.param_groups, self.dtype_of, self.bucket_bytes, self.world_size, Bucket)
+        return layout.buckets(named, self.param_groups, self.dtype_of, self.bucket_bytes, self.world_size, self.bucket)
 
     def allocate(self, bucket):
         """Give a bucket the storage that `owned` says this rank keeps, and its initial values; watch its gradients."""
@@ -426,12 +426,8 @@ class EngineBase(Files, NoModule):
             if bucket.kind.trainable:  # called when autograd has added up all uses of the parameter in a backward
                 report = Hook(self._report_gradient, name)
                 self.handles.append(parameter.register_post_accumulate_grad_hook(report))
-        bucket.lay(self.owned(bucket), self.placed(bucket), whole)
+        bucket.lay(self, whole)
         (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
-
-    def placed(self, bucket):
-        """The placement table: what `owned` gives the optimizer, cut into (part, tier). Here uncut, on the device."""
-        return [(self.owned(bucket).optimizer, None)]
 
     def dtype_of(self, name, parameter):
         """What a parameter is kept in: the precision, if it was built in fp32 and `keep_fp32` does not name it."""

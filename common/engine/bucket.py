@@ -32,7 +32,6 @@ class Bucket(Run, Piece):
             where they lie in pieces.
         handle: the reduction under way in this backward.
         gathering: the all-gather of parameters under way.
-        stepping, rising: of a bucket in tiers, the steps of its pieces under way, and the copy of what they made.
         full, unit: the whole run of parameters where it is not kept, and the unit it belongs to.
         views, nothing: what each parameter, by name, is where `full` holds it, and a `units.Nothing` for where it does
             not.
@@ -47,28 +46,22 @@ class Bucket(Run, Piece):
         Piece.__init__(self)
         self.cut_into = ()  # pieces
         self.parameters = self.gradients = self.local = None
-        self.stepping = self.rising = None
         self.full = self.handle = self.gathering = self._unit = self.views = self.nothing = None
         self.storages = set()
         self.fires_in_parts = False  # reentrant checkpoints give a weight they share its gradient in parts
         self.forget()
 
-    def lay(self, owned, placed, whole):
-        """Get the storage that the ownership table says a rank keeps, where the placement table has it.
+    def lay(self, engine, whole):
+        """Get the storage that the engine's ownership table says a rank keeps.
 
         Args:
-            owned: an `Owned`.
-            placed: [(part, tier)].
+            engine: whose table it is.
             whole: its first values, unrounded, as `InitialValues.of` has them.
         """
+        owned = engine.owned(self)
         dtype, keeps_all = self.kind.dtype, owned.parameters == self.whole()
         self.parameters = whole.to(dtype) if keeps_all else whole[owned.parameters].to(dtype, copy=True)
         if not self.kind.trainable:
-            return
-        if [tier for _, tier in placed] != [None]:
-            self.cut_into = [Piece(part, tier) for part, tier in placed]
-            for piece in self.pieces:
-                piece.lay(self.parameters[within(piece.part, owned.parameters)], whole[piece.part])
             return
         self.part, self.stepped = owned.optimizer, self.parameters[within(owned.optimizer, owned.parameters)]
         self.gradients = torch.zeros(length(owned.gradients), dtype=dtype, device=whole.device)
@@ -120,6 +113,11 @@ class Bucket(Run, Piece):
     def pieces(self):
         """What the optimizer steps, end to end: the bucket as it is or, where a placement table cuts it, several."""
         return self.cut_into or (self,)
+
+    @property
+    def masters(self):
+        """The master weights, unless a step under way is changing them."""
+        return [piece.master for piece in self.pieces] if self.kind.trainable else []
 
     def read(self, state, optimizer):
         """What this rank keeps of a state of the optimizer, flat; of None master weights, or what is frozen."""

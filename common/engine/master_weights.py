@@ -3,7 +3,6 @@
 import contextlib
 
 import torch
-from torch import nn
 
 
 class Piece:
@@ -19,15 +18,11 @@ class Piece:
             copy in fp32.
         reduced: where its mean gradient arrives, in the parameters' dtype.
         carried: the sum of the step's earlier means, in fp32, where `reduced` does not hold it.
-        spare: room for another mean, where a step over one may run while the next arrives.
-        stepper: what steps it alone, where a tier does.
-        fresh: the new parameters, in their dtype, once a step in another tier is taken.
     """
 
     def __init__(self, part=None, tier=None):
         self.part, self.tier = part, tier
-        self.stepped = self.master = self.reduced = self.carried = self.spare = self.fresh = None
-        self.stepper = None
+        self.stepped = self.master = self.reduced = self.carried = None
 
     @property
     def mean(self):
@@ -47,25 +42,14 @@ class Piece:
     @property
     def is_apart(self):
         """The master weights are a copy, and no part of the parameters."""
-        return self.master.dtype != self.stepped.dtype or (self.tier is not None and self.tier.apart)
-
-    def lay(self, stepped, values):
-        """Get storage in the tier: room for the mean gradient, and master weights in fp32.
-
-        Args:
-            stepped: the part of the bucket's parameters.
-            values: its first values, unrounded.
-        """
-        tier = self.tier
-        self.stepped, self.reduced = stepped, tier.empty_like(stepped).zero_()
-        self.spare = tier.empty_like(stepped).zero_() if tier.spares else None
-        apart = tier.apart or stepped.dtype != torch.float32
-        self.master = nn.Parameter(tier.empty_like(values).copy_(values) if apart else stepped)
+        return self.master.dtype != self.stepped.dtype
 
     def adopt(self, states):
-        """Take states that the optimizer has made, {name: state}, to where they are to lie."""
-        if self.tier is not None:
-            self.tier.adopt(states)
+        """Take states that the optimizer has made, {name: state}, to where they are to lie: here they do."""
+
+    def states(self, optimizer):
+        """The tensors that the optimizer keeps of it."""
+        return [state for state in list(optimizer.state.get(self.master, {}).values()) if torch.is_tensor(state)]
 
     def take_state(self, name, fill):
         """Read one of the optimizer's states, by `fill(target)`; return what stands for it in the optimizer."""

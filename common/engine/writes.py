@@ -41,7 +41,7 @@ class Writes:
         """The engine itself has changed buckets. A backward of a graph from before raises, as without an engine."""
         self.changes += 1
         torch.autograd.graph.increment_version([p for bucket in buckets for p in bucket.members.values()])
-        self.accept(tensor for bucket in buckets for tensor in (*bucket.members.values(), *masters(bucket)))
+        self.accept(tensor for bucket in buckets for tensor in (*bucket.members.values(), *bucket.masters))
 
     def accept(self, tensors):
         """What these parameters and master weights hold now is right."""
@@ -49,7 +49,7 @@ class Writes:
 
     def accept_all(self):
         """What all of them hold is right."""
-        self.accept(tensor for bucket in self._buckets for tensor in (*bucket.members.values(), *masters(bucket)))
+        self.accept(tensor for bucket in self._buckets for tensor in (*bucket.members.values(), *bucket.masters))
 
     def counted(self, tensor):
         """Whether torch has counted a write since."""
@@ -67,17 +67,12 @@ class Writes:
             for name, parameter in bucket.members.items() if bucket.loses_writes else ():
                 if self.counted(parameter) and not any(parameter in before for before in self.open):
                     raise InputError(f"{name!r} was written where the engine does not keep it; {HOW}")
-            if any(map(self.counted, masters(bucket))):
+            if any(map(self.counted, bucket.masters)):
                 raise InputError(
                     f"the tensors of engine.optimizer were written, those of {next(iter(bucket.members))!r} among "
                     f"them, and no other rank hears of it; {HOW}, and what each step is to do in step() of the "
                     "optimizer that the factory makes"
                 )
-
-
-def masters(bucket):
-    """The master weights of a bucket; none while a delayed step is changing them."""
-    return [piece.master for piece in bucket.pieces] if bucket.kind.trainable and bucket.stepping is None else []
 
 
 @contextlib.contextmanager
@@ -189,7 +184,7 @@ def _take_over(engine, members, before):
 
         bucket.take_over(engine.owned(bucket).parameters, fill)
         engine.writes.changes += 1
-        engine.writes.accept(masters(bucket))
+        engine.writes.accept(bucket.masters)
     engine.writes.accept(parameter for _, _, parameter in members)
 
 

@@ -179,7 +179,7 @@ class Disk(Host):
 
     def rooms(self):
         """The tensors through which everything passes."""
-        return [*self.stepping.made, *self.shards.made, *([] if self.room is None else [self.room])]
+        return [*self.stepping.made, *self.shards.made, *super().rooms()]
 
 
 def _refuse_state_dict(optimizer):

@@ -28,20 +28,19 @@ class Device:
 
     Args:
         comm: the engine's `Collectives`.
-        delayed: what a step makes shows in the parameters after the next backward only.
+        delayed: what a step makes shows in the parameters after the next backward only. So masters are copies here too,
+            and the next mean has a room of its own.
 
     Attributes:
         lane: what steps the tier's pieces: here the caller.
         on_host: whether what goes there and comes from there crosses the bus.
-        apart: masters are copies in fp32 too, not the parameters themselves.
-        spares: rooms for the next backward's mean while the last one's step is under way.
     """
 
     name = "device"
     on_host = False
 
     def __init__(self, comm, *, delayed=False):
-        self._comm, self.apart, self.spares, self.lane = comm, delayed, int(delayed), InlineLane()
+        self._comm, self.delayed, self.lane = comm, delayed, InlineLane()
 
     def empty(self, numel, dtype):
         """A tensor [numel] in this tier, with anything in it."""
@@ -79,7 +78,7 @@ class Host(Device):
 
     def __init__(self, comm, *, delayed=False):
         super().__init__(comm, delayed=delayed)
-        self.apart, self.room = True, None
+        self.room = None
         self.lane = lane_of(comm.group, comm.backend, "host")
 
     def empty(self, numel, dtype):
@@ -100,6 +99,10 @@ class Host(Device):
         if self.room is None or self.room.nbytes < nbytes:
             self.room = self.empty(nbytes, torch.uint8)
         return self.room[:nbytes].view(dtype)
+
+    def rooms(self):
+        """The buffers that it has taken besides."""
+        return [] if self.room is None else [self.room]
 
     def adopt(self, states):
         """Move into shared mappings what an optimizer has made in private memory: {name: state}."""
@@ -160,6 +163,3 @@ def shared(numel, dtype):
             f"{available() // 2**20} MiB are free"
         ) from error
     return torch.frombuffer(mapping, dtype=dtype, count=numel)
-
-
-# ---- at the door ------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import socket
 from collections import defaultdict
 
 from common.checkpoint.pages import PAGE, padded
-from common.engine.accounting import predicted_states
 from common.errors import InputError
 from common.measure.hardware import available, private_left
 from common.measure.memory import storage_bytes
@@ -16,14 +15,11 @@ from common.tiers.memory import Device, Host
 
 
 def open_tiers(engine, read_ahead):
-    """Open the tiers of an engine that is cut into units, and set its `sub_group`.
+    """Open the tiers of an engine that is cut into units, and set its `tier` and its `sub_group`.
 
     Args:
         engine: its `tiers`, `path` and `sub_group_mb` say which.
         read_ahead: the units that are read before their turn.
-
-    Returns:
-        {"device": tier, "cpu": tier, "nvme": tier or None}
 
     Raises:
         InputError: on every rank alike: there is too little room, or the path cannot be used.
@@ -33,11 +29,12 @@ def open_tiers(engine, read_ahead):
     on_disk = "nvme" in names.values()
     pages = max(1, int(engine.sub_group_mb * 2**20 / 4) // PAGE) if on_disk else largest
     engine.sub_group = min(pages, -(-largest // PAGE)) * PAGE  # elements: whole pages in every dtype
+    engine.tier = {"device": Device(comm), "cpu": Host(comm), "nvme": None}
     disk = problem = None
     try:
         if on_disk:
-            disk = Disk(comm, engine.path, engine.sub_group)
-            disk.file.reserve(sum(predicted_in("nvme", engine, buckets, engine.optimizer_bytes).values()))
+            disk = engine.tier["nvme"] = Disk(comm, engine.path, engine.sub_group)
+            disk.file.reserve(sum(predicted_in("nvme", engine, buckets).values()))
             widest = max(4, *engine.state_bytes, *(bucket.kind.dtype.itemsize for bucket in buckets))
             disk.stepping.nbytes = padded(widest * engine.sub_group)
             disk.stepping.number = 3 * (3 + len(engine.state_bytes))  # with masters, gradient, new parameters
@@ -47,23 +44,21 @@ def open_tiers(engine, read_ahead):
         problem = InputError(f"rank {comm.rank}: {error}")
     try:
         check_agreement(problem or [], comm, "the check of the disks")
-        check_shared(sum(predicted_in("cpu", engine, buckets, engine.optimizer_bytes).values()), comm)
+        check_shared(sum(predicted_in("cpu", engine, buckets).values()), comm)
     except InputError:
         if disk is not None:
             disk.file.close()  # at once, so that another engine may take the path
         raise
     if disk is not None and comm.rank == 0 and not disk.file.direct:
         disk.file.notice()
-    return {"device": Device(comm), "cpu": Host(comm), "nvme": disk}
 
 
-def check_room(engine, buckets, optimizer_bytes):
+def check_room(engine, buckets):
     """Refuse, on every rank alike, what neither the host nor the device can hold.
 
     Args:
         engine: its placement table says what lies where.
         buckets: the trainable ones and the frozen ones, before they have storage.
-        optimizer_bytes: of the optimizer's state, per element and per tensor.
 
     Raises:
         InputError: a machine has too little shared memory for its ranks; or a rank may hold too little privately.
@@ -72,9 +67,9 @@ def check_room(engine, buckets, optimizer_bytes):
     if comm.simulated:
         return
     trained = [bucket for bucket in buckets if bucket.kind.trainable]
-    needed = sum(predicted_states(engine, buckets, optimizer_bytes, on_host=True).values())
+    needed = sum(predicted_in("cpu", engine, buckets).values())
     needed += max(bucket.shard_numel * 4 * bucket.sixteen_bit for bucket in trained)  # in which gradients become fp32
-    on_device = sum(predicted_states(engine, buckets, optimizer_bytes).values())
+    on_device = sum(predicted_in("device", engine, buckets).values())
     on_device -= storage_bytes(parameter for bucket in buckets for parameter in bucket.members.values())  # give way
     in_flight = sorted(bucket.padded_numel * bucket.kind.dtype.itemsize for bucket in trained)[-2:]
     on_device = max(0, on_device) + sum(in_flight) + min(in_flight[-1] // comm.size, SEGMENT) * (comm.size > 1)

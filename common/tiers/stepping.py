@@ -1,11 +1,78 @@
-"""The optimizer over one piece alone: engines step piece by piece, and each step sees what it steps and no more."""
+"""Buckets that are stepped piece by piece, each piece in its tier, where a step sees what it steps and no more."""
 
 from collections import defaultdict
 
 import torch
 from torch import nn
 
+from common.engine.bucket import Bucket
+from common.engine.master_weights import Piece
 from common.measure import timeline
+
+
+class SteppedBucket(Bucket):
+    """A bucket whose shard is stepped where the placement table has it.
+
+    Attributes:
+        stepping: the steps of its pieces under way.
+        rising: the copy of what they made to the device.
+    """
+
+    stepping = rising = None
+
+    def lay(self, engine, whole):
+        """Get whole parameters on the device, and pieces in their tiers; see `Bucket.lay`."""
+        self.parameters = whole.to(self.kind.dtype)
+        if self.kind.trainable:
+            placed = engine.placed(self)["optimizer"]
+            self.cut_into = [SteppedPiece(part, tier, self.parameters[part], whole[part]) for part, tier in placed]
+
+    @property
+    def masters(self):
+        """See `Bucket.masters`."""
+        return super().masters if self.stepping is None else []
+
+    def at_rest(self, optimizer):
+        """What it keeps between its uses: (state, name of the tier, tensor)."""
+        yield "parameters", "device", self.parameters
+        for piece in self.cut_into:
+            for gradient in (piece.reduced, piece.spare, piece.carried):
+                yield "gradients", piece.tier.name, gradient
+            for state in ([piece.master] if piece.is_apart else []) + piece.states(optimizer):
+                yield "optimizer", piece.tier.name, state
+
+
+class SteppedPiece(Piece):
+    """A part of a shard that a stepper of its own steps in its tier.
+
+    Args:
+        part: its elements, as a slice of the run.
+        tier: where it is stepped.
+        stepped: the same part of the bucket's parameters.
+        values: its first values, unrounded.
+
+    Attributes:
+        stepper: a `Stepper`, once there is an optimizer.
+        spare: room for another mean, where a step over one may run while the next arrives.
+        fresh: the new parameters, in their dtype, once a step is taken.
+    """
+
+    stepper = fresh = None
+
+    def __init__(self, part, tier, stepped, values):
+        super().__init__(part, tier)
+        self.stepped, self.reduced = stepped, tier.empty_like(stepped).zero_()
+        self.spare = tier.empty_like(stepped).zero_() if tier.delayed else None
+        self.master = nn.Parameter(tier.empty_like(values).copy_(values) if self.is_apart else stepped)
+
+    @property
+    def is_apart(self):
+        """The master weights are a copy, and no part of the parameters."""
+        return self.tier.on_host or self.tier.delayed or self.stepped.dtype != torch.float32
+
+    def adopt(self, states):
+        """Take states that the optimizer has made, {name: state}, to the tier."""
+        self.tier.adopt(states)
 
 
 class Stepper:

@@ -10,7 +10,6 @@ Source: ZeRO-Infinity, arXiv 2104.07857, sec. 5.2.2 and 6.3.
 import contextlib
 import math
 import weakref
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,18 +20,7 @@ from common.engine.master_weights import Piece
 from common.engine.units import hollow
 from common.errors import InputError
 from common.measure.memory import storage_id
-from common.tensors import length
-from common.tiers.memory import Device
-
-
-@dataclass(frozen=True)
-class Placed:
-    """The tier of each state of a bucket, and the elements that are stepped at a time."""
-
-    parameters: Device
-    gradients: Device
-    optimizer: Device
-    sub_group: int
+from common.tensors import length, within
 
 
 class TieredBucket(Bucket):
@@ -46,23 +34,23 @@ class TieredBucket(Bucket):
         states_at: {name: place} of the optimizer's states on disk, made with its first step.
     """
 
-    def lay(self, owned, placed, whole):
+    def lay(self, engine, whole):
         """Get places for what the ownership table says a rank keeps, in the tiers of the placement table."""
-        shard, dtype = owned.parameters, self.kind.dtype
+        shard, dtype, placed = engine.owned(self).parameters, self.kind.dtype, engine.placed(self)
         numel, values = length(shard), whole[shard]
-        self.parameters_at = placed.parameters.keep(numel, dtype, self.name)
+        parameters, gradients, optimizer = (placed[state][0][1] for state in ("parameters", "gradients", "optimizer"))
+        self.parameters_at = parameters.keep(numel, dtype, self.name)
         self.parameters_at.store(slice(0, numel), values)
         self.parameters = self.parameters_at.tensor
         self.masters_at, self.sums_at, self.states_at = self.parameters_at, None, {}
-        cuts = range(0, numel, placed.sub_group)
-        self.parts = [slice(begin, min(numel, begin + placed.sub_group)) for begin in cuts]
+        self.parts = [within(part, shard) for part, _ in placed["parameters"]]
         if not self.kind.trainable:
             return
-        self.gradients_at = placed.gradients.keep(numel, dtype, self.name)
-        if self.sixteen_bit or placed.optimizer is not placed.parameters:
-            self.masters_at = placed.optimizer.keep(numel, torch.float32, self.name)
+        self.gradients_at = gradients.keep(numel, dtype, self.name)
+        if self.sixteen_bit or optimizer is not parameters:
+            self.masters_at = optimizer.keep(numel, torch.float32, self.name)
             self.masters_at.store(slice(0, numel), values)
-        self.cut_into = [SubGroup(self, part, shard.start, placed.optimizer) for part in self.parts]
+        self.cut_into = [SubGroup(self, part, shard.start, optimizer) for part in self.parts]
 
     def forget(self):
         """Drop every gradient since the last step."""
@@ -118,6 +106,20 @@ class TieredBucket(Bucket):
             read.wait_on_host()
         total.add_(mean)
         self.sums_at.put_back(piece.own)
+
+    def at_rest(self, optimizer):
+        """What it keeps between its uses: (state, name of the tier, tensor or place on disk)."""
+        places = [("parameters", self.parameters_at)]
+        if self.kind.trainable:
+            places += [("gradients", self.gradients_at), *(("optimizer", place) for place in self.states_at.values())]
+            places += [("optimizer", self.masters_at)] if self.masters_are_apart else []
+        for state, place in places:
+            yield state, place.tier.name, place if place.tensor is None else place.tensor
+        for piece in self.cut_into:
+            yield "gradients", piece.gradient_tier.name, piece.carried
+            for state in piece.states(optimizer):
+                if not hollow(state):
+                    yield "optimizer", piece.tier.name, state
 
     def read(self, state, optimizer):
         """What this rank keeps of a state, flat, wherever it lies.

@@ -100,6 +100,7 @@ def train(world, options):
                 loss, _ = train_step(engine, [model.inputs_and_targets(batches.of(step, 0, 1))])
                 steps.append({"seconds": time.perf_counter() - began, "loss": loss.item()})
                 bar.advance(task)
+        measured, predicted = engine.accounts.measured(), engine.accounts.predicted()
         return {
             "hardware": hardware(world.device),
             "width": options.width,
@@ -108,10 +109,10 @@ def train(world, options):
             "parameters": models.count(model),
             "building_seconds": building,
             "steps": steps,
-            "disk_bytes_per_step": engine.comm.traffic.on_disk(),
-            "disk_state_bytes": engine.disk_state_bytes(),
-            "predicted_disk_state_bytes": engine.predicted_disk_state_bytes(),
-            "model_state_bytes": engine.model_state_bytes(),
+            "disk_bytes_per_step": measured["disk_bytes_per_step"],
+            "disk_state_bytes": measured["disk_state_bytes"],
+            "predicted_disk_state_bytes": predicted["disk_state_bytes"],
+            "model_state_bytes": measured["model_state_bytes"],
             "resident_peak_bytes": high_water(world.device),
         }
     finally:

@@ -16,14 +16,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from common.engine.master_weights import Piece
 from common.measure.hardware import hardware
 from common.measure.tables import Table
 from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
 from common.ranks.collectives import Collectives
 from common.ranks.world import launch
 from common.tiers.memory import Host
-from common.tiers.stepping import Stepper
+from common.tiers.stepping import SteppedPiece, Stepper
 from common.train import progress_bar
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
@@ -90,10 +89,8 @@ def measure(world, elements, rounds):
 
 def _of_tier(host, gradient):
     """The engine's own step over a piece with that gradient, in its dtype; and what prepares one."""
-    piece = Piece(slice(0, len(gradient)), host)
-    piece.stepped = torch.zeros_like(gradient)
-    piece.master = nn.Parameter(host.empty(len(gradient), torch.float32).zero_())
-    piece.reduced = host.empty_like(gradient)
+    numel = len(gradient)
+    piece = SteppedPiece(slice(0, numel), host, torch.zeros_like(gradient), torch.zeros(numel))
     optimizer = ADAMW([piece.master], fused=True)
     stepper = Stepper(piece, partial(ADAMW, fused=True))
 

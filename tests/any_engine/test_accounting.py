@@ -77,11 +77,9 @@ class Skipping(Net):
         return self.blocks[2](self.blocks[0](self.stem(x))) if self.skips else super().forward(x)
 
 
-COUNTS = {
-    "predicted_wire_bytes_per_step": "by_collective",
-    "predicted_bus_bytes_per_step": "on_bus",
-    "predicted_disk_bytes_per_step": "on_disk",
-}
+def per_step(counts):
+    """What is sent and moved, of an engine's counts."""
+    return {name: counted for name, counted in counts.items() if name.endswith("per_step")}
 
 
 def on_the_way(world, engine, options):
@@ -90,7 +88,6 @@ def on_the_way(world, engine, options):
     A forward that takes another way than the one before prefetches in vain; so the step after it counts.
     """
     made, found = small_engine(world, engine, make=Skipping, **options), []
-    counts = [names for names in COUNTS.items() if hasattr(made, names[0])]
     before = counted = None
     for way in ("skip", "skip", "evaluate", "skip", "skip", "run", "run", "evaluate and skip", "run", "run"):
         made.module.skips = "skip" in way
@@ -101,9 +98,9 @@ def on_the_way(world, engine, options):
             made.comm.traffic.reset()
             take_a_step(made, inputs(world, 0))
             made.synchronize()
-            measured, counted = [getattr(made.comm.traffic, name)() for _, name in counts], way == before
+            measured, counted = per_step(made.accounts.measured()), way == before
         if counted:
-            found.append((measured, [getattr(made, name)() for name, _ in counts]))
+            found.append((measured, per_step(made.accounts.predicted())))
         before = way
     return found
 

@@ -147,9 +147,8 @@ def told(file, what):
 def load_large(world, name, path):
     """Load; return the bytes of the engine's own state, the most resident beside it, those needed and those read."""
     engine = make_engine(name, large(), bucket_mb=25.0)
-    own = sum(engine.predicted_model_state_bytes().values())
-    if name == "offload":
-        own += sum(engine.predicted_host_state_bytes().values())
+    predicted = engine.accounts.predicted()
+    own = sum(sum(predicted.get(where, {}).values()) for where in ("model_state_bytes", "host_state_bytes"))
     moments = sum(8 * length(engine.owned(bucket).optimizer) for bucket in engine.buckets)
     needed = moments + sum(4 * len(bucket.parameters) for bucket in engine.buckets)
     ctypes.CDLL(None).malloc_trim(0)  # so that what building has freed does not count as there
@@ -186,7 +185,7 @@ def on_disk(world, path):
         resident = told("status", "VmRSS")
         call(path / "saved")
         most.append(1024 * (told("status", "VmHWM") - resident))
-    return sum(engine.disk_state_bytes().values()), most
+    return sum(engine.accounts.measured()["disk_state_bytes"].values()), most
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system tells no high water mark")

@@ -184,7 +184,8 @@ def test_bytes_on_the_device_on_the_host_and_over_the_bus_are_those_predicted(wo
 def holds(world, precision):
     made = make_engine("offload", "gpt-nano", bucket_mb=0.5, precision=precision)
     train_step(made, world)
-    return sum(made.model_state_bytes().values()), sum(made.host_state_bytes().values())
+    measured = made.accounts.measured()
+    return sum(measured["model_state_bytes"].values()), sum(measured["host_state_bytes"].values())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -203,10 +204,8 @@ def accumulated(world):
             inputs, targets = batch(made.module, world, 2 * index + micro)
             made.backward(models.loss(made(inputs), targets) / 2)
         made.step()
-    return (
-        (made.host_state_bytes(), made.predicted_host_state_bytes()),
-        (made.comm.traffic.on_bus(), made.predicted_bus_bytes_per_step()),
-    )
+    measured, predicted = made.accounts.measured(), made.accounts.predicted()
+    return [(measured[name], predicted[name]) for name in ("host_state_bytes", "bus_bytes_per_step")]
 
 
 def test_accumulating_sums_on_the_host_and_each_backwards_gradient_crosses_the_bus(worlds):
@@ -221,7 +220,7 @@ def samples(world):
     train_step(made, world)
     with Timeline(made) as timeline:
         train_step(made, world, 1)
-    return timeline.peak_bytes(), timeline.peak_of(HOST), sum(made.host_state_bytes().values())
+    return timeline.peak_bytes(), timeline.peak_of(HOST), sum(made.accounts.held("cpu").values())
 
 
 def test_a_timeline_shows_the_host_apart_and_does_not_count_it(worlds):

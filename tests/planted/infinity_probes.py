@@ -14,15 +14,8 @@ from common.tiers import swap
 
 def counts(made):
     """Every count of bytes with its prediction."""
-    traffic = made.comm.traffic
-    return {
-        "on_the_device": (made.model_state_bytes(), made.predicted_model_state_bytes()),
-        "on_the_host": (made.host_state_bytes(), made.predicted_host_state_bytes()),
-        "on_disk": (made.disk_state_bytes(), made.predicted_disk_state_bytes()),
-        "over_the_bus": (traffic.on_bus(), made.predicted_bus_bytes_per_step()),
-        "to_and_from_disk": (traffic.on_disk(), made.predicted_disk_bytes_per_step()),
-        "sent": (traffic.by_collective(), made.predicted_wire_bytes_per_step()),
-    }
+    measured, predicted = made.accounts.measured(), made.accounts.predicted()
+    return {name: (measured[name], predicted[name]) for name in predicted}
 
 
 def accounts(world, engine, folder):

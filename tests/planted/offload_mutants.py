@@ -12,12 +12,12 @@ from planting import left_out, replaced
 from stage_mutants import CLIPPED, TRAINED, TRAINED_IN_BF16
 
 from common.checkpoint import files
-from common.engine import Bucket, accounting, mixed_precision
+from common.engine import Bucket, mixed_precision
 from common.engine.master_weights import Piece
 from common.ranks.collectives import Collectives
 from common.tiers import memory
 from common.tiers.bus import Bus
-from common.tiers.stepping import Stepper
+from common.tiers.stepping import SteppedBucket, Stepper
 
 MUTANTS = []
 shown_by = functools.partial(planting.shown_by, MUTANTS, engines=("offload",))
@@ -236,4 +236,8 @@ def an_update_under_way_lands_on_what_is_loaded(engine):
 
 @shown_by(counts, engines=DELAYED)
 def spare_rooms_are_foreseen_for_nobody(engine):
-    return mock.patch.object(accounting, "_rooms", lambda pieces: [piece.reduced for piece in pieces if piece.tier])
+    def at_rest(original, self, optimizer):
+        spares = {id(piece.spare) for piece in self.cut_into}
+        return [kept for kept in original(self, optimizer) if id(kept[2]) not in spares]
+
+    return replaced(SteppedBucket, "at_rest", at_rest)

@@ -50,11 +50,10 @@ def counts(world, engine, folder):
         train_step(made, world, step)
     padded = sum(bucket.padded_numel for bucket in made.buckets)
     on_host = padded // world.size if made.ratio == 0 else None
-    crossed = made.comm.traffic.on_bus()
+    measured, predicted = made.accounts.measured(), made.accounts.predicted()
+    crossed = measured["bus_bytes_per_step"]
     return broken(
-        on_device=made.model_state_bytes() == made.predicted_model_state_bytes(),
-        on_host=made.host_state_bytes() == made.predicted_host_state_bytes(),
-        over_the_bus=crossed == made.predicted_bus_bytes_per_step(),
+        **{name: measured[name] == predicted[name] for name in predicted},
         papers_device=sum(made.model_state_bytes().values()) == 2 * padded if on_host else True,
         papers_bus=crossed == {"down": 2 * on_host, "up": 2 * on_host} if on_host else True,
     )
