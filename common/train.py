@@ -258,7 +258,8 @@ def train(world, name, options, progress=None):
 
 def _counted(world, engine, module, options, run):
     """What the last step held, sent and moved, beside what was predicted; of one of the stages' engines."""
-    measured, predicted = run.counted, engine.accounts.predicted()
+    predicted = engine.accounts.predicted()
+    measured = run.counted or dict.fromkeys(predicted)  # of a run that had no step left
     if options.offload_activations:  # of each block its input: [samples of a rank, sequence, width] in the precision
         inputs = options.batch // world.size * module.saved_per_sample * engine.dtype.itemsize
         moved = Counter(predicted.get("bus_bytes_per_step", {}))
@@ -274,7 +275,7 @@ def _run_steps(world, engine, module, options, batches, progress, schedulers, su
     """Train, and return what was seen on the way."""
     ours = hasattr(engine, "comm")
     run = SimpleNamespace(losses=[], seconds=[], skipped=0)
-    run.by_phase = run.on_bus = run.timeline = run.recording = None
+    run.counted = run.by_phase = run.on_bus = run.timeline = run.recording = None
     last = options.steps - 1
     traced = range(last - TRACED, last) if getattr(options, "trace", None) else ()
     for step in range(survives.step if survives else 0, options.steps):
