@@ -34,7 +34,7 @@ from common.errors import InputError
 from common.measure import timeline
 from common.measure.traffic import Traffic
 from common.ranks import nodes, trace
-from common.ranks.lanes import backend_of, lane_of
+from common.ranks.lanes import backend_of, lane_of, let_lanes_go_first
 
 CHUNK = 2**17  # elements that are added at a time
 SEGMENT = 2**23  # bytes of a shard that are reduced at a time, point to point
@@ -99,6 +99,8 @@ class Collectives:
         self.lane = lane_of(self.group, backend) if whole is None else whole.lane
         self.traffic = Traffic() if whole is None else whole.traffic
         self.room, self._running, self._tag = None, "", TAG  # what runs on the lane
+        if backend == "gloo":
+            let_lanes_go_first()
         self.tracer = None if self.simulated else trace.tracer_of(self.group)
 
     @property

@@ -195,13 +195,11 @@ def lane_of(group, backend, name="collectives"):
         alone = backend == "gloo" and dist.get_world_size(group) == 1
         kind = LANES[backend] if name not in APART or backend == "fake" else ThreadLane
         lanes[name] = InlineLane() if alone and name not in APART else kind(name)
-        if backend == "gloo":
-            _let_lanes_go_first()
     return lanes[name]
 
 
-def _let_lanes_go_first():
-    """Have the threads of gloo give way to lanes.
+def let_lanes_go_first():
+    """Have the threads of gloo, of all groups that there are, give way to lanes.
 
     gloo's thread tries the lock of a connection again and again, and the lane holds that lock while it sends. On a
     machine without a spare core the kernel puts the one in the place of the other, in the middle of that: it then spins

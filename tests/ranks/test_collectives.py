@@ -201,14 +201,16 @@ def test_all_users_of_a_group_share_one_order(worlds):
 
 
 def policies_of_gloos_threads(world):
-    Collectives()
+    comm = Collectives()
+    comm.ranks_per_node = 2
+    comm.by_nodes()  # in groups of their own, as ZeRO++ has them
     names = {int(thread.parent.name): thread.read_text() for thread in Path("/proc/self/task").glob("*/comm")}
     return [os.sched_getscheduler(thread) for thread, name in names.items() if name == "gloo_tcp_loop\n"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_gloos_own_threads_give_way_to_lanes(worlds):
-    for policies in worlds(2).run(policies_of_gloos_threads):
+    for policies in worlds(4).run(policies_of_gloos_threads):
         assert set(policies) == {os.SCHED_BATCH}
 
 
