@@ -9,9 +9,9 @@ thread that waits in a collective then, and whoever exits waits a little for his
 """
 
 import atexit
+import glob
 import os
 import queue
-import sys
 import threading
 import time
 import weakref
@@ -205,12 +205,10 @@ def let_lanes_go_first():
     machine without a spare core the kernel puts the one in the place of the other, in the middle of that: it then spins
     for its whole time slice, 3 ms, for a lock whose holder waits for the core. As a batch thread it waits for its turn.
     """
-    if sys.platform != "linux":
-        return
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(OSError), open(f"/proc/self/task/{thread}/comm") as name:  # else it has ended meanwhile
-            if name.read() == "gloo_tcp_loop\n":
-                os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
+    for name in glob.glob("/proc/self/task/*/comm"):  # none but on Linux, and where they may not be read
+        with suppress(OSError), open(name) as thread:  # else it has ended meanwhile
+            if thread.read() == "gloo_tcp_loop\n":
+                os.sched_setscheduler(int(name.split("/")[4]), os.SCHED_BATCH, os.sched_param(0))
 
 
 def _all_lanes():

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from training import ENGINES, make_engine, same_bits, train_step
 
+from common.measure.memory import set_malloc_thresholds
 from common.ranks.world import LocalWorld
 from common.tensors import length
 from common.train import sha256
@@ -172,16 +173,16 @@ def test_a_load_reads_what_its_rank_needs_and_holds_little_beside_the_state(worl
         assert read < file + needed + SLACK  # each file is proved by one rank, which reads it once more
 
 
-BLOCKS = 64 * 10**6  # bytes of a file that are on their way to or from a disk, and a state of a bucket
+BLOCKS = 40 * 10**6  # bytes of a file that are on their way to or from a disk, and a state of a bucket
 
 
 def on_disk(world, path):
     """Train and save from the disk tier, and load; return bytes on disk, and the most resident beside, of both."""
+    set_malloc_thresholds(2**16)  # what is freed is resident no longer
     engine, most = make_engine("offload.nvme", large(), path=path, sub_group_mb=1.0), []
     engine.backward(engine(torch.ones(2, 1024)).square().mean())
     engine.step()
     for call in (engine.save, engine.load):
-        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         resident = told("status", "VmRSS")
         call(path / "saved")
@@ -193,5 +194,5 @@ def on_disk(world, path):
 def test_what_lies_on_disk_is_saved_and_loaded_through_little_memory(tmp_path):
     with LocalWorld(1, oversubscribe=True) as world:  # of its own: what others have left there would be reused or not
         [(there, most)] = world.run(on_disk, tmp_path)
-    assert there > 1.5 * BLOCKS
+    assert there > 2 * BLOCKS
     assert max(most) < BLOCKS
