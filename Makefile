@@ -11,7 +11,7 @@
 #                 to results/local/scores
 # make record     record anew what the pages show, in some hours, and write it
 #                 into them. In parts: make record-suite, -demo, -activations,
-#                 -accumulated, -scores, -bench, -second-machine,
+#                 -accumulated, -scores, -bench, -second-machine, -small-models,
 #                 -small-send-buffers, -growth, -alone, -capacity, -offload,
 #                 -infinity, -zeropp (root, iproute2), -checkpoint
 # make notebooks  run the notebooks from a clean kernel, and store what comes out
@@ -35,7 +35,7 @@ RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters DeepSpeed1 DeepSpeed2 DeepSpeed3
-RECORDS := suite demo activations accumulated scores bench second-machine small-send-buffers growth alone capacity offload infinity zeropp checkpoint
+RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp checkpoint
 
 .PHONY: help demo notebooks lessons student infinity test test-gpu test-all soak lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
@@ -97,7 +97,10 @@ record-bench: $(INSTALLED)
 
 # For a machine of another kind than the one above.
 record-second-machine: $(INSTALLED)
-	$(BIN)/python -m common.bench --precisions fp32 --nproc 2 --worlds 3 --rounds 5 --json results/bench_cpu_second_machine.json
+	$(BIN)/python -m common.bench --nproc 2,4 --oversubscribe --worlds 5 --rounds 4 --json results/bench_cpu_second_machine.json
+
+record-small-models: $(INSTALLED)
+	$(BIN)/python -m common.bench --models gpt-nano,gpt-micro,gpt-mini --precisions fp32 --nproc 2 --engines stage0_ddp,stage1_os,stage2_grad,stage3_param --peers TorchDDP --worlds 3 --rounds 4 --json results/bench_cpu_small_models.json
 
 record-small-send-buffers: $(INSTALLED)
 	$(BIN)/python -m common.bench --nproc 2,4 --oversubscribe --engines stage0_ddp,stage1_os,stage2_grad --peers TorchDDP --precisions fp32 --small-send-buffers --worlds 3 --rounds 4 --json results/bench_cpu_small_send_buffers.json

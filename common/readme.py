@@ -57,6 +57,7 @@ def pages():
             "reduction": reduction_table(_read("memory_reduction.json")),
             "activations": _table("common.activations", "activations.json"),
             "bench": bench_results.as_markdown(benches[0]),
+            "bench_small_models": bench_results.as_markdown(_read("bench_cpu_small_models.json")),
             "bench_second_machine": bench_results.as_markdown(benches[1]),
             "alone": bench_results.alone_as_markdown(*map(_read, ALONE)),
             "capacity": _table("common.capacity_results", "capacity_cpu.json"),
