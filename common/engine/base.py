@@ -43,7 +43,7 @@ class StepResult:
     """What a step did.
 
     Attributes:
-        norm: global 2-norm of the mean gradient before clipping, unscaled; None without `clip_norm`.
+        norm: global norm of the mean gradient before clipping, unscaled; None without `clip_norm`.
         skipped: the step changed nothing, because a gradient overflowed in fp16.
     """
 
@@ -65,7 +65,8 @@ class EngineBase(Files, NoModule):
         precision: "fp32", "bf16" or "fp16": what parameters built in fp32 are kept and used in, and floating inputs
             are cast to. Parameters built in another dtype keep it; buffers keep theirs. Whatever is 16-bit is stepped
             by fp32 master weights.
-        clip_norm: scale the gradient down to this global 2-norm; None does not, and does not compute the norm.
+        clip_norm: scale the gradient down to this global norm; None does not, and does not compute the norm.
+        norm_type: which norm that is: 2.0, or `math.inf` for the largest element.
         bucket_mb: MiB of a gradient bucket, counted in fp32 in every precision.
         process_group: the data-parallel group; None is the default group.
         init: `init(qualified name, tensor)` fills a meta-device model in place. What it leaves a file must set.
@@ -94,6 +95,7 @@ class EngineBase(Files, NoModule):
         param_groups=None,
         precision="fp32",
         clip_norm=None,
+        norm_type=2.0,
         bucket_mb=25.0,
         process_group=None,
         init=None,
@@ -106,19 +108,20 @@ class EngineBase(Files, NoModule):
             **{name: getattr(self, name) for name in self.own_options},
             "precision": precision,
             "clip_norm": clip_norm,
+            "norm_type": norm_type,
             "bucket_mb": bucket_mb,
             "deterministic": deterministic,
             "broadcast_buffers": broadcast_buffers,
         }
         self.comm = Collectives(process_group, deterministic=deterministic)
         self.rank, self.world_size = self.comm.rank, self.comm.size
-        self.clip_norm = clip_norm
+        self.clip_norm, self.norm_type = clip_norm, norm_type
         self.loss_scaler = LossScaler() if precision == "fp16" else None
         self._module = model
         try:
             self.dtype = dtype_of(precision)
             door.check_types(door.types_of_defaults(type(self)), settings)
-            door.check_numbers(clip_norm, bucket_mb)
+            door.check_numbers(clip_norm, norm_type, bucket_mb)
             self.optimizer_bytes, settings["the optimizer"] = self.check_optimizer(optimizer)
             self.param_groups = door.check_groups(model, param_groups)
             settings["param_groups"] = [door.plain(group) for group in self.param_groups]
@@ -260,7 +263,7 @@ class EngineBase(Files, NoModule):
                 return StepResult(None, skipped=True)
             self._factor = 1 / scale
         if self.clip_norm is not None:
-            norm = gradient_norm(self.buckets, self.comm) / scale
+            norm = gradient_norm(self.buckets, self.comm, self.norm_type) / scale
             # On the CPU, where a number multiplies a tensor on any device.
             self._factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0).cpu() / scale
             norm = host_value(norm, 0.0)

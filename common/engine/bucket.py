@@ -72,7 +72,7 @@ class Bucket(Run, Piece):
         """Drop every gradient since the last step."""
         self.reported = set()  # names whose gradient came in this backward
         self._filled = set()  # names whose place in `local` holds a gradient
-        self.sums = {}  # name -> fp32 sum of gradients that came one by one, and have not travelled
+        self.sums = {}  # name -> fp32 sum of what earlier backwards left in `local`, and has not travelled
         self.has_gradient = False
         self.handle = None
         self.scales = set()  # the loss scales under which its gradients came
@@ -177,21 +177,28 @@ class Bucket(Run, Piece):
         place = self._places[name]
         if name not in self._filled:
             place.copy_(gradient)
-        elif name in self.reported and name not in self.sums:  # a part of the same gradient: added as autograd does
-            place.add_(gradient)
+        elif name in self.reported or not (self.sixteen_bit or self.fires_in_parts):
+            place.add_(gradient)  # a part of the same gradient, as autograd adds it; or fp32, which adds up in place
         else:
-            if name not in self.sums:
-                self.sums[name] = place.float()  # fp32 adds up in place
-            self.sums[name].add_(gradient)
+            self._sum_up(name, place)
+            place.copy_(gradient)
         self._filled.add(name)
         self.reported.add(name)
         self.scales.add(Bucket.scale_of_backward)
 
+    def _sum_up(self, name, place):
+        """Add what lies in a parameter's place to the sum of what lay there before."""
+        if name in self.sums:
+            self.sums[name].add_(place)
+        else:
+            self.sums[name] = place.to(torch.float32, copy=True)
+
     def seal(self):
         """Make `local` what travels: sums rounded once to its dtype, zeros where no gradient came, and as padding."""
         self._make_room()
-        for name, total in self.sums.items():
-            self._places[name].copy_(total)
+        for name in self.sums:
+            self._sum_up(name, self._places[name])
+            self._places[name].copy_(self.sums[name])
         self.sums.clear()
         for name in self.slots:
             if name not in self._filled:

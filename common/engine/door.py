@@ -46,11 +46,13 @@ def types_of_defaults(engine):
     return {name: type(option.default) for signature in signatures for name, option in signature.parameters.items()}
 
 
-def check_numbers(clip_norm, bucket_mb):
+def check_numbers(clip_norm, norm_type, bucket_mb):
     if clip_norm is not None:
         check_types({"clip_norm": float}, {"clip_norm": clip_norm})
         if not clip_norm > 0:
             raise InputError(f"clip_norm={clip_norm}: give a norm above 0, or None not to clip")
+    if norm_type not in (2, math.inf):
+        raise InputError(f"norm_type={norm_type}: give 2.0, or math.inf for the largest element")
     if not bucket_mb > 0:
         raise InputError(f"bucket_mb={bucket_mb}: a bucket needs a size above 0")
 

@@ -6,6 +6,7 @@ part alone: 2 bytes for a parameter, 2 for its gradient, 4 for its master and 8 
 """
 
 import itertools
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -94,29 +95,36 @@ def overflow_flag(buckets, comm):
     return comm.maximum(1 - finite, "the overflow flag")
 
 
-def gradient_norm(buckets, comm):
-    """The 2-norm of the mean gradient over all parameters and ranks, each element once.
+def gradient_norm(buckets, comm, norm_type=2.0):
+    """The norm of the mean gradient over all parameters and ranks, each element once.
 
     Squares are summed in float64, shard by shard, and the shards' sums added in rank order. A rank that keeps the
-    whole gradient adds the same numbers in the same order, so all stages get the same norm.
+    whole gradient adds the same numbers in the same order, so all stages get the same norm. In the infinity norm each
+    shard has its largest element in the place of its sum.
 
     Args:
         buckets: the `mean` gradients of their pieces are one shard each, or all N of them end to end.
         comm: the `Collectives`; asked only when a rank holds one shard.
+        norm_type: 2.0 or `math.inf`.
 
     Returns:
         fp32 scalar tensor.
     """
     held = sum(length(piece.part) for piece in buckets[0].pieces) // buckets[0].shard_numel  # 1 or N
-    squares = torch.zeros(held, dtype=torch.float64, device=comm.device)
+    shards = torch.zeros(held, dtype=torch.float64, device=comm.device)
     for bucket in buckets:
         for shard, chunk in _in_float64(bucket, held):
-            squares[shard] += chunk.square().sum()
+            if norm_type == math.inf:
+                shards[shard] = torch.maximum(shards[shard], chunk.abs().max())
+            else:
+                shards[shard] += chunk.square().sum()
     if held < comm.size:
-        own, squares = squares, torch.empty(comm.size, dtype=torch.float64, device=comm.device)
-        comm.all_gather(own, squares, "the gradient norm").wait()
-    total = squares[0].clone()
-    for square in squares[1:]:
+        own, shards = shards, torch.empty(comm.size, dtype=torch.float64, device=comm.device)
+        comm.all_gather(own, shards, "the gradient norm").wait()
+    if norm_type == math.inf:
+        return shards.max().float()
+    total = shards[0].clone()
+    for square in shards[1:]:
         total += square
     return total.sqrt().float()
 

@@ -30,7 +30,7 @@ class DeepSpeed1(Peer):
 
     Raises:
         NotImplementedError: DeepSpeed is not installed, `process_group` is not the default one, `precision` is "fp16",
-            or (stages 1 and 2) the model leaves parameters unused.
+            `norm_type` is not 2, or (stages 1 and 2) the model leaves parameters unused.
 
     Source: Rajbhandari et al., arXiv 1910.02054, and https://www.deepspeed.ai/docs/config-json/
     """
@@ -48,6 +48,7 @@ class DeepSpeed1(Peer):
         param_groups=None,
         precision="fp32",
         clip_norm=None,
+        norm_type=2.0,
         bucket_mb=25.0,
         process_group=None,
         init=None,
@@ -56,6 +57,8 @@ class DeepSpeed1(Peer):
         self.check_precision(precision, "its loss scaling in fp16 is untried here")
         if process_group not in (None, dist.group.WORLD):
             raise NotImplementedError("DeepSpeed makes its data-parallel group itself, of all ranks")
+        if norm_type != 2:
+            raise NotImplementedError("DeepSpeed clips by the 2-norm alone")
         device = Collectives(process_group).device
         self._deepspeed = _import_deepspeed(device)
         self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32

@@ -50,6 +50,7 @@ class FSDP2(Peer):
         param_groups=None,
         precision="fp32",
         clip_norm=None,
+        norm_type=2.0,
         bucket_mb=25.0,
         process_group=None,
         init=None,
@@ -58,7 +59,7 @@ class FSDP2(Peer):
         self.check_precision(precision, "FSDP2 has no loss scaling")
         group = Collectives(process_group)
         self.mesh = DeviceMesh.from_group(group.group, group.device.type)
-        self.module, self.clip_norm = model, clip_norm
+        self.module, self.clip_norm, self.norm_type = model, clip_norm, norm_type
         names = {parameter: name for name, parameter in model.named_parameters()}
         how = {
             "mesh": self.mesh,
@@ -104,7 +105,7 @@ class FSDP2(Peer):
         """Clip, step, drop the gradients."""
         norm = None
         if self.clip_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_norm)
+            norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_norm, self.norm_type)
             norm = host_value(_whole(norm), 0.0)
         parameters = list(self.module.parameters())
         self.note_states(map(_local, parameters), [_local(p.grad) for p in parameters if p.grad is not None])

@@ -32,6 +32,7 @@ class Replicated(Peer):
         param_groups=None,
         precision="fp32",
         clip_norm=None,
+        norm_type=2.0,
         process_group=None,
         init=None,
         drops_gradients=False,
@@ -40,7 +41,7 @@ class Replicated(Peer):
         names = {parameter: name for name, parameter in model.named_parameters()}
         if any(tensor.is_meta for tensor in model.parameters()):
             models.materialize(model, init, self.device)
-        self.module, self.clip_norm, self.dtype = model, clip_norm, dtype_of(precision)
+        self.module, self.clip_norm, self.norm_type, self.dtype = model, clip_norm, norm_type, dtype_of(precision)
         self.loss_scaler = LossScaler() if precision == "fp16" else None
         norms = [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
         kept = {parameter for module in norms for parameter in module.parameters()}  # in fp32, as torch wants it
@@ -96,7 +97,7 @@ class Replicated(Peer):
 
     def clip(self):
         """Scale the gradient down to `clip_norm`; return its norm before."""
-        return torch.nn.utils.clip_grad_norm_(self.masters.values(), self.clip_norm)
+        return torch.nn.utils.clip_grad_norm_(self.masters.values(), self.clip_norm, self.norm_type)
 
     def zero_grad(self):
         """Drop the gradients."""

@@ -120,6 +120,10 @@ CASES = {
         lambda world: {"module": a_model(world), "clip_norm": -1.0},
         "clip_norm=-1.0: give a norm above 0",
     ),
+    "a norm of another kind": (
+        lambda world: {"module": a_model(world), "norm_type": 1.0},
+        "norm_type=1.0: give 2.0, or math.inf for the largest element",
+    ),
     "a bucket of no size": (
         lambda world: {"module": a_model(world), "bucket_mb": 0},
         "bucket_mb=0: a bucket needs a size",

@@ -308,7 +308,7 @@ def clipping_comes_before_unscaling(engine):
 
 @shown_by(CLIPPED, engines=SHARDED)
 def the_norm_is_that_of_the_own_shard(engine):
-    def norm(original, buckets, comm):
+    def norm(original, buckets, comm, norm_type):
         return sum(bucket.mean.double().square().sum() for bucket in buckets).sqrt().float()
 
     return replaced(base, "gradient_norm", norm)
@@ -316,7 +316,7 @@ def the_norm_is_that_of_the_own_shard(engine):
 
 @shown_by(CLIPPED, engines=STAGES[:1])
 def the_norm_counts_what_is_replicated_on_every_rank(engine):
-    return replaced(base, "gradient_norm", lambda norm, buckets, comm: norm(buckets, comm) * comm.size**0.5)
+    return replaced(base, "gradient_norm", lambda norm, *args: norm(*args) * args[1].size ** 0.5)
 
 
 @shown_by(probes.norm_is_that_of_the_gradient)
