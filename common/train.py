@@ -218,6 +218,7 @@ def train(world, name, options, progress=None):
         deterministic=options.deterministic,
         **getattr(options, "own", {}),
     )
+    runs.begin_stream(options.seed, world.rank)
     ours = hasattr(engine, "comm")
     if ours and options.offload_activations:
         module.saving = HostActivations(engine)

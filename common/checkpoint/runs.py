@@ -6,9 +6,9 @@ The folder of a run holds a checkpoint for each step that was saved, the newest 
     DIR/step-00000030/index.json
 
 A step needs, besides what the engine holds: its number, which is the position in the data too, as a batch is a
-function of it; the schedulers; the random generators of each rank. Those are in the checkpoint's `extra`. A
-checkpoint is complete once it has its index, and is taken apart beginning with that. So what is found without one is
-a remnant, of a run that was killed, and the next save clears it away.
+function of it; the schedulers; the random generators of each rank, as no two draw the same. Those are in the
+checkpoint's `extra`. A checkpoint is complete once it has its index, and is taken apart beginning with that. So what is
+found without one is a remnant, of a run that was killed, and the next save clears it away.
 
 A run that goes on must be the run that stopped: with the options that decide on its numbers, on the same text. And the
 folder is its own while it lasts: rank 0 locks a file in it, which all ranks must see. So two runs cannot clear each
@@ -17,6 +17,7 @@ other's checkpoints away, and a folder that each node has for itself is found ou
 
 import contextlib
 import errno
+import hashlib
 import os
 import re
 import shlex
@@ -194,9 +195,12 @@ class Run:
             raise InputError(f"{path}: {extra['step']} steps are done, and --steps says {self.options.steps}")
         for scheduler, state in zip(self.schedulers, extra["schedulers"], strict=True):
             scheduler.load_state_dict(state)
-        torch.set_rng_state(extra["generators"]["cpu"])
-        if "cuda" in extra["generators"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state(extra["generators"]["cuda"])
+        if self.engine.rank >= extra["ranks"]:  # what it has read is rank 0's
+            begin_stream(self.options.seed, self.engine.rank, extra["step"])
+        else:
+            torch.set_rng_state(extra["generators"]["cpu"])
+            if "cuda" in extra["generators"] and torch.cuda.is_available():
+                torch.cuda.set_rng_state(extra["generators"]["cuda"])
         self.step, self.losses = extra["step"], extra["losses"]
         self.message = f"goes on from {path}: {step} of {self.options.steps} steps are done, on {extra['ranks']} ranks"
 
@@ -259,6 +263,12 @@ class Run:
                 if complaint not in self._told:
                     print(f"note: {complaint}", file=sys.stderr)
                 self._told.add(complaint)
+
+
+def begin_stream(seed, rank, step=0):
+    """Have this rank draw random numbers of its own: two ranks that draw the same would drop the same activations."""
+    drawn = hashlib.sha256(f"{seed} {rank} {step}".encode()).digest()
+    torch.manual_seed(int.from_bytes(drawn[:8]))
 
 
 def _described(engine):

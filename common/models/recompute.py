@@ -21,7 +21,7 @@ def run_blocks(blocks, x, kind, saving):
     """Run `x` through blocks, one after the other; with a kind of KINDS each of them is recomputed in backward.
 
     Args:
-        blocks: modules from a tensor to a tensor that draw no random numbers.
+        blocks: modules from a tensor to a tensor. Random numbers that they draw, they draw again.
         x: a tensor.
         kind: one of KINDS; None recomputes nothing.
         saving: a context in which checkpoints save the input of each block, and nothing else is saved.
@@ -42,7 +42,7 @@ def run_blocks(blocks, x, kind, saving):
     with saving:
         for block in blocks:
             once = partial(_run_once, block)
-            x = checkpoint(once, x, use_reentrant=kind == "reentrant", preserve_rng_state=False)
+            x = checkpoint(once, x, use_reentrant=kind == "reentrant")
     return x
 
 

@@ -14,6 +14,7 @@ import time
 from unittest import mock
 
 import pytest
+import torch
 from machine import needs_two_nodes
 from places import ROOT
 from training import ENGINES
@@ -186,6 +187,20 @@ def test_a_run_goes_on_in_another_engine(worlds, tmp_path, first, then):
     assert worlds(2).run(trained, then, options_of("--steps", 6, "--save", tmp_path, "--resume"))[0] == expected
     said = worlds(3).run(trained, first, options_of("--steps", 6, "--save", tmp_path, "--resume"))[0]
     assert said == expected  # nothing was left to do
+
+
+def draws(world, options):
+    """What a rank draws when a run has ended."""
+    trained(world, "stage1_os", options)
+    return tuple(torch.rand(4).tolist())
+
+
+def test_a_rank_draws_numbers_of_its_own_and_goes_on_with_them(worlds, tmp_path):
+    options = options_of("--steps", 2, "--save", tmp_path, "--resume")
+    before = worlds(2).run(draws, options)
+    after = worlds(3).run(draws, options)
+    assert before == after[:2]
+    assert len(set(after)) == 3
 
 
 def test_the_newest_stay_and_remnants_go(worlds, tmp_path):

@@ -1,15 +1,17 @@
 """Activation checkpointing changes no bit of a run, in any stage, and holds fewer activations."""
 
+import contextlib
 import functools
 
 import pytest
 import torch
+from torch import nn
 from training import STAGES, make_engine, same_bits, train_step
 
 from common import models
 from common.errors import InputError
 from common.measure.memory import Timeline
-from common.models.recompute import KINDS
+from common.models.recompute import KINDS, run_blocks
 
 MODELS = ["gpt-tiny", "llama-tiny", "moe-tiny", "resnet-tiny", "lora-tiny"]
 
@@ -38,6 +40,18 @@ def test_the_same_bits_from_fewer_activations(worlds, kind, model, stage):
     assert same_bits(state, plain_state)  # BatchNorm's running statistics among them
     assert losses == plain_losses
     assert activations < plain_activations
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_computed_again_draws_what_it_drew(kind):
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(3)]
+    gradients = {}
+    for how in (None, kind):
+        torch.manual_seed(0)
+        x = torch.ones(4, 8, requires_grad=True)
+        run_blocks(blocks, x, how, contextlib.nullcontext()).sum().backward()
+        gradients[how] = x.grad
+    assert torch.equal(gradients[None], gradients[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)
