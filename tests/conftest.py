@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from matrix import PRECISIONS, QUICK, ZOO
+from matrix import CROSSINGS, PRECISIONS, QUICK, ZOO
 from places import LOCAL, RECORDS
 from scores import EQUIVALENCE, REDUCTION, SCORE, as_text, show_slowest, summarize
-from training import ENGINES, STAGES
+from training import ENGINES, SEVEN, STAGES
 from trap_models import CASES
 from worlds import HANGS, Worlds, WorldsThatMayHang, hangs
 
@@ -28,7 +28,8 @@ def pytest_runtest_setup(item):
 @pytest.fixture(scope="session")
 def worlds(request):
     named = request.config.getoption("--engine")
-    pool = WorldsThatMayHang(log_of(named)) if named else Worlds()
+    late = request.config.getoption("--late")
+    pool = WorldsThatMayHang(log_of(named), late) if named else Worlds()
     yield pool
     pool.close()
 
@@ -49,15 +50,17 @@ def log_of(engine):
 def pytest_addoption(parser):
     parser.addoption("--engine", metavar="PACKAGE.MODULE:NAME", help="hold this engine to the suite, not the stages")
     parser.addoption("--quick", action="store_true", help="with --engine: one cell of each kind, in half a minute")
+    parser.addoption("--late", action="store_true", help="with --engine: its collectives run as late as they may")
     parser.addoption("--scores", type=Path, default=LOCAL / "scores", help="where its score is written")
     parser.addoption("--record", action="store_true", help="write what the pages show, results/, not results/local/")
 
 
 def pytest_generate_tests(metafunc):
-    """`engine` runs over the stages, and over offload in the matrix; or is the one that --engine names."""
+    """`engine` runs over the stages, over offload in the matrix, over what is marked `seven`; or --engine names it."""
     if "engine" in metafunc.fixturenames:
         named = metafunc.config.getoption("--engine")
         ours = ENGINES if "equivalence" in metafunc.fixturenames else STAGES
+        ours = SEVEN if metafunc.definition.get_closest_marker("seven") else ours
         metafunc.parametrize("engine", [named] if named else ours)
 
 
@@ -105,12 +108,18 @@ def pytest_collection_modifyitems(config, items):
 
 def is_of_offload(item):
     """Whether a test is a cell of the matrix that an engine of offload trains."""
-    return hasattr(item, "callspec") and item.callspec.params.get("engine") in ENGINES[len(STAGES) :]
+    how = item.callspec.params if hasattr(item, "callspec") else {}
+    return "cell" in how and how.get("engine") in ENGINES[len(STAGES) :]
 
 
 def in_turn(item):
-    """Whether a stage trains a cell: each model at each size, in one precision, while the next stage takes the next."""
+    """Whether a stage trains a cell: each model at each size, in one precision, while the next stage takes the next.
+
+    Of crossings each engine trains every third.
+    """
     how = item.callspec.params if hasattr(item, "callspec") else {}
+    if "crossing" in how:
+        return (CROSSINGS.index(how["crossing"]) + SEVEN.index(how["engine"])) % 3 == 0
     cell, stage = how.get("cell"), how.get("engine")
     if cell is None or stage not in STAGES or cell.option != "plain" or cell.world_size > 4:
         return True
@@ -122,8 +131,8 @@ def in_turn(item):
 def is_quick(item):
     """Whether a test is in the sample: a cell of `QUICK`, or what counts bytes at 2 ranks in fp32."""
     how = item.callspec.params
-    if "cell" in how:
-        return how["cell"] in QUICK
+    if "cell" in how or "crossing" in how:
+        return how.get("cell", how.get("crossing")) in QUICK
     return how["size"] == 2 and how.get("precision", "fp32") == "fp32" and how.get("model", "gpt-tiny") == "gpt-tiny"
 
 

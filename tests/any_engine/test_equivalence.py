@@ -4,7 +4,7 @@ import functools
 
 import pytest
 from first_difference import crash, first_difference, hung
-from matrix import CELLS, MORE_CELLS, ZOO, Cell, as_judged, expected, quantizes, train_cell
+from matrix import CELLS, CROSSINGS, MORE_CELLS, ZOO, Cell, as_judged, expected, quantizes, train_cell, trained
 from training import STAGES
 from verdicts import judge, other_rounding, reference, verdict
 
@@ -18,9 +18,19 @@ OFF = "ends elsewhere than the baseline"
     "cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.exhaustive) for cell in MORE_CELLS)], ids=str
 )
 def test_an_engine_ends_with_the_bits_of_the_baseline(worlds, baseline_worlds, equivalence, tmp_path, cell, engine):
+    check(worlds, baseline_worlds, equivalence, tmp_path, cell, engine)
+
+
+@pytest.mark.seven
+@pytest.mark.parametrize("crossing", CROSSINGS, ids=str)
+def test_it_does_where_options_cross(worlds, baseline_worlds, equivalence, tmp_path, crossing, engine):
+    check(worlds, baseline_worlds, equivalence, tmp_path, crossing, engine)
+
+
+def check(worlds, baseline_worlds, equivalence, tmp_path, cell, engine):
     cell = as_judged(engine, cell)
     try:
-        ranks = worlds(cell.world_size).run(train_cell, engine, cell, str(tmp_path))
+        ranks = trained(worlds, engine, cell, str(tmp_path))
     except RankFailed as failure:
         said = crash(failure, engine)
         found, reason, cause = "fail", said, "hangs" if hung(failure) else ": ".join(said.split(": ")[:2])
@@ -33,7 +43,8 @@ def test_an_engine_ends_with_the_bits_of_the_baseline(worlds, baseline_worlds, e
     passes = found in expected(engine, cell)
     equivalence.record(engine, cell, found, reason, None if passes else cause)
     if not passes and cause == OFF and equivalence.may_look_closer():
-        reason += f"; {first_difference(worlds, baseline_worlds, engine, cell, str(tmp_path))}"
+        where = first_difference(worlds, baseline_worlds, engine, cell, str(tmp_path), equivalence.names_ideas)
+        reason += f"; {where}"
         equivalence.record(engine, cell, found, reason, cause)
     if not passes:
         pytest.fail(f"{cell}: {reason}", pytrace=False)

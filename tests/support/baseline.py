@@ -4,6 +4,8 @@ Both are written with torch's own collectives, so that they share no code with w
 """
 
 import contextlib
+import math
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -38,7 +40,10 @@ class ExactNorm:
 
     def clip(self):
         gradients = [master.grad for master in self.masters.values()]
-        norm = sum(gradient.double().square().sum() for gradient in gradients).sqrt().float()
+        if self.norm_type == math.inf:
+            norm = torch.stack([gradient.abs().max().float() for gradient in gradients if gradient.numel()]).max()
+        else:
+            norm = sum(gradient.double().square().sum() for gradient in gradients).sqrt().float()
         for gradient in gradients:
             gradient.mul_((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
@@ -118,6 +123,26 @@ class AverageAfterBackward(ExactNorm, Replicated):
         self.syncing = False
         yield
         self.syncing = True
+
+    def save(self, path, extra=None):
+        """Each rank writes all that it has."""
+        state = {"module": self.module.state_dict(), "masters": list(self.masters.values()), "extra": extra}
+        state |= {"optimizer": self.optimizer.state_dict(), "loss_scaler": self.loss_scaler}
+        torch.save(state, Path(path, f"rank-{dist.get_rank()}.pt"))
+        dist.barrier()
+
+    @torch.no_grad()
+    def load(self, path):
+        """Each rank reads what it wrote, or rank 0's where there was no such rank."""
+        self.zero_grad()
+        own = Path(path, f"rank-{dist.get_rank()}.pt")
+        state = torch.load(own if own.exists() else own.with_name("rank-0.pt"), weights_only=False)
+        self.module.load_state_dict(state["module"])
+        for master, saved in zip(self.masters.values(), state["masters"], strict=True):
+            master.copy_(saved)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.loss_scaler = state["loss_scaler"]
+        return state["extra"]
 
 
 class OtherRounding(AverageAfterBackward):

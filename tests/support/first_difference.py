@@ -1,18 +1,20 @@
 """Where an engine goes wrong: the first step, rank and parameter that are off; the line it crashed in."""
 
-import functools
 import inspect
 import math
 import re
+import tempfile
 from pathlib import Path
 
 import torch
-from matrix import baseline_of, train_cell
+import wrong_engines
+from matrix import baseline_of, trained
 from verdicts import EPS, MULTIPLE, UNITS
 
 from common.ranks.world import RankFailed
 from common.train import find_engine
 
+ALIKE = 0.02  # of what an engine is off it may be off from one that is wrong in the same way
 FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$')
 
 
@@ -44,20 +46,19 @@ def crash(failure, engine):
 # ---- the first difference -------------------------------------------------------------------------------------------
 
 
-def first_difference(worlds, baseline_worlds, engine, cell, folder):
+def first_difference(worlds, baseline_worlds, engine, cell, folder, names_ideas=True):
     """Train a cell again, reading all weights after every step, and say what is off first.
 
     Returns:
-        A sentence: step, rank and parameter, found and expected.
+        A sentence: step, rank and parameter, found and expected; with `names_ideas` also what is wrong, where the
+        engine is as one of `wrong_engines.IDEAS`. These are trained for it, too.
     """
-    run = functools.partial(train_cell, traced=True)  # a baseline keeps no checkpoints, and needs no folder
     try:
-        ours = worlds(cell.world_size).run(functools.partial(run, folder=folder), engine, cell)
+        ours = trained(worlds, engine, cell, folder, traced=True)
     except RankFailed as failure:
         return f"read after every step, it fails: {crash(failure, engine)}"
-    expected, rounded = (
-        baseline_worlds(cell.world_size).run(run, name, cell) for name in (baseline_of(cell), "baseline:OtherRounding")
-    )
+    baselines = (baseline_of(cell), "baseline:OtherRounding")  # which nothing interrupts
+    expected, rounded = (trained(baseline_worlds, name, cell, traced=True) for name in baselines)
     buffers, frozen, before = expected[0]["buffers"], expected[0]["frozen"], None
     for at, (what, value) in enumerate(expected[0]["events"]):
         values = [[rank["events"][at][1] for rank in side] for side in (ours, expected, rounded)]
@@ -67,8 +68,28 @@ def first_difference(worlds, baseline_worlds, engine, cell, folder):
         else:
             said = _number_off(*values, EPS[cell.precision])
         if said:
-            return f"{what}: {said}"
+            idea = _idea(baseline_worlds, cell, at, ours, expected) if names_ideas else ""
+            return f"{what}: {said}{idea}"
     return "not so where all weights are read after every step: is something stale that full_state_dict() mends?"
+
+
+def _idea(worlds, cell, at, ours, expected):
+    """What is wrong, in words, where the engine is as one is that is wrong in a known way: see `wrong_engines`."""
+    one, right = (_numbers(side[0]["events"][at][1]) for side in (ours, expected))
+    far = {}
+    for idea in wrong_engines.IDEAS:
+        with tempfile.TemporaryDirectory() as folder:
+            theirs = trained(worlds, f"wrong_engines:{idea.__name__}", cell, folder, traced=True)
+        far[idea] = (one - _numbers(theirs[0]["events"][at][1])).norm().nan_to_num(math.inf)
+    nearest = min(far, key=far.get)
+    return f". It is as if {nearest.__doc__}" if far[nearest] < ALIKE * (one - right).norm() else ""
+
+
+def _numbers(value):
+    """All numbers of a state dict, or a number."""
+    if isinstance(value, dict):
+        return torch.cat([tensor.double().flatten() for _, tensor in sorted(value.items())])
+    return torch.tensor([math.nan if value is None else value], dtype=torch.float64)
 
 
 def _number_off(ours, expected, rounded, eps):

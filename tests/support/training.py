@@ -1,6 +1,8 @@
 """What ranks run in the tests: build an engine, train it a few steps on real text, hand back what happened."""
 
+import contextlib
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from common.train import find_engine
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
 ENGINES = (*STAGES, "offload", "offload.nvme")
+SEVEN = (*ENGINES, "quantized:Copies")  # ZeRO++ without what rounds
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
 UNFUSED = functools.partial(torch.optim.AdamW, lr=1e-2)  # as a baseline without aligned shards needs it
 BUCKET_MB = 0.01  # several buckets even in tiny models
@@ -71,6 +74,27 @@ def choose_exact_kernels(world):
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
+
+
+@contextlib.contextmanager
+def unwritten_memory_is_nan():
+    """In this context new memory holds no number, also what a storage grows by: who reads before he writes shows."""
+    resize = torch.UntypedStorage.resize_
+
+    def grow(storage, nbytes):
+        before = storage.nbytes()
+        resize(storage, nbytes)
+        if nbytes > before:
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[before:] = 255  # NaN in any dtype
+        return storage
+
+    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch then fills what it allocates
+    try:
+        with mock.patch.object(torch.UntypedStorage, "resize_", grow):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(strict, warn_only=warns)
 
 
 def make_engine(engine, model="gpt-tiny", optimizer=ADAMW, seed=0, **options):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -402,6 +403,49 @@ class UnusedEveryOther(Net):
         return super().forward(x) if self.turn % 2 else x.requires_grad_() ** 2
 
 
+class LateInTheStep(Net):
+    """A block runs in a step's last micro-batch only; the loop says which that is."""
+
+    last = True
+
+    def forward(self, x):
+        left = self.blocks if self.last else self.blocks[:2]
+        return self.head(self.run(left, self.stem(x)))
+
+
+class OtherOrder(Block):
+    """Two ways through it, of which odd ranks take the second first: so their gradients come in another order."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        ways = [super().forward, self.other]
+        made = {way: way(x) for way in ways[:: -1 if dist.get_rank() % 2 else 1]}
+        return made[ways[0]] + made[ways[1]]
+
+
+class Overflowing(Block):
+    """In its second forward in fp16 the gradient of one parameter overflows, on odd ranks."""
+
+    turn = 0
+
+    def forward(self, x):
+        x, self.turn = super().forward(x), self.turn + 1
+        if x.dtype == torch.float16 and self.turn == 2 and dist.get_rank() % 2:
+            steep = 1e9 * self.up.bias.float().sum()
+            x = x + (steep - steep.detach()).to(x.dtype)
+        return x
+
+
+class Dropping(Block):
+    """Drops a quarter of what it computes, by chance."""
+
+    def forward(self, x):
+        return x + self.down(F.dropout(torch.tanh(self.up(x)), 0.25, self.training))
+
+
 class Frozen(Block):
     """Gradients pass, none stay."""
 
@@ -681,6 +725,10 @@ CASES = {  # name -> (factory of a model, one step of a loop)
     "every other step nothing used": (UnusedEveryOther, step),
     "not in the loss": (net(lambda b, x: b[2](b[0](x)) + b[1](x).detach()), step),
     "routed": (net(block=Routed), step),
+    "late in the step": (LateInTheStep, step),
+    "another order on each rank": (net(block=OtherOrder), step),
+    "overflowing on odd ranks": (net(block=Overflowing), step),
+    "dropout": (net(block=Dropping), step),
     "frozen": (net(block=Frozen), step),
     "frozen ends": (FrozenEnds, step),
     "inputs require grad": (InputsRequireGrad, step),
@@ -726,7 +774,7 @@ for kind, how in RECOMPUTE.items():
 
 # Cases in which a rank leaves parameters without a gradient. Some libraries want to be told.
 LEAVE_UNUSED = {"branches", "sometimes unused", "every other step nothing used", "not in the loss", "routed"}
-LEAVE_UNUSED |= {"forward without backward", *(f"passing on {used}" for used in ([0], [1], [0, 1]))}
+LEAVE_UNUSED |= {"forward without backward", "late in the step", *(f"passing on {used}" for used in ([0], [1], [0, 1]))}
 LEAVE_UNUSED |= {f"{kind}: {case}" for kind in RECOMPUTE for case in ("routed", "routed, around two")}
 
 # SGD's learning rate where gradients are so large that it would diverge.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
-from matrix import baseline_of, train_cell
+from matrix import baseline_of, trained
 from training import same_bits
 
 from common.engine.mixed_precision import DTYPES
@@ -25,13 +25,13 @@ EPS = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
 @functools.cache
 def reference(worlds, cell):
     """What every rank of the baseline came to."""
-    return worlds(cell.world_size).run(train_cell, baseline_of(cell), cell)
+    return trained(worlds, baseline_of(cell), cell)
 
 
 @functools.cache
 def other_rounding(worlds, cell, rounding=ROUNDINGS[0]):
     """What it comes to with the same mathematics, rounded otherwise."""
-    return worlds(cell.world_size).run(train_cell, rounding, cell)
+    return trained(worlds, rounding, cell)
 
 
 def judge(worlds, cell, ranks, quantizes=False):

@@ -1,5 +1,6 @@
 """Worlds of ranks, started once per session and used by all tests."""
 
+import late_group
 from first_difference import hung
 from training import choose_exact_kernels
 
@@ -32,17 +33,21 @@ class Worlds:
 class WorldsThatMayHang(Worlds):
     """Those of an engine that --engine names: ranks that wait in vain give up soon, and are counted.
 
-    What they print goes to a log: libraries have much to say.
+    What they print goes to a log: libraries have much to say. Their collectives may be `late`: see `late_group`.
     """
 
-    def __init__(self, log):
+    def __init__(self, log, late=False):
         super().__init__(timeout=20)
+        self._late = late
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("")
         self._log = log
 
     def open(self, size):
-        return WorldThatMayHang(size, oversubscribe=True, timeout=self._timeout, log=self._log)
+        world = WorldThatMayHang(size, oversubscribe=True, timeout=self._timeout, log=self._log)
+        if self._late:
+            world.run(late_group.enter)
+        return world
 
 
 class WorldThatMayHang(LocalWorld):

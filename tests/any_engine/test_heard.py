@@ -1,0 +1,142 @@
+"""What an engine is told it does, and what it says of itself is so: no option is taken and forgotten."""
+
+import contextlib
+import gc
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from matrix import reduces_at_once
+from training import batch, claimed, inputs, make_engine, or_reason, train_step
+from trap_models import Net
+from trap_models import step as take_a_step
+
+from common import models
+from common.measure.memory import storage_bytes, storage_id
+from common.models import count
+from common.ranks.sockets import bytes_sent_by_own_sockets
+from common.train import sha256
+
+GRADIENT = 4 * count(models.build("gpt-nano"))  # bytes, in fp32
+on_cpus = pytest.mark.skipif(
+    sys.platform != "linux" or torch.cuda.is_available(), reason="looks at gloo and its sockets"
+)
+
+
+def sends_in_backward(world, engine):
+    return or_reason(_sends_in_backward, world, engine)
+
+
+def _sends_in_backward(world, engine):
+    """Bytes that the kernel saw this rank send in a forward and backward, under no_sync and not."""
+    made, sent = make_engine(engine, "gpt-nano", bucket_mb=0.5), {}
+    for step in range(2):  # the first sets up connections
+        for quiet in (True, False):
+            dist.barrier()
+            before = bytes_sent_by_own_sockets()
+            with made.no_sync() if quiet else contextlib.nullcontext():
+                samples, targets = batch(made.module, world, step)
+                made.backward(models.loss(made(samples), targets))
+            made.synchronize()
+            dist.barrier()
+            sent[quiet] = bytes_sent_by_own_sockets() - before
+        made.step()
+    return sent[True], sent[False]
+
+
+@on_cpus
+@pytest.mark.seven
+@pytest.mark.parametrize("size", [2])
+def test_under_no_sync_no_gradient_is_sent(worlds, size, engine):
+    if reduces_at_once(engine):
+        pytest.skip("it says that every backward reduces")
+    once = GRADIENT * (size - 1) / size  # a pass over it
+    for quiet, loud in claimed(worlds(size).run(sends_in_backward, engine)):
+        said = f"a backward sends {quiet} bytes under no_sync, and {loud} without: was it heard?"
+        assert min(quiet, once - (loud - quiet)) < 0.1 * once, said
+
+
+class Scaled(Net):
+    """Has a buffer that scales what it returns."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(float(scale)))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale.to(x.dtype)
+
+
+def begins_with(world, engine):
+    return or_reason(_begins_with, world, engine)
+
+
+def _begins_with(world, engine):
+    """Digests of the first values that a rank brings, and of those that it begins with; None where it is refused."""
+    torch.manual_seed(world.rank)
+    module = Scaled(world.rank + 1).to(world.device)
+    given = sha256(module.state_dict())
+    try:
+        made = make_engine(engine, module)
+    except NotImplementedError:
+        raise
+    except (RuntimeError, ValueError):
+        return given, None
+    made.eval()
+    weights = sha256({name: value for name, value in made.full_state_dict().items()})
+    made.train()
+    take_a_step(made, inputs(world, 0))
+    return given, weights, made.module.scale.item()
+
+
+@pytest.mark.seven
+@pytest.mark.parametrize("size", [2])
+def test_ranks_that_bring_other_first_values_begin_with_those_of_rank_0_or_are_refused(worlds, size, engine):
+    ranks = claimed(worlds(size).run(begins_with, engine))
+    refused = [rank[1] is None for rank in ranks]
+    if not all(refused):
+        assert not any(refused)
+        weights, scales = zip(*(rank[1:] for rank in ranks), strict=True)
+        assert set(weights) == {ranks[0][0]}, "ranks keep first weights of their own"
+        assert set(scales) == {1.0}, "ranks keep buffers of their own"
+
+
+def holds_before_a_step(world, engine):
+    return or_reason(_holds_before_a_step, world, engine)
+
+
+def _holds_before_a_step(world, engine):
+    """Bytes of all tensors that an engine has when a second backward is over, and those that it tells."""
+    before = storages()
+    made = make_engine(engine, "gpt-nano", bucket_mb=0.1)
+    train_step(made, world)
+    samples, targets = batch(made.module, world, 1)
+    made.backward(models.loss(made(samples), targets))
+    made.synchronize()
+    held = sum(nbytes for place, nbytes in storages().items() if place not in before)
+    made.step()
+    told = made.model_state_bytes() if hasattr(made, "model_state_bytes") else None
+    if told is None:
+        raise NotImplementedError("it tells no bytes: model_state_bytes()")
+    if hasattr(made, "accounts"):  # ours: on the host, which here is the same memory, and between it and a disk
+        on_host = sum(made.accounts.measured().get("host_state_bytes", {}).values())
+        told = {**told, "on the host": on_host, "in flight": storage_bytes(made.live()["buckets in flight"])}
+    return held, sum(told.values())
+
+
+def storages():
+    """The storages of all tensors of this process, {place: bytes}."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
+    return {
+        storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors if tensor.layout is torch.strided
+    }
+
+
+@on_cpus
+@pytest.mark.seven
+@pytest.mark.parametrize("size", [2])
+def test_an_engine_holds_no_more_than_it_tells(worlds, size, engine):
+    for held, told in claimed(worlds(size).run(holds_before_a_step, engine)):
+        assert held < 1.05 * told + GRADIENT / 4, f"{held} bytes are held, and {told} of them told"

@@ -1,0 +1,68 @@
+"""The mean over tokens: what ranks with unequal numbers of them train is what one process trains on all of them."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from matrix import OPTIMIZERS, OPTIONS, Cell, targets_that_count, trained
+from training import batch, claimed, message_of
+
+from common import models
+from common.compare import relative_difference
+from common.loss import IGNORED, TokenMean
+
+OPTION = "accumulated, unequal tokens"
+
+
+def in_one_process(cell, mean_of_means=False):
+    """What a plain loop over the tokens of all ranks comes to; or over their means, which is wrong."""
+    module = models.build(cell.model, device="cpu")
+    models.materialize(module, models.initial_values(0), "cpu")
+    optimizer = OPTIMIZERS["SGD with momentum"](module.parameters())
+    ranks = [SimpleNamespace(rank=rank, size=cell.world_size, device="cpu") for rank in range(cell.world_size)]
+    micro_batches = OPTIONS[OPTION].micro_batches
+    for step in range(cell.steps):
+        sums, counts = [], []
+        for index in range(micro_batches * step, micro_batches * (step + 1)):
+            for rank in ranks:
+                targets = targets_that_count(rank, SimpleNamespace(module=module), cell, index)
+                logits = module(batch(module, rank, index)[0])
+                sums.append(F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum"))
+                counts.append((targets != IGNORED).sum())
+        means = [total / count for total, count in zip(sums, counts, strict=True)]
+        (sum(means) / len(means) if mean_of_means else sum(sums) / sum(counts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+@functools.cache
+def one_process(cell):
+    return in_one_process(cell), in_one_process(cell, mean_of_means=True)
+
+
+@pytest.mark.seven
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_with_unequal_numbers_of_tokens_end_as_one_process_does_over_all_of_them(worlds, size, engine):
+    cell = Cell("gpt-tiny", "fp32", size, OPTION, "SGD with momentum")
+    right, wrong = one_process(cell)
+    weights = claimed(trained(worlds, engine, cell))[0]["weights"]
+    assert relative_difference(weights, right) < 1e-5
+    assert relative_difference(wrong, right) > 1e-3  # which a mean of means would be off
+
+
+def agreed(world, numbers):
+    """What ranks agree on that have so many tokens, in two micro-batches; or what is said."""
+    number, over = numbers[world.rank], TokenMean()
+    targets = torch.full((2, 8), IGNORED, device=world.device)
+    targets.view(-1)[:number] = 0
+    return message_of(over.agree, targets) or (over.tokens, over.share(torch.tensor(float(number))).item())
+
+
+def test_a_rank_may_have_no_tokens_if_others_do(worlds):
+    assert worlds(3).run(agreed, [0, 5, 1]) == [(6, 0.0), (6, 2.5), (6, 0.5)]
+    assert (
+        worlds(3).run(agreed, [0, 0, 0]) == ["no rank has a token that counts: all targets of this step are -100"] * 3
+    )

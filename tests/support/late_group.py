@@ -1,0 +1,204 @@
+"""A process group that is as late as it may be, for engines that call torch.distributed themselves.
+
+Between an asynchronous collective and its `wait()` nobody knows whether it has run. gloo is mostly done by then, and
+who does not wait gets away with it. Here it runs when somebody waits, with all that were begun before it: its input is
+read then, and its output holds no number until then. What is given to a callback (`get_future()`, as DDP does) runs on
+a thread, some time later.
+
+    pytest tests --engine my_package.my_module:MyEngine --late
+"""
+
+import queue
+import random
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from common.ranks import lanes
+
+NAME = "late"
+DELAYS = (0.0, 1e-3, 4e-3)  # seconds, of which one is drawn before what a callback waits for
+
+
+class LateWork(dist.Work):
+    """What was begun: `run` once somebody waits.
+
+    Args:
+        group: the LateGroup.
+        begin: starts the collective with gloo, and returns gloo's own work.
+        outputs: the tensors that it writes.
+        private: {a tensor that it reads and writes: a copy of what it read}.
+    """
+
+    def __init__(self, group, begin, outputs, private):
+        super().__init__()
+        self.group, self.begin, self.outputs, self.private = group, begin, outputs, private
+        self.done = False
+        for output in outputs:
+            poison(output)
+
+    def run(self):
+        for tensor, copy in self.private.items():
+            if is_poisoned(tensor):  # else somebody has written there, which is what is read
+                tensor.copy_(copy)
+        self.begin().wait()
+        self.done, self.begin = True, None
+
+    def wait(self, timeout=None):
+        self.group.run_up_to(self)
+        return True
+
+    def is_completed(self):
+        return self.done
+
+    def is_success(self):
+        return self.done
+
+    def synchronize(self):
+        self.wait()
+
+    def result(self):
+        return self.outputs
+
+    def get_future(self):
+        future = torch.futures.Future()
+        self.group.run_later(self, future)
+        return future
+
+
+def poison(tensor):
+    with torch.no_grad():
+        tensor.detach().fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+
+
+def is_poisoned(tensor):
+    if tensor.is_floating_point():
+        return bool(tensor.isnan().all())
+    return bool((tensor == torch.iinfo(tensor.dtype).max).all())
+
+
+class LateGroup(dist.ProcessGroup):
+    """gloo, as late as it may be.
+
+    Args:
+        store, rank, size, timeout: as torch hands them to who makes a group.
+    """
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._begun, self._lock, self._dice = [], threading.RLock(), random.Random(rank)
+        self._asked = queue.SimpleQueue()
+        threading.Thread(target=self._answer, daemon=True).start()
+
+    def getBackendName(self):
+        return NAME
+
+    def _set_group_name(self, name):
+        self._name = name
+
+    @property
+    def group_name(self):
+        return self._name
+
+    def run_up_to(self, work):
+        """Run what was begun before a work, in that order, and then itself."""
+        with self._lock:
+            while not work.done:
+                self._begun.pop(0).run()
+
+    def run_later(self, work, future):
+        self._asked.put((work, future))
+
+    def _answer(self):
+        while True:
+            work, future = self._asked.get()
+            time.sleep(self._dice.choice(DELAYS))
+            self.run_up_to(work)
+            future.set_result(work.outputs)
+
+    def _submit(self, method, outputs, inputs, *args):
+        """Begin a collective: `method` of gloo with `args`, which reads `inputs` and writes `outputs`."""
+        private = {t: t.detach().clone() for t in inputs if any(shares(t, output) for output in outputs)}
+        work = LateWork(self, lambda: getattr(self._gloo, method)(*args), outputs, private)
+        with self._lock:
+            self._begun.append(work)
+        return work
+
+    # ---- what reads and writes the same tensors
+
+    def allreduce(self, tensors, opts):
+        return self._submit("allreduce", tensors, tensors, tensors, opts)
+
+    def allreduce_coalesced(self, tensors, opts):
+        return self._submit("allreduce_coalesced", tensors, tensors, tensors, opts)
+
+    def broadcast(self, tensors, opts):
+        outputs = [] if opts.rootRank == self.rank() else tensors
+        return self._submit("broadcast", outputs, [], tensors, opts)
+
+    def reduce(self, tensors, opts):
+        outputs = tensors if opts.rootRank == self.rank() else []
+        return self._submit("reduce", outputs, tensors, tensors, opts)
+
+    # ---- what reads some, and writes others
+
+    def allgather(self, outputs, inputs, opts):
+        return self._submit("allgather", [t for some in outputs for t in some], inputs, outputs, inputs, opts)
+
+    def _allgather_base(self, output, tensor, opts):
+        return self._submit("_allgather_base", [output], [tensor], output, tensor, opts)
+
+    def allgather_into_tensor_coalesced(self, outputs, inputs, opts):
+        return [self._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
+
+    def reduce_scatter(self, outputs, inputs, opts):
+        return self._submit("reduce_scatter", outputs, [t for some in inputs for t in some], outputs, inputs, opts)
+
+    def _reduce_scatter_base(self, output, tensor, opts):
+        return self._submit("_reduce_scatter_base", [output], [tensor], output, tensor, opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts):
+        return [self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
+
+    def alltoall_base(self, output, tensor, output_sizes, input_sizes, opts):
+        return self._submit("alltoall_base", [output], [tensor], output, tensor, output_sizes, input_sizes, opts)
+
+    def alltoall(self, outputs, inputs, opts):
+        return self._submit("alltoall", outputs, inputs, outputs, inputs, opts)
+
+    def gather(self, outputs, inputs, opts):
+        return self._submit("gather", [t for some in outputs for t in some], inputs, outputs, inputs, opts)
+
+    def scatter(self, outputs, inputs, opts):
+        return self._submit("scatter", outputs, [t for some in inputs for t in some], outputs, inputs, opts)
+
+    def send(self, tensors, peer, tag):
+        return self._submit("send", [], [], tensors, peer, tag)
+
+    def recv(self, tensors, peer, tag):
+        return self._submit("recv", tensors, [], tensors, peer, tag)
+
+    def barrier(self, opts):
+        return self._submit("barrier", [], [], opts)
+
+    # torch has renamed these; older versions call them by the names above.
+    all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+
+def shares(one, other):
+    """Whether two tensors lie in the same memory."""
+    return one.numel() and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def enter(world):
+    """On a rank: have a late group in the place of the default one."""
+    dist.Backend.register_backend(NAME, LateGroup, devices=["cpu"])
+    lanes.LANES[NAME] = lanes.InlineLane
+    store = dist.PrefixStore(NAME, dist.group.WORLD.get_group_store())
+    dist.destroy_process_group()
+    dist.init_process_group(NAME, store=store, rank=world.rank, world_size=world.size)
