@@ -19,7 +19,7 @@ def table(results):
         f"\n{results['hardware']}"
     )
     more = {name: key for name, key in MORE.items() if any(found.get(key, 0) != 0 for found in results["rows"])}
-    header = ("", "precision", "measured", "predicted", "of that", "to stage 0", "ideal", *more)
+    header = ("", "in", "measured", "predicted", "of that", "to stage 0", "ideal", *more)
     rows = []
     for found in results["rows"]:
         cells = (

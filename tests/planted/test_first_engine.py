@@ -106,7 +106,7 @@ def test_failures_are_grouped_by_what_their_cells_share():
     groups = grouped({**causes, alone: "off"})
     assert {cause: [which for which, _ in named] for cause, named in groups.items()} == {
         "crash": [f"all {len(crashing)} cells at 2 or more ranks of resnet-tiny"],
-        "off": ["all 9 cells that accumulate", "1 cell"],
+        "off": ["all 12 cells that accumulate", "1 cell"],
     }
 
 

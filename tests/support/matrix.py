@@ -262,13 +262,13 @@ def train_cell(world, engine, cell, folder=None, traced=False, half=None):
         also the whole state before, "start", and after it the "weights", the "frozen" ones and the "buffers". A string
         is the reason why the engine does not claim the cell.
     """
-    with unwritten_memory_is_nan():
+    with unwritten_memory_is_nan(), torch.random.fork_rng():
         return or_reason(_train_cell, world, engine, cell, folder, traced, half)
 
 
 def _train_cell(world, engine, cell, folder, traced, half):
     notes = Notes(traced)
-    if cell.model in CASES and cell.option == "plain":
+    if cell.model in CASES and cell.option in SINGLE:
         made, start = _train_trap(world, engine, cell, notes)
     else:
         made, start = _train_in_steps(world, engine, cell, folder, notes, half)
