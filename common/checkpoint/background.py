@@ -12,6 +12,7 @@ from common.checkpoint.checkpoint import Snapshot, write
 from common.measure.memory import storage_bytes
 from common.ranks.collectives import Collectives
 from common.ranks.lanes import lane_of
+from common.ranks.nodes import new_group
 
 _groups = weakref.WeakKeyDictionary()  # process group -> the one of its saves, as long as the first lives
 
@@ -35,7 +36,7 @@ class Saving:
         snapshot = Snapshot(engine, path, extra, apart=True)
         self.tensors, self.told = list(snapshot.tensors.values()), False
         self.nbytes = storage_bytes(self.tensors)
-        comm = Collectives(_group_of(engine.comm.group))
+        comm = Collectives(_group_of(engine.comm))
         self._handle = lane_of(comm.group, comm.backend, "saving").submit(partial(self._save, comm, path, snapshot))
 
     def _save(self, comm, path, snapshot):
@@ -57,9 +58,8 @@ class Saving:
             raise
 
 
-def _group_of(group):
+def _group_of(comm):
     """The group of the saves of a process group's engines, made with the first of them. A collective."""
-    if group not in _groups:
-        ranks = dist.get_process_group_ranks(group)
-        _groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return _groups[group]
+    if comm.group not in _groups:
+        _groups[comm.group] = new_group(comm, dist.get_process_group_ranks(comm.group), backend="gloo")
+    return _groups[comm.group]

@@ -117,7 +117,7 @@ class Collectives:
 
     def by_nodes(self):
         """The collectives (inside this rank's node, across nodes) by `ranks_per_node`: see `nodes`. A collective."""
-        inside, across = nodes.groups_of(self.group, self.ranks_per_node)
+        inside, across = nodes.groups_of(self, self.ranks_per_node)
         inside, across = (
             Collectives(group, deterministic=self.ordered, whole=self, where=where)
             for group, where in ((inside, nodes.IN_NODE), (across, nodes.ACROSS_NODES))

@@ -46,23 +46,36 @@ def check_ranks_per_node(count, size):
     return count
 
 
-def groups_of(group, per_node):
-    """This rank's groups (inside its node, across nodes), made once for a process group. A collective."""
+def groups_of(comm, per_node):
+    """This rank's groups (inside its node, across nodes), made once for a process group. A collective over `comm`."""
+    group = comm.group
     made = _groups.setdefault(group, {})
     if per_node not in made:
         ranks, (node, place) = dist.get_process_group_ranks(group), divmod(group.rank(), per_node)
         made[per_node] = (
-            _part(group, ranks[node * per_node : (node + 1) * per_node]),
-            _part(group, ranks[place::per_node]),
+            _part(comm, ranks[node * per_node : (node + 1) * per_node]),
+            _part(comm, ranks[place::per_node]),
         )
     return made[per_node]
 
 
-def _part(group, ranks):
-    if len(ranks) == group.size():
-        return group
+def _part(comm, ranks):
+    if len(ranks) == comm.size:
+        return comm.group
     with small_send_buffers():
-        return dist.new_group(ranks, timeout=_timeout(group), use_local_synchronization=True)
+        return new_group(comm, ranks, timeout=_timeout(comm.group))
+
+
+def new_group(comm, ranks, **options):
+    """A process group of some ranks of another, with this one among them. A collective over `comm`.
+
+    torch names it by how many groups a rank knows, and ranks that know unequally many, as where some stand outside of a
+    group, would wait for each other for ever. So who knows fewer first makes some of its own.
+    """
+    known = len(dist.distributed_c10d._world.pg_names)  # torch has no public name for it
+    for _ in range(max(comm.gather_objects(known, "how many groups there are")) - known):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    return dist.new_group(ranks, use_local_synchronization=True, **options)
 
 
 def _timeout(group):

@@ -7,12 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from training import ENGINES, batch, make_engine, same_bits, train_step
 
 from common.checkpoint import tensor_file
 from common.errors import InputError
 from common.measure.memory import HOST, Timeline, storage_bytes
+from common.ranks.world import LocalWorld
 
 write = tensor_file.write
 
@@ -44,6 +46,18 @@ def saved_beside(world, engine, path):
     for number in (1, 2):
         train_step(other, world, number)
     return begun, step, same_bits(made.full_state_dict(), other.full_state_dict()), at_the_call
+
+
+def saved_where_ranks_know_other_groups(world, path):
+    """The same, after some ranks alone have made a group."""
+    for members in ([0, 1], [1, 2], [1]):
+        dist.new_group(members)
+    return saved_beside(world, "stage1_os", path)[1]
+
+
+def test_ranks_that_know_unequally_many_groups_save_together(tmp_path):
+    with LocalWorld(3, oversubscribe=True, timeout=20) as world:  # the first save of a world makes its group
+        assert world.run(saved_where_ranks_know_other_groups, tmp_path) == [1, 1, 1]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
