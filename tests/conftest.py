@@ -115,11 +115,11 @@ def is_of_offload(item):
 def in_turn(item):
     """Whether a stage trains a cell: each model at each size, in one precision, while the next stage takes the next.
 
-    Of crossings each engine trains every third.
+    Of crossings each engine trains every fourth.
     """
     how = item.callspec.params if hasattr(item, "callspec") else {}
     if "crossing" in how:
-        return (CROSSINGS.index(how["crossing"]) + SEVEN.index(how["engine"])) % 3 == 0
+        return (CROSSINGS.index(how["crossing"]) + SEVEN.index(how["engine"])) % 4 == 0
     cell, stage = how.get("cell"), how.get("engine")
     if cell is None or stage not in STAGES or cell.option != "plain" or cell.world_size > 4:
         return True

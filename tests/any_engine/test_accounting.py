@@ -2,15 +2,17 @@
 
 import functools
 import itertools
+import json
 import sys
+import tempfile
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from formulas import bytes_held, bytes_sent
 from stage_probes import in_flight
-from traces import allocations
 from training import ENGINES, STAGES, batch, claimed, follows, inputs, make_engine, or_reason, small_engine, train_step
 from trap_models import CASES, InputsRequireGrad, Net
 from trap_models import step as take_a_step
@@ -254,7 +256,11 @@ def cpu_peak(run):
     """The allocation events that torch's profiler sees, added up."""
     with torch.profiler.profile(profile_memory=True) as profile:
         run()
-    return max(itertools.accumulate(allocations(profile), initial=0))
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    changes = sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"])
+    return max(itertools.accumulate((event["args"]["Bytes"] for event in changes), initial=0))
 
 
 def cuda_peak(run):

@@ -77,7 +77,7 @@ def _idea(worlds, cell, at, ours, expected):
     """What is wrong, in words, where the engine is as one is that is wrong in a known way: see `wrong_engines`."""
     one, right = (_numbers(side[0]["events"][at][1]) for side in (ours, expected))
     far = {}
-    for idea in wrong_engines.IDEAS:
+    for idea in (idea for idea in wrong_engines.IDEAS if idea.touches(cell)):
         with tempfile.TemporaryDirectory() as folder:
             theirs = trained(worlds, f"wrong_engines:{idea.__name__}", cell, folder, traced=True)
         far[idea] = (one - _numbers(theirs[0]["events"][at][1])).norm().nan_to_num(math.inf)

@@ -1,9 +1,6 @@
-"""A trace of a training step, and the rows that it has; what a profile has seen allocated."""
+"""A trace of a training step, and the rows that it has."""
 
 import gc
-import json
-import tempfile
-from pathlib import Path
 
 from training import batch, make_engine
 
@@ -42,12 +39,3 @@ def rows_of(trace, beginning):
     rows = row_names(trace)
     found = [event for event in trace["traceEvents"] if event["name"].startswith(beginning)]
     return {rows[event["pid"], event["tid"]].split("/")[1] for event in found}
-
-
-def allocations(profile):
-    """What a profile with memory has seen torch allocate, in bytes, and free, in bytes below 0: one after the other."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        profile.export_chrome_trace(file.name)
-        events = json.loads(Path(file.name).read_text())["traceEvents"]
-    changes = sorted((event for event in events if event["name"] == "[memory]"), key=lambda event: event["ts"])
-    return [event["args"]["Bytes"] for event in changes]

@@ -1,15 +1,18 @@
 """Engines that are wrong as sharded trainers have been, in silence. A docstring says what is wrong.
 
 Those of `IDEAS` are also what a failure is compared with: an engine that ends where one of them does is wrong as it is.
+Their `touches` says in which cells they can be told from one that is right.
 """
 
 import contextlib
 import math
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from baseline import AverageAfterBackward, mean_in_rank_order
-from first_engine import DataParallel, StepResult
+from first_engine import DataParallel, StepResult, any_cell, clips, several_ranks
+from matrix import OPTIONS
 from torch.func import functional_call
 
 from stage0_ddp import Engine
@@ -18,8 +21,30 @@ from stage2_grad import Engine as ShardedGradients
 # ---- ideas --------------------------------------------------------------------------------------------------------
 
 
+def accumulates(cell):
+    return OPTIONS[cell.option].micro_batches > 1
+
+
+def has_groups(cell):
+    return OPTIONS[cell.option].groups
+
+
+def clips_groups(cell):
+    return clips(cell) and has_groups(cell)
+
+
+def in_16_bit(cell):
+    return cell.precision != "fp32"
+
+
+def resumes(cell):
+    return OPTIONS[cell.option].resumed or OPTIONS[cell.option].elsewhere
+
+
 class NoDivision(AverageAfterBackward):
     """gradients are added over ranks, and not divided by their number"""
+
+    touches = staticmethod(several_ranks)
 
     def mean(self, gradient):
         return mean_in_rank_order(gradient, factor=dist.get_world_size())
@@ -28,12 +53,16 @@ class NoDivision(AverageAfterBackward):
 class EachForItself(AverageAfterBackward):
     """each rank trains for itself"""
 
+    touches = staticmethod(several_ranks)
+
     def mean(self, gradient):
         return gradient
 
 
 class LastBucketDropped(AverageAfterBackward):
     """the last bucket is never reduced: there each rank has its own gradient"""
+
+    touches = staticmethod(several_ranks)
 
     def average(self):
         last = [*self.own][-2:]
@@ -47,6 +76,8 @@ class LastBucketDropped(AverageAfterBackward):
 class OnlyTheLastMicroBatch(AverageAfterBackward):
     """of several backwards before a step the last alone counts"""
 
+    touches = staticmethod(accumulates)
+
     def backward(self, loss):
         self.zero_grad()
         super().backward(loss)
@@ -54,6 +85,8 @@ class OnlyTheLastMicroBatch(AverageAfterBackward):
 
 class MeanOfMeans(AverageAfterBackward):
     """the sum of several backwards is divided by their number, whatever each of them counts for"""
+
+    touches = staticmethod(accumulates)
 
     backwards = 0
 
@@ -70,6 +103,8 @@ class MeanOfMeans(AverageAfterBackward):
 
 class LocalNorm(AverageAfterBackward):
     """the norm that clips is that of this rank's own gradient"""
+
+    touches = staticmethod(clips)
 
     squares = 0.0
 
@@ -88,6 +123,8 @@ class LocalNorm(AverageAfterBackward):
 class NormOfTheFirstGroup(AverageAfterBackward):
     """the norm that clips is that of the first parameter group alone"""
 
+    touches = staticmethod(clips_groups)
+
     def clip(self):
         masters = self.masters
         self.masters = {master: master for master in self.optimizer.param_groups[0]["params"]}
@@ -104,6 +141,8 @@ class NormOfTheFirstGroup(AverageAfterBackward):
 class ClipsAfterTheStep(AverageAfterBackward):
     """nothing is clipped before the optimizer steps"""
 
+    touches = staticmethod(clips)
+
     def clip(self):
         clip_norm, self.clip_norm = self.clip_norm, math.inf
         norm = super().clip()
@@ -114,6 +153,8 @@ class ClipsAfterTheStep(AverageAfterBackward):
 class DecayOfGroupsIgnored(AverageAfterBackward):
     """all parameter groups have the weight decay of the optimizer"""
 
+    touches = staticmethod(has_groups)
+
     def __init__(self, model, optimizer, **options):
         super().__init__(model, optimizer, **options)
         for group in self.optimizer.param_groups:
@@ -122,6 +163,8 @@ class DecayOfGroupsIgnored(AverageAfterBackward):
 
 class FirstGroupAlone(AverageAfterBackward):
     """the first parameter group alone is stepped"""
+
+    touches = staticmethod(has_groups)
 
     def __init__(self, model, optimizer, **options):
         super().__init__(model, optimizer, **options)
@@ -138,6 +181,8 @@ class FirstGroupAlone(AverageAfterBackward):
 
 class StaleByOneStep(AverageAfterBackward):
     """forward and backward read the weights of the step before"""
+
+    touches = staticmethod(any_cell)
 
     before = None
 
@@ -161,6 +206,8 @@ class StaleByOneStep(AverageAfterBackward):
 class NoMaster(AverageAfterBackward):
     """in 16-bit there are no fp32 master weights: the rounded ones are stepped"""
 
+    touches = staticmethod(in_16_bit)
+
     def step(self):
         with torch.no_grad():
             for parameter, master in self.masters.items():
@@ -170,6 +217,8 @@ class NoMaster(AverageAfterBackward):
 
 class StepCountReset(AverageAfterBackward):
     """the optimizer counts its steps from 0 again when a checkpoint is loaded"""
+
+    touches = staticmethod(resumes)
 
     def load(self, path):
         extra = super().load(path)
@@ -277,8 +326,9 @@ class DeafToNoSync(Engine):
 class FirstValuesNeverSent(DataParallel):
     """each rank begins with the weights that it was given"""
 
-    def send_first_values(self):
-        pass
+    def __init__(self, model, optimizer, **options):
+        with mock.patch.object(dist, "broadcast"):
+            super().__init__(model, optimizer, **options)
 
 
 class UnwrittenPadding(AverageAfterBackward):

@@ -82,13 +82,13 @@ def capacity(results):
         A matplotlib Figure.
     """
     precisions = list(dict.fromkeys(row["precision"] for row in results["rows"]))
-    figure, panels = plt.subplots(
-        1, len(precisions), figsize=(6 * len(precisions), 4.6), layout="constrained", sharey=True, squeeze=False
-    )
-    for axes, precision in zip(panels[0], precisions, strict=True):
+    engines = len(results["rows"]) // len(precisions)
+    size = max(6.4, 1 + 1.4 * engines), 1 + 3.6 * len(precisions)
+    figure, panels = plt.subplots(len(precisions), 1, figsize=size, layout="constrained", squeeze=False)
+    for axes, precision in zip(panels[:, 0], precisions, strict=True):
         largest_models(axes, [row for row in results["rows"] if row["precision"] == precision])
         axes.set_title(precision)
-    panels[0, 0].set_ylabel("parameters, in millions")
+        axes.set_ylabel("parameters, in millions")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle(
@@ -116,7 +116,7 @@ def largest_models(axes, rows):
                 label=("measured" if measured else "predicted") if position == 0 else None,
             )
             ratio = row["ratio_to_stage0"] if measured else None
-            axes.bar_label(bar, [f"{row[key] / 1e6:.0f}" + (f"\n{ratio:.2f}x" if ratio else "")])
+            axes.bar_label(bar, [f"{row[key] / 1e6:.0f}" + (f"\n{ratio:.2f}x" if ratio else "")], fontsize=9)
     stage_axis(axes, rows, headroom=1.15)
 
 

@@ -108,7 +108,7 @@ def throughput(axes, rows):
     """Bars of tokens per second, all ranks together."""
     speeds = [row["tokens_per_second"] or 0 for row in rows]
     bars = axes.bar(range(len(rows)), speeds, 0.5, color="#56B4E9")
-    axes.bar_label(bars, [f"{speed:,.0f}" if speed else "-" for speed in speeds])
+    axes.bar_label(bars, [f"{speed:,.0f}" if speed else "-" for speed in speeds], label_type="center")
     stage_axis(axes, rows, headroom=1.12)
     axes.set_ylabel("tokens per second")
     axes.set_title("Throughput")
