@@ -23,6 +23,10 @@ NAMES = tuple(LEVELS)
 RECOMPUTED = [("checkpoints", level) for level in FACTORS["checkpoints"] if level]
 # Running means that are recomputed go on twice, which is no matter of engines.
 NEVER = {frozenset([("model", model), how]) for model in (*WITHOUT_BLOCKS, "buffers") for how in RECOMPUTED}
+ALSO = [  # where three have to meet: on one rank no stream can be another's
+    ["dropout", "fp32", 2, "SGD", "accumulated", "", "", "", "", "reentrant checkpoints", "", "resumed"],
+    ["dropout", "bf16", 3, "SGD", "under no_sync", "", "", "", "", "checkpoints", "", "resumed"],
+]
 TRIES = 50
 
 
@@ -63,6 +67,6 @@ def search(seed=0):
 
 
 if __name__ == "__main__":
-    found = search()
+    found = search() + ALSO
     FILE.write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
     print(f"{len(found)} trainings, in which {len(wanted())} pairs meet")
