@@ -10,6 +10,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 fake_tensors = FakeTensorMode  # a context without values; torch has no public name for it
 
 
+def let_go(tensor):
+    """Say that this stream may still read what is dropped now: on CUDA it may have been made on another one.
+
+    Backward runs on the streams of the forward, and the allocator knows of no other use of what is made there.
+    """
+    if torch.is_tensor(tensor) and tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream())
+
+
 def tensors_in(value):
     found = []
 

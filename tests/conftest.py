@@ -16,6 +16,9 @@ from worlds import HANGS, Worlds, WorldsThatMayHang, hangs
 from common.errors import InputError
 from common.train import find_engine
 
+# The files that take minutes begin, so that of two processes none is left alone with one of them.
+LONG = ("test_equivalence", "test_runs", "test_notebooks", "test_commands")
+
 if torch.cuda.is_available():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may choose another order of additions
 
@@ -104,6 +107,7 @@ def pytest_collection_modifyitems(config, items):
             chosen = [item for item in chosen if is_quick(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+    items.sort(key=lambda item: item.path.stem not in LONG)
 
 
 def is_of_offload(item):

@@ -9,7 +9,7 @@ from torch import nn
 
 from common.engine.layout import Run
 from common.engine.master_weights import Piece
-from common.tensors import end_to_end, length, within
+from common.tensors import end_to_end, length, let_go, within
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class Bucket(Run, Piece):
         if self.local is not self.gradients:
             self.local = None
         for piece in self.pieces:
+            let_go(piece.carried)
             piece.carried = None
 
     @property
@@ -241,6 +242,5 @@ class Bucket(Run, Piece):
     def _resize_gradients(self, nbytes):
         storage = self.gradients.untyped_storage()
         if storage.nbytes() != nbytes:
-            if self.gradients.is_cuda:  # made in backward, on a stream that need not be this one, which may still read
-                self.gradients.record_stream(torch.cuda.current_stream())
+            let_go(self.gradients)
             storage.resize_(nbytes)

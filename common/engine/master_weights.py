@@ -4,6 +4,8 @@ import contextlib
 
 import torch
 
+from common.tensors import let_go
+
 
 class Piece:
     """A part of a run: its master weights, where its mean gradient arrives, and what is rounded from them.
@@ -70,6 +72,7 @@ class Piece:
             self.carried.add_(self.reduced)
         elif self.carried is not None:
             self.reduced.add_(self.carried)
+            let_go(self.carried)
             self.carried = None
 
 

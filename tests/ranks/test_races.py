@@ -1,0 +1,273 @@
+"""On CUDA nothing races that a clock can see, and each wait has a reason. That needs no GPU, and replaces none."""
+
+import ast
+import contextlib
+import functools
+import importlib
+import inspect
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_gpu import CUDA, Devices, Gpu, OnAStreamOfItsOwn, with_streams
+from places import ROOT
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from training import UNFUSED, find_engine
+from trap_models import WIDTH, Net
+
+from common.engine.mixed_precision import LossScaler
+from common.models.recompute import run_blocks
+from common.tiers.activations import HostActivations
+
+# What waits, or tells somebody that he has to. The mutants leave out one of these at a time.
+WAITS = {"wait", "wait_on_host", "wait_event", "wait_stream", "record_stream", "follow", "result", "let_go"}
+FILES = [
+    "common/tensors.py",
+    "common/ranks/lanes.py",
+    "common/ranks/collectives.py",
+    "common/engine/base.py",
+    "common/engine/bucket.py",
+]
+FILES += ["common/engine/master_weights.py"]
+FILES += [
+    f"common/tiers/{name}.py" for name in ("bus", "memory", "stepping", "sub_group", "disk", "swap", "activations")
+]
+FILES += ["stage3_param/engine.py", "offload/cpu.py", "offload/nvme.py", "zeropp/engine.py", "zeropp/transports.py"]
+
+
+def straight():
+    """Nothing in it is used twice: where autograd adds gradients up, the fake does not know on which stream."""
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, 9), torch.nn.Tanh(), torch.nn.Linear(9, WIDTH, bias=False))
+
+
+def interrupt(gpu, engine):
+    """A backward that fails in the middle, and what a loop does then."""
+
+    def fail(gradient):
+        raise KeyboardInterrupt
+
+    x = torch.randn(2, 3, WIDTH).to(CUDA).requires_grad_()
+    loss = with_streams(gpu, engine(x).square().mean())
+    x.register_hook(fail)
+    with contextlib.suppress(KeyboardInterrupt):
+        engine.backward(loss)
+    engine.zero_grad()
+
+
+def work_beside(gpu, engine):
+    """What a user may do on a stream of a module, such as to prepare a batch: new memory needs no wait."""
+    for module in engine.module.modules():
+        if isinstance(module, OnAStreamOfItsOwn):
+            with gpu.on(module.stream):
+                torch.zeros(2, 3, WIDTH, device=CUDA)
+
+
+class Saving(HostActivations):
+    """The GPU's names are known in a hook of an operation as well."""
+
+    def __init__(self, gpu, engine):
+        self._gpu = gpu
+        super().__init__(engine)
+
+    def pack_hook(self, tensor):
+        with Devices(self._gpu):
+            return super().pack_hook(tensor)
+
+
+def train(gpu, name, options, checkpoint, micro_batches=2, precision="fp32", beside=False, host_activations=False):
+    """A few steps of a small model on the fake GPU: accumulated, interrupted, evaluated, saved and loaded.
+
+    With `beside`, each block runs on a stream of its own; with `host_activations`, their inputs go to the host.
+    """
+    torch.manual_seed(0)
+    model = Net(block=functools.partial(OnAStreamOfItsOwn, gpu, straight)) if beside else Net()
+    engine = find_engine(name)(model.to(CUDA), UNFUSED, bucket_mb=1e-4, precision=precision, **options)
+    if host_activations:
+        model.run = functools.partial(run_blocks, kind="non-reentrant", saving=Saving(gpu, engine))
+    if precision == "fp16":
+        engine.loss_scaler = LossScaler(scale=2.0**30, window=2)
+    for step in range(4):
+        for micro_batch in range(micro_batches):
+            held = engine.no_sync() if step == 1 and micro_batch == 0 else contextlib.nullcontext()
+            with held:
+                engine.backward(with_streams(gpu, engine(torch.randn(2, 3, WIDTH).to(CUDA)).square().mean()))
+            work_beside(gpu, engine)
+        engine.step()
+        work_beside(gpu, engine)
+        if step == 1:
+            interrupt(gpu, engine)
+            with torch.no_grad():
+                engine(torch.randn(2, 3, WIDTH).to(CUDA))
+        if step == 2 and engine.comm.size == 1:  # there, one rank's files are all
+            engine.save(checkpoint)
+            engine.load(checkpoint)
+    engine.full_state_dict()
+
+
+SPREAD = {"parameters": "cpu", "gradients": "device", "optimizer": "nvme"}
+MIXED = {"parameters": "nvme", "gradients": "cpu", "optimizer": "device"}
+SCENES = {  # what is trained: the engine's name and its options
+    "stage0_ddp": ("stage0_ddp", {}),
+    "stage1_os": ("stage1_os", {}),
+    "stage2_grad": ("stage2_grad", {}),
+    "stage3_param": ("stage3_param", {}),
+    "offload": ("offload", {}),
+    "offload, half": ("offload", {"ratio": 0.5}),
+    "offload, delayed": ("offload", {"delayed_update": True}),
+    "infinity, disk": ("offload.nvme", {"tiers": "nvme", "sub_group_mb": 1e-4}),
+    "infinity, host": ("offload.nvme", {"tiers": "cpu", "sub_group_mb": 1e-4}),
+    "infinity, device": ("offload.nvme", {"tiers": "device"}),
+    "infinity, spread": ("offload.nvme", {"tiers": SPREAD, "sub_group_mb": 1e-4}),
+    "infinity, mixed": ("offload.nvme", {"tiers": MIXED, "sub_group_mb": 1e-4}),
+    "zeropp": ("zeropp", {}),
+    "zeropp, two nodes": ("zeropp", {"ranks_per_node": 1, "error_feedback": True}),
+    "zeropp, copies": ("zeropp", {"quantize_weights": False, "quantize_gradients": False}),
+}
+WAYS = {
+    "beside": {"beside": True},
+    "fp32": {},
+    "bf16, clipped": {"precision": "bf16", "clip_norm": 0.1},
+    "fp16": {"precision": "fp16"},
+    "activations on the host": {"host_activations": True},
+    "beside, bf16": {"beside": True, "precision": "bf16"},
+    "alone, saved and loaded": {"world_size": 1},
+    "one backward, NCCL's order": {"micro_batches": 1, "deterministic": False},
+}
+
+
+def races(scene, way, folder):
+    """What raced in a scene, a sentence for each."""
+    (name, options), options_of_way = SCENES[scene], dict(WAYS[way])
+    size = options_of_way.pop("world_size", 2)
+    training = {
+        key: options_of_way.pop(key) for key in list(options_of_way) if key in inspect.signature(train).parameters
+    }
+    if "nvme" in str(options.get("tiers")):
+        options = {**options, "path": folder}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        with Gpu() as gpu:
+            train(gpu, name, options | options_of_way, folder / "checkpoint", **training)
+        return gpu.races
+    finally:
+        dist.destroy_process_group()
+
+
+def in_turn(scene, way):
+    """A pair as a parameter: each scene in one way in turn, and all of them by `make test-all`."""
+    pair = list(SCENES).index(scene), list(WAYS).index(way)
+    return pytest.param(scene, way, marks=() if pair[0] % len(WAYS) == pair[1] else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("scene", "way"), [in_turn(*pair) for pair in itertools.product(SCENES, WAYS)])
+def test_nothing_races(tmp_path, scene, way):
+    assert races(scene, way, tmp_path) == []
+
+
+# ---- mutants ------------------------------------------------------------------------------------------------------
+
+# Those that nothing here needs, and why they stay.
+EXPLAINED = {
+    "self.travelling.pop(0).wait()": "bounds how much memory is under way; the lane keeps the order without it",
+    "before.wait()": "two writes of one part have a read between them here: `test_swap.py` has threads come late",
+    "after.wait_on_host()": "a buffer comes back here when all is done with it: see `infinity_mutants.py`",
+    "self._written.pop().wait()": "what is left when an engine saves or ends, which waits for a file and for no memory",
+}
+
+
+class Without(ast.NodeTransformer):
+    """Takes the call at one place out: `handle.wait()` becomes `handle`."""
+
+    def __init__(self, place):
+        self.place = place
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        if at(node) != self.place:
+            return node
+        return node.func.value if isinstance(node.func, ast.Attribute) else node.args[0]
+
+
+def at(node):
+    return node.end_lineno, node.end_col_offset
+
+
+def waits_of(file):
+    """Every call of a file that waits, inside of a function, in the text's order: (what it says, place)."""
+    source = (ROOT / file).read_text()
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in calls if getattr(node.func, "attr", getattr(node.func, "id", None)) in WAITS]
+    return [
+        (f"{file}:{at(node)[0]} {ast.get_source_segment(source, node)}", at(node)) for node in sorted(calls, key=at)
+    ]
+
+
+@contextlib.contextmanager
+def without(file, place):
+    """Within it, the functions of a module run without the call at that place."""
+    source, module = (ROOT / file).read_text(), importlib.import_module(file[:-3].replace("/", "."))
+    tree = ast.fix_missing_locations(Without(place).visit(ast.parse(source)))
+    healthy, sick = (codes(compile(text, str(ROOT / file), "exec")) for text in (source, tree))
+    changed = {
+        name
+        for name in healthy
+        if healthy[name].co_code != sick[name].co_code or healthy[name].co_consts != sick[name].co_consts
+    }
+    found = [f for f in functions_of(module) if f.__qualname__ in changed]
+    before = [function.__code__ for function in found]
+    assert found
+    try:
+        for function in found:
+            function.__code__ = sick[function.__qualname__]
+        yield
+    finally:
+        for function, code in zip(found, before, strict=True):
+            function.__code__ = code
+
+
+def codes(code):
+    """{qualified name: code} of the functions in a module's or a class's code; those within functions go with them."""
+    found = {}
+    for inner in (constant for constant in code.co_consts if isinstance(constant, type(code))):
+        is_class = not inner.co_flags & 0x2  # CO_NEWLOCALS: a function
+        found |= codes(inner) if is_class else {inner.co_qualname: inner}
+    return found
+
+
+def functions_of(module):
+    """The functions and methods that a module defines."""
+    for value in list(vars(module).values()):
+        if getattr(value, "__module__", None) == module.__name__:
+            for function in [value, *(vars(value).values() if isinstance(value, type) else ())]:
+                inner = getattr(function, "__wrapped__", getattr(function, "fget", function))
+                if hasattr(inner, "__code__"):
+                    yield inner
+
+
+MUTANTS = [(file, *wait) for file in FILES for wait in waits_of(file)]
+QUICK = ("common/tensors.py", "common/ranks/lanes.py")
+
+
+@pytest.mark.parametrize(
+    ("file", "what", "place"),
+    [
+        pytest.param(*mutant, id=mutant[1], marks=() if mutant[0] in QUICK else pytest.mark.exhaustive)
+        for mutant in MUTANTS
+    ],
+)
+def test_each_wait_is_needed(tmp_path, file, what, place):
+    if file.startswith(("common/tiers/disk", "stage3", "offload")) and what.split(" ", 1)[1] in EXPLAINED:
+        pytest.skip(EXPLAINED[what.split(" ", 1)[1]])
+    tries = itertools.product(WAYS, SCENES)
+    with without(file, place):
+        assert any(fails(scene, way, tmp_path / f"{scene}, {way}") for way, scene in tries), f"nothing needs {what}"
+
+
+def fails(scene, way, folder):
+    """Whether something races or is refused in a scene."""
+    folder.mkdir()
+    try:
+        return races(scene, way, folder)
+    except Exception as error:
+        return str(error)

@@ -1,0 +1,625 @@
+"""A GPU that computes on the CPU and keeps the time of streams: it finds what may race on CUDA, without CUDA.
+
+Whatever runs in order is a *timeline*: a stream, or a thread of the host. Each has a vector clock (Lamport 1978,
+Mattern 1989): how far into every timeline it knows that all is done. A launch tells the stream what the host knows; a
+wait tells the waiter what the awaited knew. Two accesses to the same bytes, one of them a write, race unless the later
+one's timeline knew of the earlier. It does not matter how fast anything is, so no luck is needed to see it.
+
+    tensors      of the CPU; each storage is the GPU's or the host's by the `device=` it was asked for
+    operations   a dispatch mode sees what each reads and writes: on the current stream where a tensor is the GPU's,
+                 else by the host's thread. A copy from or to pinned memory with non_blocking=True goes on beside the
+                 host; whatever fetches a value (`item`, a blocking copy) waits for the stream
+    collectives  torch's fake group moves nothing, so they copy here: as if every rank had sent what this one did
+    memory       the caching allocator gives a freed block to the next who asks on the stream that it was made on. So
+                 another stream's use must be over for that stream, or told by `record_stream`. Storages that shrink
+                 or grow give their block back, too
+
+It is no GPU: kernels, NCCL and the real allocator have rules that are not written here.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import sys
+import threading
+import weakref
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+from places import ROOT
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common.ranks import collectives, lanes
+from common.tiers import swap
+
+CUDA = torch.device("cuda", 0)
+HOST = torch.device("cpu")
+# Of collectives, which the dispatcher does not describe: the arguments that are written, and those that are read.
+COLLECTIVES = {
+    "allreduce_": ((0,), (0,)),
+    "broadcast_": ((0,), (0,)),
+    "_allgather_base_": ((0,), (1,)),
+    "_reduce_scatter_base_": ((0,), (1,)),
+    "alltoall_base_": ((0,), (1,)),
+}
+FETCHES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero")
+
+
+class Timeline:
+    """What runs in order: a stream, or a thread of the host. `clock` is {timeline: how far it knows of it}."""
+
+    def __init__(self, name):
+        self.name, self.clock = name, {self: 0}
+
+    def learn(self, clock):
+        for timeline, tick in clock.items():
+            self.clock[timeline] = max(tick, self.clock.get(timeline, 0))
+
+    def tick(self):
+        self.clock[self] += 1
+        return self.clock[self]
+
+    def knows(self, access):
+        return self.clock.get(access.timeline, 0) >= access.tick
+
+
+class Stream(Timeline):
+    def __init__(self, name, gpu):
+        super().__init__(name)
+        self._gpu = gpu
+
+    def wait_event(self, event):
+        self._gpu.collect()
+        self.learn(event.clock)
+
+    def wait_stream(self, other):
+        self._gpu.collect()
+        self.learn(other.clock)
+
+    def synchronize(self):
+        self._gpu.collect()
+        self._gpu.host.learn(self.clock)
+
+
+class Event:
+    def __init__(self, gpu):
+        self._gpu, self.clock = gpu, {}
+
+    def record(self, stream=None):
+        stream = stream or self._gpu.current()
+        stream.learn(self._gpu.host.clock)
+        self.clock = dict(stream.clock)
+
+    def synchronize(self):
+        self._gpu.collect()
+        self._gpu.host.learn(self.clock)
+
+
+@dataclass
+class Access:
+    timeline: Timeline
+    tick: int
+    low: int
+    high: int
+    writes: bool
+    what: str
+
+
+@dataclass
+class Block:
+    """The memory of a storage: whose it is, the stream that it was made on, and who may still use it."""
+
+    storage: StorageWeakRef
+    on_gpu: bool
+    pinned: bool
+    stream: Timeline
+    before: list  # uses of what was freed there
+    begin: int = 0
+    nbytes: int = 0
+    accesses: list = field(default_factory=list)
+    recorded: set = field(default_factory=set)
+
+
+class Gpu:
+    """The fake: `with Gpu() as gpu:` and, at the end, `gpu.races`, a sentence for each."""
+
+    def __init__(self):
+        self.files = defaultdict(lambda: Block(None, False, False, self.default, ()))
+        self.races, self.blocks, self.freed = [], {}, defaultdict(list)
+        self.default, self._threads, self._local = Stream("the default stream", self), {}, threading.local()
+        self.streams, self.sides, self._lock, self._pending = [self.default], {}, threading.RLock(), {}
+
+    # ---- streams, events and threads -------------------------------------------------------------------------------
+
+    @property
+    def host(self):
+        thread = threading.current_thread()
+        own = self._threads.setdefault(thread, Timeline(f"host thread {thread.name}"))
+        return getattr(self._local, "task", None) or own
+
+    def current(self, *_):
+        return getattr(self._local, "stream", self.default)
+
+    def enter(self, stream):
+        self._local.stream = stream
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        before = self.current()
+        self.enter(stream)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def stream(self, *_, **__):
+        """What `torch.cuda.Stream()` makes."""
+        self.streams.append(Stream(f"stream {len(self.streams)}", self))
+        return self.streams[-1]
+
+    def event(self, *_, **__):
+        """What `torch.cuda.Event()` makes."""
+        return Event(self)
+
+    def synchronize(self, *_):
+        for stream in self.streams:
+            self.host.learn(stream.clock)
+
+    def handed(self, work, task=None):
+        """`work` for another thread, and what tells its waiter what that thread knew at its end.
+
+        A `task` may be done by any thread of several: it knows nothing of what the same thread did before.
+        """
+        before, gpu, after = dict(self.host.clock), self, {}
+
+        def run(*args):
+            gpu._local.task = task
+            gpu.host.learn(before)
+            try:
+                with gpu.modes():
+                    return work(*args)
+            finally:
+                after.update(gpu.host.clock)
+                gpu._local.task = None
+
+        return run, lambda: self.host.learn(after)
+
+    # ---- accesses --------------------------------------------------------------------------------------------------
+
+    def block(self, tensor, on_gpu=False, pinned=False):
+        """That of a tensor's storage; one not seen before is the host's, unless it is said."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.blocks:
+            self.blocks[storage._cdata] = Block(
+                StorageWeakRef(storage),
+                on_gpu,
+                pinned,
+                self.current(),
+                self.freed[self.current()] if on_gpu else (),
+                storage.data_ptr(),
+                storage.nbytes(),
+            )
+        return self.blocks[storage._cdata]
+
+    def on_gpu(self, tensor):
+        return torch.is_tensor(tensor) and not tensor.is_meta and self.block(tensor).on_gpu
+
+    def access(self, tensor, timeline, tick, writes, what):
+        if tensor.numel():
+            last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            low, size = tensor.storage_offset() * tensor.itemsize, tensor.itemsize
+            self.use(self.block(tensor), Access(timeline, tick, low, low + (last + 1) * size, writes, what))
+
+    def use(self, block, new):
+        self.take_over(block, new)
+        kept = []
+        for old in block.accesses:
+            known = new.timeline.knows(old)
+            if old.low < new.high and new.low < old.high and (new.writes or old.writes) and not known:
+                self.report(
+                    f"{verb(new)} by {new.what} on {new.timeline.name} may come before "
+                    f"{verb(old)} by {old.what} on {old.timeline.name}"
+                )
+            covered = new.low <= old.low and old.high <= new.high and known
+            if not (covered and (new.writes or (not old.writes and old.timeline is new.timeline))):
+                kept.append(old)
+        block.accesses = [*kept, new]
+
+    def moved(self, move, reads_file):
+        """os.preadv or os.pwritev, by whose memory and by which part of the file it uses."""
+
+        def run(fd, buffers, offset):
+            moved = move(fd, buffers, offset)
+            with self._lock:
+                self.collect()
+                (data,), line = buffers, self.host
+                tick, what = line.tick(), f"{move.__name__} {place()}"
+                begin = ctypes.addressof(ctypes.c_char.from_buffer(data))
+                for block in self.blocks.values():
+                    if block.begin <= begin < block.begin + block.nbytes:
+                        low = begin - block.begin
+                        self.use(block, Access(line, tick, low, low + len(data), reads_file, what))
+                file = self.files[fd]
+                self.use(file, Access(line, tick, offset, offset + len(data), not reads_file, what))
+                if reads_file:  # whoever needs what he read has waited for it; a read in vain may be overtaken
+                    file.accesses.pop()
+            return moved
+
+        return run
+
+    def report(self, sentence):
+        if sentence not in self.races:
+            self.races.append(sentence)
+
+    def collect(self):
+        """Look for storages that were freed since, and give their blocks back."""
+        with self._lock:
+            for key in [key for key, block in self.blocks.items() if block.storage.expired()]:
+                self.give_back(self.blocks.pop(key))
+
+    def give_back(self, block):
+        """A block is free: who gets it next is to know of its uses, but for those that the allocator waits for itself.
+
+        Pinned memory needs none of this: torch holds it until a copy is over.
+        """
+        if block.on_gpu:
+            uses = [use for use in block.accesses if not any(stream.knows(use) for stream in block.recorded)]
+            self.freed[block.stream] = latest([*self.freed[block.stream], *uses])
+
+    def take_over(self, block, access):
+        """The first access to a block, which may have been any that was freed on its stream before."""
+        for old in block.before:
+            if not access.timeline.knows(old):
+                self.report(
+                    f"memory that {verb(old)} by {old.what} on {old.timeline.name} still uses was freed, and given to "
+                    f"{verb(access)} by {access.what} on {access.timeline.name}"
+                )
+        block.before = ()
+
+    def resize(self, resize, storage, nbytes):
+        """A storage's `resize_`: on a GPU another block, into which what was there is copied."""
+        with self._lock:
+            self.collect()
+            block, before = self.blocks.get(storage._cdata), storage.nbytes()
+            if block is not None and block.on_gpu and nbytes != before:
+                if min(nbytes, before):
+                    whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+                    self.launch()
+                    self.access(whole, self.current(), self.current().tick(), False, f"resize_ {place()}")
+                self.give_back(block)
+                block.accesses, block.recorded, block.stream = [], set(), self.current()
+                block.before = self.freed[block.stream]
+            return resize(storage, nbytes)
+
+    @contextlib.contextmanager
+    def asked_for(self, on_gpu, pinned):
+        """In this context, what this thread makes first is the GPU's or not, and pinned or not."""
+        self._pending[threading.get_ident()] = on_gpu, pinned
+        try:
+            yield
+        finally:
+            self._pending.pop(threading.get_ident(), None)
+
+    def launch(self):
+        self.current().learn(self.host.clock)
+
+    def run(self, func, args, kwargs):
+        """An operation of torch, and what it reads and writes."""
+        with self._lock:
+            self.collect()
+            out = func(*args, **kwargs)
+            name, wanted = func._schema.name, self._pending.pop(threading.get_ident(), None)
+            reads, writes = collective_of(func, args) if name.startswith("c10d::") else uses_of(func, args, kwargs, out)
+            inputs = [tensor for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)]
+            on_gpu = any(map(self.on_gpu, inputs)) if wanted is None else wanted[0]
+            for tensor in tree_leaves(out):
+                if torch.is_tensor(tensor):
+                    self.block(tensor, on_gpu, wanted is not None and wanted[1])
+            if not reads and not writes:
+                return out
+            there, what = [t for t in (*reads, *writes) if self.on_gpu(t)], f"{name.split('::')[1]} {place()}"
+            line = self.current() if there else self.host
+            if there:
+                self.launch()
+            tick, host_tick = line.tick(), self.host.tick()
+            copies = name in ("aten::copy_", "aten::_to_copy")
+            waits = name in FETCHES
+            for tensor in reads + writes:
+                by_host = not self.on_gpu(tensor) and (not copies or not there)  # a number that a kernel is given
+                is_write = any(tensor is written for written in writes)
+                self.access(tensor, *((self.host, host_tick) if by_host else (line, tick)), is_write, what)
+                if there and copies and not self.on_gpu(tensor):
+                    waits |= not (self.block(tensor).pinned and asynchronous(func, args, kwargs))
+            if there and waits:
+                self.host.learn(line.clock)
+            return out
+
+    # ---- the world that it stands in -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def modes(self):
+        with Devices(self), Operations(self):
+            yield
+
+    def __enter__(self):
+        gpu, resize = self, torch.UntypedStorage.resize_
+
+        class Threads(ThreadPoolExecutor):
+            def submit(self, work, *args):
+                run, known = gpu.handed(work, Timeline("a thread of the disk"))
+                block = super().submit(run, *args)
+                result = block.result
+                block.result = lambda *args: (result(*args), known())[0]
+                return block
+
+        class ThreadLane(lanes.ThreadLane):
+            def submit(self, work, *buffers):
+                run, known = gpu.handed(work)
+                handle = super().submit(run, *buffers)
+                wait = handle._wait
+                handle._wait = lambda buffers: (wait(buffers), known())
+                return handle
+
+        self._stack = contextlib.ExitStack()
+        fakes = {
+            (torch.cuda, "Stream"): self.stream,
+            (torch.cuda, "Event"): self.event,
+            (torch.cuda, "current_stream"): self.current,
+            (torch.cuda, "stream"): self.on,
+            (torch.cuda, "current_device"): lambda: 0,
+            (torch.cuda, "synchronize"): self.synchronize,
+            (torch.Tensor, "record_stream"): lambda tensor, stream: self.block(tensor).recorded.add(stream),
+            (torch.UntypedStorage, "resize_"): lambda storage, nbytes: self.resize(resize, storage, nbytes),
+            (collectives, "backend_of"): lambda group: "nccl",
+            (lanes, "ThreadLane"): ThreadLane,
+            (lanes, "_lanes"): weakref.WeakKeyDictionary(),  # those of another fake know other clocks
+            (swap, "ThreadPoolExecutor"): Threads,
+            (os, "preadv"): self.moved(os.preadv, True),
+            (os, "pwritev"): self.moved(os.pwritev, False),
+        }
+        for (module, name), fake in fakes.items():
+            self._stack.enter_context(mock.patch.object(module, name, fake))
+        # A checkpoint would compare devices, whose names not every hook knows.
+        checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
+        self._stack.enter_context(mock.patch.dict(checks, default=lambda tensor: ()))
+        self._stack.enter_context(self.modes())
+        return self
+
+    def __exit__(self, *error):
+        self.collect()
+        self._stack.__exit__(*error)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self, gpu):
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.gpu.run(func, args, kwargs or {})
+
+
+class Devices(TorchFunctionMode):
+    """Where tensors are made and moved: the CPU's memory either way, and the GPU's by its name."""
+
+    def __init__(self, gpu):
+        super().__init__()
+        self.gpu = gpu
+        self._instead = {
+            torch.Tensor.backward: self.backward,
+            torch.autograd.backward: self.backward,
+            torch.Tensor.is_pinned: lambda tensor: gpu.block(tensor).pinned,
+            torch.Tensor.cpu: lambda tensor: self.moved(tensor, HOST),
+            torch.Tensor.cuda: lambda tensor: self.moved(tensor, CUDA),
+            torch.Tensor.to: self.moved,
+            torch.Tensor.numpy: functools.partial(self.fetched, torch.Tensor.numpy),
+            torch.Tensor.tolist: functools.partial(self.fetched, torch.Tensor.tolist),
+        }
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, asked = dict(kwargs or {}), getattr(func, "__self__", None)
+        if func in self._instead:
+            return self._instead[func](*args, **kwargs)
+        if getattr(func, "__name__", "") == "__get__" and asked in ANSWERS:
+            return ANSWERS[asked](self.gpu.on_gpu(args[0]))
+        pinned, device = kwargs.pop("pin_memory", False), kwargs.get("device")
+        with contextlib.ExitStack() as asked_for:
+            if (device is not None or pinned) and torch.device(device or HOST).type != "meta":
+                kwargs["device"] = HOST
+                asked_for.enter_context(self.gpu.asked_for(torch.device(device or HOST).type == "cuda", pinned))
+            return func(*args, **kwargs)
+
+    def fetched(self, method, tensor, *args, **kwargs):
+        """Numbers for Python: the host reads them, and waits for the stream if they are the GPU's."""
+        gpu = self.gpu
+        gpu.host.learn(gpu.current().clock if gpu.on_gpu(tensor) else {})
+        gpu.access(tensor, gpu.host, gpu.host.tick(), False, f"{method.__name__} {place()}")
+        return method(tensor, *args, **kwargs)
+
+    def backward(self, tensors, gradient=None, retain_graph=None, create_graph=False, inputs=None, **_):
+        """autograd's, with this mode on: hooks make tensors, too, and torch would turn it off."""
+        gradients = gradient
+        tensors = [tensors] if torch.is_tensor(tensors) else list(tensors)
+        gradients = [None] * len(tensors) if gradients is None else list(tree_leaves([gradients]))
+        ones = [torch.ones_like(t) if g is None else g for t, g in zip(tensors, gradients, strict=True)]
+        keep = create_graph if retain_graph is None else retain_graph
+        with self:
+            torch.autograd.Variable._execution_engine.run_backward(
+                tuple(tensors), tuple(ones), keep, create_graph, (), allow_unreachable=True, accumulate_grad=True
+            )
+        for stream in {*self.gpu.sides.values()}:  # autograd has the caller's stream wait for those of the leaves
+            self.gpu.current().wait_stream(stream)
+        self.gpu.sides.clear()
+
+    def moved(self, tensor, *args, **kwargs):
+        """What `to` gives: the tensor itself, or a copy, which is waited for unless it is non_blocking."""
+        wanted, gpu = as_keywords(args, kwargs), self.gpu
+        device, beside = wanted.pop("device", None), wanted.pop("non_blocking", False)
+        there = gpu.on_gpu(tensor) if device is None else torch.device(device).type == "cuda"
+        if there == gpu.on_gpu(tensor):
+            return torch.Tensor.to(tensor, **wanted) if wanted else tensor
+        wanted.pop("copy", None)
+        source = torch.Tensor.to(tensor, **wanted) if wanted else tensor
+        with torch.no_grad():
+            with gpu.asked_for(there, False):
+                target = torch.empty_like(source)
+            return target.copy_(source, non_blocking=beside)
+
+
+ANSWERS = {
+    torch.Tensor.device: lambda on_gpu: CUDA if on_gpu else HOST,
+    torch.Tensor.is_cuda: lambda on_gpu: on_gpu,
+    torch.Tensor.is_cpu: lambda on_gpu: not on_gpu,
+}
+
+
+def as_keywords(args, kwargs):
+    """The arguments of `Tensor.to` by their names."""
+    wanted = dict(kwargs)
+    for arg in args:
+        if torch.is_tensor(arg):
+            wanted |= {"device": arg.device, "dtype": arg.dtype}
+        elif isinstance(arg, torch.dtype):
+            wanted["dtype"] = arg
+        elif isinstance(arg, bool):
+            wanted["copy" if "non_blocking" in wanted else "non_blocking"] = arg
+        elif arg is not None:
+            wanted["device"] = arg
+    return wanted
+
+
+def uses_of(func, args, kwargs, out):
+    """(tensors that are read, tensors that are written) by an operation; what is only viewed is neither."""
+    schema, reads, writes = func._schema, [], []
+    if func.is_view or schema.name in ("aten::lift_fresh", "aten::detach", "aten::_unsafe_view", "aten::set_"):
+        return [], []
+    values = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    for argument in schema.arguments:
+        tensors = [tensor for tensor in tree_leaves(values.get(argument.name)) if torch.is_tensor(tensor)]
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        (writes if written else reads).extend(tensors)
+    if any(word in schema.name for word in ("::empty", "::new_empty")):  # which reads no value and writes none
+        return [], []
+    inputs = {id(tensor) for tensor in (*reads, *writes)}
+    writes += [tensor for tensor in tree_leaves(out) if torch.is_tensor(tensor) and id(tensor) not in inputs]
+    return reads, writes
+
+
+def collective_of(func, args):
+    """(read, written) by a collective, which copies here as if all ranks had sent what this one does."""
+    name = func._schema.name.split("::")[1]
+    if name not in COLLECTIVES:
+        return [], []
+    written, read = ([t for k in places for t in tree_leaves(args[k])] for places in COLLECTIVES[name])
+    (target,), (source,) = written, read
+    with torch.no_grad():
+        if name == "_allgather_base_":
+            torch.ops.aten.copy_(target.view(-1, source.numel()), source.view(1, -1).clone())
+        elif name == "_reduce_scatter_base_":
+            torch.ops.aten.copy_(target, source.view(-1, target.numel())[0].clone())
+        elif name == "alltoall_base_":
+            torch.ops.aten.copy_(target, source)
+    return read, written
+
+
+def latest(accesses):
+    """The last access of each timeline, by which the others are over as well."""
+    last = {}
+    for access in accesses:
+        if access.timeline not in last or last[access.timeline].tick < access.tick:
+            last[access.timeline] = access
+    return list(last.values())
+
+
+def asynchronous(func, args, kwargs):
+    return kwargs.get("non_blocking", args[2] if len(args) > 2 and func._schema.name == "aten::copy_" else False)
+
+
+def verb(access):
+    return "a write" if access.writes else "a read"
+
+
+def place():
+    """The line of ours that asks: file and number."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(str(ROOT)) and ".venv" not in file and "fake_gpu" not in file:
+            return f"({file[len(str(ROOT)) + 1 :]}:{frame.f_lineno})"
+        frame = frame.f_back
+    return ""
+
+
+class OnAStreamOfItsOwn(torch.nn.Module):
+    """A module that runs beside its model, with what its user owes the allocator. `Gpu.sides` then knows its nodes."""
+
+    def __init__(self, gpu, make):
+        super().__init__()
+        self.inner, self._gpu, self.stream = make(), gpu, gpu.stream()
+
+    def forward(self, x):
+        main, side = self._gpu.current(), self.stream
+        side.wait_stream(main)
+        x.record_stream(side)
+        with self._gpu.on(side):
+            y = self.inner(x)
+        main.wait_stream(side)
+        y.record_stream(main)
+        if y.requires_grad:
+            self._gpu.sides |= dict.fromkeys(nodes_of(y, end=x.grad_fn), side)
+            y.register_hook(functools.partial(self._enter, y.grad_fn))  # hooks of y, as others will have, come first
+        return y
+
+    def _enter(self, node, gradient):
+        self._gpu.begin(node, (gradient,))
+
+
+def nodes_of(y, end=None):
+    """The nodes of autograd's graph behind y, up to the one that made `end`."""
+    found, waiting = {}, [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node is not end and node not in found:
+            found[node] = None
+            waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def with_streams(gpu, loss):
+    """Have the backward of `loss` run as on CUDA: each node on the stream of its forward.
+
+    A node waits for what the nodes before it had put there when they ended, and for nothing that came later on their
+    streams. A gradient that goes to another stream is recorded there.
+    """
+    ended, before, nodes = {}, defaultdict(list), nodes_of(loss)
+    for node in nodes:
+        for following, _ in node.next_functions:
+            before[following].append(node)
+
+    def begin(node, gradients):
+        stream = gpu.sides.get(node, gpu.default)
+        for other in before[node]:
+            if gpu.sides.get(other, gpu.default) is not stream:
+                stream.wait_event(ended[other])
+                for gradient in gradients:
+                    if gradient is not None:
+                        gradient.record_stream(stream)
+        gpu.enter(stream)
+
+    def end(node, *_):
+        ended[node] = gpu.event()
+        ended[node].record()
+        gpu.enter(gpu.default)
+
+    gpu.begin = begin
+    for node in nodes:
+        node.register_prehook(functools.partial(begin, node))
+        node.register_hook(functools.partial(end, node))
+    return loss
