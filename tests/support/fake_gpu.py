@@ -301,7 +301,7 @@ class Gpu:
     @contextlib.contextmanager
     def asked_for(self, on_gpu, pinned):
         """In this context, what this thread makes first is the GPU's or not, and pinned or not."""
-        self._pending[threading.get_ident()] = on_gpu, pinned
+        self._pending.setdefault(threading.get_ident(), (on_gpu, pinned))  # of nested modes the outer one was asked
         try:
             yield
         finally:

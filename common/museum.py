@@ -1,0 +1,229 @@
+"""`python -m common.museum`: bugs of released trainers, each red in a cell of the suite, and green where it is mended.
+
+Why a baseline? Because these were releases, and nobody was warned: the loss went down, only not as it should. For each
+exhibit two releases of a library are installed, each into a folder of its own beside this environment's torch, and
+held to the same cell of the suite. An adapter here claims what the release's own documentation claims; those of
+`common.peers` leave out what a library cannot do, which would hide the bug.
+
+It takes the package index, a C++ compiler (DeepSpeed builds what it sends with on a CPU) and a quarter of an hour.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from common import models
+from common.errors import InputError
+from common.measure.hardware import hardware
+from common.measure.tables import Table, say
+from common.outputs import one_line_errors, parser_of, publish
+from common.peers.deepspeed import DeepSpeed1, DeepSpeed2
+
+ROOT = Path(__file__).parents[1]
+CELLS = "tests/any_engine/test_equivalence.py::test_an_engine_ends_with_the_bits_of_the_baseline"
+# What DeepSpeed imports besides torch and numpy. Named, as `pip install --target` would fetch a torch for each folder.
+NEEDS = ["annotated-types", "einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic"]
+NEEDS += ["pydantic-core", "tqdm", "typing-extensions", "typing-inspection"]
+LIMIT = 600  # seconds for a cell, of which building takes most, once
+
+
+# ---- what the releases claim ----------------------------------------------------------------------------------------
+
+
+class WithoutZero(DeepSpeed1):
+    """Stage 0: in 16-bit, its optimizer keeps a master of each parameter."""
+
+    name, follows, stage = "deepspeed0", "", 0
+
+    def full_state_dict(self):
+        """The weights, of which every rank has all."""
+        lists = zip(self._zero.fp16_groups, self._zero.fp32_groups, strict=True)
+        masters = {p: master for group in lists for p, master in zip(*group, strict=True)}
+        state = self.module.state_dict(keep_vars=True)
+        return {name: masters.get(tensor, tensor).detach().clone() for name, tensor in state.items()}
+
+    def _parameters(self):
+        return ()
+
+    _gradients = _parameters
+
+
+class Offloaded(DeepSpeed2):
+    """Stage 2 with the optimizer on the CPU: torch's own, for which DeepSpeed has to be asked."""
+
+    name, follows = "deepspeed2, offloaded", ""
+
+    def _config(self, precision, bucket_elements):
+        config = super()._config(precision, bucket_elements)
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        config["zero_force_ds_cpu_optimizer"] = False
+        return config
+
+
+class SumsInFp32(DeepSpeed1):
+    """Stage 1 in bf16 that accumulates in fp32: DeepSpeed has an optimizer of its own for that.
+
+    Its masters are made of weights in bf16 already, which is no bug: here they get the values that were there before.
+    """
+
+    name, follows = "deepspeed1, fp32 sums", ""
+
+    def __init__(self, model, optimizer, *, init=None, **options):
+        if any(parameter.is_meta for parameter in model.parameters()):
+            models.materialize(model, init, torch.device("cpu"))
+        values = {parameter: parameter.detach().clone() for parameter in model.parameters()}
+        super().__init__(model, optimizer, init=init, **options)
+        for parameter, value in values.items():
+            self._deepspeed.utils.safe_set_full_fp32_param(parameter, value)
+
+    def _config(self, precision, bucket_elements):
+        return {**super()._config(precision, bucket_elements), "data_types": {"grad_accum_dtype": "fp32"}}
+
+    def _parameters(self):
+        return ()
+
+    _gradients = _parameters
+
+
+# ---- exhibits -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """A bug: `issue` in its library's tracker, the releases with and without it, and the cell that tells them apart."""
+
+    issue: str
+    bug: str
+    engine: str
+    cell: str
+    library: str
+    red: str
+    green: str
+
+
+EXHIBITS = [
+    Exhibit(
+        "DeepSpeed 7837",
+        "stage 0 in bf16 divides gradients by a loss scale that nobody multiplied by",
+        "common.museum:WithoutZero",
+        "gpt-tiny, plain, bf16, 2 ranks",
+        "deepspeed",
+        "0.18.5",
+        "0.18.6",
+    ),
+    Exhibit(
+        "DeepSpeed 7981",
+        "the optimizer offloaded: of several backwards before a step the last alone counts",
+        "common.museum:Offloaded",
+        "gpt-tiny, accumulated under no_sync, fp32, 3 ranks",
+        "deepspeed",
+        "0.18.9",
+        "0.19.0",
+    ),
+    Exhibit(
+        "DeepSpeed 7985",
+        "bf16 with sums in fp32: the last micro-batch is added after the reduction, on each rank its own",
+        "common.museum:SumsInFp32",
+        "gpt-tiny, accumulated under no_sync, bf16, 3 ranks",
+        "deepspeed",
+        "0.18.9",
+        "0.19.0",
+    ),
+]
+NOT_HERE = {
+    "PyTorch 176076 (tied and uneven: the last rank never updates)": "torch up to 2.11, without a CPU build",
+    "DeepSpeed 5606, 7188, 7371, 7804, 7898, 7965, 8061 (a buffer reused before its collective ends)": "needs streams",
+    "DeepSpeed 4851, 5059, 7606, 7707 (hpZ's second copy is stale)": "its kernels are CUDA's",
+    "Megatron-LM's": "needs Transformer Engine and CUDA",
+}
+
+
+def main(arguments=None):
+    """Install, run, show and write the results; exit with 1 where an exhibit is not red and then green."""
+    parser = parser_of("common.museum", __doc__)
+    parser.add_argument("--folder", type=Path, default=ROOT / "results/local/museum", help="for releases (%(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    parser.add_argument("--only", nargs="+", metavar="N", help="these issues' numbers alone")
+    options = parser.parse_args(arguments)
+    with one_line_errors():
+        results = visited(options)
+    publish(options, results, [table(results)])
+    if not all(row["red"] and row["green"] for row in results["rows"]):
+        sys.exit("error: an exhibit above is not red in the one release and green in the other")
+
+
+def visited(options):
+    """The results of the exhibits that the options name."""
+    exhibits = [exhibit for exhibit in EXHIBITS if not options.only or exhibit.issue.split()[-1] in options.only]
+    rows = [shown(exhibit, options.folder) for exhibit in exhibits]
+    return {"rows": rows, "not_here": NOT_HERE, "hardware": hardware(torch.device("cpu"))}
+
+
+def shown(exhibit, folder):
+    """A row of the results: what the cell says of both releases."""
+    passes, message = held(exhibit, exhibit.red, folder)
+    good, complaint = held(exhibit, exhibit.green, folder)
+    say(f"{exhibit.issue}: {exhibit.red} {'passes' if passes else message}")
+    say(f"{exhibit.issue}: {exhibit.green} {'passes' if good else complaint}")
+    return {**asdict(exhibit), "release": exhibit.red, "message": message} | {
+        "red": not passes,
+        "green": exhibit.green if good else None,
+    }
+
+
+def held(exhibit, release, folder):
+    """Hold a release to the exhibit's cell; return whether it passes, and the first line of what is said if not."""
+    place = installed(exhibit.library, release, folder)
+    cell = f"{CELLS}[{exhibit.engine}-{exhibit.cell}]"
+    command = [sys.executable, "-m", "pytest", "-m", "", "--tb=short", "--engine", exhibit.engine, cell]
+    environment = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{ROOT}", "DS_BUILD_OPS": "0"}
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    if ended.returncode == 0 and re.search(r"\b1 passed\b", ended.stdout):
+        return True, ""
+    said = re.search(rf"^{re.escape(exhibit.cell)}.*", ended.stdout, re.MULTILINE)
+    if ended.returncode != 1 or said is None:
+        raise InputError(f"{exhibit.library} {release} was not held to the cell: {last(ended.stdout + ended.stderr)}")
+    return False, said[0]
+
+
+def installed(library, release, folder):
+    """The folder of a release, installed where it is not yet.
+
+    Raises:
+        InputError: pip does not get it.
+    """
+    place = folder.absolute() / f"{library}-{release}"
+    if not (place / library).exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", place]
+        environment = {**os.environ, "DS_BUILD_OPS": "0"}
+        ended = subprocess.run(
+            [*command, f"{library}=={release}", *NEEDS], env=environment, capture_output=True, text=True, check=False
+        )
+        if ended.returncode:
+            raise InputError(f"pip does not install {library} {release}: {last(ended.stderr)}")
+    return place
+
+
+def last(text):
+    """The last line of an output that is not empty."""
+    return ["", *filter(str.strip, text.splitlines())][-1]
+
+
+def table(results):
+    """The results as a table."""
+    rows = [
+        [row["issue"], row["bug"], row["cell"], row["release"] if row["red"] else "no", row["green"] or "no"]
+        for row in results["rows"]
+    ]
+    return Table("The museum", ["issue", "what it did, in silence", "cell", "red in", "green in"], rows, words=range(5))
+
+
+if __name__ == "__main__":
+    main()
