@@ -7,11 +7,14 @@ import importlib.util
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import CELLS
 from torch.distributed.fsdp import FSDPModule
 from training import ADAMW, BUCKET_MB, batch, train_step
 
-from common import models, peers
+from common import models, museum, peers
 from common.compare import relative_difference
+from common.peers.base import Peer
+from common.train import find_engine
 
 # Bytes per parameter of (parameters, gradients, optimizer) in fp32 with Adam on n ranks, on average over them.
 HOLDS = {
@@ -237,3 +240,9 @@ def test_without_deepspeed_its_peers_say_how_to_install_it(worlds):
 def test_a_peer_names_its_settings_and_versions(peer):
     assert peer.settings
     assert all(version[0].isdigit() for version in peer.versions().values())
+
+
+@pytest.mark.parametrize("exhibit", museum.EXHIBITS, ids=lambda exhibit: exhibit.issue)
+def test_what_the_museum_shows_is_a_cell_of_the_matrix_and_an_engine(exhibit):
+    assert exhibit.cell in map(str, CELLS)
+    assert issubclass(find_engine(exhibit.engine), Peer)
