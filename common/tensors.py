@@ -15,7 +15,7 @@ def let_go(tensor):
 
     Backward runs on the streams of the forward, and the allocator knows of no other use of what is made there.
     """
-    if torch.is_tensor(tensor) and tensor.is_cuda:
+    if getattr(tensor, "is_cuda", False):  # what lies on a disk or is None has nothing to say
         tensor.record_stream(torch.cuda.current_stream())
 
 

@@ -126,11 +126,11 @@ SCENES = {  # what is trained: the engine's name and its options
 }
 WAYS = {
     "beside": {"beside": True},
+    "beside, bf16": {"beside": True, "precision": "bf16"},
     "fp32": {},
     "bf16, clipped": {"precision": "bf16", "clip_norm": 0.1},
     "fp16": {"precision": "fp16"},
     "activations on the host": {"host_activations": True},
-    "beside, bf16": {"beside": True, "precision": "bf16"},
     "alone, saved and loaded": {"world_size": 1},
     "one backward, NCCL's order": {"micro_batches": 1, "deterministic": False},
 }
