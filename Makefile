@@ -13,7 +13,7 @@
 #                 into them. In parts: make record-suite, -demo, -activations,
 #                 -accumulated, -scores, -bench, -second-machine, -small-models,
 #                 -small-send-buffers, -growth, -alone, -capacity, -offload,
-#                 -infinity, -zeropp (root, iproute2), -checkpoint
+#                 -infinity, -zeropp (root, iproute2), -checkpoint, -museum
 # make notebooks  run the notebooks from a clean kernel, and store what comes out
 # make lessons    write a page for each increment to results/local/lessons: two
 #                 engines side by side, their memory, and a step to go through
@@ -35,7 +35,7 @@ RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters DeepSpeed1 DeepSpeed2 DeepSpeed3
-RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp checkpoint
+RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp checkpoint museum
 
 .PHONY: help demo notebooks lessons student infinity test test-gpu test-all soak lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
@@ -144,6 +144,9 @@ record-zeropp: $(INSTALLED)
 
 record-checkpoint: $(INSTALLED)
 	$(BIN)/python -m common.checkpoint_bench --json results/checkpoint.json
+
+record-museum: $(INSTALLED)
+	$(BIN)/python -m common.museum --json results/museum.json
 
 infinity: $(INSTALLED)
 	mkdir -p $(RESULTS)

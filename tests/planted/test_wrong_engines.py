@@ -58,6 +58,7 @@ def test_where_collectives_run_late_who_reads_too_early_fails(worlds, late_world
 
 
 @pytest.mark.exhaustive
+@pytest.mark.alone  # it has a minute
 @pytest.mark.parametrize("wrong", [*IDEAS, *OTHERS], ids=lambda wrong: wrong.__name__)
 def test_the_sample_notices_it_within_a_minute(wrong):
     command = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider", "--quick"]
