@@ -22,6 +22,7 @@ from common.tiers.activations import HostActivations
 
 # What waits, or tells somebody that he has to. The mutants leave out one of these at a time.
 WAITS = {"wait", "wait_on_host", "wait_event", "wait_stream", "record_stream", "follow", "result", "let_go"}
+OF_EVENTS = ("done.record()", "self._event.synchronize()")  # others of these names have to do with no stream
 FILES = [
     "common/tensors.py",
     "common/ranks/lanes.py",
@@ -197,7 +198,11 @@ def waits_of(file):
     """Every call of a file that waits, inside of a function, in the text's order: (what it says, place)."""
     source = (ROOT / file).read_text()
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    calls = [node for node in calls if getattr(node.func, "attr", getattr(node.func, "id", None)) in WAITS]
+    calls = [
+        node
+        for node in calls
+        if getattr(node.func, "attr", getattr(node.func, "id", None)) in WAITS or ast.unparse(node) in OF_EVENTS
+    ]
     return [
         (f"{file}:{at(node)[0]} {ast.get_source_segment(source, node)}", at(node)) for node in sorted(calls, key=at)
     ]
