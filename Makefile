@@ -34,7 +34,7 @@ PIP_ARGS ?= --constraint constraints.txt
 RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
-PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters DeepSpeed1 DeepSpeed2 DeepSpeed3
+PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters HSDP DeepSpeed1 DeepSpeed2 DeepSpeed3 DeepSpeedOffload
 RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp checkpoint museum
 
 .PHONY: help demo notebooks lessons student infinity test test-gpu test-all soak lint readme scores record $(RECORDS:%=record-%) clean

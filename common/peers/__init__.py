@@ -7,12 +7,13 @@ the reason. The surface is that of `common.engine.base.EngineBase`.
 
 from common.peers.bare_loop import BareLoop
 from common.peers.deepspeed import DeepSpeed1, DeepSpeed2, DeepSpeed3, DeepSpeedOffload
-from common.peers.fsdp2 import FSDP2, FSDP2KeepParameters
+from common.peers.fsdp2 import FSDP2, HSDP, FSDP2KeepParameters
 from common.peers.torch_ddp import Replicated, TorchDDP
 from common.peers.zero_redundancy import ZeroRedundancy
 
 __all__ = [
     "FSDP2",
+    "HSDP",
     "BareLoop",
     "DeepSpeed1",
     "DeepSpeed2",

@@ -3,7 +3,8 @@
 import contextlib
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -58,7 +59,7 @@ class FSDP2(Peer):
     ):
         self.check_precision(precision, "FSDP2 has no loss scaling")
         group = Collectives(process_group)
-        self.mesh = DeviceMesh.from_group(group.group, group.device.type)
+        self.mesh = self.mesh_of(group)
         self.module, self.clip_norm, self.norm_type = model, clip_norm, norm_type
         names = {parameter: name for name, parameter in model.named_parameters()}
         how = {
@@ -78,6 +79,10 @@ class FSDP2(Peer):
         if any(tensor.is_meta for tensor in model.parameters()):
             models.materialize(model, self._fill_shard(init), group.device)
         self.optimizer = optimizer(regroup(param_groups, names, model) or list(model.parameters()))
+
+    def mesh_of(self, group):
+        """The ranks of a `Collectives`, as they share the parameters."""
+        return DeviceMesh.from_group(group.group, group.device.type)
 
     def _fill_shard(self, init):
         def fill(name, tensor):
@@ -165,6 +170,26 @@ class FSDP2KeepParameters(FSDP2):
     name = "fsdp2_keep_parameters"
     settings = "fully_shard on each block and the root, reshard_after_forward=False"
     reshard_after_forward = False
+
+
+class HSDP(FSDP2):
+    """FSDP2, hybrid: parameters are sharded among two ranks, and every two ranks have all of them.
+
+    Raises:
+        NotImplementedError: the number of ranks is odd, or `process_group` is not the default one.
+    """
+
+    name, follows = "hsdp", None  # between stages 0 and 3
+    settings = "fully_shard over a mesh of (replicas, 2 shards), reshard_after_forward=True"
+
+    def mesh_of(self, group):
+        """Replicas are rows, in which two ranks share."""
+        if (group.size % 2 and group.size > 1) or group.group is not dist.group.WORLD:
+            raise NotImplementedError("hsdp is run on all ranks, an even number of them")
+        shards = min(2, group.size)
+        return init_device_mesh(
+            group.device.type, (group.size // shards, shards), mesh_dim_names=("replicas", "shards")
+        )
 
 
 def _local(tensor):

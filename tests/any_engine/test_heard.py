@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from matrix import reduces_at_once
 from training import batch, claimed, inputs, make_engine, or_reason, train_step
-from trap_models import Net
+from trap_models import Net, loss
 from trap_models import step as take_a_step
 
 from common import models
@@ -140,3 +140,38 @@ def storages():
 def test_an_engine_holds_no_more_than_it_tells(worlds, size, engine):
     for held, told in claimed(worlds(size).run(holds_before_a_step, engine)):
         assert held < 1.05 * told + GRADIENT / 4, f"{held} bytes are held, and {told} of them told"
+
+
+def beside_each_other(world, engine, together):
+    return or_reason(_beside_each_other, world, engine, together)
+
+
+def _beside_each_other(world, engine, together):
+    """Digests of two models, each with groups of its own, whose trainings are woven into each other, or are not."""
+    digests = []
+    pairs = [(0, 1)] if together else [(0,), (1,)]
+    for seeds in pairs:
+        pair = [engine_with_groups(world, engine, seed) for seed in seeds]
+        for index in range(3):
+            losses = [loss(made(inputs(world, 10 * seed + index))) for seed, made in zip(seeds, pair, strict=True)]
+            for made, one in zip(pair, losses, strict=True):
+                made.backward(one)
+            for made in pair:
+                made.step()
+        digests += [sha256(made.full_state_dict()) for made in pair]
+    return digests
+
+
+def engine_with_groups(world, engine, seed):
+    torch.manual_seed(seed)
+    module = Net().to(world.device)
+    flat, others = ([p for p in module.parameters() if (p.ndim <= 1) == is_flat] for is_flat in (True, False))
+    groups = [{"params": others, "weight_decay": 0.1 * seed}, {"params": flat, "lr": 3e-3 * (1 + seed)}]
+    return make_engine(engine, module, param_groups=groups)
+
+
+@pytest.mark.seven
+@pytest.mark.parametrize("size", [2])
+def test_two_engines_with_groups_of_their_own_train_as_each_does_alone(worlds, size, engine):
+    alone, woven = (claimed(worlds(size).run(beside_each_other, engine, together)) for together in (False, True))
+    assert woven == alone

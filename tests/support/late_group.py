@@ -1,9 +1,10 @@
 """A process group that is as late as it may be, for engines that call torch.distributed themselves.
 
 Between an asynchronous collective and its `wait()` nobody knows whether it has run. gloo is mostly done by then, and
-who does not wait gets away with it. Here it runs when somebody waits, with all that were begun before it: its input is
-read then, and its output holds no number until then. What is given to a callback (`get_future()`, as DDP does) runs on
-a thread, some time later.
+who does not wait gets away with it. Here it runs when somebody waits: its input is read then, and its output holds no
+number until then. Collectives end in an order that is drawn, too, as gloo's threads may have it: each is dealt to one
+of several lanes, and to wait for it runs what that lane was given before, and nothing of the others. What is given to
+a callback (`get_future()`, as DDP does) runs on a thread, some time later.
 
     pytest tests --engine my_package.my_module:MyEngine --late
 """
@@ -20,6 +21,7 @@ from common.measure.memory import storage_id
 from common.ranks import lanes
 
 NAME = "late"
+LANES = 3
 DELAYS = (0.0, 1e-3, 4e-3)  # seconds, of which one is drawn before what a callback waits for
 
 
@@ -28,14 +30,15 @@ class LateWork(dist.Work):
 
     Args:
         group: the LateGroup.
+        lane: the number of the lane that it was dealt to.
         begin: starts the collective with gloo, and returns gloo's own work.
         outputs: the tensors that it writes.
         private: {a tensor that it reads and writes: a copy of what it read}.
     """
 
-    def __init__(self, group, begin, outputs, private):
+    def __init__(self, group, lane, begin, outputs, private):
         super().__init__()
-        self.group, self.begin, self.outputs, self.private = group, begin, outputs, private
+        self.group, self.lane, self.begin, self.outputs, self.private = group, lane, begin, outputs, private
         self.done = False
         for output in outputs:
             poison(output)
@@ -89,8 +92,11 @@ class LateGroup(dist.ProcessGroup):
 
     def __init__(self, store, rank, size, timeout):
         super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._begun, self._lock, self._dice = [], threading.RLock(), random.Random(rank)
+        stores = [dist.PrefixStore(f"lane {number}", store) for number in range(LANES)]
+        self._gloo = [dist.ProcessGroupGloo(prefixed, rank, size, timeout) for prefixed in stores]
+        self._begun = [[] for _ in stores]
+        self._locks = [threading.RLock() for _ in stores]  # of each its own: another rank may run the lanes otherwise
+        self._deal, self._dice = random.Random(0), random.Random(rank)  # every rank deals alike
         self._asked = queue.SimpleQueue()
         threading.Thread(target=self._answer, daemon=True).start()
 
@@ -105,10 +111,10 @@ class LateGroup(dist.ProcessGroup):
         return self._name
 
     def run_up_to(self, work):
-        """Run what was begun before a work, in that order, and then itself."""
-        with self._lock:
+        """Run what its lane was given before a work, in that order, and then itself."""
+        with self._locks[work.lane]:
             while not work.done:
-                self._begun.pop(0).run()
+                self._begun[work.lane].pop(0).run()
 
     def run_later(self, work, future):
         self._asked.put((work, future))
@@ -120,12 +126,13 @@ class LateGroup(dist.ProcessGroup):
             self.run_up_to(work)
             future.set_result(work.outputs)
 
-    def _submit(self, method, outputs, inputs, *args):
+    def _submit(self, method, outputs, inputs, *args, lane=None):
         """Begin a collective: `method` of gloo with `args`, which reads `inputs` and writes `outputs`."""
+        lane = self._deal.randrange(LANES) if lane is None else lane
         private = {t: t.detach().clone() for t in inputs if any(shares(t, output) for output in outputs)}
-        work = LateWork(self, lambda: getattr(self._gloo, method)(*args), outputs, private)
-        with self._lock:
-            self._begun.append(work)
+        work = LateWork(self, lane, lambda: getattr(self._gloo[lane], method)(*args), outputs, private)
+        with self._locks[lane]:
+            self._begun[lane].append(work)
         return work
 
     # ---- what reads and writes the same tensors
@@ -176,11 +183,13 @@ class LateGroup(dist.ProcessGroup):
     def scatter(self, outputs, inputs, opts):
         return self._submit("scatter", outputs, [t for some in inputs for t in some], outputs, inputs, opts)
 
+    # Two ranks alone know of these: they are not dealt.
+
     def send(self, tensors, peer, tag):
-        return self._submit("send", [], [], tensors, peer, tag)
+        return self._submit("send", [], [], tensors, peer, tag, lane=0)
 
     def recv(self, tensors, peer, tag):
-        return self._submit("recv", tensors, [], tensors, peer, tag)
+        return self._submit("recv", tensors, [], tensors, peer, tag, lane=0)
 
     def barrier(self, opts):
         return self._submit("barrier", [], [], opts)

@@ -379,6 +379,14 @@ class WaitsForTheFirst(Asynchronous):
             work.wait()
 
 
+class WaitsForTheLast(Asynchronous):
+    """of several handles the last is waited for, as if they ended in order"""
+
+    def wait(self, number, work):
+        if number == len(self.trained) - 1:
+            work.wait()
+
+
 class ReusesItsRoom(Asynchronous):
     """the next gradient is written where the last one is still being sent from"""
 
@@ -390,7 +398,7 @@ class ReusesItsRoom(Asynchronous):
         return self.room[: parameter.numel()].copy_(parameter.grad.flatten())
 
 
-EARLY = (NeverWaits, WaitsForTheFirst, ReusesItsRoom)
+EARLY = (NeverWaits, WaitsForTheFirst, WaitsForTheLast, ReusesItsRoom)
 OTHERS = (
     TiedGradientDropped,
     RandomStateOfRank0,
