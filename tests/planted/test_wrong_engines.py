@@ -11,7 +11,7 @@ from matrix import CROSSINGS, QUICK, Cell, as_judged, expected, trained
 from places import ROOT
 from verdicts import judge
 from worlds import WorldsThatMayHang
-from wrong_engines import EARLY, IDEAS, OTHERS, Asynchronous
+from wrong_engines import EARLY, IDEAS, IN_TIME, OTHERS
 
 from common.ranks.world import RankFailed
 
@@ -49,7 +49,7 @@ def late_worlds(tmp_path_factory):
     pool.close()
 
 
-@pytest.mark.parametrize("engine_of", [Asynchronous, *EARLY], ids=lambda made: made.__name__)
+@pytest.mark.parametrize("engine_of", [*IN_TIME, *EARLY], ids=lambda made: made.__name__)
 @pytest.mark.parametrize("size", [2, 3])
 def test_where_collectives_run_late_who_reads_too_early_fails(worlds, late_worlds, size, engine_of):
     cell = Cell("plain", "fp32", size, optimizer="SGD with momentum")

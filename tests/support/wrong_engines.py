@@ -364,6 +364,18 @@ class Asynchronous(DataParallel):
         work.wait()
 
 
+class InPlace(DataParallel):
+    """right: what a rank is sent is written over what it sends, and the whole around what it has"""
+
+    def reduce(self):
+        for parameter in self.trained:
+            flat = torch.cat([parameter.grad.flatten()] * dist.get_world_size())  # so that every size divides
+            own = flat.view(dist.get_world_size(), -1)[dist.get_rank()]
+            dist.reduce_scatter_tensor(own, flat, async_op=True).wait()
+            dist.all_gather_into_tensor(flat, own, async_op=True).wait()
+            parameter.grad = own.view_as(parameter) / dist.get_world_size()
+
+
 class NeverWaits(Asynchronous):
     """nobody waits"""
 
@@ -398,6 +410,7 @@ class ReusesItsRoom(Asynchronous):
         return self.room[: parameter.numel()].copy_(parameter.grad.flatten())
 
 
+IN_TIME = (Asynchronous, InPlace)
 EARLY = (NeverWaits, WaitsForTheFirst, WaitsForTheLast, ReusesItsRoom)
 OTHERS = (
     TiedGradientDropped,
