@@ -370,10 +370,10 @@ class InPlace(DataParallel):
     def reduce(self):
         for parameter in self.trained:
             flat = torch.cat([parameter.grad.flatten()] * dist.get_world_size())  # so that every size divides
-            own = flat.view(dist.get_world_size(), -1)[dist.get_rank()]
+            first, own = (flat.view(dist.get_world_size(), -1)[rank] for rank in (0, dist.get_rank()))
             dist.reduce_scatter_tensor(own, flat, async_op=True).wait()
             dist.all_gather_into_tensor(flat, own, async_op=True).wait()
-            parameter.grad = own.view_as(parameter) / dist.get_world_size()
+            parameter.grad = first.view_as(parameter) / dist.get_world_size()  # others may be rounded otherwise
 
 
 class NeverWaits(Asynchronous):
