@@ -22,7 +22,7 @@ from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.tables import Table, say
 from common.outputs import one_line_errors, parser_of, publish
-from common.peers.deepspeed import DeepSpeed1
+from common.peers.deepspeed import DeepSpeed1, DeepSpeed2, DeepSpeed3
 
 ROOT = Path(__file__).parents[1]
 CELLS = "tests/any_engine/test_equivalence.py::test_an_engine_ends_with_the_bits_of_the_baseline"
@@ -78,6 +78,55 @@ class SumsInFp32(DeepSpeed1):
     _gradients = _parameters
 
 
+class Offloaded(DeepSpeed2):
+    """Stage 2 with the optimizer on the CPU: torch's own, so that nothing has to be compiled."""
+
+    name, follows = "deepspeed2, offloaded", ""
+
+    def _config(self, precision, bucket_elements):
+        config = super()._config(precision, bucket_elements)
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        return {**config, "zero_force_ds_cpu_optimizer": False}
+
+
+class OffloadedInThrees(Offloaded):
+    """The same, told that three micro-batches make a step: it counts the calls of step(), one after each of them."""
+
+    name = "deepspeed2, offloaded, three micro-batches"
+
+    def _config(self, precision, bucket_elements):
+        return {**super()._config(precision, bucket_elements), "gradient_accumulation_steps": 3}
+
+    def backward(self, loss):
+        """Backpropagate a loss that its user has divided by the number of micro-batches."""
+        if self._reduced:
+            self._engine.step()  # of the micro-batch before: it updates nothing
+        self._engine.backward(loss, scale_wrt_gas=False)
+        self._reduced = self._added = True
+
+
+class NotContiguous(DeepSpeed1):
+    """Stage 1 that does not copy gradients into one buffer as they come."""
+
+    name, follows = "deepspeed1, not contiguous", ""
+
+    def _config(self, precision, bucket_elements):
+        config = super()._config(precision, bucket_elements)
+        config["zero_optimization"]["contiguous_gradients"] = False
+        return config
+
+
+class GathersBySum(DeepSpeed3):
+    """Stage 3 that gathers parameters by an all-reduce: an option that spares the host some copies."""
+
+    name, follows = "deepspeed3, gathers by all-reduce", ""
+
+    def _config(self, precision, bucket_elements):
+        config = super()._config(precision, bucket_elements)
+        config["zero_optimization"]["stage3_use_all_reduce_for_fetch_params"] = True
+        return config
+
+
 # ---- exhibits -------------------------------------------------------------------------------------------------------
 
 
@@ -113,11 +162,49 @@ EXHIBITS = [
         "0.18.9",
         "0.19.0",
     ),
+    # 0.18.7 to 0.18.9 have the next two as well, but with torch 2.13 they crash first.
+    Exhibit(
+        "DeepSpeed 7967",
+        "offload: of the micro-batches of a step the first and the last alone count",
+        "common.museum:OffloadedInThrees",
+        "gpt-tiny, accumulated, fp32, 3 ranks",
+        "deepspeed",
+        "0.18.6",
+        "0.19.0",
+    ),
+    Exhibit(
+        "DeepSpeed 7981",
+        "offload: of several backwards before a step the last alone counts",
+        "common.museum:Offloaded",
+        "gpt-tiny, accumulated under no_sync, fp32, 3 ranks",
+        "deepspeed",
+        "0.18.6",
+        "0.19.0",
+    ),
+    Exhibit(
+        "DeepSpeed 8382",
+        "stages 1 and 2 on a CPU, without contiguous_gradients: no gradient is reduced",
+        "common.museum:NotContiguous",
+        "gpt-tiny, plain, fp32, 2 ranks",
+        "deepspeed",
+        "0.19.7",
+        "0.19.8",
+    ),
+    Exhibit(
+        "DeepSpeed 8158",
+        "stage 3 that gathers by an all-reduce: padding, which nobody wrote, is added to the next parameter",
+        "common.museum:GathersBySum",
+        "gpt-tiny, plain, fp32, 3 ranks",
+        "deepspeed",
+        "0.19.3",
+        "0.19.4",
+    ),
 ]
 NOT_HERE = {
     "PyTorch 176076 (tied and uneven: the last rank never updates)": "torch up to 2.11, without a CPU build",
-    "DeepSpeed 7981 (offloaded: of several backwards the last alone counts)": "with torch 2.13, 0.18.9 fails first",
-    "DeepSpeed 8224 (stage 2, bf16: a module used twice)": "0.19.3 passes the cell `repeated` at 2 ranks",
+    "DeepSpeed 8224 (stage 2, bf16: a module used twice)": "0.19.3 passes `repeated` and `two forwards` at 2 ranks",
+    "DeepSpeed 8066 (buffers in fp32 are cast to bf16)": "0.19.0 crashes in the cell `buffers`, so it is not silent",
+    "DeepSpeed 8279, 8280 (parameters of no elements)": "0.19.7 passes `tiny` in stage 1 and crashes in stage 3",
     "DeepSpeed 5606, 7188, 7371, 7804, 7898, 7965, 8061 (a buffer reused before its collective ends)": "needs streams",
     "DeepSpeed 4851, 5059, 7606, 7707 (hpZ's second copy is stale)": "its kernels are CUDA's",
     "Megatron-LM's": "needs Transformer Engine and CUDA",
