@@ -7,19 +7,15 @@ MOVED = {  # beside what is sent
 }
 
 
-def lines_of(row, precision):
-    """The lines of the table, (what, measured, predicted), from a row of `common.train.train`."""
-    lines = [
-        (f"{state}, bytes per rank", str(measured), str(row["predicted_model_state_bytes"][state]))
-        for state, measured in row["model_state_bytes"].items()
-    ]
-    sent, predicted = row["wire_bytes_per_step"], row["predicted_wire_bytes_per_step"]
-    for collective in sorted({*sent, *predicted}):
-        bytes_sent = (str(count.get(collective, 0)) for count in (sent, predicted))
-        lines.append((f"{collective}, bytes sent per step", *bytes_sent))
+def counts_of(row):
+    """The lines of the table, (what, measured, predicted), that are counts of bytes; "-" where nothing is predicted."""
+    held, sent = row["model_state_bytes"], row["wire_bytes_per_step"]
+    foreseen, to_send = (row.get(f"predicted_{name}") for name in ("model_state_bytes", "wire_bytes_per_step"))
+    lines = [(f"{state}, bytes per rank", str(held[state]), _of(foreseen, state)) for state in held]
+    for collective in sorted({*sent, *(to_send or ())}):
+        lines.append((f"{collective}, bytes sent per step", str(sent.get(collective, 0)), _of(to_send, collective)))
     per_parameter = (
-        f"{sum(row[states].values()) / row['parameters']:.2f}"
-        for states in ("model_state_bytes", "predicted_model_state_bytes")
+        "-" if states is None else f"{sum(states.values()) / row['parameters']:.2f}" for states in (held, foreseen)
     )
     lines.append(("model states, bytes per parameter", *per_parameter))
     for where, name in (("on the host", "host_state_bytes"), ("on disk", "disk_state_bytes")):
@@ -30,7 +26,16 @@ def lines_of(row, precision):
         for way, predicted in row.get(f"predicted_{name}", {}).items():
             lines.append((f"{said.format(way)}, bytes per step", str(row[name].get(way, 0)), str(predicted)))
     lines.append(("peak of live bytes", str(row["peak_bytes"]), "-"))
-    speed = row["tokens_per_second"]
+    return lines
+
+
+def _of(predicted, name):
+    return "-" if predicted is None else str(predicted.get(name, 0))
+
+
+def lines_of(row, precision):
+    """All lines of the table, from a row of `common.train.train`."""
+    lines, speed = counts_of(row), row["tokens_per_second"]
     lines.append(("tokens per second", f"{speed:.0f}" if speed else "- (too few steps)", "-"))
     if precision == "fp16":
         lines.append(("steps skipped, as a gradient overflowed", str(row["skipped_steps"]), "-"))

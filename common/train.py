@@ -312,13 +312,14 @@ def _run_steps(world, engine, module, options, batches, progress, schedulers, su
     return run
 
 
-def train_step(engine, micro_batches, no_sync=False):
+def train_step(engine, micro_batches, no_sync=False, loss_of=models.loss):
     """One step from the mean gradient of some micro-batches.
 
     Args:
         engine: an engine.
         micro_batches: [(inputs, targets)], of equal size.
         no_sync: ranks exchange gradients in the last backward only.
+        loss_of: of (outputs, targets), a scalar.
 
     Returns:
         The mean loss on this rank, a scalar tensor, and the StepResult.
@@ -328,7 +329,7 @@ def train_step(engine, micro_batches, no_sync=False):
         quiet = no_sync and number < len(micro_batches)
         with engine.no_sync() if quiet else nullcontext():
             with record_function("forward"):  # labels for a trace: see common.measure.timeline
-                loss = models.loss(engine(inputs), targets) / len(micro_batches)
+                loss = loss_of(engine(inputs), targets) / len(micro_batches)
             with record_function("backward"):
                 engine.backward(loss)
         total = total + loss.detach()

@@ -86,24 +86,16 @@ class Recording:
     def _label(self, name, part):
         ranges = []
 
-        def before(module, args):
+        def begins(name):
             ranges.append(record_function(f"forward of {name}"))
             ranges[-1].__enter__()
 
-        def after(module, args, output):
-            ranges.pop().__exit__(None, None, None)
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(mark)
-
-        def mark(gradient):
+        def marks(name):
             # A moment, as nothing says when a part's backward ends: `_rows` draws it up to the next moment.
             with record_function(f"backward of {name}"):
                 pass
 
-        self._hooks.append(part.register_forward_pre_hook(before))
-        # Called where forward raises too: checkpoints end their recomputation so.
-        self._hooks.append(part.register_forward_hook(after, always_call=True))
+        self._hooks += watch(name, part, begins, lambda name: ranges.pop().__exit__(None, None, None), marks)
 
     def collect(self):
         """The trace of all ranks, for a JSON file. A collective; on ranks other than 0 it is None."""
@@ -140,6 +132,26 @@ def parts(model):
             yield from ((f"{name}.{inner}", element) for inner, element in child.named_children())
         else:
             yield name, child
+
+
+def watch(name, part, begins, ends, marks):
+    """Call `begins(name)` and `ends(name)` around a part's forward, `marks(name)` where its backward begins.
+
+    Returns:
+        The handles of the hooks.
+    """
+
+    def after(module, args, output):
+        ends(name)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: marks(name))
+
+    # Called where forward raises too: checkpoints end their recomputation so.
+    return [
+        part.register_forward_pre_hook(lambda module, args: begins(name)),
+        part.register_forward_hook(after, always_call=True),
+    ]
 
 
 def merge(traces):

@@ -1,0 +1,126 @@
+r"""`python -m common.simulate ENGINE`: one rank of a world of any size, with the bytes that it would hold and send.
+
+    python -m common.simulate stage3_param --model gpt-1t --world-size 1024 --ranks-per-node 8 --precision bf16 \
+        --checkpoint-activations
+    python -m common.simulate zeropp --with hierarchical=False --model gpt2-1.5b --world-size 64 --ranks-per-node 8
+    python -m common.simulate my_package.my_module:MyEngine --model my_package.models:make_model --world-size 16
+
+The engine is the one that trains, on tensors that have shapes and no values. What is shown is counted in its second
+step, by the memory timeline and the traffic meter of real runs, and stands beside what its tables predict.
+"""
+
+from dataclasses import asdict
+
+from common.engine.mixed_precision import dtype_of
+from common.errors import InputError
+from common.measure.memory import CLASSES, HOST
+from common.measure.tables import Table
+from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
+from common.report import counts_of
+from common.simulate.world import Setting, own_options, simulate
+from common.train import find_engine, show_bytes, train_step
+
+
+def main(arguments=None):
+    """Parse the arguments, simulate, show and write the results."""
+    parser = parser_of("common.simulate", __doc__)
+    parser.add_argument("engine", help="stage3_param, offload.nvme, or a class package.module:Name")
+    parser.add_argument("--model", default="gpt-nano", help="of the zoo, or package.module:function (%(default)s)")
+    parser.add_argument("--world-size", type=int, default=8, metavar="N", help="ranks (%(default)s)")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them to be (%(default)s)")
+    parser.add_argument("--ranks-per-node", type=int, metavar="P", help="ranks that share a node (all)")
+    parser.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16 (%(default)s)")
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="B", help="samples of a rank's micro-batch (%(default)s)"
+    )
+    parser.add_argument(
+        "--seq", type=int, metavar="S", help="length of a sample (the model's; 1024 for one of your own)"
+    )
+    parser.add_argument("--accumulate", type=int, default=1, metavar="K", help="micro-batches of a step (%(default)s)")
+    parser.add_argument("--no-sync", action="store_true", help="reduce gradients with the last micro-batch only")
+    parser.add_argument(
+        "--checkpoint-activations",
+        nargs="?",
+        const="non-reentrant",
+        metavar="KIND",
+        help="compute each block again in backward: non-reentrant (default) or reentrant",
+    )
+    parser.add_argument("--offload-activations", action="store_true", help="keep on the host what these save")
+    parser.add_argument("--clip-norm", type=float, help="clip the gradient to this global norm")
+    parser.add_argument("--bucket-mb", type=float, default=25.0, help="MiB of a bucket (%(default)s)")
+    parser.add_argument(
+        "--with", dest="own", action="append", default=[], metavar="NAME=VALUE", help="an engine's own option"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    options = parser.parse_args(arguments)
+    with one_line_errors():
+        setting = setting_of(options)
+        row = simulate(setting, train_step)
+    results = results_of(options, setting, row)
+    publish(options, results, [counts(results), worst(results)])
+
+
+def setting_of(options):
+    """What the options ask for.
+
+    Raises:
+        InputError: it cannot be.
+    """
+    check_counts(options, "batch", "seq", "accumulate")
+    check_outputs(options)
+    dtype_of(options.precision)
+    if options.offload_activations and options.checkpoint_activations is None:
+        raise InputError("--offload-activations: what checkpoints save goes to the host; add --checkpoint-activations")
+    return Setting(
+        find_engine(options.engine),
+        options.model,
+        options.world_size,
+        rank=options.rank,
+        ranks_per_node=options.ranks_per_node,
+        precision=options.precision,
+        bucket_mb=options.bucket_mb,
+        clip_norm=options.clip_norm,
+        batch=options.batch,
+        sequence=options.seq,
+        checkpoint_activations=options.checkpoint_activations,
+        offload_activations=options.offload_activations,
+        accumulate=options.accumulate,
+        no_sync=options.no_sync,
+        own=own_options(options.own),
+    )
+
+
+def results_of(options, setting, row):
+    """The JSON of `common.simulate`."""
+    asked = {name: value for name, value in vars(setting).items() if name != "engine"}
+    samples = row.pop("samples")
+    timeline = [{"phase": phase, **resident} for phase, resident in samples]
+    return {"engine": options.engine, **asked, **row, "worst": asdict(row["worst"]), "timeline": timeline}
+
+
+def counts(results):
+    """What a rank holds, sends and moves, counted and predicted."""
+    nodes = results["world_size"] // (results["ranks_per_node"] or results["world_size"])
+    title = (
+        f"{results['engine']}: {results['model']}, {results['parameters']:,} parameters, {results['precision']}\n"
+        f"rank {results['rank']} of {results['world_size']} on {nodes} node{'s' * (nodes > 1)}, simulated in "
+        f"{results['simulated_in_seconds']:.1f} s and {show_bytes(results['really_held_bytes'])}"
+    )
+    return Table(title, ("", "counted", "predicted"), counts_of(results))
+
+
+def worst(results):
+    """The worst moment, and what is resident then."""
+    moment = results["worst"]
+    place = f" of {moment['part']}" if moment["part"] else ""
+    rows = [[name, show_bytes(moment["resident"][name])] for name in CLASSES if moment["resident"][name]]
+    for number, shape, dtype, nbytes in moment["activations"]:
+        rows.append([f"  among them {number} x {shape} {dtype}", show_bytes(nbytes)])
+    if moment["resident"].get(HOST):
+        rows.append([f"and {HOST}", show_bytes(moment["resident"][HOST])])
+    title = f"The worst moment: {moment['phase']}{place}, {show_bytes(results['peak_bytes'])}"
+    return Table(title, ("resident", "bytes"), rows, caption=f"after {moment['operation']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Memory over a simulated step, and its worst moment: when, in which part of the model, and what is resident then."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from common.measure.memory import HOST, Timeline, storage_id
+from common.measure.timeline import parts, watch
+from common.tensors import tensors_in
+
+LARGEST = 5  # kinds of activations that a moment names
+
+
+@dataclass
+class Moment:
+    """A moment of a step.
+
+    Attributes:
+        phase, part, operation: "backward", "blocks.3" or "" where no part runs, "aten.mm".
+        resident: {class of common.measure.memory: bytes}.
+        activations: [[how many, shape, dtype, bytes of all of them]], the largest kinds.
+    """
+
+    phase: str = ""
+    part: str = ""
+    operation: str = ""
+    resident: dict = field(default_factory=dict)
+    activations: list = field(default_factory=list)
+
+    @property
+    def nbytes(self):
+        """On the device."""
+        return sum(self.resident.values()) - self.resident.get(HOST, 0)
+
+
+class Moments(Timeline):
+    """A `Timeline` that looks only where something may have changed that matters: a model may have 100,000 operations.
+
+    It looks after each collective, where a part of the model begins or ends, and whenever what was taken since the last
+    look could make a new peak, if nothing had been given back. So the peak is that of a `Timeline`.
+
+    Args:
+        engine: as `Timeline` takes it, around `model`.
+        model: whose parts are named.
+
+    Attributes:
+        worst: the Moment of the peak.
+    """
+
+    def __init__(self, engine, model):
+        super().__init__(engine)
+        self.worst = Moment()
+        self._made, self._now, self._grown, self._looking = {}, 0, 0, True  # storage -> (shape, dtype); bytes
+        self._running, self._part, self._operation, self._at_peak = [], "", "", False
+        self._hooks = [
+            h for name, part in parts(model) for h in watch(name, part, self._begins, self._ends, self._marks)
+        ]
+
+    def __exit__(self, *error):
+        for hook in self._hooks:
+            hook.remove()
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            if tensor.device.type != "meta":
+                key, storage = storage_id(tensor), tensor.untyped_storage()
+                if key not in self._others or self._others[key][0].expired():
+                    self._others[key] = StorageWeakRef(storage), storage.nbytes()
+                    self._made[key] = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+                    self._grown += storage.nbytes()
+        self._operation = str(function)
+        collective = function.namespace == "c10d"  # rooms for what it brings are made around it
+        self._at_peak = False
+        if collective or self._looking or self._now + self._grown > self.worst.nbytes:
+            self.sample()
+        self._looking = collective or self._at_peak
+        return result
+
+    def sample(self):
+        """Look at what is live now."""
+        super().sample()
+        self._grown = 0
+        phase, resident = self.samples[-1]
+        found = Moment(phase, self._part if phase != "step" else "", self._operation, resident)
+        self._now = found.nbytes
+        self._at_peak = found.nbytes >= self.worst.nbytes
+        if found.nbytes > self.worst.nbytes:
+            self.worst = found
+        if self._at_peak:  # still, perhaps: then this shows what became of what was made
+            self.worst.resident, self.worst.activations = resident, self._largest()
+
+    def _largest(self):
+        """What `Moment.activations` holds."""
+        known = {storage_id(tensor) for tensors in self.engine.live().values() for tensor in tensors}
+        kinds, nbytes = Counter(), Counter()
+        for key, (_, size) in self._others.items():
+            if key not in known:
+                kinds[self._made[key]] += 1
+                nbytes[self._made[key]] += size
+        return [[kinds[kind], list(kind[0]), kind[1], size] for kind, size in nbytes.most_common(LARGEST)]
+
+    def _begins(self, name):
+        self._running.append(name)
+        self._part, self._looking = name, True
+
+    def _ends(self, name):
+        self._running.pop()
+        if self.engine.comm.traffic.phase != "backward":  # there a part that was computed again goes on
+            self._part = self._running[-1] if self._running else ""
+        self._looking = True
+
+    def _marks(self, name):
+        self._part, self._looking = name, True

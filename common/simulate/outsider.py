@@ -1,0 +1,64 @@
+"""The books of an engine that keeps none: what it holds by class, and what it sends, read from torch's operations."""
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.measure.timeline import PHASES
+from common.measure.traffic import Traffic
+from common.tensors import tensors_in, tensors_of_state
+
+# torch's names of operations -> the meter's, and how many times a rank sends its part of N-1 parts of N.
+SENT = {
+    "allreduce_": ("all_reduce", 2),
+    "allreduce_coalesced_": ("all_reduce", 2),
+    "allgather_": ("all_gather", 1),
+    "_allgather_base_": ("all_gather", 1),
+    "allgather_into_tensor_coalesced_": ("all_gather", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+}
+
+
+class Outsider(TorchDispatchMode):
+    """What `Moments` and a table ask of an engine, for one that has neither `live()` nor `comm`.
+
+    A context manager around what is to be counted. Collectives count by the law of common.measure.traffic; broadcasts
+    and messages between two ranks do not.
+
+    Args:
+        engine: with `module` and `optimizer`.
+    """
+
+    def __init__(self, engine):
+        super().__init__()
+        self.engine, self.comm = engine, SimpleNamespace(traffic=Traffic())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.partition(".")[0]
+        if function.namespace == "profiler" and isinstance(args[0], str) and args[0] in PHASES:  # common.train's labels
+            self.comm.traffic.phase = args[0]
+        elif function.namespace == "c10d" and name in SENT:
+            group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
+            whole = max(sum(tensor.nbytes for tensor in tensors_in(arg)) for arg in args)
+            collective, times = SENT[name]
+            self.comm.traffic.record(collective, times * whole * (group.size() - 1) // group.size())
+        return function(*args, **(kwargs or {}))
+
+    def live(self):
+        """See `EngineBase.live`; what it has besides counts as activations."""
+        parameters = list(self.engine.module.parameters())
+        return {
+            "parameters": list(map(_local, parameters)),
+            "gradients": [_local(p.grad) for p in parameters if p.grad is not None],
+            "optimizer": list(map(_local, tensors_of_state(self.engine.optimizer))),
+        }
+
+
+def _local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
