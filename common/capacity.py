@@ -22,9 +22,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common import models
 from common.activations import largest_fitting
@@ -38,7 +36,7 @@ from common.measure.memory import Timeline, set_malloc_thresholds
 from common.models.gpt import GPT, GPTConfig
 from common.outputs import check_outputs, one_line_errors, parser_of, publish
 from common.ranks.world import LocalWorld, RankFailed, check_size
-from common.tensors import fake_tensors
+from common.simulate.world import simulated_world
 from common.train import ENGINES, default_nproc, find_engine, sha256, show_bytes, train_step
 
 try:
@@ -286,16 +284,12 @@ def simulate(engine, precision, layers, world_size):
     Returns:
         The peak of live bytes in the second step, and the predicted bytes of model states.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        with fake_tensors():
-            simulated = make_engine(engine, precision, layers)
+    with simulated_world(world_size):
+        simulated = make_engine(engine, precision, layers)
+        take_step(simulated)
+        with Timeline(simulated) as timeline:
             take_step(simulated)
-            with Timeline(simulated) as timeline:
-                take_step(simulated)
-        return timeline.peak_bytes(), sum(simulated.predicted_model_state_bytes().values())
-    finally:
-        dist.destroy_process_group()
+    return timeline.peak_bytes(), sum(simulated.predicted_model_state_bytes().values())
 
 
 # ---- measured -------------------------------------------------------------------------------------------------

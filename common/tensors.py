@@ -88,6 +88,13 @@ def host_value(tensor, default):
     return default if isinstance(tensor, FakeTensor) else tensor.item()
 
 
+def rows_where(mask, share):
+    """The numbers of the rows [n] where `mask` is true; under fake tensors so many that they are a `share` of all."""
+    if isinstance(mask, FakeTensor):
+        return torch.arange(round(share * len(mask)))
+    return mask.nonzero().squeeze(1)
+
+
 def checksum(tensor):
     """A number that tells bits from other bits, alike on every rank."""
     values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

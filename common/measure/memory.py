@@ -65,6 +65,11 @@ def storage_id(tensor):
     return tensor.untyped_storage()._cdata
 
 
+def place_of(tensor):
+    """Where a tensor begins, under fake tensors too."""
+    return storage_id(tensor), tensor.storage_offset() * tensor.itemsize
+
+
 class Timeline(TorchDispatchMode):
     """Live bytes by class after every operation of a step. A context manager around the step.
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from common.models.gpt import GPT, FeedForward
+from common.tensors import rows_where
 
 
 class MixtureOfExperts(nn.Module):
@@ -30,7 +31,7 @@ class MixtureOfExperts(nn.Module):
         probability, choice = self.router(tokens).softmax(dim=-1).max(dim=-1)  # each [tokens]
         answers = torch.zeros_like(tokens)
         for index, expert in enumerate(self.experts):
-            routed = (choice == index).nonzero().squeeze(1)  # which tokens are this expert's
+            routed = rows_where(choice == index, share=1 / len(self.experts))  # which tokens are this expert's
             if len(routed) > 0:
                 answers[routed] = probability[routed, None] * expert(tokens[routed])
         return answers.view_as(x)

@@ -32,9 +32,10 @@ import torch.distributed as dist
 
 from common.errors import InputError
 from common.measure import timeline
+from common.measure.memory import place_of
 from common.measure.traffic import Traffic
 from common.ranks import nodes, trace
-from common.ranks.lanes import backend_of, lane_of, let_lanes_go_first
+from common.ranks.lanes import PATHS, backend_of, lane_of, let_lanes_go_first
 
 CHUNK = 2**17  # elements that are added at a time
 SEGMENT = 2**23  # bytes of a shard that are reduced at a time, point to point
@@ -91,8 +92,8 @@ class Collectives:
         self.backend = backend = backend_of(self.group)
         cuda = backend == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.point_to_point = backend == "gloo"
-        self.ordered = backend == "gloo" or deterministic
+        self.point_to_point = PATHS[backend] == "gloo"
+        self.ordered = self.point_to_point or deterministic
         self.simulated = backend == "fake"
         self.ranks_per_node = nodes.ranks_per_node(self.group)
         # One lane and one meter for an engine, whatever its groups: all ranks then run its collectives in one order.
@@ -401,5 +402,5 @@ def mean_in_rank_order(pieces, mean):
 
 def _put(source, target):
     """Copy `source` into `target`, unless it lies there already."""
-    if source.data_ptr() != target.data_ptr():
+    if place_of(source) != place_of(target):
         target.copy_(source)

@@ -153,7 +153,7 @@ class StreamLane:
 
 
 class InlineLane:
-    """The lane where nothing travels, in a simulated world and on one CPU rank: the work is done at once."""
+    """The lane where nothing travels, on one CPU rank: the work is done at once."""
 
     def __init__(self, name=""):
         pass
@@ -169,7 +169,16 @@ class InlineLane:
         """Nothing to wait for."""
 
 
-LANES = {"gloo": ThreadLane, "nccl": StreamLane, "fake": InlineLane}
+class SimulatedLane(InlineLane):
+    """The lane of a simulated world: nothing travels, and buffers are held for as long as those of a stream."""
+
+    def submit(self, work, *buffers):
+        work()
+        return Handle(buffers, lambda buffers: None)
+
+
+LANES = {"gloo": ThreadLane, "nccl": StreamLane, "fake": SimulatedLane}
+PATHS = {"gloo": "gloo", "nccl": "nccl", "fake": "nccl"}  # whose schedule a backend's collectives follow
 _lanes = weakref.WeakKeyDictionary()  # group -> {name: lane}, as long as the group lives
 
 

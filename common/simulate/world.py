@@ -14,6 +14,7 @@ import traceback
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from common import models
 from common.errors import InputError
 from common.measure.memory import high_water
+from common.ranks import lanes
 from common.ranks.nodes import check_ranks_per_node
 from common.simulate.moments import Moments
 from common.simulate.outsider import Outsider
@@ -41,8 +43,13 @@ WARM_UP = 1  # steps before the one that is followed: with the first the optimiz
 
 
 @contextlib.contextmanager
-def simulated_world(size, rank=0, ranks_per_node=None):
+def simulated_world(size, rank=0, ranks_per_node=None, backend="nccl"):
     """In this context this process is one rank of a world, and tensors have no values.
+
+    Args:
+        size, rank: of the world.
+        ranks_per_node: None for all of them.
+        backend: "nccl" or "gloo", whose paths the collectives take.
 
     Raises:
         InputError: there can be no such rank; or a model reads values.
@@ -50,11 +57,10 @@ def simulated_world(size, rank=0, ranks_per_node=None):
     if size < 1 or not 0 <= rank < size:
         raise InputError(f"rank {rank} of {size}: give a world size of 1 or more, and a rank from 0 up to below it")
     per_node = check_ranks_per_node(size if ranks_per_node is None else ranks_per_node, size)
-    before = os.environ.get("LOCAL_WORLD_SIZE")
-    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    told = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(per_node))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        with fake_tensors():
+        with told, mock.patch.dict(lanes.PATHS, fake=backend), fake_tensors(allow_non_fake_inputs=True):
             yield
     except (*NEED_VALUES, RuntimeError) as error:
         if not isinstance(error, NEED_VALUES) and "data is not allocated yet" not in str(error):  # of C++ code
@@ -65,9 +71,6 @@ def simulated_world(size, rank=0, ranks_per_node=None):
         ) from error
     finally:
         dist.destroy_process_group()
-        os.environ.pop("LOCAL_WORLD_SIZE")
-        if before is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = before
 
 
 def _place(error):
@@ -170,6 +173,7 @@ class Setting:
         checkpoint_activations, offload_activations: as the training commands have them.
         accumulate, no_sync: micro-batches of a step, and whether only the last is reduced.
         own: what the engine takes besides, {name: value}.
+        backend: whose paths its collectives take, "nccl" or "gloo".
     """
 
     engine: type
@@ -187,6 +191,7 @@ class Setting:
     accumulate: int = 1
     no_sync: bool = False
     own: dict = field(default_factory=dict)
+    backend: str = "nccl"
 
 
 def simulate(setting, step):
@@ -204,7 +209,7 @@ def simulate(setting, step):
         InputError: the setting cannot be, or the model reads values.
     """
     began = time.perf_counter()
-    with simulated_world(setting.world_size, setting.rank, setting.ranks_per_node):
+    with simulated_world(setting.world_size, setting.rank, setting.ranks_per_node, setting.backend):
         engine, module = engine_of(setting)
         micro_batches = [batch_of(module, setting.batch, setting.sequence)] * setting.accumulate
         loss = loss_of if isinstance(module, Foreign) else models.loss

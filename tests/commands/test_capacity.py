@@ -87,7 +87,7 @@ def test_the_boundary_is_found_from_wherever_the_search_begins(largest, near):
 @pytest.fixture
 def small_simulations(monkeypatch):
     """Predictions come faster from smaller models."""
-    monkeypatch.setattr(capacity, "SIMULATED", (2, 4))
+    monkeypatch.setattr(capacity, "SIMULATED", (4, 8))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
