@@ -65,6 +65,7 @@ def pages():
             "checkpoint": _table("common.checkpoint_bench", "checkpoint.json"),
         },
         "tests/README.md": {
+            "museum": _table("common.museum", "museum.json"),
             "equivalence": equivalence_table(_read("equivalence.json")),
             "scores": scores_table([_read(path) for path in (ROOT / "results/scores").glob("*.json")]),
         },
