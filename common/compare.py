@@ -150,6 +150,8 @@ def cells(results):
             yield (title, *(show_bytes(sum(row[count].values())) if count in row else "-" for row in rows))
     yield ("all as predicted", *(_agree(row) for row in rows))
     yield ("peak of live bytes", *(show_bytes(row["peak_bytes"]) for row in rows))
+    if all("estimated_peak_bytes" in row for row in rows):
+        yield ("as simulated", *(_estimate(row) for row in rows))
     speeds = [row["tokens_per_second"] for row in rows]
     yield ("tokens/s, all ranks", *(f"{speed:,.0f}" if speed else "-" for speed in speeds))
     yield ("loss, last step", *(f"{row['losses'][-1]:.4f}" for row in rows))
@@ -168,6 +170,11 @@ def _verdict(row):
 def _agree(row):
     off = [count for count in COUNTS if count in row and row[count] != row[f"predicted_{count}"]]
     return f"NOT {', '.join(off)}" if off else "to the byte"
+
+
+def _estimate(row):
+    measured, estimated = row["peak_bytes"], row["estimated_peak_bytes"]
+    return "to the byte" if estimated == measured else f"{show_bytes(estimated)}, {estimated / measured - 1:+.1%}"
 
 
 def _how(results):

@@ -25,7 +25,7 @@ def counts_of(row):
     for name, said in MOVED.items():
         for way, predicted in row.get(f"predicted_{name}", {}).items():
             lines.append((f"{said.format(way)}, bytes per step", str(row[name].get(way, 0)), str(predicted)))
-    lines.append(("peak of live bytes", str(row["peak_bytes"]), "-"))
+    lines.append(("peak of live bytes", str(row["peak_bytes"]), str(row.get("estimated_peak_bytes", "-"))))
     return lines
 
 

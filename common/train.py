@@ -34,6 +34,7 @@ from common.ranks.agreement import together
 from common.ranks.nodes import check_ranks_per_node
 from common.ranks.world import launch, told_by_torchrun
 from common.report import lines_of
+from common.simulate.world import Setting, simulate
 from common.tiers.activations import HostActivations
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
@@ -370,13 +371,38 @@ def progress_bar(*columns):
 
 
 def run_with_progress(world, name, options):
-    """`train` with a progress bar on rank 0."""
+    """`train` with a progress bar on rank 0, and beside the measured peak the one that a simulation finds."""
     if world.rank:
-        return train(world, name, options)
-    with progress_bar(TextColumn("{task.fields[loss]}")) as bar:
-        label = name if isinstance(name, str) else name.name
-        task = bar.add_task(label, total=options.steps, loss="")
-        return train(world, name, options, lambda done, loss: bar.update(task, completed=done, loss=f"loss {loss:.4f}"))
+        found = train(world, name, options)
+    else:
+        with progress_bar(TextColumn("{task.fields[loss]}")) as bar:
+            label = name if isinstance(name, str) else name.name
+            task = bar.add_task(label, total=options.steps, loss="")
+            show = partial(bar.update, task)
+            found = train(world, name, options, lambda done, loss: show(completed=done, loss=f"loss {loss:.4f}"))
+    if found[0].get("peak_bytes") is not None:
+        setting = simulated_setting(find_engine(name), options, world)
+        found[0]["estimated_peak_bytes"] = simulate(setting, train_step)["peak_bytes"]
+    return found
+
+
+def simulated_setting(engine, options, world):
+    """What simulates a run: as `common.simulate` does it, over the paths of this world's collectives."""
+    return Setting(
+        engine,
+        options.model,
+        world.size,
+        precision=options.precision,
+        bucket_mb=options.bucket_mb,
+        clip_norm=options.clip_norm,
+        batch=options.batch // (world.size * options.accumulate),
+        checkpoint_activations=options.checkpoint_activations,
+        offload_activations=options.offload_activations,
+        accumulate=options.accumulate,
+        no_sync=options.no_sync,
+        own={"deterministic": options.deterministic, **getattr(options, "own", {})},
+        backend="nccl" if world.device.type == "cuda" else "gloo",
+    )
 
 
 def _train_and_report(world, package, options):

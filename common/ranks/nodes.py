@@ -76,7 +76,8 @@ def new_group(comm, ranks, **options):
     most = known if comm.simulated else max(comm.gather_objects(known, "how many groups there are"))
     for _ in range(most - known):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    return dist.new_group(ranks, use_local_synchronization=True, **options)
+    backend = "fake" if comm.simulated else None
+    return dist.new_group(ranks, use_local_synchronization=True, backend=backend, **options)
 
 
 def _timeout(group):

@@ -57,10 +57,30 @@ def simulated_world(size, rank=0, ranks_per_node=None, backend="nccl"):
     if size < 1 or not 0 <= rank < size:
         raise InputError(f"rank {rank} of {size}: give a world size of 1 or more, and a rank from 0 up to below it")
     per_node = check_ranks_per_node(size if ranks_per_node is None else ranks_per_node, size)
-    told = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(per_node))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        with told, mock.patch.dict(lanes.PATHS, fake=backend), fake_tensors(allow_non_fake_inputs=True):
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(per_node)), _without_values(backend):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def simulated_group(backend):
+    """The same beside a real world: a group of as many ranks, over which nothing travels. A collective."""
+    group = dist.new_group(backend="fake")
+    try:
+        with _without_values(backend):
+            yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def _without_values(backend):
+    try:
+        # A model's constants are real: they may be made before.
+        with mock.patch.dict(lanes.PATHS, fake=backend), fake_tensors(allow_non_fake_inputs=True):
             yield
     except (*NEED_VALUES, RuntimeError) as error:
         if not isinstance(error, NEED_VALUES) and "data is not allocated yet" not in str(error):  # of C++ code
@@ -69,8 +89,6 @@ def simulated_world(size, rank=0, ranks_per_node=None, backend="nccl"):
             f"{_place(error)} reads a tensor's values, of which a simulated rank has none "
             f"({str(error).splitlines()[0]}); guard it, or compute it from shapes"
         ) from error
-    finally:
-        dist.destroy_process_group()
 
 
 def _place(error):
@@ -195,7 +213,7 @@ class Setting:
 
 
 def simulate(setting, step):
-    """Train on fake tensors, and follow a step.
+    """Train on fake tensors, and follow a step. In a real world a collective, in which each rank follows itself.
 
     Args:
         setting: a Setting.
@@ -209,8 +227,12 @@ def simulate(setting, step):
         InputError: the setting cannot be, or the model reads values.
     """
     began = time.perf_counter()
-    with simulated_world(setting.world_size, setting.rank, setting.ranks_per_node, setting.backend):
-        engine, module = engine_of(setting)
+    if dist.is_initialized():
+        world = simulated_group(setting.backend)
+    else:
+        world = simulated_world(setting.world_size, setting.rank, setting.ranks_per_node, setting.backend)
+    with world as group:
+        engine, module = engine_of(setting, group)
         micro_batches = [batch_of(module, setting.batch, setting.sequence)] * setting.accumulate
         loss = loss_of if isinstance(module, Foreign) else models.loss
         for _ in range(WARM_UP):
@@ -234,8 +256,8 @@ def simulate(setting, step):
         }
 
 
-def engine_of(setting):
-    """The engine and its model, in a simulated world.
+def engine_of(setting, group=None):
+    """The engine and its model, in a simulated world, or over a simulated group.
 
     Raises:
         InputError: the engine takes no option of such a name.
@@ -244,7 +266,7 @@ def engine_of(setting):
     for name in setting.own:
         if not any(name in parameters for parameters in taken):
             raise InputError(f"--with {name}: {setting.engine.__module__} takes no option of this name")
-    module = model_of(setting.model, setting.checkpoint_activations)
+    module, own = model_of(setting.model, setting.checkpoint_activations), setting.own
     engine = setting.engine(
         module,
         partial(torch.optim.AdamW, lr=1e-3, fused=True),
@@ -252,7 +274,7 @@ def engine_of(setting):
         bucket_mb=setting.bucket_mb,
         clip_norm=setting.clip_norm,
         init=models.initial_values(0) if any(p.is_meta for p in module.parameters()) else None,
-        **setting.own,
+        **(own if group is None else {**own, "process_group": group}),
     )
     if setting.offload_activations:
         module.saving = HostActivations(engine)
