@@ -103,11 +103,10 @@ class Timeline(TorchDispatchMode):
         self._others = {key: kept for key, kept in self._others.items() if not kept[0].expired()}
         seen, now = set(), dict.fromkeys(CLASSES, 0)
         for name, tensors in self.engine.live().items():  # a storage counts in the first class that names it
-            for tensor in tensors:
-                key = storage_id(tensor)
-                if key not in seen:
-                    seen.add(key)
-                    now[name] = now.get(name, 0) + tensor.untyped_storage().nbytes()
+            for storage in (tensor.untyped_storage() for tensor in tensors):
+                if storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    now[name] = now.get(name, 0) + storage.nbytes()
         now["activations"] = sum(size for key, (_, size) in self._others.items() if key not in seen)
         phase = self.engine.comm.traffic.phase
         if not self.samples or self.samples[-1] != (phase, now):

@@ -37,8 +37,8 @@ class Moment:
 class Moments(Timeline):
     """A `Timeline` that looks only where something may have changed that matters: a model may have 100,000 operations.
 
-    It looks after each collective, where a part of the model begins or ends, and whenever what was taken since the last
-    look could make a new peak, if nothing had been given back. So the peak is that of a `Timeline`.
+    It looks where a part of the model begins, and whenever what was taken since the last look and is still there would
+    make a new peak, if nothing else had been given back. So the peak is that of a `Timeline`.
 
     Args:
         engine: as `Timeline` takes it, around `model`.
@@ -51,8 +51,12 @@ class Moments(Timeline):
     def __init__(self, engine, model):
         super().__init__(engine)
         self.worst = Moment()
-        self._made, self._now, self._grown, self._looking = {}, 0, 0, True  # storage -> (shape, dtype); bytes
-        self._running, self._part, self._operation, self._at_peak = [], "", "", False
+        self._made, self._new = {}, []  # storage -> (shape, dtype); those made since the last look
+        self._now = self._grown = 0  # bytes at the last look, and what was taken since
+        self._whole, self._collective = 0, False  # bytes of gathered units; the last operation was a collective
+        self._running, self._part, self._operation = [], "", ""
+        self._looking = True  # after the next operation, whatever it takes
+        self._buckets = [*getattr(engine, "buckets", ()), *getattr(engine, "frozen", ())]
         self._hooks = [
             h for name, part in parts(model) for h in watch(name, part, self._begins, self._ends, self._marks)
         ]
@@ -70,26 +74,37 @@ class Moments(Timeline):
                 if key not in self._others or self._others[key][0].expired():
                     self._others[key] = StorageWeakRef(storage), storage.nbytes()
                     self._made[key] = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+                    self._new.append(self._others[key])
                     self._grown += storage.nbytes()
-        self._operation = str(function)
-        collective = function.namespace == "c10d"  # rooms for what it brings are made around it
-        self._at_peak = False
-        if collective or self._looking or self._now + self._grown > self.worst.nbytes:
+        self._operation = function
+        if function.namespace == "c10d" or self._collective:  # around it units grow and shrink, unseen
+            self._grown += self._units() - self._whole
+            self._whole, self._collective = self._units(), function.namespace == "c10d"
+        if self._looking or self._may_be_worse():
             self.sample()
-        self._looking = collective or self._at_peak
         return result
+
+    def _units(self):
+        """Bytes of units that are gathered."""
+        return sum(b.full.untyped_storage().nbytes() for b in self._buckets if b.full is not None)
+
+    def _may_be_worse(self):
+        if self._now + self._grown > self.worst.nbytes:
+            gone = [made for made in self._new if made[0].expired()]
+            self._new = [made for made in self._new if not made[0].expired()]
+            self._grown -= sum(nbytes for _, nbytes in gone)
+        return self._now + self._grown > self.worst.nbytes
 
     def sample(self):
         """Look at what is live now."""
         super().sample()
-        self._grown = 0
         phase, resident = self.samples[-1]
-        found = Moment(phase, self._part if phase != "step" else "", self._operation, resident)
-        self._now = found.nbytes
-        self._at_peak = found.nbytes >= self.worst.nbytes
+        found = Moment(phase, self._part if phase != "step" else "", str(self._operation), resident)
+        self._now, self._grown, self._new = found.nbytes, 0, []
+        self._looking = found.nbytes >= self.worst.nbytes
         if found.nbytes > self.worst.nbytes:
             self.worst = found
-        if self._at_peak:  # still, perhaps: then this shows what became of what was made
+        if self._looking:  # at the peak still, perhaps: then this shows what became of what was made
             self.worst.resident, self.worst.activations = resident, self._largest()
 
     def _largest(self):
@@ -110,7 +125,6 @@ class Moments(Timeline):
         self._running.pop()
         if self.engine.comm.traffic.phase != "backward":  # there a part that was computed again goes on
             self._part = self._running[-1] if self._running else ""
-        self._looking = True
 
     def _marks(self, name):
         self._part, self._looking = name, True

@@ -73,7 +73,7 @@ def test_bytes_are_those_of_a_real_rank_and_the_peak_is_as_high(worlds, name, si
         assert counts["peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.05)
 
 
-@pytest.mark.parametrize("name", SEVEN)
+@pytest.mark.parametrize("name", [*SEVEN, "zeropp"])
 def test_the_worst_moment_is_that_of_a_timeline_that_looks_after_every_operation(name):
     setting = Setting(find_engine(name), "gpt-nano", 4, precision="bf16", checkpoint_activations="non-reentrant")
     with simulated_world(4):
