@@ -36,7 +36,9 @@ def _of(predicted, name):
 def lines_of(row, precision):
     """All lines of the table, from a row of `common.train.train`."""
     lines, speed = counts_of(row), row["tokens_per_second"]
-    lines.append(("tokens per second", f"{speed:.0f}" if speed else "- (too few steps)", "-"))
+    estimated = row.get("estimated_tokens_per_second")
+    told = (f"{speed:.0f}" if speed else "- (too few steps)", f"{estimated:.0f}" if estimated else "-")
+    lines.append(("tokens per second", *told))
     if precision == "fp16":
         lines.append(("steps skipped, as a gradient overflowed", str(row["skipped_steps"]), "-"))
     lines.append(("loss, first and last step", f"{row['losses'][0]:.4f}  {row['losses'][-1]:.4f}", "-"))

@@ -34,6 +34,7 @@ from common.ranks.agreement import together
 from common.ranks.nodes import check_ranks_per_node
 from common.ranks.world import launch, told_by_torchrun
 from common.report import lines_of
+from common.simulate.hardware import this_machine
 from common.simulate.world import Setting, simulate
 from common.tiers.activations import HostActivations
 
@@ -371,7 +372,7 @@ def progress_bar(*columns):
 
 
 def run_with_progress(world, name, options):
-    """`train` with a progress bar on rank 0, and beside the measured peak the one that a simulation finds."""
+    """`train` with a progress bar on rank 0; beside peak and speed, what a simulation finds, as "estimated_..."."""
     if world.rank:
         found = train(world, name, options)
     else:
@@ -381,8 +382,9 @@ def run_with_progress(world, name, options):
             show = partial(bar.update, task)
             found = train(world, name, options, lambda done, loss: show(completed=done, loss=f"loss {loss:.4f}"))
     if found[0].get("peak_bytes") is not None:
-        setting = simulated_setting(find_engine(name), options, world)
-        found[0]["estimated_peak_bytes"] = simulate(setting, train_step)["peak_bytes"]
+        estimated = simulate(simulated_setting(find_engine(name), options, world), train_step)
+        found[0]["estimated_peak_bytes"] = estimated["peak_bytes"]
+        found[0]["estimated_tokens_per_second"] = estimated["time"] and estimated["time"]["tokens_per_second"]
     return found
 
 
@@ -402,6 +404,9 @@ def simulated_setting(engine, options, world):
         no_sync=options.no_sync,
         own={"deterministic": options.deterministic, **getattr(options, "own", {})},
         backend="nccl" if world.device.type == "cuda" else "gloo",
+        hardware=None
+        if world.device.type == "cuda"
+        else this_machine(world, engine),  # of a GPU there is no measurement
     )
 
 

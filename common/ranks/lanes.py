@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -170,11 +171,27 @@ class InlineLane:
 
 
 class SimulatedLane(InlineLane):
-    """The lane of a simulated world: nothing travels, and buffers are held for as long as those of a stream."""
+    """The lane of a simulated world: nothing travels, and buffers are held for as long as those of a stream.
+
+    Attributes:
+        clock: what counts the time that it would take, a `common.simulate.clock.Clock`; None counts none.
+    """
+
+    clock = None
+
+    def __init__(self, name=""):
+        self._name = name
 
     def submit(self, work, *buffers):
-        work()
-        return Handle(buffers, lambda buffers: None)
+        if self.clock is None:
+            work()
+            return Handle(buffers, lambda buffers: None)
+        with self.clock.on(self._name, buffers):
+            work()
+        return Handle(buffers, partial(self._wait, self.clock, self.clock.now[self._name]))
+
+    def _wait(self, clock, end, buffers):
+        clock.wait(self._name, end)
 
 
 LANES = {"gloo": ThreadLane, "nccl": StreamLane, "fake": SimulatedLane}

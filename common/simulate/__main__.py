@@ -9,16 +9,23 @@ The engine is the one that trains, on tensors that have shapes and no values. Wh
 step, by the memory timeline and the traffic meter of real runs, and stands beside what its tables predict.
 """
 
+import json
 from dataclasses import asdict
 
 from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
+from common.measure.hardware import cpus
 from common.measure.memory import CLASSES, HOST
 from common.measure.tables import Table
-from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
+from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish, write_text
+from common.ranks.world import LocalWorld
 from common.report import counts_of
+from common.simulate.hardware import PRESETS, preset, this_machine
 from common.simulate.world import Setting, own_options, simulate
 from common.train import find_engine, show_bytes, train_step
+
+THIS = "this-machine"
+UNTRIED = "of presets: from data sheets, and compared with no run; of this machine: see common/README.md"
 
 
 def main(arguments=None):
@@ -51,13 +58,18 @@ def main(arguments=None):
     parser.add_argument(
         "--with", dest="own", action="append", default=[], metavar="NAME=VALUE", help="an engine's own option"
     )
+    parser.add_argument("--hardware", metavar="NAME", help=f"how long: {', '.join(PRESETS)}, or this-machine")
+    parser.add_argument("--trace", metavar="FILE", help="with --hardware: the step, for ui.perfetto.dev")
     parser.add_argument("--json", metavar="FILE", help="write the results here")
     options = parser.parse_args(arguments)
     with one_line_errors():
         setting = setting_of(options)
         row = simulate(setting, train_step)
+        if options.trace:
+            write_text(options.trace, json.dumps(row["trace"]))
     results = results_of(options, setting, row)
-    publish(options, results, [counts(results), worst(results)])
+    shown = [counts(results), worst(results)] + ([times(results)] if results["time"] else [])
+    publish(options, results, shown)
 
 
 def setting_of(options):
@@ -69,6 +81,8 @@ def setting_of(options):
     check_counts(options, "batch", "seq", "accumulate")
     check_outputs(options)
     dtype_of(options.precision)
+    if options.trace and not options.hardware:
+        raise InputError(f"--trace {options.trace}: add --hardware, whose time it shows")
     if options.offload_activations and options.checkpoint_activations is None:
         raise InputError("--offload-activations: what checkpoints save goes to the host; add --checkpoint-activations")
     return Setting(
@@ -87,13 +101,33 @@ def setting_of(options):
         accumulate=options.accumulate,
         no_sync=options.no_sync,
         own=own_options(options.own),
+        hardware=hardware_of(options),
     )
+
+
+def hardware_of(options):
+    """A preset, or this machine, measured by as many ranks as there will be.
+
+    Raises:
+        InputError: there is no such preset; or this machine has fewer CPUs than ranks.
+    """
+    if options.hardware is None:
+        return None
+    if options.hardware != THIS:
+        return preset(options.hardware)
+    if options.world_size > cpus():
+        raise InputError(f"--hardware {THIS}: it has {cpus()} CPUs, for {options.world_size} ranks; choose a preset")
+    world = LocalWorld(options.world_size)
+    try:
+        return world.run(this_machine, find_engine(options.engine))[0]
+    finally:
+        world.close()
 
 
 def results_of(options, setting, row):
     """The JSON of `common.simulate`."""
-    asked = {name: value for name, value in vars(setting).items() if name != "engine"}
-    samples = row.pop("samples")
+    asked = {name: value for name, value in vars(setting).items() if name not in ("engine", "hardware")}
+    samples, _ = row.pop("samples"), row.pop("trace")
     timeline = [{"phase": phase, **resident} for phase, resident in samples]
     return {"engine": options.engine, **asked, **row, "worst": asdict(row["worst"]), "timeline": timeline}
 
@@ -120,6 +154,23 @@ def worst(results):
         rows.append([f"and {HOST}", show_bytes(moment["resident"][HOST])])
     title = f"The worst moment: {moment['phase']}{place}, {show_bytes(results['peak_bytes'])}"
     return Table(title, ("resident", "bytes"), rows, caption=f"after {moment['operation']}")
+
+
+def times(results):
+    """How long the step takes, what bounds it, and what of it is exposed."""
+    time = results["time"]
+    rows = [
+        ["a step", f"{time['step_seconds']:.3g} s"],
+        ["tokens per second, all ranks", f"{time['tokens_per_second']:,.0f}"],
+        ["model FLOPs of a rank, 3 x forward", f"{time['model_flops']:.3g}"],
+        ["of the peak (MFU)", f"{time['mfu']:.1%}"],
+        ["bound by", time["bound"]],
+    ]
+    for stream, seconds in time["busy"].items():
+        waits = time["exposed"].get(stream, 0.0)
+        told = f", {waits:.3g} s exposed" if waits else ""
+        rows.append([f"{stream} is busy", f"{seconds:.3g} s{told}"])
+    return Table(f"Time, on {time['hardware']}", ("", "estimated"), rows, caption=UNTRIED)
 
 
 if __name__ == "__main__":

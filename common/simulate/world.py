@@ -25,10 +25,13 @@ from torch._subclasses import fake_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common import models
+from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
 from common.measure.memory import high_water
 from common.ranks import lanes
 from common.ranks.nodes import check_ranks_per_node
+from common.simulate.clock import Clock
+from common.simulate.hardware import Hardware
 from common.simulate.moments import Moments
 from common.simulate.outsider import Outsider
 from common.tensors import fake_tensors
@@ -40,6 +43,7 @@ NEED_VALUES = (
     fake_tensor.DynamicOutputShapeException,  # nonzero(), tensor[mask]
     fake_tensor.UnsupportedOperatorException,
 )
+LENGTH = 1024  # of a sample of a user's own model
 WARM_UP = 1  # steps before the one that is followed: with the first the optimizer's states appear
 
 
@@ -167,13 +171,22 @@ def batch_of(model, samples, length=None):
         InputError: it cannot take samples of this length.
     """
     if isinstance(model, Foreign):
-        return model.batch(samples, length or 1024)
+        return model.batch(samples, length or LENGTH)
     if length is not None and not getattr(model, "predicts_text", False):
         raise InputError(f"--seq {length}: the model reads no text; leave it out")
     if length is not None and length >= model.window:
         raise InputError(f"--seq {length}: the model takes samples of {model.window - 1} at most")
     window = model.window if length is None else length + 1
     return model.inputs_and_targets(torch.zeros(samples, window, dtype=torch.uint8))
+
+
+def tokens_of(model, length=None):
+    """How many tokens a sample has; one that is no text counts as one."""
+    if isinstance(model, Foreign):
+        return length or LENGTH
+    if not getattr(model, "predicts_text", False):
+        return 1
+    return length or model.window - 1
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------
@@ -193,6 +206,7 @@ class Setting:
         accumulate, no_sync: micro-batches of a step, and whether only the last is reduced.
         own: what the engine takes besides, {name: value}.
         backend: whose paths its collectives take, "nccl" or "gloo".
+        hardware: whose time is counted; None counts none.
     """
 
     engine: type
@@ -211,6 +225,7 @@ class Setting:
     no_sync: bool = False
     own: dict = field(default_factory=dict)
     backend: str = "nccl"
+    hardware: Hardware | None = None
 
 
 def simulate(setting, step):
@@ -222,7 +237,7 @@ def simulate(setting, step):
 
     Returns:
         A row: counts as the training commands have them, "peak_bytes", "peaks" by class, "worst", a Moment, and the
-        "samples" of the timeline.
+        "samples" of the timeline; and where there is hardware its "time", see `Clock.found`, and a "trace".
 
     Raises:
         InputError: the setting cannot be, or the model reads values.
@@ -245,7 +260,15 @@ def simulate(setting, step):
                 modes.enter_context(books)
             moments = modes.enter_context(Moments(books, module))
             step(engine, micro_batches, setting.no_sync, loss)
-        return {
+        row = {"time": None, "trace": None}
+        if setting.hardware is not None:  # a step of its own: what follows memory makes no operations
+            ranks_per_node = setting.ranks_per_node or setting.world_size
+            with Clock(setting.hardware, ranks_per_node, books.comm.traffic) as clock:
+                step(engine, micro_batches, setting.no_sync, loss)
+            tokens = setting.world_size * setting.batch * setting.accumulate * tokens_of(module, setting.sequence)
+            row["time"] = clock.found(tokens, dtype_of(setting.precision).itemsize)
+            row["trace"] = clock.trace(f"rank {setting.rank}, simulated")
+        return row | {
             "parameters": models.count(module),
             **counted(books, moments),
             "peak_bytes": moments.peak_bytes(),

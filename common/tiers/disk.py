@@ -15,7 +15,7 @@ import torch
 from common.checkpoint.pages import PAGE, padded
 from common.engine.units import hollow
 from common.errors import InputError
-from common.ranks.lanes import Handle
+from common.ranks.lanes import Handle, lane_of
 from common.tensors import host_value, length, tensors_of_state
 from common.tiers.memory import HERE, Host
 from common.tiers.swap import CountedFile, SwapFile
@@ -135,7 +135,8 @@ class Disk(Host):
     def __init__(self, comm, path, sub_group):
         super().__init__(comm)
         self.sub_group = sub_group
-        self.file = CountedFile() if comm.simulated else SwapFile(path, comm.rank)
+        simulated = comm.simulated and CountedFile(lane_of(comm.group, comm.backend, "disk"))
+        self.file = simulated or SwapFile(path, comm.rank)
         own = weakref.proxy(self)  # no circle: the file goes with the last who uses it
         self.stepping, self.shards = Staging(own), Staging(own)
         self._written = []

@@ -1,0 +1,213 @@
+"""How long a simulated step takes: each stream has a clock, operations move it on, and who waits takes the later one.
+
+Streams are those that the engine uses: "compute", and a lane for collectives, for the bus, for the host's steps and for
+the disk. An operation takes as long as its arithmetic or its memory traffic, whichever is longer, and a little more; a
+collective as long as its bytes take over the slowest link that they cross. Nothing is measured here.
+"""
+
+import contextlib
+from collections import Counter, defaultdict
+
+import torch
+import torch.distributed as dist
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.measure.timeline import ROWS
+from common.ranks.lanes import SimulatedLane
+from common.tensors import tensors_in
+
+COMPUTE = "compute"
+HOST_LANES = ("host", "saving")
+ON_CPU = {  # torch's flop counter knows these by the names that they have on GPUs
+    "_scaled_dot_product_flash_attention_for_cpu": flop_counter.sdpa_flop_count,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": flop_counter.sdpa_backward_flop_count,
+}
+CURVED = ("gelu", "silu", "tanh", "exp", "_softmax", "_log_softmax", "sigmoid")
+FREE = ("prim", "profiler")
+
+
+class Clock(TorchDispatchMode):
+    """The clocks of a rank's streams over what runs in this context.
+
+    Args:
+        hardware: a `Hardware`.
+        ranks_per_node: of the world.
+        traffic: the engine's, which knows the phase.
+
+    Attributes:
+        now: {stream: seconds}.
+        busy: {stream: seconds in which it did something}.
+        waited: {lane: seconds that compute waited for it}.
+        flops: {phase: floating-point operations}.
+        events: [(stream, what, beginning, seconds)].
+    """
+
+    def __init__(self, hardware, ranks_per_node, traffic):
+        super().__init__()
+        self.hardware, self.ranks_per_node, self._traffic = hardware, ranks_per_node, traffic
+        self.now, self.busy, self.waited, self.flops, self.events = (
+            defaultdict(float),
+            Counter(),
+            Counter(),
+            Counter(),
+            [],
+        )
+        self._stream = COMPUTE
+
+    def __enter__(self):
+        SimulatedLane.clock = self
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        SimulatedLane.clock = None
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.namespace == "c10d":
+            self.spend(function.__name__, self._collective(function, args))
+        elif function.namespace not in FREE:
+            self.spend(function.__name__, self._operation(function, args, kwargs or {}, result))
+        return result
+
+    def spend(self, what, seconds):
+        """Have the current stream do something."""
+        if seconds > 0:
+            self.events.append((self._stream, what, self.now[self._stream], seconds))
+            self.now[self._stream] += seconds
+            self.busy[self._stream] += seconds
+
+    @contextlib.contextmanager
+    def on(self, lane, buffers):
+        """In this context the current stream is a lane's, which begins when it is free and the caller has come here.
+
+        Work that shows no operation takes as long as its buffers take to move.
+        """
+        caller, self._stream = self._stream, lane
+        self.now[lane] = max(self.now[lane], self.now[caller])
+        before = self.busy[lane]
+        try:
+            yield
+            if self.busy[lane] == before:
+                self.spend(lane, sum(buffer.nbytes for buffer in buffers) / self._rate())
+        finally:
+            self._stream = caller
+            if self.hardware.shared:  # on the same cores nothing runs beside anything
+                self.now[caller] = max(self.now[caller], self.now[lane])
+
+    def wait(self, lane, end):
+        """Have the current stream wait for what a lane does."""
+        late = end - self.now[self._stream]
+        if late > 0:
+            if self._stream == COMPUTE:
+                self.waited[lane] += late
+            self.now[self._stream] = end
+
+    def found(self, tokens, width):
+        """What a step comes to.
+
+        Args:
+            tokens: of all ranks.
+            width: bytes of an element of the precision.
+
+        Returns:
+            {"hardware", "step_seconds", "tokens_per_second"; "model_flops", three times those of forward, and their
+            part of the peak, "mfu"; "flops", with what checkpoints compute again; seconds "busy" and "exposed", in
+            which compute waits, by stream; "bound", the stream that is busy longest}
+        """
+        seconds, model = max(self.now.values()), 3 * self.flops["forward"]
+        return {
+            "hardware": self.hardware.name,
+            "step_seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "model_flops": model,
+            "flops": sum(self.flops.values()),
+            "mfu": model / seconds / self.hardware.flops[width],
+            "busy": dict(self.busy),
+            "exposed": dict(self.waited),
+            "bound": max(self.busy, key=self.busy.get),
+        }
+
+    def trace(self, name):
+        """The step as a trace that ui.perfetto.dev and chrome://tracing open, a row for each stream."""
+        rows = [stream for stream in ROWS if stream in self.busy]
+        head = [{"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": name}}]
+        for row, stream in enumerate(rows):
+            head.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": stream}})
+        made = [
+            {"ph": "X", "name": what, "pid": 0, "tid": rows.index(stream), "ts": began * 1e6, "dur": seconds * 1e6}
+            for stream, what, began, seconds in self.events
+            if stream in rows
+        ]
+        return {"displayTimeUnit": "ms", "traceEvents": head + made}
+
+    def _rate(self):
+        """Bytes a second that the current stream moves."""
+        by_lane = {"bus": self.hardware.bus, "disk": self.hardware.disk}
+        by_lane |= dict.fromkeys(HOST_LANES, self.hardware.host_memory)
+        return by_lane.get(self._stream, self.hardware.memory)
+
+    def _operation(self, function, args, kwargs, result):
+        """Seconds of an operation."""
+        hardware, moved = self.hardware, _bytes_moved(function, args, kwargs, result)
+        if not moved:  # a view
+            return hardware.operation if hardware.shared else 0.0
+        flops, width = _flops(function, args, kwargs, result), _width(result, args)
+        self.flops[self._traffic.phase] += flops
+        rate = hardware.flops.get(width, max(hardware.flops.values())) * hardware.fraction
+        if function.__name__.startswith("_scaled_dot_product"):
+            rate *= hardware.attention
+        seconds = max((flops + hardware.small * (flops > 0)) / rate, moved / self._rate())
+        if function.__name__.startswith(CURVED):
+            seconds = max(seconds, hardware.curve * max(tensor.numel() for tensor in tensors_in(result)))
+        return seconds + hardware.operation
+
+    def _collective(self, function, args):
+        """Seconds of a collective: what each rank sends, over the slowest link that it crosses."""
+        group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
+        if group.size() == 1:
+            return 0.0
+        whole = max(sum(tensor.nbytes for tensor in tensors_in(arg)) for arg in args)
+        times = 2 if "allreduce" in function.__name__ else 1
+        sent = times * whole * (group.size() - 1) / group.size()
+        ranks = dist.get_process_group_ranks(group)
+        nodes = len({rank // self.ranks_per_node for rank in ranks})
+        seconds = sent / self.hardware.inside
+        if nodes > 1:
+            here = len(ranks) // nodes  # ranks of a node in this group
+            rings = self.ranks_per_node // here  # groups like this one, which share the node's links
+            crossing = sent * rings
+            if "alltoall" in function.__name__:  # straight to the rank that it is for
+                crossing = sent * self.ranks_per_node * (len(ranks) - here) / (len(ranks) - 1)
+            seconds = max(seconds, crossing / self.hardware.between)
+        return seconds + self.hardware.latency * (group.size() - 1).bit_length()
+
+
+def _flops(function, args, kwargs, result):
+    count = flop_counter.flop_registry.get(function.overloadpacket)
+    if count is not None:
+        return count(*args, **kwargs, out_val=result)
+    name = function.__name__.partition(".")[0]
+    if name in ON_CPU:
+        shapes = [arg.shape for arg in args if torch.is_tensor(arg)]
+        return ON_CPU[name](*shapes[: 4 if "backward" in name else 3])
+    return 0
+
+
+def _bytes_moved(function, args, kwargs, result):
+    """Bytes that an operation reads and writes; none where it makes a view, or takes memory that nobody fills."""
+    if function.is_view or function.__name__.startswith(("empty", "new_empty", "detach", "_reshape_alias")):
+        return 0
+    written = sum(tensor.nbytes for tensor in tensors_in(result))
+    if not written:  # in place: what its schema says is written
+        given = zip(function._schema.arguments, args, strict=False)
+        changed = [arg for about, arg in given if about.alias_info is not None and about.alias_info.is_write]
+        written = sum(tensor.nbytes for tensor in tensors_in(changed))
+    return written + sum(tensor.nbytes for tensor in tensors_in([list(args), kwargs]))
+
+
+def _width(result, args):
+    """Bytes of an element."""
+    floating = [t for t in [*tensors_in(result), *tensors_in(list(args))] if t.is_floating_point()]
+    return floating[0].itemsize if floating else 4
