@@ -143,11 +143,17 @@ def loss_of(outputs, targets):
 def model_of(name, checkpoint_activations=None):
     """A model of the zoo, of `models.LANDMARKS`, or what a function `package.module:make_model` returns.
 
-    Such a function returns a module, or a pair of it and what makes its inputs: see `Foreign`.
+    Such a function returns a module, or a pair of it and what makes its inputs: see `Foreign`. In place of a name a
+    function may be given that returns a module with the zoo's surface.
 
     Raises:
         InputError: there is none of this name.
     """
+    if callable(name):
+        with torch.device("meta"):
+            made = name()
+        made.checkpoint_activations = checkpoint_activations
+        return made
     if ":" not in name:
         return models.build(name, checkpoint_activations=checkpoint_activations, known=models.SIZES | models.LANDMARKS)
     if checkpoint_activations is not None:
@@ -198,7 +204,7 @@ class Setting:
 
     Attributes:
         engine: a class with an engine's surface.
-        model: a name that `model_of` knows.
+        model: what `model_of` knows.
         world_size, rank, ranks_per_node: the rank; None is one node.
         precision, bucket_mb, clip_norm: the engine's.
         batch, sequence: samples of a rank's micro-batch, and their length; None is the model's.

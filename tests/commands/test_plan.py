@@ -1,0 +1,90 @@
+"""The planner's formulas are what the engines hold, send and move; its advice, and what it refuses."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from commands import refused
+
+from common.plan import __main__ as plan
+from common.plan.formulas import WAYS, Rank
+from common.simulate.hardware import preset
+from common.simulate.world import Setting, simulate
+from common.train import find_engine, train_step
+
+
+def results_of(tmp_path, *arguments):
+    path = tmp_path / "plan.json"
+    plan.main([*arguments, "--json", str(path)])
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.title)
+def test_what_a_rank_holds_sends_and_moves_is_what_the_engine_does(way):
+    shape = plan.of_model("gpt-124m")
+    rank = Rank(shape, preset("h100-80g"), 16, 8, 1, 1, 2, 4, shape.sequence, checkpoints=True)
+    setting = Setting(find_engine(way.engine), "gpt-124m", 16, ranks_per_node=8, precision="bf16", batch=4)
+    counts = simulate(replace(setting, checkpoint_activations="non-reentrant", own=dict(way.own)), train_step)
+    row = rank.row(way)
+    for held, counted in (
+        (sum(row["states"].values()), "model_state_bytes"),
+        (row["host"], "host_state_bytes"),
+        (row["disk"], "disk_state_bytes"),
+        (row["sent"], "wire_bytes_per_step"),
+        (row["bus"], "bus_bytes_per_step"),
+        (row["disk_moved"], "disk_bytes_per_step"),
+    ):
+        assert held == pytest.approx(sum(counts.get(counted, {}).values()), rel=0.005)
+    assert row["device"] == pytest.approx(counts["peak_bytes"], rel=0.1)
+
+
+def test_figure_1_of_the_zero_paper(tmp_path, capsys):
+    """7.5 B parameters on 64 ranks: GB of model states."""
+    results = results_of(tmp_path, "--params", "7.5e9", "--world-size", "64", "--gpu", "v100-32g")
+    held = [sum(row["states"].values()) / 1e9 for row in results["rows"][:4]]
+    assert [round(gb, 1) for gb in held] == [120.0, 31.4, 16.6, 1.9]
+    assert "stage 2: the lowest that fits into 28.8 GB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("landmark", plan.LANDMARKS)
+def test_runs_that_papers_tell_of_fit_as_they_ran(tmp_path, landmark):
+    results = results_of(tmp_path, "--landmark", landmark)
+    assert any(row["engine"] == results["ran"] and row["fits"] for row in results["rows"])
+
+
+def test_what_is_advised_is_simulated(tmp_path, capsys):
+    simulated = results_of(tmp_path, "--params", "1.3B", "--gpu", "v100-32g", "--budget", "8GB", "--simulate")[
+        "simulated"
+    ]
+    assert simulated["engine"] == "stage2_grad"
+    assert "stage 2, simulated:" in capsys.readouterr().out
+
+
+def test_a_slow_link_asks_for_more_computation(tmp_path):
+    told = results_of(tmp_path, "--params", "13e9", "--gpu", "v100-32g", "--world-size", "64", "--seq", "128")["advice"]
+    assert told.startswith("stage 3")
+    assert "micro-batches or take larger ones" in told
+    assert "ZeRO++" in told
+
+
+def test_where_nothing_fits_it_says_what_takes_least(tmp_path):
+    told = results_of(tmp_path, "--params", "1T", "--world-size", "1", "--budget", "1GB")["advice"]
+    assert told.startswith("Nothing fits into 1 GB")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", "one of them"),
+        ("--params 7e9 --model gpt-nano", "one of them"),
+        ("--params seven", "is no size"),
+        ("--params 7e9 --gpu abacus", "unknown hardware"),
+        ("--params 7e9 --world-size 6 --tensor 4", "does not divide it"),
+        ("--landmark apollo", "unknown landmark"),
+        ("--model gpt-nana", "did you mean gpt-nano?"),
+        ("--params 7e9 --world-size 8 --tensor 2 --simulate", "give neither"),
+        ("--params 7e9 --budget 1kB --simulate", "nothing fits"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_line(capsys, arguments, said):
+    assert said in refused(capsys, plan.main, arguments.split())
