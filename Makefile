@@ -5,6 +5,7 @@
 # make test-gpu   the suite on this machine's GPUs, with NCCL, by the Python that
 #                 has torch: PYTHON=python3. Several ranks share a GPU where there
 #                 are too few. Untried: no GPU was at hand
+# make papers     run the papers' numbers: each beside what the engines count
 # make soak       kill runs of every engine at random moments, 50 times each, to
 #                 see that they go on to the same bits; some 40 minutes
 # make scores     hold other libraries to the suite, in about half an hour; writes
@@ -37,7 +38,7 @@ INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters HSDP DeepSpeed1 DeepSpeed2 DeepSpeed3 DeepSpeedOffload
 RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp checkpoint museum
 
-.PHONY: help demo notebooks lessons student infinity test test-gpu test-all soak lint readme scores record $(RECORDS:%=record-%) clean
+.PHONY: help demo notebooks lessons student infinity test test-gpu test-all papers soak lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
 
 # The comment at the top of this file.
@@ -69,6 +70,9 @@ test-gpu:
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/tools/soak.py
+
+papers: $(INSTALLED)
+	PYTHONPATH=.:tests/papers $(BIN)/python tests/papers/ledger.py
 
 # A library that does not pass everything is a result too, so the next one runs all the same.
 scores: $(INSTALLED)

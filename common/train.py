@@ -36,7 +36,7 @@ from common.ranks.world import launch, told_by_torchrun
 from common.report import lines_of
 from common.simulate.hardware import this_machine
 from common.simulate.world import Setting, simulate
-from common.tiers.activations import HostActivations
+from common.tiers.activations import HostActivations, predicted_moves
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
 ENGINES = (*STAGES, "offload", "offload.nvme", "zeropp")
@@ -263,10 +263,9 @@ def _counted(world, engine, module, options, run):
     """What the last step held, sent and moved, beside what was predicted; of one of the stages' engines."""
     predicted = engine.accounts.predicted()
     measured = run.counted or dict.fromkeys(predicted)  # of a run that had no step left
-    if options.offload_activations:  # of each block its input: [samples of a rank, sequence, width] in the precision
-        inputs = options.batch // world.size * module.saved_per_sample * engine.dtype.itemsize
+    if options.offload_activations:
         moved = Counter(predicted.get("bus_bytes_per_step", {}))
-        moved.update(down=inputs, up=inputs)
+        moved.update(predicted_moves(module, options.batch // world.size, engine.dtype))
         measured["bus_bytes_per_step"], predicted["bus_bytes_per_step"] = run.on_bus, dict(moved)
     row = {"peak_bytes": run.timeline and run.timeline.peak_bytes(), "wire_bytes_by_phase": run.by_phase}
     for name, counted in measured.items():

@@ -10,8 +10,10 @@ import gc
 import importlib
 import inspect
 import os
+import sys
 import time
 import traceback
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,7 +38,7 @@ from common.simulate.moments import Moments
 from common.simulate.outsider import Outsider
 from common.tensors import fake_tensors
 from common.tiers.accounting import STATES
-from common.tiers.activations import HostActivations
+from common.tiers.activations import HostActivations, predicted_moves
 
 NEED_VALUES = (
     fake_tensor.DataDependentOutputException,  # .item(), bool(tensor)
@@ -62,7 +64,9 @@ def simulated_world(size, rank=0, ranks_per_node=None, backend="nccl"):
     if size < 1 or not 0 <= rank < size:
         raise InputError(f"rank {rank} of {size}: give a world size of 1 or more, and a rank from 0 up to below it")
     per_node = check_ranks_per_node(size if ranks_per_node is None else ranks_per_node, size)
+    shown_by = sys.excepthook  # torch puts the rank before each line, once for each group
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    sys.excepthook = shown_by
     try:
         with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(per_node)), _without_values(backend):
             yield
@@ -276,7 +280,7 @@ def simulate(setting, step):
             row["trace"] = clock.trace(f"rank {setting.rank}, simulated")
         return row | {
             "parameters": models.count(module),
-            **counted(books, moments),
+            **counted(books, moments, setting, module),
             "peak_bytes": moments.peak_bytes(),
             "peaks": {name: moments.peak_of(name) for name in moments.samples[0][1]},
             "worst": moments.worst,
@@ -322,15 +326,19 @@ def engine_of(setting, group=None):
     return engine, module
 
 
-def counted(books, moments):
+def counted(books, moments, setting, module):
     """What a step held, sent and moved, each beside its prediction where the engine has one."""
     traffic = books.comm.traffic
     row = {"wire_bytes_by_phase": traffic.by_phase()}
     if isinstance(books, Outsider):
         row["model_state_bytes"] = {state: moments.peak_of(state) for state in STATES}
         return {**row, "wire_bytes_per_step": traffic.by_collective()}
-    predicted = books.accounts.predicted()
-    for name, count in books.accounts.measured().items():
+    measured, predicted = books.accounts.measured(), books.accounts.predicted()
+    if setting.offload_activations:
+        moved = Counter(predicted.get("bus_bytes_per_step", {}))
+        moved.update(predicted_moves(module, setting.batch * setting.accumulate, books.dtype))
+        measured["bus_bytes_per_step"], predicted["bus_bytes_per_step"] = traffic.on_bus(), dict(moved)
+    for name, count in measured.items():
         row |= {name: count, f"predicted_{name}": predicted[name]}
     return row
 

@@ -142,3 +142,9 @@ class HostActivations(saved_tensors_hooks):
     def tensors(self):
         """The rooms on the host."""
         return [room.memory for room in self._rooms]
+
+
+def predicted_moves(module, samples, dtype):
+    """Bytes of a step over the bus, by direction: of each block its input, [samples, sequence, width] in `dtype`."""
+    inputs = samples * module.saved_per_sample * dtype.itemsize
+    return {"down": inputs, "up": inputs}

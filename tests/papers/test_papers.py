@@ -1,0 +1,31 @@
+"""The papers' numbers are those of the engines, and what contradicts a paper is refuted. All of them: `make papers`."""
+
+import ledger
+import pytest
+
+CLAIMS = ledger.claims()
+SAMPLE = CLAIMS[::8]  # of every paper
+
+
+@pytest.mark.parametrize("claim", SAMPLE, ids=lambda claim: f"{claim.paper}: {claim.says}")
+def test_a_claim_holds_or_is_refuted(claim):
+    assert claim.row()["verdict"] != "FAILED"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim.paper}: {claim.says}")
+def test_every_claim_holds_or_is_refuted(claim):
+    assert claim.row()["verdict"] != "FAILED"
+
+
+def test_what_is_not_the_printed_number_fails():
+    claim = ledger.Claim("a paper", "1", "GB", "16.5", lambda: 16.7)
+    assert claim.row()["verdict"] == "FAILED"
+    assert {ledger.agrees(value, "16.5") for value in (16.46, 16.5, 16.54, 16.599)} == {True}
+
+
+def test_every_paper_and_every_kind_of_verdict_is_in_the_ledger():
+    papers = {ledger.ZERO, ledger.OFFLOAD, ledger.INFINITY, ledger.ZEROPP, ledger.TEXTS}
+    assert {claim.paper for claim in CLAIMS} == papers
+    assert any(claim.wrong for claim in CLAIMS)
+    assert any(claim.ours is None for claim in CLAIMS)
