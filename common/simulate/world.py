@@ -301,6 +301,11 @@ def _rarely_collected():
         gc.set_threshold(*before)
 
 
+@torch.no_grad()
+def _no_value(name, tensor):
+    tensor.zero_()
+
+
 def engine_of(setting, group=None):
     """The engine and its model, in a simulated world, or over a simulated group.
 
@@ -318,7 +323,7 @@ def engine_of(setting, group=None):
         precision=setting.precision,
         bucket_mb=setting.bucket_mb,
         clip_norm=setting.clip_norm,
-        init=(lambda name, tensor: tensor.zero_()) if any(p.is_meta for p in module.parameters()) else None,
+        init=_no_value if any(parameter.is_meta for parameter in module.parameters()) else None,
         **(own if group is None else {**own, "process_group": group}),
     )
     if setting.offload_activations:
