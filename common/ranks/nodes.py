@@ -76,8 +76,9 @@ def new_group(comm, ranks, **options):
     most = known if comm.simulated else max(comm.gather_objects(known, "how many groups there are"))
     for _ in range(most - known):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    backend = "fake" if comm.simulated else None
-    return dist.new_group(ranks, use_local_synchronization=True, backend=backend, **options)
+    if comm.simulated:
+        options["backend"] = "fake"
+    return dist.new_group(ranks, use_local_synchronization=True, **options)
 
 
 def _timeout(group):

@@ -96,7 +96,7 @@ class Clock(TorchDispatchMode):
             if self.hardware.shared:  # on the same cores nothing runs beside anything
                 self.now[caller] = max(self.now[caller], self.now[lane])
 
-    def wait(self, lane, end):
+    def catch_up(self, lane, end):
         """Have the current stream wait for what a lane does."""
         late = end - self.now[self._stream]
         if late > 0:

@@ -57,7 +57,14 @@ def measured(world, engine, options):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="simulates gloo's paths")
 @pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
-@pytest.mark.parametrize(("size", "model", "precision"), [(1, "gpt-tiny", "fp32"), (2, "moe-nano", "bf16")])
+@pytest.mark.parametrize(
+    ("size", "model", "precision"),
+    [
+        pytest.param(1, "gpt-tiny", "fp32", marks=pytest.mark.exhaustive),
+        (2, "moe-nano", "bf16"),
+        pytest.param(3, "llama-nano", "fp32", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_bytes_are_those_of_a_real_rank_and_the_peak_is_as_high(worlds, name, size, model, precision):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
