@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -381,9 +381,11 @@ def run_with_progress(world, name, options):
             show = partial(bar.update, task)
             found = train(world, name, options, lambda done, loss: show(completed=done, loss=f"loss {loss:.4f}"))
     if found[0].get("peak_bytes") is not None:
-        estimated = simulate(simulated_setting(find_engine(name), options, world), train_step)
-        found[0]["estimated_peak_bytes"] = estimated["peak_bytes"]
-        found[0]["estimated_tokens_per_second"] = estimated["time"] and estimated["time"]["tokens_per_second"]
+        with suppress(InputError):  # an engine of a user's own may read values, of which a simulation has none
+            engine = find_engine(name) if isinstance(name, str) else name
+            estimated = simulate(simulated_setting(engine, options, world), train_step)
+            found[0]["estimated_peak_bytes"] = estimated["peak_bytes"]
+            found[0]["estimated_tokens_per_second"] = estimated["time"] and estimated["time"]["tokens_per_second"]
     return found
 
 

@@ -25,7 +25,6 @@ from common.simulate.world import Setting, own_options, simulate
 from common.train import find_engine, show_bytes, train_step
 
 THIS = "this-machine"
-UNTRIED = "of presets: from data sheets, and compared with no run; of this machine: see common/README.md"
 
 
 def main(arguments=None):
@@ -170,7 +169,7 @@ def times(results):
         waits = time["exposed"].get(stream, 0.0)
         told = f", {waits:.3g} s exposed" if waits else ""
         rows.append([f"{stream} is busy", f"{seconds:.3g} s{told}"])
-    return Table(f"Time, on {time['hardware']}", ("", "estimated"), rows, caption=UNTRIED)
+    return Table(f"Time, on {time['hardware']}", ("", "estimated"), rows, caption=time["source"])
 
 
 if __name__ == "__main__":

@@ -112,13 +112,14 @@ class Clock(TorchDispatchMode):
             width: bytes of an element of the precision.
 
         Returns:
-            {"hardware", "step_seconds", "tokens_per_second"; "model_flops", three times those of forward, and their
-            part of the peak, "mfu"; "flops", with what checkpoints compute again; seconds "busy" and "exposed", in
-            which compute waits, by stream; "bound", the stream that is busy longest}
+            {"hardware", its "source", "step_seconds", "tokens_per_second"; "model_flops", three times those of
+            forward, and their part of the peak, "mfu"; "flops", with what checkpoints compute again; seconds "busy"
+            and "exposed", in which compute waits, by stream; "bound", the stream that is busy longest}
         """
         seconds, model = max(self.now.values()), 3 * self.flops["forward"]
         return {
             "hardware": self.hardware.name,
+            "source": self.hardware.source,
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds,
             "model_flops": model,
