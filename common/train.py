@@ -9,7 +9,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -34,8 +34,7 @@ from common.ranks.agreement import together
 from common.ranks.nodes import check_ranks_per_node
 from common.ranks.world import launch, told_by_torchrun
 from common.report import lines_of
-from common.simulate.hardware import this_machine
-from common.simulate.world import Setting, simulate
+from common.simulate.beside import estimated
 from common.tiers.activations import HostActivations, predicted_moves
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
@@ -81,6 +80,20 @@ def add_arguments(parser):
         "--accumulate", type=int, default=1, metavar="K", help="cut a step's batch into K micro-batches"
     )
     parser.add_argument("--no-sync", action="store_true", help="reduce gradients with the last micro-batch only")
+    add_checkpoints(parser)
+    parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default: %(default)s)")
+    parser.add_argument("--cosine", action="store_true", help="let the learning rate sink to 0 over --steps")
+    parser.add_argument("--precision", default="fp32", help="fp32 (default), bf16 or fp16")
+    parser.add_argument("--clip-norm", type=float, help="clip the gradient to this global norm")
+    parser.add_argument("--bucket-mb", type=float, default=0.5, help="MiB of a bucket (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
+    parser.add_argument("--deterministic", action="store_true", help="sum in rank order on NCCL too")
+    parser.add_argument("--data", metavar="FILE", help="text to train on (default: Python's own source)")
+    parser.add_argument("--json", metavar="FILE", help="write the results here")
+
+
+def add_checkpoints(parser):
+    """The arguments about what is kept of activations."""
     parser.add_argument(
         "--checkpoint-activations",
         nargs="?",
@@ -91,15 +104,6 @@ def add_arguments(parser):
     parser.add_argument(
         "--offload-activations", action="store_true", help="keep on the host what these checkpoints save"
     )
-    parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default: %(default)s)")
-    parser.add_argument("--cosine", action="store_true", help="let the learning rate sink to 0 over --steps")
-    parser.add_argument("--precision", default="fp32", help="fp32 (default), bf16 or fp16")
-    parser.add_argument("--clip-norm", type=float, help="clip the gradient to this global norm")
-    parser.add_argument("--bucket-mb", type=float, default=0.5, help="MiB of a bucket (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
-    parser.add_argument("--deterministic", action="store_true", help="sum in rank order on NCCL too")
-    parser.add_argument("--data", metavar="FILE", help="text to train on (default: Python's own source)")
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
 
 
 def default_nproc():
@@ -381,34 +385,9 @@ def run_with_progress(world, name, options):
             show = partial(bar.update, task)
             found = train(world, name, options, lambda done, loss: show(completed=done, loss=f"loss {loss:.4f}"))
     if found[0].get("peak_bytes") is not None:
-        with suppress(InputError):  # an engine of a user's own may read values, of which a simulation has none
-            engine = find_engine(name) if isinstance(name, str) else name
-            estimated = simulate(simulated_setting(engine, options, world), train_step)
-            found[0]["estimated_peak_bytes"] = estimated["peak_bytes"]
-            found[0]["estimated_tokens_per_second"] = estimated["time"] and estimated["time"]["tokens_per_second"]
+        engine = find_engine(name) if isinstance(name, str) else name
+        found[0].update(estimated(world, engine, options, train_step))
     return found
-
-
-def simulated_setting(engine, options, world):
-    """What simulates a run: as `common.simulate` does it, over the paths of this world's collectives."""
-    return Setting(
-        engine,
-        options.model,
-        world.size,
-        precision=options.precision,
-        bucket_mb=options.bucket_mb,
-        clip_norm=options.clip_norm,
-        batch=options.batch // (world.size * options.accumulate),
-        checkpoint_activations=options.checkpoint_activations,
-        offload_activations=options.offload_activations,
-        accumulate=options.accumulate,
-        no_sync=options.no_sync,
-        own={"deterministic": options.deterministic, **getattr(options, "own", {})},
-        backend="nccl" if world.device.type == "cuda" else "gloo",
-        hardware=None
-        if world.device.type == "cuda"
-        else this_machine(world, engine),  # of a GPU there is no measurement
-    )
 
 
 def _train_and_report(world, package, options):

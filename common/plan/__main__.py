@@ -35,13 +35,13 @@ from common.train import find_engine, show_bytes, train_step
 USABLE = 0.9  # of a device's memory: the rest is the allocator's, CUDA's and NCCL's
 ASPECT = 128  # width over layers, of a GPT of which the parameters alone are known
 SEQUENCE, VOCABULARY = 2048, 50257
-# The runs that papers tell of: the model, GPUs, ranks, tensor and pipeline degrees, samples of a rank, what they ran.
+# The runs that papers tell of: the model, GPUs, how many, tensor and pipeline degrees, and what they ran or could.
 LANDMARKS = {
     "gpt2-1.5b": ("gpt2-1.5b", "v100-32g", 16, 1, 1, "stage1_os"),
     "turing-nlg-17b": ("turing-nlg-17b", "v100-32g", 256, 4, 1, "stage1_os"),
     "gpt3-175b": ("gpt3-175b", "a100-80g", 8, 1, 1, "offload.nvme"),
     "bloom-176b": ("bloom-176b", "a100-80g", 384, 4, 12, "stage1_os"),
-    "mt-nlg-530b": ("mt-nlg-530b", "a100-80g", 2240, 8, 35, "stage0_ddp"),
+    "mt-nlg-530b": ("mt-nlg-530b", "a100-80g", 2240, 8, 35, "stage1_os"),
     # Its states are 15.6 GB, as in the paper; but a block of it is 15.7 GB, and two of them are gathered at a time.
     "gpt-1t": ("gpt-1t", "h200-141g", 1024, 1, 1, "stage3_param"),
 }

@@ -164,9 +164,8 @@ class Rank:
         """Bytes that a rank sends in a step, and of all ranks of a node what leaves it."""
         w, n, p, psi = self.width, self.ranks, self.per_node, self.psi
         nodes = n // p
-        if (
-            way.engine == "zeropp"
-        ):  # int8 forward, in the node backward, int4 in two hops; a scale for each 256 elements
+        # ZeRO++: int8 forward, in the node backward, int4 in two hops; a scale for each 256 elements
+        if way.engine == "zeropp":
             forward, across = (1 + SCALE) * psi * (n - 1) / n, (0.5 + SCALE) * psi / p * (nodes - 1) / nodes
             inside = (w * (psi - self._kept()) + (0.5 + SCALE) * psi) * (p - 1) / p
             return forward + inside + across, (forward + across * p) * (nodes > 1)

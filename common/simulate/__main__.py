@@ -22,7 +22,7 @@ from common.ranks.world import LocalWorld
 from common.report import counts_of
 from common.simulate.hardware import PRESETS, preset, this_machine
 from common.simulate.world import Setting, own_options, simulate
-from common.train import find_engine, show_bytes, train_step
+from common.train import add_checkpoints, find_engine, show_bytes, train_step
 
 THIS = "this-machine"
 
@@ -44,14 +44,7 @@ def main(arguments=None):
     )
     parser.add_argument("--accumulate", type=int, default=1, metavar="K", help="micro-batches of a step (%(default)s)")
     parser.add_argument("--no-sync", action="store_true", help="reduce gradients with the last micro-batch only")
-    parser.add_argument(
-        "--checkpoint-activations",
-        nargs="?",
-        const="non-reentrant",
-        metavar="KIND",
-        help="compute each block again in backward: non-reentrant (default) or reentrant",
-    )
-    parser.add_argument("--offload-activations", action="store_true", help="keep on the host what these save")
+    add_checkpoints(parser)
     parser.add_argument("--clip-norm", type=float, help="clip the gradient to this global norm")
     parser.add_argument("--bucket-mb", type=float, default=25.0, help="MiB of a bucket (%(default)s)")
     parser.add_argument(
@@ -139,7 +132,8 @@ def counts(results):
         f"rank {results['rank']} of {results['world_size']} on {nodes} node{'s' * (nodes > 1)}, simulated in "
         f"{results['simulated_in_seconds']:.1f} s and {show_bytes(results['really_held_bytes'])}"
     )
-    return Table(title, ("", "counted", "predicted"), counts_of(results))
+    by_phase = [(f"sent in {phase}, bytes", str(sent), "-") for phase, sent in results["wire_bytes_by_phase"].items()]
+    return Table(title, ("", "counted", "predicted"), counts_of(results) + by_phase)
 
 
 def worst(results):

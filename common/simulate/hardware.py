@@ -136,7 +136,7 @@ def preset(name):
         InputError: there is none.
     """
     if name not in PRESETS:
-        raise InputError(f"unknown hardware {name!r}; known: {', '.join(PRESETS)}, and this-machine")
+        raise InputError(f"unknown hardware {name!r}; known: {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
@@ -161,10 +161,10 @@ def this_machine(world, make):
     comm, rounds = Collectives(), REPEATS
     wide = torch.ones(ELEMENTS)
     found = {"memory": 3 * wide.nbytes / _seconds(lambda: torch.add(wide, wide, out=wide), rounds)}
+    small, large = SIDES
     for dtype in (torch.float32, torch.bfloat16):
-        small, large = (_matmul_seconds(side, dtype, rounds) for side in SIDES)
-        found[dtype.itemsize] = 2 * SIDES[1] ** 3 / large
-        found[f"small {dtype.itemsize}"] = max(0.0, small * found[dtype.itemsize] - 2 * SIDES[0] ** 3)
+        found[dtype.itemsize] = 2 * large**3 / _matmul_seconds(large, dtype, rounds)
+    found["small"] = max(0.0, _matmul_seconds(small, torch.float32, rounds) * found[4] - 2 * small**3)
     shape = (4, 6, 256, 64)  # samples, heads, length, width
     heads = torch.ones(shape)
     attending = _seconds(lambda: F.scaled_dot_product_attention(heads, heads, heads, is_causal=True), rounds)
@@ -194,7 +194,7 @@ def this_machine(world, make):
         holds=float("inf"),
         ranks_per_node=comm.size,
         source="measured just now; lanes share the cores, so nothing is hidden",
-        small=middle["small 4"],
+        small=middle["small"],
         attention=min(1.0, middle["attention"]),
         curve=middle["curve"],
         shared=True,

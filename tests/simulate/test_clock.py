@@ -30,9 +30,10 @@ ROUND = replace(  # numbers that can be added in the head
 )
 
 
-def timed(work, size=8, ranks_per_node=4, hardware=ROUND):
+def timed(work, size=8, ranks_per_node=4, hardware=ROUND, backend="nccl"):
     """The Clock after some work in a simulated world."""
-    with simulated_world(size, ranks_per_node=ranks_per_node), Clock(hardware, ranks_per_node, Traffic()) as clock:
+    world = simulated_world(size, ranks_per_node=ranks_per_node, backend=backend)
+    with world, Clock(hardware, ranks_per_node, Traffic()) as clock:
         work()
     return clock
 
@@ -76,6 +77,15 @@ def test_a_collective_takes_what_its_bytes_take_over_the_slowest_link(name, rank
     clock = timed(work, ranks_per_node=ranks_per_node)
     assert clock.busy["collectives"] == pytest.approx(seconds, rel=0.01)  # and a division
     assert clock.waited["collectives"] == pytest.approx(seconds, rel=0.01)
+
+
+def test_point_to_point_an_all_gather_takes_as_long():
+    def work():
+        comm, whole = Collectives(), torch.empty(M // 4)
+        comm.all_gather(whole[: M // 32], whole).wait()
+
+    clock = timed(work, ranks_per_node=8, backend="gloo")
+    assert clock.busy["collectives"] == pytest.approx(7 / 8 * M / 1e9, rel=0.01)
 
 
 def test_what_runs_beside_computation_is_not_exposed():
