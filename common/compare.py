@@ -155,7 +155,8 @@ def cells(results):
     speeds = [row["tokens_per_second"] for row in rows]
     yield ("tokens/s, all ranks", *(f"{speed:,.0f}" if speed else "-" for speed in speeds))
     if all(row.get("estimated_tokens_per_second") for row in rows):
-        yield ("as estimated", *(f"{row['estimated_tokens_per_second']:,.0f}" for row in rows))
+        said = "as estimated, out of range: ranks share cores" if rows[0]["ranks_share_cores"] else "as estimated"
+        yield (said, *(f"{row['estimated_tokens_per_second']:,.0f}" for row in rows))
     yield ("loss, last step", *(f"{row['losses'][-1]:.4f}" for row in rows))
 
 

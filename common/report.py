@@ -38,7 +38,8 @@ def lines_of(row, precision):
     lines, speed = counts_of(row), row["tokens_per_second"]
     estimated = row.get("estimated_tokens_per_second")
     told = (f"{speed:.0f}" if speed else "- (too few steps)", f"{estimated:.0f}" if estimated else "-")
-    lines.append(("tokens per second", *told))
+    said = ", estimated out of range: ranks share cores" if row.get("ranks_share_cores") else ""
+    lines.append((f"tokens per second{said}", *told))
     if precision == "fp16":
         lines.append(("steps skipped, as a gradient overflowed", str(row["skipped_steps"]), "-"))
     lines.append(("loss, first and last step", f"{row['losses'][0]:.4f}  {row['losses'][-1]:.4f}", "-"))

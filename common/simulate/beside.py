@@ -3,6 +3,7 @@
 from contextlib import suppress
 
 from common.errors import InputError
+from common.measure.hardware import cpus
 from common.simulate.hardware import this_machine
 from common.simulate.world import Setting, simulate
 
@@ -18,7 +19,8 @@ def estimated(world, engine, options, step):
 
     Returns:
         {"estimated_peak_bytes", "estimated_tokens_per_second"}, the second None on a GPU, of which there is no
-        measurement; {} of an engine of a user's own that reads values, of which a simulation has none.
+        measurement; and "ranks_share_cores": it is then a matter of who waits for whom, which is not simulated.
+        {} of an engine of a user's own that reads values, of which a simulation has none.
     """
     on_gpu = world.device.type == "cuda"
     setting = Setting(
@@ -40,5 +42,6 @@ def estimated(world, engine, options, step):
     with suppress(InputError):
         row = simulate(setting, step)
         speed = row["time"] and row["time"]["tokens_per_second"]
-        return {"estimated_peak_bytes": row["peak_bytes"], "estimated_tokens_per_second": speed}
+        found = {"estimated_peak_bytes": row["peak_bytes"], "estimated_tokens_per_second": speed}
+        return {**found, "ranks_share_cores": not on_gpu and world.size > cpus()}
     return {}
