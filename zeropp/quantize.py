@@ -20,7 +20,9 @@ Source: ZeRO++, arXiv 2306.10209, sec. 3.1 and 4.2.
 
 import torch
 
-CHUNK = 2**17  # elements at a time on the CPU, so that what lies between them and their codes stays in the cache
+# Elements at a time. On a CPU what lies between them and their codes stays in the cache, on a GPU it is 64 MB or so for
+# each of a few kernels.
+CHUNK, GPU_CHUNK = 2**17, 2**24
 
 
 class Blocks:
@@ -29,10 +31,11 @@ class Blocks:
     Args:
         bits: 8 or 4, of a code.
         block: elements that share a scale, an even number.
+        chunk: elements at a time.
     """
 
-    def __init__(self, bits, block=256):
-        self.bits, self.block = bits, block
+    def __init__(self, bits, block=256, chunk=CHUNK):
+        self.bits, self.block, self.chunk = bits, block, chunk
         self.largest = {8: 127, 4: 7}[bits]
 
     def nbytes(self, numel):
@@ -41,30 +44,30 @@ class Blocks:
         return 4 * blocks + -(-codes // 4) * 4
 
     def pack(self, values, message):
-        """Quantize flat floating-point `values` [n] into a `message`, uint8 [nbytes(n)].
+        """Quantize floating-point `values` [..., n] into a `message` for each row of them, uint8 [..., nbytes(n)].
 
         A block with an infinity or a NaN arrives as NaN throughout: nothing is raised, and a loss scaler sees it.
         """
         for elements, scales, codes in self._parts(message, values):
             part = elements.float()
-            top = part.abs().amax(dim=1)
+            top = part.abs().amax(dim=-1)
             # Steps of the smallest normal number do for denormal values, and no division overflows.
             scale = (top / self.largest).clamp_(min=torch.finfo(torch.float32).tiny)
             scales.copy_(torch.where(top.isfinite(), scale, torch.nan))
-            steps = (part / scale[:, None]).round_().clamp_(-self.largest, self.largest)
+            steps = (part / scale[..., None]).round_().clamp_(-self.largest, self.largest)
             if self.bits == 4:
-                first, second = steps.tensor_split([codes.shape[1]], dim=1)
+                first, second = steps.tensor_split([codes.shape[-1]], dim=-1)
                 steps = first.contiguous()
-                steps[:, : second.shape[1]].add_(second, alpha=16)
+                steps[..., : second.shape[-1]].add_(second, alpha=16)
             codes.copy_(steps)
 
     def unpack(self, message, values):
-        """Write what a `message` stands for into flat floating-point `values` [n], rounded to their dtype."""
+        """Write what a `message` [..., nbytes(n)] stands for into `values` [..., n], rounded to their dtype."""
         for part, scales, codes in self._parts(message, values):
             part.copy_(self._values(scales, codes, part))
 
     def add_up(self, messages, total):
-        """Write the sum of what several messages stand for into `total`, fp32 [n]: added in their order."""
+        """Write what `messages` [k, ..., nbytes(n)] stand for, added in their order, into `total`, fp32 [..., n]."""
         for first, *others in zip(*(self._parts(message, total) for message in messages), strict=True):
             part, scales, codes = first
             part.copy_(self._values(scales, codes, part))
@@ -72,29 +75,29 @@ class Blocks:
                 part += self._values(scales, codes, part)
 
     def _values(self, scales, codes, part):
-        """fp32 values, in the shape of `part` [blocks, elements], from scales [blocks] and codes [blocks, bytes]."""
+        """fp32 values, in the shape of `part` [..., elements], from scales [...] and codes [..., bytes]."""
         steps = codes.float()
         if self.bits == 4:
             both, steps = steps, steps.new_empty(part.shape)
-            first, second = steps.tensor_split([codes.shape[1]], dim=1)
+            first, second = steps.tensor_split([codes.shape[-1]], dim=-1)
             tens = torch.mul(both, 1 / 16).round_()
             torch.sub(both, tens, alpha=16, out=first)
-            second.copy_(tens[:, : second.shape[1]])
+            second.copy_(tens[..., : second.shape[-1]])
         # What was the largest finite number may have become an infinity by rounding; NaN stays.
         largest = torch.finfo(part.dtype).max
-        return steps.mul_(scales[:, None]).clamp_(-largest, largest)
+        return steps.mul_(scales[..., None]).clamp_(-largest, largest)
 
     def _parts(self, message, values):
-        """Views of both, part by part: values [blocks, elements], scales [blocks], codes [blocks, bytes]."""
-        numel = len(values)
+        """Views of both: values [..., blocks, elements], scales [..., blocks], codes [..., blocks, bytes], in parts."""
+        numel = values.shape[-1]
         blocks, whole = -(-numel // self.block), numel // self.block
-        scales, codes = message[: 4 * blocks].view(torch.float32), message[4 * blocks :].view(torch.int8)
-        step = max(1, CHUNK // self.block) if values.device.type == "cpu" else max(1, whole)
+        scales, codes = message[..., : 4 * blocks].view(torch.float32), message[..., 4 * blocks :].view(torch.int8)
+        step = max(1, self.chunk * numel // (self.block * values.numel()))
         spans = [(block, min(whole, block + step), self.block) for block in range(0, whole, step)]
         if blocks > whole:
             spans.append((whole, blocks, numel % self.block))
         for start, stop, width in spans:
             bytes_of_one = -(-width * self.bits // 8)
-            elements = values[start * self.block :][: (stop - start) * width].view(-1, width)
-            at = start * self.block * self.bits // 8
-            yield elements, scales[start:stop], codes[at : at + (stop - start) * bytes_of_one].view(-1, bytes_of_one)
+            elements = values[..., start * self.block :][..., : (stop - start) * width].unflatten(-1, (-1, width))
+            of_them = codes[..., start * self.block * self.bits // 8 :][..., : (stop - start) * bytes_of_one]
+            yield elements, scales[..., start:stop], of_them.unflatten(-1, (-1, bytes_of_one))

@@ -23,7 +23,7 @@ from common.engine import Bucket, Owned
 from common.engine.accounting import Accounts
 from common.ranks.nodes import ACROSS_NODES, IN_NODE
 from common.tensors import length
-from zeropp.quantize import Blocks
+from zeropp.quantize import CHUNK, GPU_CHUNK, Blocks
 
 
 class AllGather:
@@ -73,17 +73,16 @@ class QuantizedAllGather(AllGather):
 
     def gather(self, bucket):
         nbytes = self.blocks.nbytes(bucket.shard_numel)
-        message, received = self.comm.buffer(nbytes), self.comm.buffer(self.comm.size * nbytes)
+        message, received = self.comm.buffer(nbytes), self.comm.buffer(self.comm.size, nbytes)
 
         def pack():
             self.blocks.pack(bucket.parameters, message)
 
         def unpack():
-            for arrived, shard in zip(received.split(nbytes), bucket.full.split(bucket.shard_numel), strict=True):
-                self.blocks.unpack(arrived, shard)
+            self.blocks.unpack(received, bucket.full.view(self.comm.size, -1))
 
         self.comm.work(f"quantize {bucket.name}", pack)
-        self.comm.all_gather(message, received, bucket.name)
+        self.comm.all_gather(message, received.view(-1), bucket.name)
         return self.comm.work(f"dequantize {bucket.name}", unpack, message, received, bucket.full)
 
     def legs(self, bucket):
@@ -195,7 +194,7 @@ class OneHop(ReduceScatter):
         self._reduced = weakref.WeakSet()  # the buckets whose reductions no step has taken yet
 
     def reduce(self, bucket, scale=1.0):
-        pieces = bucket.local.split(bucket.shard_numel)
+        pieces = bucket.local.view(self.comm.size, -1)
         messages = self._messages(bucket, self.comm.size)
         received = self._messages(bucket, self.comm.size)
         self._pack(bucket, 0, scale, pieces, messages)
@@ -216,29 +215,26 @@ class OneHop(ReduceScatter):
     def legs(self, bucket):
         return {"all_to_all": self.blocks.nbytes(bucket.shard_numel) * (self.comm.size - 1)}
 
-    def _messages(self, bucket, number):
-        """Room for so many messages of a shard each [number, bytes]."""
-        return self.comm.buffer(number, self.blocks.nbytes(bucket.shard_numel))
+    def _messages(self, bucket, *shape):
+        """Room for messages of a shard each [*shape, bytes]."""
+        return self.comm.buffer(*shape, self.blocks.nbytes(bucket.shard_numel))
 
     def _pack(self, bucket, hop, scale, pieces, messages):
-        """Quantize pieces of a gradient, one by one, into their messages.
+        """Quantize pieces of a gradient [..., elements] into their messages [..., bytes].
 
         With error feedback what rounding took the last time is added first, and what it takes now is kept: what a step
         takes of a gradient is not lost, it comes later. Where no step takes it, because zero_grad() drops it or fp16
         overflows, what is kept goes with it: it is of that gradient, too large a one perhaps. What rounding took before
         that is lost then, half a quantization step at most; to give it back would take room for a second copy.
         """
-        residuals, growth = [None] * len(pieces), 1.0
+        pack = partial(self.blocks.pack, pieces, messages)
         if self.error_feedback:
             self._reduced.add(bucket)
-            residuals = bucket.residuals[hop].split(bucket.shard_numel)
+            residuals = bucket.residuals[hop].view(pieces.shape)
             growth = self._growth_of_scale(bucket, hop, scale)
 
-        def pack():
-            for piece, message, residual in zip(pieces, messages, residuals, strict=True):
-                if residual is None:
-                    self.blocks.pack(piece, message)
-                else:
+            def pack():
+                for piece, message, residual in zip(pieces, messages, residuals, strict=True):
                     wanted = piece + residual.float() * growth
                     arrives = torch.empty_like(wanted)
                     self.blocks.pack(wanted, message)
@@ -289,19 +285,13 @@ class TwoHops(OneHop):
 
     def reduce(self, bucket, scale=1.0):
         nodes, places, shard = self.across.size, self.inside.size, bucket.shard_numel
-        of_rank = bucket.local.view(nodes, places, shard)
-        pieces = [of_rank[node, place] for place in range(places) for node in range(nodes)]
-        messages, received = self._messages(bucket, self.comm.size), self._messages(bucket, self.comm.size)
+        pieces = bucket.local.view(nodes, places, shard).transpose(0, 1)
+        messages, received = self._messages(bucket, places, nodes), self._messages(bucket, places, nodes)
         self._pack(bucket, 0, scale, pieces, messages)
         self.inside.all_to_all(messages.view(-1), received.view(-1), bucket.name)
 
         sums = self.comm.buffer(nodes, shard, dtype=torch.float32)
-        of_node = received.view(places, nodes, -1)
-
-        def add_up_node():
-            for node in range(nodes):
-                self.blocks.add_up(of_node[:, node], sums[node])
-
+        add_up_node = partial(self.blocks.add_up, received, sums)
         self.comm.work(f"add up the node's gradient of {bucket.name}", add_up_node)
         outgoing, incoming = self._messages(bucket, nodes), self._messages(bucket, nodes)
         self._pack(bucket, 1, scale, sums, outgoing)
@@ -335,7 +325,8 @@ class Ways:
     def __init__(self, comm, dtype, *, quantize_weights, hierarchical, quantize_gradients, error_feedback, block):
         self.dtype = dtype
         inside, across = comm.by_nodes()
-        coarse, fine = Blocks(4, block), Blocks(8, block)
+        chunk = CHUNK if comm.point_to_point else GPU_CHUNK
+        coarse, fine = Blocks(4, block, chunk), Blocks(8, block, chunk)
         self.exact = self.plain = self.quantized = AllGather(comm)
         if quantize_weights:
             self.quantized = QuantizedAllGather(comm, fine)

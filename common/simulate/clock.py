@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.measure.timeline import ROWS
 from common.ranks.lanes import SimulatedLane
+from common.simulate.hardware import GRAIN
 from common.tensors import tensors_in
 
 COMPUTE = "compute"
@@ -152,8 +153,9 @@ class Clock(TorchDispatchMode):
     def _operation(self, function, args, kwargs, result):
         """Seconds of an operation."""
         hardware, moved = self.hardware, _bytes_moved(function, args, kwargs, result)
+        least = hardware.operation if self._stream == COMPUTE or hardware.alone is None else hardware.alone
         if not moved:  # a view
-            return hardware.operation if hardware.shared else 0.0
+            return least if hardware.shared else 0.0
         flops, width = _flops(function, args, kwargs, result), _width(result, args)
         self.flops[self._traffic.phase] += flops
         rate = hardware.flops.get(width, max(hardware.flops.values())) * hardware.fraction
@@ -162,7 +164,9 @@ class Clock(TorchDispatchMode):
         seconds = max((flops + hardware.small * (flops > 0)) / rate, moved / self._rate())
         if function.__name__.startswith(CURVED):
             seconds = max(seconds, hardware.curve * max(tensor.numel() for tensor in tensors_in(result)))
-        return seconds + hardware.operation
+        elif not flops and max(tensor.numel() for tensor in tensors_in([result, *args])) >= GRAIN:
+            seconds += hardware.fork
+        return seconds + least
 
     def _collective(self, function, args):
         """Seconds of a collective: what each rank sends, over the slowest link that it crosses."""

@@ -1,8 +1,9 @@
 """What a rank runs on, in the few numbers that a step's time is made of: presets of clusters, and this machine."""
 
 import functools
+import math
+import mmap
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,8 @@ from common import models
 from common.errors import InputError
 from common.measure.hardware import hardware
 from common.ranks.collectives import Collectives
+from common.tiers.memory import HERE
+from common.tiers.swap import SwapFile
 
 GB = 1e9  # bytes a second, and bytes
 
@@ -33,6 +36,8 @@ class Hardware:
         curve: seconds for each element of an exponential, and what is made of it.
         memory: bytes a second, of the device's own.
         operation: seconds that an operation takes, however small it is.
+        alone: the same on a lane, where no modules, hooks and graphs are around it; None is as long.
+        fork: seconds that threads take to share an operation that is large enough.
         inside, between: bytes a second that a rank sends within its node, and that a node sends to others.
         latency: seconds of a message.
         bus, disk: bytes a second of a rank, each way.
@@ -60,6 +65,8 @@ class Hardware:
     small: float = 0.0
     attention: float = 1.0
     curve: float = 0.0
+    alone: float | None = None
+    fork: float = 0.0
     shared: bool = False
 
 
@@ -142,8 +149,10 @@ def preset(name):
 
 # ---- this machine -----------------------------------------------------------------------------------------------
 
-SIDES = (64, 1024)  # of matrices: small ones reach less
-ELEMENTS = 2**23  # of what is copied: more than caches hold
+SMALL, LAYER = (64, 64, 64), (512, 384, 1536)  # of a product: rows, inner, columns; small ones reach less
+ELEMENTS = 2**23  # of what is copied
+GRAIN = 2**15  # elements from which on torch's threads share an operation
+REQUEST = 4 * 2**20  # bytes that are read from a disk at a time
 REPEATS = 7
 
 
@@ -160,11 +169,11 @@ def this_machine(world, make):
     """
     comm, rounds = Collectives(), REPEATS
     wide = torch.ones(ELEMENTS)
-    found = {"memory": 3 * wide.nbytes / _seconds(lambda: torch.add(wide, wide, out=wide), rounds)}
-    small, large = SIDES
+    half = wide[: ELEMENTS // 2]
+    found = {"memory": 3 * half.nbytes / _seconds(lambda: torch.add(half, half), rounds)}  # into memory just taken
     for dtype in (torch.float32, torch.bfloat16):
-        found[dtype.itemsize] = 2 * large**3 / _matmul_seconds(large, dtype, rounds)
-    found["small"] = max(0.0, _matmul_seconds(small, torch.float32, rounds) * found[4] - 2 * small**3)
+        found[dtype.itemsize] = 2 * math.prod(LAYER) / _matmul_seconds(LAYER, dtype, rounds)
+    found["small"] = max(0.0, _matmul_seconds(SMALL, torch.float32, rounds) * found[4] - 2 * math.prod(SMALL))
     shape = (4, 6, 256, 64)  # samples, heads, length, width
     heads = torch.ones(shape)
     attending = _seconds(lambda: F.scaled_dot_product_attention(heads, heads, heads, is_causal=True), rounds)
@@ -172,11 +181,15 @@ def this_machine(world, make):
     bent = _seconds(lambda: F.gelu(wide[: ELEMENTS // 8], approximate="tanh"), rounds)
     found["curve"] = bent / (ELEMENTS // 8)
     found["operation"] = _seconds_of_an_operation(make, rounds)
+    few, many = wide[:32], wide[: 2 * GRAIN]
+    bare, shared = (_seconds(lambda part=part: torch.abs(part, out=part), 50 * rounds) for part in (few, many))
+    found["fork"] = max(0.0, shared - bare - 2 * many.nbytes / found["memory"])
+    found["alone"] = found["operation"] if comm.size == 1 else bare  # one rank has no threads for its lanes
     found["latency"] = _seconds(lambda: comm.all_gather(wide[:32], wide[: 32 * comm.size]).wait(), rounds)
     part = ELEMENTS // 8 // comm.size // 32 * 32
     took = _seconds(lambda: comm.all_gather(wide[:part], wide[: part * comm.size]).wait(), rounds)
     found["inside"] = max(1, comm.size - 1) * part * 4 / max(1e-9, took - found["latency"])
-    found["disk"] = _disk(wide, rounds)
+    found["disk"] = _disk(rounds)
     everyone = comm.gather_objects(found, "what this machine does")
     middle = {name: statistics.median(one[name] for one in everyone) for name in found}
     return Hardware(
@@ -197,6 +210,8 @@ def this_machine(world, make):
         small=middle["small"],
         attention=min(1.0, middle["attention"]),
         curve=middle["curve"],
+        alone=middle["alone"],
+        fork=middle["fork"],
         shared=True,
     )
 
@@ -211,9 +226,10 @@ def _seconds(work, rounds):
     return statistics.median(times[1:])
 
 
-def _matmul_seconds(side, dtype, rounds):
-    square = torch.ones(side, side, dtype=dtype)
-    return _seconds(lambda: square @ square, rounds)
+def _matmul_seconds(shape, dtype, rounds):
+    rows, inner, columns = shape
+    one, other = torch.ones(rows, inner, dtype=dtype), torch.ones(inner, columns, dtype=dtype)
+    return _seconds(lambda: one @ other, rounds)
 
 
 def _seconds_of_an_operation(make, rounds):
@@ -241,16 +257,17 @@ class _Counting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _disk(wide, rounds):
-    """Bytes a second, written and read, of a file among the temporary ones."""
-    data = wide[: ELEMENTS // 8].numpy().tobytes()
-    with tempfile.TemporaryFile() as file:
+def _disk(rounds):
+    """Bytes a second, read and written, of a swap file among the temporary ones."""
+    file, nbytes = SwapFile(None, 0), REQUEST
+    data = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)  # on whole pages
+    file.reserve(nbytes)
 
-        def there_and_back():
-            file.seek(0)
-            file.write(data)
-            file.flush()
-            file.seek(0)
-            file.read()
+    def there_and_back():
+        file.write(0, data, "", HERE).wait()
+        file.read(0, data, "", HERE).wait()
 
-        return 2 * len(data) / _seconds(there_and_back, rounds)
+    try:
+        return 2 * nbytes / _seconds(there_and_back, rounds)
+    finally:
+        file.close()

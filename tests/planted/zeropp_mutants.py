@@ -36,8 +36,8 @@ def codes_are_added_before_they_are_dequantized(engine):
         self.unpack(messages[0], total)
         for message in messages[1:]:
             other, wrong = torch.empty_like(total), message.clone()
-            scales = 4 * -(-len(total) // self.block)
-            wrong[:scales] = messages[0][:scales]
+            scales = 4 * -(-total.shape[-1] // self.block)
+            wrong[..., :scales] = messages[0][..., :scales]
             self.unpack(wrong, other)
             total += other
 
@@ -71,8 +71,10 @@ def a_rank_keeps_its_own_shard_exact(engine):
 
 
 def _with_pieces(order):
-    def pack(original, self, bucket, hop, pieces, messages):
-        return original(self, bucket, hop, order(list(pieces)) if hop == 0 else pieces, messages)
+    def pack(original, self, bucket, hop, scale, pieces, messages):
+        if hop == 0:
+            pieces = torch.stack(order(list(pieces.flatten(0, 1)))).view_as(pieces)
+        return original(self, bucket, hop, scale, pieces, messages)
 
     return replaced(OneHop, "_pack", pack)
 

@@ -56,11 +56,11 @@ class AsTheyAre:
         return numel * self.dtype.itemsize
 
     def pack(self, values, message):
-        """Copy flat `values` [n] into a `message`, uint8 [nbytes(n)]."""
+        """Copy `values` [..., n] into a `message`, uint8 [..., nbytes(n)]."""
         message.view(self.dtype).copy_(values)
 
     def add_up(self, messages, total):
-        """Write the sum of several messages into `total`, fp32 [n]: added in their order."""
+        """Write the sum of several messages into `total`, fp32 [..., n]: added in their order."""
         total.zero_()
         for message in messages:
             total += message.view(self.dtype)
