@@ -116,7 +116,9 @@ def plan(options):
     rank = Rank(shape, gpu, ranks, per_node, *cut, width, options.batch, sequence, checkpoints)
     rows = [rank.row(way) for way in WAYS]
     for row in rows:
-        row["fits"] = row["device"] <= budget if row["activations"] is not None or row["device"] > budget else None
+        row["fits"] = fit(gpu, row["device"], row["host"], row["disk"], budget)
+        if row["fits"] and row["activations"] is None:
+            row["fits"] = None  # nobody knows
     return {
         "model": asdict(shape),
         "gpu": gpu.name,
@@ -135,6 +137,11 @@ def plan(options):
         "rows": rows,
         "advice": advice(rows, budget, rank.compute_seconds(), rank, ran),
     }
+
+
+def fit(gpu, device, host, disk, budget):
+    """Whether so many bytes of a rank fit: into the budget on its device, and into its part of the node."""
+    return device <= budget and host <= gpu.host_holds and disk <= gpu.disk_holds
 
 
 def size_of(text):
@@ -180,7 +187,7 @@ def of_model(name):
 
 def advice(rows, budget, computing, rank, ran):
     """In words: which stage, and what bounds it."""
-    fitting = [rows[number] for number in ADVISED if rows[number]["device"] <= budget]
+    fitting = [rows[number] for number in ADVISED if rows[number]["fits"] is not False]
     if not fitting:
         least = min(rows, key=lambda row: row["device"])
         takes = show_bytes(round(least["device"]))
@@ -206,7 +213,7 @@ def advice(rows, budget, computing, rank, ran):
         if slowest == "collectives" and row["engine"] == "stage3_param" and row["sent_by_node"]:
             plus = next(other for other in rows if other["engine"] == "zeropp")
             said += f" ZeRO++ would take {plus['seconds']['collectives']:.2g} s for its collectives"
-            said += "." if plus["device"] <= budget else ", but does not fit."
+            said += ", but does not fit." if plus["fits"] is False else "."
     return said
 
 

@@ -20,7 +20,7 @@ from common.measure.tables import Table
 from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish, write_text
 from common.ranks.world import LocalWorld
 from common.report import counts_of
-from common.simulate.hardware import PRESETS, preset, this_machine
+from common.simulate.hardware import PRESETS, measured, preset
 from common.simulate.world import Setting, own_options, simulate
 from common.train import add_checkpoints, find_engine, show_bytes, train_step
 
@@ -111,7 +111,7 @@ def hardware_of(options):
         raise InputError(f"--hardware {THIS}: it has {cpus()} CPUs, for {options.world_size} ranks; choose a preset")
     world = LocalWorld(options.world_size)
     try:
-        return world.run(this_machine, find_engine(options.engine))[0]
+        return world.run(measured, find_engine(options.engine))[0]
     finally:
         world.close()
 

@@ -23,10 +23,22 @@ def estimated(world, engine, options, step):
         {} of an engine of a user's own that reads values, of which a simulation has none.
     """
     on_gpu = world.device.type == "cuda"
-    setting = Setting(
+    setting = setting_of(world, engine, options, None if on_gpu else this_machine(world, engine))
+    with suppress(InputError):
+        row = simulate(setting, step)
+        speed = row["time"] and row["time"]["tokens_per_second"]
+        found = {"estimated_peak_bytes": row["peak_bytes"], "estimated_tokens_per_second": speed}
+        return {**found, "ranks_share_cores": not on_gpu and world.size > cpus()}
+    return {}
+
+
+def setting_of(world, engine, options, machine):
+    """The Setting of a run; `machine` is the Hardware whose time is counted, or None."""
+    return Setting(
         engine,
         options.model,
         world.size,
+        rank=world.rank,
         precision=options.precision,
         bucket_mb=options.bucket_mb,
         clip_norm=options.clip_norm,
@@ -36,12 +48,6 @@ def estimated(world, engine, options, step):
         accumulate=options.accumulate,
         no_sync=options.no_sync,
         own={"deterministic": options.deterministic, **getattr(options, "own", {})},
-        backend="nccl" if on_gpu else "gloo",
-        hardware=None if on_gpu else this_machine(world, engine),
+        backend="nccl" if world.device.type == "cuda" else "gloo",
+        hardware=machine,
     )
-    with suppress(InputError):
-        row = simulate(setting, step)
-        speed = row["time"] and row["time"]["tokens_per_second"]
-        found = {"estimated_peak_bytes": row["peak_bytes"], "estimated_tokens_per_second": speed}
-        return {**found, "ranks_share_cores": not on_gpu and world.size > cpus()}
-    return {}

@@ -20,6 +20,7 @@ from common.tensors import tensors_in
 
 COMPUTE = "compute"
 HOST_LANES = ("host", "saving")
+LINKS = ("bus", "disk")
 ON_CPU = {  # torch's flop counter knows these by the names that they have on GPUs
     "_scaled_dot_product_flash_attention_for_cpu": flop_counter.sdpa_flop_count,
     "_scaled_dot_product_flash_attention_for_cpu_backward": flop_counter.sdpa_backward_flop_count,
@@ -156,6 +157,8 @@ class Clock(TorchDispatchMode):
         least = hardware.operation if self._stream == COMPUTE or hardware.alone is None else hardware.alone
         if not moved:  # a view
             return least if hardware.shared else 0.0
+        if self._stream in LINKS:
+            return sum(tensor.nbytes for tensor in tensors_in(result)) / self._rate()  # a copy crosses once
         flops, width = _flops(function, args, kwargs, result), _width(result, args)
         self.flops[self._traffic.phase] += flops
         rate = hardware.flops.get(width, max(hardware.flops.values())) * hardware.fraction

@@ -5,7 +5,7 @@ import math
 import mmap
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -42,7 +42,7 @@ class Hardware:
         latency: seconds of a message.
         bus, disk: bytes a second of a rank, each way.
         host_memory: bytes a second of the host, for the steps of its optimizer.
-        holds: bytes of the device's memory.
+        holds, host_holds, disk_holds: bytes of the device's memory; a rank's part of its node's memory and disks.
         ranks_per_node: how many share a node.
         source: where these numbers are from.
         shared: the lanes compute on the same cores as the rank, as they do on a CPU.
@@ -61,6 +61,8 @@ class Hardware:
     host_memory: float
     holds: float
     ranks_per_node: int
+    host_holds: float = math.inf
+    disk_holds: float = math.inf
     source: str = "from data sheets, and compared with no run"
     small: float = 0.0
     attention: float = 1.0
@@ -87,6 +89,8 @@ PRESETS = {
         host_memory=12 * GB,
         holds=32e9,
         ranks_per_node=16,
+        host_holds=1.5e12 / 16,
+        disk_holds=30.7e12 / 16,
     ),
     "a100-80g": Hardware(
         "DGX A100 80 GB",
@@ -102,6 +106,8 @@ PRESETS = {
         host_memory=40 * GB,
         holds=80e9,
         ranks_per_node=8,
+        host_holds=2e12 / 8,
+        disk_holds=30.7e12 / 8,
     ),
     "h100-80g": Hardware(
         "DGX H100",
@@ -117,6 +123,8 @@ PRESETS = {
         host_memory=60 * GB,
         holds=80e9,
         ranks_per_node=8,
+        host_holds=2e12 / 8,
+        disk_holds=30.7e12 / 8,
     ),
     "h200-141g": Hardware(
         "DGX H200",
@@ -132,6 +140,8 @@ PRESETS = {
         host_memory=60 * GB,
         holds=141e9,
         ranks_per_node=8,
+        host_holds=2e12 / 8,
+        disk_holds=30.7e12 / 8,
     ),
 }
 
@@ -156,9 +166,8 @@ REQUEST = 4 * 2**20  # bytes that are read from a disk at a time
 REPEATS = 7
 
 
-@functools.cache
-def this_machine(world, make):
-    """The CPU of this rank, measured while all ranks measure, once. A collective of the default group, over gloo.
+def measured(world, make):
+    """The CPU of this rank, measured while all ranks measure. A collective of the default group, over gloo.
 
     Args:
         world: the rank's World.
@@ -214,6 +223,20 @@ def this_machine(world, make):
         fork=middle["fork"],
         shared=True,
     )
+
+
+this_machine = functools.cache(measured)  # once for a world and an engine
+
+
+def mean_of(machines):
+    """A machine whose numbers are the means of several measurements of it."""
+
+    def mean(found):
+        if isinstance(found[0], dict):
+            return {key: mean([one[key] for one in found]) for key in found[0]}
+        return statistics.mean(found) if isinstance(found[0], float) else found[0]
+
+    return Hardware(**{field.name: mean([getattr(one, field.name) for one in machines]) for field in fields(Hardware)})
 
 
 def _seconds(work, rounds):

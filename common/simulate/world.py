@@ -270,7 +270,7 @@ def simulate(setting, step):
                 modes.enter_context(books)
             moments = modes.enter_context(Moments(books, module))
             step(engine, micro_batches, setting.no_sync, loss)
-        row = {"time": None, "trace": None}
+        row = {"time": None, "trace": None, **counted(books, moments, setting, module)}
         if setting.hardware is not None:  # a step of its own: what follows memory makes no operations
             ranks_per_node = setting.ranks_per_node or setting.world_size
             with Clock(setting.hardware, ranks_per_node, books.comm.traffic) as clock:
@@ -280,7 +280,6 @@ def simulate(setting, step):
             row["trace"] = clock.trace(f"rank {setting.rank}, simulated")
         return row | {
             "parameters": models.count(module),
-            **counted(books, moments, setting, module),
             "peak_bytes": moments.peak_bytes(),
             "peaks": {name: moments.peak_of(name) for name in moments.samples[0][1]},
             "worst": moments.worst,

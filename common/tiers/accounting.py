@@ -68,11 +68,11 @@ class TieredAccounts(Accounts):
         return {state: at_rest[state, "device"] for state in STATES}
 
     def live(self):
-        """See `EngineBase.live`. On a CPU rank the disk's buffers are taken from the device's memory."""
+        """See `EngineBase.live`. On a rank that is a CPU the disk's buffers are taken from the device's memory."""
         live, at_rest, tier = super().live(), self._at_rest(), self._engine.tier
         live[HOST] = [*(tensor for state in STATES for tensor in at_rest[state, "cpu"]), *tier["cpu"].rooms()]
         if tier.get("nvme") is not None:
-            live[HOST if self._engine.comm.device.type == "cuda" else "buckets in flight"] += tier["nvme"].rooms()
+            live["buckets in flight" if self._engine.comm.point_to_point else HOST] += tier["nvme"].rooms()
         return live
 
     def _at_rest(self):

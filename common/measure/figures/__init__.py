@@ -8,6 +8,7 @@ from common.measure.figures.building import states_through_a_step, units_through
 from common.measure.figures.faults import distances, grid, live_through_steps
 from common.measure.figures.memory import address_map, below_the_wall, memory_by_batch
 from common.measure.figures.records import activation_memory, bench, capacity, growth, largest_models, step_times
+from common.measure.figures.scaling import scaling
 from common.measure.figures.stages import comparison, memory_by_stage, memory_timeline, throughput, wire_by_phase
 from common.measure.figures.style import COLORS, LABELS, PALETTE, save, smoothed
 from common.measure.figures.wire import (
@@ -45,6 +46,7 @@ __all__ = [
     "ring_and_direct",
     "rounds",
     "save",
+    "scaling",
     "smoothed",
     "states_through_a_step",
     "step_times",
