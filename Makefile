@@ -14,7 +14,8 @@
 #                 into them. In parts: make record-suite, -demo, -activations,
 #                 -accumulated, -scores, -bench, -second-machine, -small-models,
 #                 -small-send-buffers, -growth, -alone, -capacity, -offload,
-#                 -infinity, -zeropp (root, iproute2), -checkpoint, -museum
+#                 -infinity, -zeropp (root, iproute2), -checkpoint, -museum,
+#                 -simulated
 # make notebooks  run the notebooks from a clean kernel, and store what comes out
 # make lessons    write a page for each increment to results/local/lessons: two
 #                 engines side by side, their memory, and a step to go through
@@ -36,7 +37,7 @@ RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters HSDP DeepSpeed1 DeepSpeed2 DeepSpeed3 DeepSpeedOffload
-RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp checkpoint museum
+RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp checkpoint museum simulated
 
 .PHONY: help demo notebooks lessons student infinity test test-gpu test-all papers soak lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
@@ -148,6 +149,11 @@ record-zeropp: $(INSTALLED)
 
 record-checkpoint: $(INSTALLED)
 	$(BIN)/python -m common.checkpoint_bench --json results/checkpoint.json
+
+# On a machine at rest: the first times every engine.
+record-simulated: $(INSTALLED)
+	$(BIN)/python -m common.simulate.validate --json results/simulated.json
+	$(BIN)/python -m common.plan.scaling --json results/scaling.json
 
 record-museum: $(INSTALLED)
 	$(BIN)/python -m common.museum --json results/museum.json

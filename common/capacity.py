@@ -32,11 +32,12 @@ from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
 from common.measure import figures
 from common.measure.hardware import hardware, private_held
-from common.measure.memory import Timeline, set_malloc_thresholds
+from common.measure.memory import set_malloc_thresholds
 from common.models.gpt import GPT, GPTConfig
 from common.outputs import check_outputs, one_line_errors, parser_of, publish
 from common.ranks.world import LocalWorld, RankFailed, check_size
-from common.simulate.world import simulated_world
+from common.simulate.world import Setting
+from common.simulate.world import simulate as a_step
 from common.train import ENGINES, default_nproc, find_engine, sha256, show_bytes, train_step
 
 try:
@@ -47,6 +48,7 @@ except ImportError:  # Windows
 # Small blocks, short samples and small buckets: what fills the memory is then model states, which ZeRO shards.
 SHAPE = {"width": 256, "heads": 8, "sequence": 32}
 BUCKET_MB = 2.0
+CHECKPOINTS = models.KINDS[0]
 SIMULATED = (8, 16)  # layers of the two models that a prediction is drawn through
 DDP_BYTES = 16  # of model states per parameter, with Adam: 4 + 4 + 8 in fp32, 2 + 2 + 12 in 16-bit
 TRIAL_SECONDS = 600  # without an answer in this time a trial is an error
@@ -220,7 +222,7 @@ def build(layers):
     """A GPT of so many layers on the meta device, with activation checkpoints: a layer then keeps one tensor."""
     with torch.device("meta"):
         model = GPT(GPTConfig(layers=layers, **SHAPE))
-    model.checkpoint_activations = models.KINDS[0]
+    model.checkpoint_activations = CHECKPOINTS
     return model
 
 
@@ -277,19 +279,22 @@ def predict(engine, precision, world_size):
 
 
 def simulate(engine, precision, layers, world_size):
-    """Train two steps on fake tensors: shapes, storages and collectives of a real rank, but no values.
-
-    A simulated world takes NCCL's paths, so gloo's receive buffer, of a few MiB, is not counted.
+    """Train two steps on fake tensors, over the paths that this machine's collectives take.
 
     Returns:
         The peak of live bytes in the second step, and the predicted bytes of model states.
     """
-    with simulated_world(world_size):
-        simulated = make_engine(engine, precision, layers)
-        take_step(simulated)
-        with Timeline(simulated) as timeline:
-            take_step(simulated)
-    return timeline.peak_bytes(), sum(simulated.predicted_model_state_bytes().values())
+    setting = Setting(
+        find_engine(engine),
+        partial(build, layers),
+        world_size,
+        precision=precision,
+        bucket_mb=BUCKET_MB,
+        checkpoint_activations=CHECKPOINTS,
+        backend="nccl" if torch.cuda.is_available() else "gloo",
+    )
+    found = a_step(setting, train_step)
+    return found["peak_bytes"], sum(found["predicted_model_state_bytes"].values())
 
 
 # ---- measured -------------------------------------------------------------------------------------------------

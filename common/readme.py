@@ -63,6 +63,7 @@ def pages():
             "capacity": _table("common.capacity_results", "capacity_cpu.json"),
             "accumulated": _table("common.compare", "accumulated.json"),
             "checkpoint": _table("common.checkpoint_bench", "checkpoint.json"),
+            "simulated": _table("common.simulate.validate", "simulated.json"),
         },
         "tests/README.md": {
             "museum": _table("common.museum", "museum.json"),

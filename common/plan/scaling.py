@@ -22,7 +22,7 @@ from common.measure.tables import Table
 from common.models.gpt import GPT, GPTConfig
 from common.outputs import check_outputs, one_line_errors, parser_of, publish
 from common.plan.__main__ import ASPECT, USABLE, VOCABULARY, fit, of_model
-from common.plan.formulas import WAYS, Rank
+from common.plan.formulas import WAYS, Rank, Shape
 from common.simulate.hardware import preset
 from common.simulate.world import Setting, simulate
 from common.train import find_engine, progress_bar, train_step
@@ -108,8 +108,11 @@ def largest(hardware, way, ranks):
     per_node = min(ranks, machine.ranks_per_node)
 
     def planned(layers):
-        rank = Rank(of_model(partial(gpt, layers)), machine, ranks, per_node, 1, 1, 2, 1, SEQUENCE, checkpoints=True)
-        return rank.row(way)
+        width = ASPECT * layers
+        rest = VOCABULARY * width
+        shape = Shape("", 12 * layers * width**2 + rest, layers, rest, width, VOCABULARY, SEQUENCE)
+        row = Rank(shape, machine, ranks, per_node, 1, 1, 2, 1, SEQUENCE, checkpoints=True).row(way)
+        return fit(machine, row["device"], row["host"], row["disk"], USABLE * machine.holds)
 
     def fits(layers):
         found = run(way.engine, partial(gpt, layers), machine, ranks, own=way.own)
@@ -117,7 +120,7 @@ def largest(hardware, way, ranks):
         return fit(machine, found["peak_bytes"], host, disk, USABLE * machine.holds)
 
     layers = 1
-    while layers < MOST and fit(machine, *_held(planned(layers + 1)), USABLE * machine.holds):
+    while layers < MOST and planned(layers + 1):
         layers += 1
     while layers < MOST and fits(layers + 1):
         layers += 1
@@ -125,10 +128,6 @@ def largest(hardware, way, ranks):
         layers -= 1
     parameters = of_model(partial(gpt, layers)).parameters if layers else 0
     return {"way": way.title, "engine": way.engine, "ranks": ranks, "layers": layers, "parameters": parameters}
-
-
-def _held(row):
-    return row["device"], row["host"], row["disk"]
 
 
 def speed(hardware, engine, ranks, filled):

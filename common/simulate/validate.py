@@ -22,7 +22,16 @@ from common.ranks.world import LocalWorld
 from common.simulate.beside import setting_of
 from common.simulate.hardware import mean_of, measured
 from common.simulate.world import simulate
-from common.train import ENGINES, add_arguments, build_model, find_engine, progress_bar, train, train_step
+from common.train import (
+    ENGINES,
+    WARM_UP,
+    add_arguments,
+    build_model,
+    find_engine,
+    progress_bar,
+    train,
+    train_step,
+)
 
 PEAK, STEP = 0.05, 0.25  # how far off is near enough
 RUNS = 2
@@ -56,6 +65,8 @@ def check(options):
     """Refuse what can be refused before a rank is started."""
     check_counts(options, "batch", "steps")
     check_outputs(options)
+    if options.steps < WARM_UP + 2:
+        raise InputError(f"--steps {options.steps}: take {WARM_UP + 2} or more, of which the last is not timed")
     if torch.cuda.is_available():
         raise InputError("it measures the CPU: run it with CUDA_VISIBLE_DEVICES=''")
     if not all(size.isdecimal() and int(size) for size in options.nproc.split(",")):

@@ -7,8 +7,9 @@ import pytest
 from commands import refused
 
 from common.plan import __main__ as plan
+from common.plan import scaling
 from common.plan.formulas import WAYS, Rank
-from common.simulate.hardware import preset
+from common.simulate.hardware import PRESETS, preset
 from common.simulate.world import Setting, simulate
 from common.train import find_engine, train_step
 
@@ -36,6 +37,28 @@ def test_what_a_rank_holds_sends_and_moves_is_what_the_engine_does(way):
     ):
         assert held == pytest.approx(sum(counts.get(counted, {}).values()), rel=0.005)
     assert row["device"] == pytest.approx(counts["peak_bytes"], rel=0.1)
+
+
+def test_a_model_may_be_too_large_for_its_nodes_host(tmp_path):
+    """200 B parameters have 3.2 TB of states, of which a DGX-2's 16 ranks have room for 1.5 on the host."""
+    rows = results_of(tmp_path, "--params", "200e9", "--gpu", "v100-32g", "--world-size", "16")["rows"]
+    fits = {row["way"]: row["fits"] for row in rows}
+    assert (fits["ZeRO-Infinity, host"], fits["ZeRO-Infinity, disk"]) == (False, True)
+
+
+def test_the_batch_that_fills_a_gpu_fits_and_is_nearly_the_largest():
+    machine = replace(preset("v100-32g"), holds=100 / plan.USABLE)
+    for peak in (lambda samples: 20 + 3 * samples, lambda samples: max(50, 3 * samples), lambda samples: 99 + samples):
+        batch = scaling.filling(peak, machine)
+        assert peak(batch) <= 100
+        assert peak(batch + 2) > 100
+
+
+def test_the_largest_model_is_found_by_running_it(monkeypatch):
+    monkeypatch.setitem(PRESETS, "small", replace(preset("v100-32g"), holds=4e9))
+    made = scaling.largest("small", 0, 1)  # 3.6 GB are 16 bytes of 225 M parameters, less than that with activations
+    assert made["engine"] == "stage0_ddp"
+    assert 1.2e8 < made["parameters"] < 2.25e8
 
 
 def test_figure_1_of_the_zero_paper(tmp_path, capsys):
