@@ -30,12 +30,12 @@ from common.train import find_engine, progress_bar, train_step
 SEQUENCE = 1024
 CHECKPOINTS = models.KINDS[0]
 RANKS = (1, 4, 16, 64, 256, 1024)  # of memory
-NODES_OF = (1, 8, 64, 512)  # ranks, of the largest model
+GROWING = (1, 16, 64, 256)  # ranks, of the largest model
 FAST = (16, 64, 256, 1024)  # ranks, of speed
 MODEL, LAYERS = "gpt2-1.5b", 34  # of memory; of a GPT of 8 B parameters, of speed
 SPEEDS = ("stage2_grad", "stage3_param")
 EXPOSED, LAYERS_EXPOSED, AT = ("stage3_param", "zeropp"), 24, 64
-LINKS = (3.125, 6.25, 12.5, 25, 50, 100, 200, 400)  # Gbit/s of a GPU between nodes
+LINKS = (3.125, 6.25, 12.5, 25, 50, 100)  # Gbit/s of a GPU between nodes
 MOST = 400  # layers
 
 
@@ -58,7 +58,7 @@ def survey(hardware):
     """All four parts, {name: rows}; as many cells at once as there are CPUs."""
     cells = {
         "memory": [(name, size) for name in dict.fromkeys(way.engine for way in WAYS) for size in RANKS],
-        "largest": [(way, size) for way in range(len(WAYS)) for size in NODES_OF],
+        "largest": [(way, size) for way in range(len(WAYS)) for size in GROWING],
         "speed": [(name, size, filled) for name in SPEEDS for size in FAST for filled in (False, True)],
         "exposed": [(name, link) for name in EXPOSED for link in LINKS],
     }

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import time
+from dataclasses import replace
 
 import commands
 import pytest
@@ -108,6 +109,7 @@ def test_a_run_is_compared_with_its_simulation(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        ("--steps 3", "is not timed"),
         ("--nproc two", "numbers of ranks"),
         ("--engines stage9", "unknown engine"),
         ("--models gpt-nana", "did you mean"),
@@ -115,6 +117,14 @@ def test_a_run_is_compared_with_its_simulation(tmp_path, capsys):
 )
 def test_what_cannot_be_compared_is_refused_in_one_line(capsys, arguments, said):
     assert said in refused(capsys, validate.main, arguments.split())
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_disks_buffers_are_the_hosts_where_that_is_another_memory(backend):
+    """On a rank that is a CPU they are taken from the memory that it has."""
+    setting = Setting(find_engine("offload.nvme"), f"{__name__}:make_wide_model", 1, sequence=8, backend=backend)
+    disk, host = (simulate(replace(setting, own={"tiers": tier}), train_step)["peak_bytes"] for tier in ("nvme", "cpu"))
+    assert (disk > host) == (backend == "gloo")
 
 
 @pytest.mark.parametrize("name", [*SEVEN, "zeropp"])
@@ -172,6 +182,10 @@ class Masks(Reads):
 
 def make_text_model():
     return nn.Sequential(nn.Embedding(100, 16), *(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 100))
+
+
+def make_wide_model():
+    return nn.Sequential(nn.Linear(1024, 1024, bias=False)), lambda samples, length: torch.zeros(samples, length, 1024)
 
 
 def make_encoder():

@@ -1,5 +1,6 @@
 """ZeRO++: rounding within its bound, hops that add up, second shards that are never stale, bytes as predicted."""
 
+import itertools
 import json
 import os
 import shutil
@@ -104,6 +105,25 @@ def test_sums_are_added_in_order_in_fp32():
     added = torch.empty(1000)
     blocks.add_up(messages, added)
     assert torch.equal(added, total)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_are_packed_as_each_alone_however_many_at_a_time(bits):
+    values = torch.randn(3, 2, 1001).transpose(0, 1)
+    alone, rows = Blocks(bits, 64), Blocks(bits, 64, chunk=500)
+    messages = torch.empty(2, 3, rows.nbytes(1001), dtype=torch.uint8).fill_(0)
+    one = torch.zeros_like(messages)
+    rows.pack(values, messages)
+    for i, j in itertools.product(range(2), range(3)):
+        alone.pack(values[i, j], one[i, j])
+    assert torch.equal(messages, one)
+    arrived, expected, total = torch.empty(2, 3, 1001), torch.empty(2, 3, 1001), torch.empty(3, 1001)
+    rows.unpack(messages, arrived)
+    for i, j in itertools.product(range(2), range(3)):
+        alone.unpack(one[i, j], expected[i, j])
+    rows.add_up(messages, total)
+    assert torch.equal(arrived, expected)
+    assert torch.equal(total, expected[0] + expected[1])
 
 
 # ---- hops ---------------------------------------------------------------------------------------------------------
