@@ -37,6 +37,7 @@ SPEEDS = ("stage2_grad", "stage3_param")
 EXPOSED, LAYERS_EXPOSED, AT = ("stage3_param", "zeropp"), 24, 64
 LINKS = (3.125, 6.25, 12.5, 25, 50, 100)  # Gbit/s of a GPU between nodes
 MOST = 400  # layers
+SUB_GROUPS = {"sub_group_mb": 2048.0}  # on the host, where there is room: with more of them a simulation takes minutes
 
 
 def main(arguments=None):
@@ -115,7 +116,8 @@ def largest(hardware, way, ranks):
         return fit(machine, row["device"], row["host"], row["disk"], USABLE * machine.holds)
 
     def fits(layers):
-        found = run(way.engine, partial(gpt, layers), machine, ranks, own=way.own)
+        own = dict(way.own) | (SUB_GROUPS if way.engine == "offload.nvme" else {})
+        found = run(way.engine, partial(gpt, layers), machine, ranks, own=own)
         host, disk = (sum(found.get(f"{where}_state_bytes", {}).values()) for where in ("host", "disk"))
         return fit(machine, found["peak_bytes"], host, disk, USABLE * machine.holds)
 
