@@ -64,6 +64,7 @@ def pages():
             "accumulated": _table("common.compare", "accumulated.json"),
             "checkpoint": _table("common.checkpoint_bench", "checkpoint.json"),
             "simulated": _table("common.simulate.validate", "simulated.json"),
+            "scaling": _table("common.plan.scaling", "scaling.json"),
         },
         "tests/README.md": {
             "museum": _table("common.museum", "museum.json"),

@@ -176,7 +176,26 @@ def table(results):
     found = {(row["way"], row["ranks"]): row["parameters"] for row in results["largest"]}
     lines = [(way.title, *(f"{found[way.title, size] / 1e9:.1f}" for size in sizes)) for way in WAYS]
     title = f"The largest GPT on {results['hardware']}, billions of parameters, by number of ranks; simulated"
-    return Table(title, ("", *map(str, sizes)), lines)
+    return Table(title, ("", *map(str, sizes)), lines, caption=said(results), note=said(results))
+
+
+def said(results):
+    """What speed and exposed communication come to."""
+    sentences = []
+    for name in SPEEDS:
+        rows = [row for row in results["speed"] if row["engine"] == name and row["filled"]]
+        ranks, batches, tera = (
+            [row[of] for row in (rows[0], rows[-1])] for of in ("ranks", "batch", "flops_per_second")
+        )
+        sentences.append(
+            f"{name}: a full GPU takes {batches[0]} samples of {ranks[0]}, {batches[1]} of {ranks[1]}, and computes "
+            f"{tera[0] / 1e12:.1f} and {tera[1] / 1e12:.1f} TFLOPS."
+        )
+    steps = {(row["engine"], row["gbit_per_second"]): row["step_seconds"] for row in results["exposed"]}
+    plain, compressed = EXPOSED
+    faster = [link for name, link in steps if name == plain and steps[compressed, link] < steps[plain, link]]
+    sentences.append(f"{compressed} is faster than {plain} where a GPU has {', '.join(map(str, faster))} Gbit/s.")
+    return "\n".join(sentences)
 
 
 if __name__ == "__main__":
