@@ -1,7 +1,7 @@
 """Pictures of what was counted. Each function draws onto an Axes that it is given, or returns a Figure.
 
 `style` has the colours, `stages` sets stages beside each other, `records` draws what the commands record; `building`,
-`wire`, `memory` and `faults` what the course looks at.
+`wire`, `memory`, `tiers` and `faults` what the course looks at.
 """
 
 from common.measure.figures.building import states_through_a_step, units_through_a_step
@@ -11,6 +11,14 @@ from common.measure.figures.records import activation_memory, bench, capacity, g
 from common.measure.figures.scaling import scaling
 from common.measure.figures.stages import comparison, memory_by_stage, memory_timeline, throughput, wire_by_phase
 from common.measure.figures.style import COLORS, LABELS, PALETTE, save, smoothed
+from common.measure.figures.tiers import (
+    delayed_losses,
+    distance_by_rate,
+    efficiency_by_bandwidth,
+    moves_by_phase,
+    states_by_tier,
+    units_by_event,
+)
 from common.measure.figures.wire import (
     batch_and_bucket,
     beside,
@@ -33,7 +41,10 @@ __all__ = [
     "beside",
     "capacity",
     "comparison",
+    "delayed_losses",
+    "distance_by_rate",
     "distances",
+    "efficiency_by_bandwidth",
     "grid",
     "growth",
     "largest_models",
@@ -43,14 +54,17 @@ __all__ = [
     "memory_timeline",
     "messages",
     "moved",
+    "moves_by_phase",
     "ring_and_direct",
     "rounds",
     "save",
     "scaling",
     "smoothed",
+    "states_by_tier",
     "states_through_a_step",
     "step_times",
     "throughput",
+    "units_by_event",
     "units_through_a_step",
     "where_time_goes",
     "wire_by_phase",

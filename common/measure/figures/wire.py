@@ -10,6 +10,7 @@ from common.measure.figures.style import LABELS, MARKERS, PALETTE, PHASE_COLORS,
 GREY = "#BBBBBB"
 HATCHES = {"all_reduce": "xxx", "reduce_scatter": "///", "all_gather": None}
 COLLECTIVE_COLORS = {"all_reduce": "#CC79A7", "reduce_scatter": "#E69F00", "all_gather": "#56B4E9"}
+MOVE_COLORS = {"down the bus": "#8A7D00", "up the bus": "black", "the host's step": "#CC79A7"}
 TIME_COLORS = {"compute": PALETTE[0], "copies": PALETTE[1], "optimizer": PALETTE[2], "waiting": GREY}
 
 
@@ -152,16 +153,16 @@ def rounds(axes, seconds):
 
 
 def beside(steps):
-    """What ran beside what in a step: of each rank the compute row above that of its collectives.
+    """What ran beside what in a step: of each rank the compute row above those of its lanes.
 
     Args:
-        steps: {title: rows}, where rows are {(rank, "compute" or "collectives"): [(begin, end, kind)]} in ms; the kind
-            is a phase, "waiting", or the name of a collective.
+        steps: {title: rows}, where rows are {(rank, "compute" or a lane): [(begin, end, kind)]} in ms; the kind is a
+            phase, "waiting", or one of COLLECTIVE_COLORS or MOVE_COLORS.
 
     Returns:
         A matplotlib Figure, its panels on one scale.
     """
-    colors = {**PHASE_COLORS, "waiting": GREY, **COLLECTIVE_COLORS}
+    colors = {**PHASE_COLORS, "waiting": GREY, **COLLECTIVE_COLORS, **MOVE_COLORS}
     figure, panels = plt.subplots(
         len(steps), 1, figsize=(11, 2.5 * len(steps) + 0.5), layout="constrained", sharex=True, squeeze=False
     )
@@ -170,7 +171,7 @@ def beside(steps):
         for place, spans in enumerate(rows.values()):
             for kind in dict.fromkeys(kind for *_, kind in spans):
                 bars = [(begin, end - begin) for begin, end, one in spans if one == kind]
-                edge = "black" if kind in COLLECTIVE_COLORS else "none"
+                edge = "black" if kind in COLLECTIVE_COLORS else MOVE_COLORS.get(kind, "none")
                 axes.broken_barh(bars, (place - 0.38, 0.76), facecolor=colors[kind], edgecolor=edge, linewidth=0.4)
                 seen.add(kind)
         axes.set_yticks(range(len(rows)), [f"rank {rank}, {row}" for rank, row in rows])
