@@ -1,0 +1,247 @@
+"""DeepSpeed's words: scripts in its style run unchanged; each key of its JSON is obeyed, harmless or refused by name."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from places import ROOT
+from torch import nn
+
+from common.errors import InputError
+from common.words import deepspeed
+from common.words.deepspeed import keys
+from common.words.deepspeed.settings import optimizer_of, scheduler_of, settings
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
+USUAL = {"train_micro_batch_size_per_gpu": 8, "optimizer": ADAMW}
+WARMED = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-2}}}
+ZERO = {  # engine -> what leads to it
+    "stage0_ddp": {"stage": 0, "contiguous_gradients": True},
+    "stage1_os": {"stage": 1, "reduce_bucket_size": 5e8},
+    "stage2_grad": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"},
+    "stage3_param": {"stage": 3, "stage3_prefetch_bucket_size": "auto", "sub_group_size": 1e9},
+    "offload": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    "offload.nvme": {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}},
+    "zeropp": {"stage": 3, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True},
+}
+
+
+def script(world, name, arguments):
+    """Run a script as it is, but that DeepSpeed is ours; what it prints."""
+    said = io.StringIO()
+    ours, argv = mock.patch.dict(sys.modules, deepspeed=deepspeed), [name, *map(str, arguments)]
+    with ours, mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(said):
+        runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
+    return said.getvalue()
+
+
+def run(worlds, tmp_path, name, config, *arguments):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**USUAL, **config}))
+    named = ["--deepspeed_config"] if name == "getting_started" else []
+    return worlds(2).run(script, name, [*named, file, *arguments])[0]
+
+
+def numbers(text, what="loss"):
+    return [float(number) for number in re.findall(rf"{what} ([\d.]+)", text)]
+
+
+# ---- scripts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_every_value_of_zero_leads_to_the_engine_that_does_it_and_trains(worlds, tmp_path, name):
+    assert settings({**USUAL, "zero_optimization": ZERO[name]}, 2, torch.float32).engine == name
+    said = run(worlds, tmp_path, "getting_started", {"zero_optimization": ZERO[name]}, "--epochs", 4)
+    assert numbers(said)[-1] < numbers(said)[0]
+    assert numbers(said, "updates") == [16, 32, 48, 64]
+
+
+def test_a_script_keeps_its_optimizer_its_groups_and_its_scheduler(worlds, tmp_path):
+    said = {name: run(worlds, tmp_path, "own_optimizer", {"zero_optimization": ZERO[name]}) for name in list(ZERO)[:6]}
+    assert len({tuple(numbers(text)) for text in said.values()}) == 1
+    assert numbers(said["stage0_ddp"])[-1] < numbers(said["stage0_ddp"])[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_loss_is_divided_and_the_last_micro_batch_steps(worlds, tmp_path, precision):
+    config = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.5, **WARMED}
+    config |= {precision: {"enabled": True}} if precision != "fp32" else {}
+    whole = {**config, "gradient_accumulation_steps": 1}
+    said = [
+        run(worlds, tmp_path, "accumulating", {**config, "zero_optimization": ZERO[name]}) for name in list(ZERO)[:4]
+    ]
+    norms = [numbers(text, "norm") for text in said]
+    assert norms[0] == norms[1]
+    assert norms[2] == norms[3] == pytest.approx(norms[0], rel=1e-2)
+    alone = numbers(run(worlds, tmp_path, "accumulating", whole), "norm")
+    assert norms[0][0] < alone[0]  # the mean of three gradients, and no sum
+
+
+def test_stage_3_has_a_model_built_in_parts_and_weights_that_one_rank_writes(worlds, tmp_path):
+    for name in ("stage3_param", "offload.nvme"):
+        said = run(worlds, tmp_path, "stage3", {"bf16": {"enabled": True}, "zero_optimization": ZERO[name]}, tmp_path)
+        assert numbers(said)[-1] < numbers(said)[0]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "stage2_grad" else pytest.mark.exhaustive) for n in ZERO]
+)
+def test_a_run_goes_on_to_the_same_losses(worlds, tmp_path, name):
+    config = {**WARMED, "zero_optimization": ZERO[name], "gradient_clipping": 1.0}
+    whole = run(worlds, tmp_path, "resuming", config, tmp_path / "whole", 6)
+    first, second = (run(worlds, tmp_path, "resuming", config, tmp_path / "cut", last) for last in (4, 6))
+    assert (numbers(first) + numbers(second), numbers(second, "rate")) == (numbers(whole), numbers(whole, "rate")[4:])
+
+
+@pytest.mark.exhaustive
+def test_torchrun_starts_a_script(tmp_path):
+    file, config = tmp_path / "script.py", tmp_path / "config.json"
+    text = (SCRIPTS / "getting_started.py").read_text()
+    file.write_text(text.replace("import deepspeed\n", "from common.words import deepspeed\n"))
+    config.write_text(json.dumps(USUAL))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", file]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [*command, "--deepspeed_config", config], env=environment, capture_output=True, text=True, check=True
+    )
+    assert len(numbers(ended.stdout)) == 2
+
+
+# ---- the configuration -----------------------------------------------------------------------------------------------
+
+
+def refusal(config, ranks=2):
+    with pytest.raises(InputError) as error:
+        made = settings(config, ranks, torch.float32)
+        optimizer_of(*made.optimizer)
+        scheduler_of(*made.scheduler)
+    (line,) = str(error.value).splitlines()
+    return line
+
+
+def nested(name, value):
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return value
+
+
+def merged(one, other):
+    both = {
+        name: {**one[name], **value} if isinstance(value, dict) and name in one else value
+        for name, value in other.items()
+    }
+    return {**one, **both}
+
+
+@pytest.mark.parametrize("key", [key for key in keys.KEYS if key.kind == keys.REFUSED], ids=lambda key: key.name)
+def test_a_refused_key_is_named_in_one_line_unless_it_asks_for_nothing(key):
+    assert repr(key.name) in refusal(merged(USUAL, nested(key.name, {"enabled": True})))
+    for nothing in key.nothing or ({"enabled": False},):
+        assert key.name in settings(merged(USUAL, nested(key.name, nothing)), 2, torch.float32).harmless
+
+
+@pytest.mark.parametrize("key", [key for key in keys.KEYS if key.kind == keys.HARMLESS], ids=lambda key: key.name)
+def test_a_harmless_key_is_listed_and_changes_nothing(key):
+    bare = settings(USUAL, 2, torch.float32)
+    for value in ("auto", True, 7):
+        found = settings(merged(USUAL, nested(key.name, value)), 2, torch.float32)
+        assert found.harmless == [key.name]
+        assert (found.engine, found.options, found.batch) == (bare.engine, bare.options, bare.batch)
+
+
+BAD = {
+    "a batch that is not its parts": (
+        {"train_batch_size": 30, "gradient_accumulation_steps": 2},
+        "8 x .* 2 x 2 ranks is 32",
+    ),
+    "no batch": ({"train_micro_batch_size_per_gpu": "auto"}, "neither 'train_batch_size' nor"),
+    "an optimizer unknown": (
+        {"optimizer": {"type": "OneBitAdam", "params": {}}},
+        "'OneBitAdam' is unknown here; give AdamW",
+    ),
+    "an argument unknown": ({"optimizer": {"type": "SGD", "params": {"lr": 1, "beta": 2}}}, "'beta'"),
+    "a rate that is auto": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
+        "'optimizer.params.lr' is \"auto\"",
+    ),
+    "a scheduler unknown": (
+        {"scheduler": {"type": "OneCycle", "params": {}}},
+        "'OneCycle' is unknown here; give WarmupLR",
+    ),
+    "clipping that is auto": ({"gradient_clipping": "auto"}, "'gradient_clipping' is \"auto\""),
+    "a key misspelt": ({"zero_optimization": {"stag": 2}}, "did you mean 'zero_optimization.stage'"),
+    "two precisions": ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16"),
+    "a stage unknown": ({"zero_optimization": {"stage": 4}}, "give 0, 1, 2 or 3"),
+    "ZeRO++ in stage 2": ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "belongs to stage 3"),
+    "ZeRO++ with tiers": (
+        {"zero_optimization": {**ZERO["offload.nvme"], "zero_quantized_weights": True}},
+        "two engines here",
+    ),
+    "a disk in stage 2": (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+        "stage 3 all to any",
+    ),
+    "a tier unknown": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}},
+        "give none, cpu or nvme",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_is_told_in_one_line(what):
+    config, words = BAD[what]
+    assert re.search(words, refusal({**USUAL, **WARMED, **config}))
+
+
+def test_auto_follows_from_the_rest():
+    auto = dict.fromkeys(("train_batch_size", "gradient_accumulation_steps"), "auto")
+    made = settings({**USUAL, **auto, "bf16": {"enabled": "auto"}}, 4, torch.bfloat16)
+    assert (made.batch.step, made.batch.accumulate, made.options["precision"]) == (32, 1, "bf16")
+    assert settings({"train_batch_size": 64, "gradient_accumulation_steps": 2}, 4, torch.float32).batch.micro == 8
+
+
+def initialize(world, arguments):
+    model = nn.Linear(4, 4)
+    try:
+        deepspeed.initialize(**{"model": model, "config": USUAL, **arguments})
+    except InputError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"model": None}, "needs model="),
+        ({"config": None}, "needs config="),
+        ({"config": __file__}, "is no JSON file"),
+        ({"config": {"train_batch_size": 8}}, "there is no optimizer"),
+        ({"mpu": object()}, "data-parallel alone"),
+    ],
+)
+def test_initialize_says_what_it_lacks(arguments, words):
+    alone = {"is_initialized": lambda: True, "get_world_size": lambda: 1, "broadcast": lambda *_: None}
+    with mock.patch.multiple(dist, **alone):
+        said = initialize(None, arguments)
+    assert words in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_class_of_torchs_is_found_for_the_optimizers_name():
+    made = optimizer_of("Adam", {"lr": 1, "betas": [0.9, 0.95], "adam_w_mode": False})
+    assert type(made([nn.Parameter(torch.zeros(1))])) is torch.optim.Adam
+    assert type(optimizer_of("adam", {"lr": 1})([nn.Parameter(torch.zeros(1))])) is torch.optim.AdamW
+    assert type(optimizer_of("SGD", {"lr": 1})([nn.Parameter(torch.zeros(1))])) is torch.optim.SGD
