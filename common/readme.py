@@ -72,6 +72,10 @@ def pages():
             "scores": scores_table([_read(path) for path in (ROOT / "results/scores").glob("*.json")]),
         },
     }
+    texts["common/words/README.md"] = {
+        "keys": importlib.import_module("common.words.deepspeed.keys").table().markdown(),
+        "beside": _table("common.words.beside", "words_deepspeed.json"),
+    }
     texts |= {page_of(row["engine"]): {"measured": stage_table(demo, row)} for row in demo["rows"]}
     texts["offload/README.md"] |= {
         "capacity": _table("common.capacity_results", "offload_capacity_1.json", "offload_capacity_4.json"),

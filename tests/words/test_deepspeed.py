@@ -1,4 +1,4 @@
-"""DeepSpeed's words: scripts in its style run unchanged; each key of its JSON is obeyed, harmless or refused by name."""
+"""DeepSpeed's words: its scripts run unchanged, and each key of its JSON is obeyed, harmless or refused by name."""
 
 import contextlib
 import io

@@ -10,6 +10,7 @@ import difflib
 from dataclasses import dataclass
 
 from common.errors import InputError
+from common.measure.tables import Table
 
 OBEYED, HARMLESS, REFUSED = "obeyed", "harmless", "refused"
 AUTO = "auto"
@@ -171,6 +172,12 @@ KEYS = [
 ]
 BY_NAME = {key.name: key for key in KEYS}
 SECTIONS = {name.rsplit(".", depth)[0] for name in BY_NAME for depth in range(1, name.count(".") + 1)}
+
+
+def table():
+    """All keys, for a page."""
+    rows = [(f"`{key.name}`", key.kind, key.words) for key in KEYS]
+    return Table("", ("key", "here it is", "because, or as"), rows, words=(0, 1, 2))
 
 
 def classified(config):

@@ -1,0 +1,46 @@
+"""A script in DeepSpeed's words, which `common.words.beside` runs with DeepSpeed and with these engines."""
+
+import importlib
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+STEPS = 12
+
+
+def main(library, configuration, rounded, losses_file):
+    """Train; write this rank's losses, micro-batch by micro-batch.
+
+    Args:
+        library: "deepspeed" or "common.words.deepspeed".
+        configuration: DeepSpeed's JSON, as text.
+        rounded: "rounded": the first weights are such as bf16 has.
+        losses_file: a file for rank 0's.
+    """
+    deepspeed, config = importlib.import_module(library), json.loads(configuration)
+    deepspeed.init_distributed(dist_backend="gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 10))
+    if rounded == "rounded":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    torch.manual_seed(1 + dist.get_rank())
+    dtype, losses = next(engine.parameters()).dtype, []
+    for _ in range(STEPS * engine.gradient_accumulation_steps()):
+        inputs = torch.randn(engine.train_micro_batch_size_per_gpu(), 64).to(dtype)
+        targets = torch.randint(10, (len(inputs),))
+        loss = nn.functional.cross_entropy(engine(inputs).float(), targets)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    if dist.get_rank() == 0:
+        with open(losses_file, "w") as file:
+            json.dump(losses, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
