@@ -25,7 +25,7 @@ def student():
     """
     path = os.environ.get("STUDENT", "")
     if not Path(path).is_file():
-        raise InputError(f"STUDENT={path!r} is no file: set it to the file with the answer, as tests/courses/ says")
+        raise InputError(f"STUDENT={path!r} is no file: set it as notebooks/exercises/OTHER_COURSES.md says")
     spec = importlib.util.spec_from_file_location("student", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
