@@ -9,6 +9,9 @@ import cs336_answer
 import torch.distributed as dist
 
 
+NOTHING = SimpleNamespace(wait=lambda: None)
+
+
 def answered(adapter, answer, **functions):
     """A subclass of an adapter whose answer is ours, with other functions."""
     ours = SimpleNamespace(**{**vars(answer), **functions})
@@ -61,6 +64,15 @@ class SendsTwice(cs336_answer.DDP):
         super().finish_gradient_synchronization()
         for parameter in self.module.parameters():
             dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
+
+
+@wrong(cs336.DDP, cs336_answer, "get_ddp")
+class NeverWaits(cs336_answer.DDP):
+    """Gradients are read as if what was sent had arrived."""
+
+    def finish_gradient_synchronization(self):
+        self.under_way = [(parameter, gradient, NOTHING) for parameter, gradient, _ in self.under_way]
+        super().finish_gradient_synchronization()
 
 
 @wrong(cs336.ShardedOptimizer, cs336_answer, "get_sharded_optimizer")

@@ -14,6 +14,7 @@ from matrix import Cell, expected, train_cell
 from places import ROOT, importing
 from torch import nn
 from verdicts import judge
+from worlds import WorldsThatMayHang
 
 from common.errors import InputError
 from common.ranks.world import RankFailed
@@ -97,6 +98,15 @@ def test_bytes_that_are_not_those_of_the_formula_are_seen(worlds, fault):
     held = [sum(rank.values()) for rank in worlds(2).run(holds, engine)]
     sent = worlds(2).run(sends, engine)
     assert (held == pytest.approx([formula] * 2, rel=5e-3), max(sent) <= 1.04 * most) == BYTES[fault]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("answer", ["DDP", "NeverWaits"])
+def test_where_collectives_run_late_who_does_not_wait_fails(worlds, tmp_path, answer):
+    late = WorldsThatMayHang(tmp_path / "log", late=True)
+    ranks = late(2).run(train_cell, f"answers:{answer}", PLAIN)
+    late.close()
+    assert (judge(worlds, PLAIN, ranks)[0] == "fail") == (answer == "NeverWaits")
 
 
 def test_layers_are_made_the_courses_and_compute_as_before(monkeypatch):
