@@ -8,7 +8,6 @@ import cs336
 import cs336_answer
 import torch.distributed as dist
 
-
 NOTHING = SimpleNamespace(wait=lambda: None)
 
 
@@ -31,7 +30,6 @@ BucketedDDP = answered(cs336.BucketedDDP, cs336_answer)
 ShardedOptimizer = answered(cs336.ShardedOptimizer, cs336_answer)
 FSDP = answered(cs336.FSDP, cs336_answer)
 ZeRO3 = answered(cmu15442.ZeRO3, cmu15442_answer)
-RIGHT = (DDP, DDPOf2025, BucketedDDP, ShardedOptimizer, FSDP, ZeRO3)
 
 
 # ---- CS336 --------------------------------------------------------------------------------------------------------

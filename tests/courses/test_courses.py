@@ -100,7 +100,6 @@ def test_bytes_that_are_not_those_of_the_formula_are_seen(worlds, fault):
     assert (held == pytest.approx([formula] * 2, rel=5e-3), max(sent) <= 1.04 * most) == BYTES[fault]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("answer", ["DDP", "NeverWaits"])
 def test_where_collectives_run_late_who_does_not_wait_fails(worlds, tmp_path, answer):
     late = WorldsThatMayHang(tmp_path / "log", late=True)
