@@ -25,6 +25,7 @@ from torch.optim import AdamW
 
 from common.measure.memory import storage_bytes
 from common.models import count
+from common.ranks.collectives import Collectives
 from common.tensors import tensors_of_state
 
 if importlib.util.find_spec("mpi4py") is None:  # its place, for files that import it
@@ -117,6 +118,8 @@ class ZeRO3(Course):
 
     def wrap(self, model, **others):
         refuse_readers(model)
+        if Collectives().device.type != "cpu":
+            raise NotImplementedError("the course's layer computes with numpy, on CPUs")
         for parameter in model.parameters():
             dist.broadcast(parameter.data, 0)
         make, comm = self.answer().ZeroDPStage3FCLayer, Communicator()

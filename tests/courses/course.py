@@ -14,6 +14,7 @@ from common import models
 from common.engine.base import StepResult
 from common.errors import InputError
 from common.peers.base import Peer, regroup
+from common.ranks.collectives import Collectives
 
 
 @functools.cache
@@ -61,7 +62,7 @@ class Course(Peer):
             raise NotImplementedError("its course has models that use every parameter in each step")
         names = {parameter: name for name, parameter in model.named_parameters()}
         if any(parameter.is_meta for parameter in model.parameters()):
-            models.materialize(model, init, "cpu")
+            models.materialize(model, init, Collectives().device)
         self.module, self.clip_norm = model, clip_norm
         self.share_buffers()
         self.wrapped = self.wrap(model, **others)

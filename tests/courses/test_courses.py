@@ -19,6 +19,8 @@ from worlds import WorldsThatMayHang
 from common.errors import InputError
 from common.ranks.world import RankFailed
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the adapters were tried on CPU ranks alone")
+PAGE = ROOT / "notebooks/exercises/OTHER_COURSES.md"
 SGD = "SGD with momentum"
 PLAIN = Cell("plain", "fp32", 2, optimizer=SGD)
 ADAM = Cell("mlp", "fp32", 2)
@@ -90,7 +92,7 @@ BYTES = {  # wrong answer -> whether it holds, and whether it sends, what the fo
 }
 
 
-@pytest.mark.skipif(sys.platform != "linux" or torch.cuda.is_available(), reason="counts the TCP sockets of gloo")
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the TCP sockets of gloo")
 @pytest.mark.parametrize("fault", [*list(BYTES)[:-1], exhaustive("KeepsTheWhole")])
 def test_bytes_that_are_not_those_of_the_formula_are_seen(worlds, fault):
     engine = f"answers:{fault}"
@@ -108,6 +110,12 @@ def test_where_collectives_run_late_who_does_not_wait_fails(worlds, tmp_path, an
     assert (judge(worlds, PLAIN, ranks)[0] == "fail") == (answer == "NeverWaits")
 
 
+def test_each_wrong_answer_that_the_page_names_is_tried_here():
+    named = set(re.findall(r"\*\*(\w+)\*\*", PAGE.read_text()))
+    assert named <= {*FAULTS, *BYTES, "NeverWaits"}
+    assert len(named) >= 10
+
+
 def test_layers_are_made_the_courses_and_compute_as_before(monkeypatch):
     basics = ModuleType("cs336_basics.model")
     basics.Linear, basics.Embedding = (type(name, (nn.Module,), {}) for name in ("Linear", "Embedding"))
@@ -123,7 +131,7 @@ def test_layers_are_made_the_courses_and_compute_as_before(monkeypatch):
 
 def test_where_there_is_no_answer_one_line_says_so(monkeypatch):
     monkeypatch.setenv("STUDENT", "no/such/file.py")
-    with pytest.raises(InputError, match=r"STUDENT='no/such/file.py' is no file: .*OTHER_COURSES.md"):
+    with pytest.raises(InputError, match=rf"STUDENT='no/such/file.py' is no file: .*{PAGE.name}"):
         cs336.DDP.answer()
 
 
