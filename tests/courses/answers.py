@@ -65,6 +65,14 @@ class SendsTwice(cs336_answer.DDP):
 
 
 @wrong(cs336.DDP, cs336_answer, "get_ddp")
+class NotFilledIn(cs336_answer.DDP):
+    """Nothing is there yet, which is not the same as a part that nobody claims."""
+
+    def __init__(self, module):
+        raise NotImplementedError
+
+
+@wrong(cs336.DDP, cs336_answer, "get_ddp")
 class NeverWaits(cs336_answer.DDP):
     """Gradients are read as if what was sent had arrived."""
 

@@ -22,14 +22,17 @@ def student():
     """The module in the file that STUDENT names.
 
     Raises:
-        InputError: it names none.
+        InputError: it names none, or the file imports what is not there.
     """
     path = os.environ.get("STUDENT", "")
     if not Path(path).is_file():
         raise InputError(f"STUDENT={path!r} is no file: set it as notebooks/exercises/OTHER_COURSES.md says")
     spec = importlib.util.spec_from_file_location("student", path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise InputError(f"{path}: {error}; install what it imports, or put it into PYTHONPATH") from error
     return module
 
 
@@ -53,6 +56,13 @@ class Course(Peer):
     def answer():
         """A module or class with the answer's functions."""
         return student()
+
+    def ask(self, function, *args, **options):
+        """Call a function of the answer. One that is not filled in fails: it is no claim that the suite may skip."""
+        try:
+            return getattr(self.answer(), function)(*args, **options)
+        except NotImplementedError as error:
+            raise RuntimeError(f"{function} is not filled in") from error
 
     def __init__(self, model, optimizer, *, param_groups=None, precision="fp32", clip_norm=None, init=None, **others):
         self.check_precision(precision, "its course asks for no 16-bit that follows the convention of this suite")

@@ -27,10 +27,10 @@ class DDP(Course):
     made, after = "get_ddp", "ddp_on_after_backward"
 
     def wrap(self, model, **others):
-        return getattr(self.answer(), self.made)(model)
+        return self.ask(self.made, model)
 
     def after_backward(self):
-        getattr(self.answer(), self.after)(self.wrapped, self.optimizer)
+        self.ask(self.after, self.wrapped, self.optimizer)
 
 
 class DDPOf2025(DDP):
@@ -47,10 +47,10 @@ class BucketedDDP(DDP):
     made, after = "get_ddp_bucketed", "ddp_bucketed_on_after_backward"
 
     def wrap(self, model, *, bucket_mb=25.0, **others):
-        return self.answer().get_ddp_bucketed(model, bucket_mb)
+        return self.ask(self.made, model, bucket_mb)
 
     def __call__(self, *args, **kwargs):
-        self.answer().ddp_bucketed_on_train_batch_start(self.wrapped, self.optimizer)
+        self.ask("ddp_bucketed_on_train_batch_start", self.wrapped, self.optimizer)
         return super().__call__(*args, **kwargs)
 
 
@@ -73,7 +73,7 @@ class ShardedOptimizer(Course):
             self.made.append(made)
 
         kind = type(optimizer.func.__name__, (optimizer.func,), {"__init__": noted})
-        return self.answer().get_sharded_optimizer(parameters, kind, **optimizer.keywords)
+        return self.ask("get_sharded_optimizer", parameters, kind, **optimizer.keywords)
 
     def after_backward(self):
         for parameter in self.module.parameters():
@@ -106,10 +106,10 @@ class FSDP(Course):
         linear = [module for module in model.modules() if type(module) is nn.Linear]
         self.biases = [(module.bias, module.bias.shape) for module in linear if module.bias is not None]
         make_layers_the_courses(model)
-        return self.answer().get_fsdp(model)
+        return self.ask("get_fsdp", model)
 
     def after_backward(self):
-        self.answer().fsdp_on_after_backward(self.wrapped, self.optimizer)
+        self.ask("fsdp_on_after_backward", self.wrapped, self.optimizer)
         for bias, shape in self.biases:
             if bias.grad is not None and bias.grad.shape == shape:
                 mean_over_ranks(bias.grad)  # a mean over ranks stays as it is
@@ -120,7 +120,7 @@ class FSDP(Course):
         return self.answer().fsdp_clip_grad_norm(self.wrapped, self.clip_norm)
 
     def full_state_dict(self):
-        whole = self.answer().fsdp_gather_full_params(self.wrapped)
+        whole = self.ask("fsdp_gather_full_params", self.wrapped)
         first = {parameter: name for name, parameter in self.module.named_parameters()}
         state = self.module.state_dict(keep_vars=True)
         return {name: whole.get(first.get(held), held).detach().cpu().clone() for name, held in state.items()}

@@ -60,6 +60,7 @@ def test_an_answer_of_ours_passes_what_it_claims(worlds, tmp_path, answer):
 
 FAULTS = {  # wrong answer -> (a cell, what is said of it)
     "SumOfGradients": (PLAIN, "the step moved it 2.00 times as far as it should"),
+    "NotFilledIn": (PLAIN, "get_ddp is not filled in"),
     "EachForItself": (PLAIN, "after step 1: .* on every rank"),
     "ForgetsMoments": (RESUMED, "after step 3: .* on every rank"),
     "DeafToSchedulers": (SCHEDULED, "after step 2: .* on every rank"),
@@ -129,9 +130,13 @@ def test_layers_are_made_the_courses_and_compute_as_before(monkeypatch):
     assert torch.equal(model(tokens), before)
 
 
-def test_where_there_is_no_answer_one_line_says_so(monkeypatch):
-    monkeypatch.setenv("STUDENT", "no/such/file.py")
-    with pytest.raises(InputError, match=rf"STUDENT='no/such/file.py' is no file: .*{PAGE.name}"):
+def test_where_there_is_no_answer_or_not_what_it_imports_one_line_says_so(monkeypatch, tmp_path):
+    file = tmp_path / "adapters.py"
+    monkeypatch.setenv("STUDENT", str(file))
+    with pytest.raises(InputError, match=rf"adapters.py' is no file: .*{PAGE.name}"):
+        cs336.DDP.answer()
+    file.write_text("import nothing_of_that_name")
+    with pytest.raises(InputError, match=r"No module named 'nothing_of_that_name'; install"):
         cs336.DDP.answer()
 
 
