@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 from submissions import SUBMISSIONS, within
 
-from common.course.exercises import EXERCISES, ROOT, apart, bare, solutions
+from common.course.exercises import EXERCISES, apart
 from common.course.grading import grade
+from common.course.parts import ROOT, bare, solutions
 from common.course.release import __main__ as command
 from common.course.release import gradescope
 from common.errors import InputError
