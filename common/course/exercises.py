@@ -206,7 +206,7 @@ LATER = (
             "`rank`, `size` and `all_to_all` of each are theirs",
             "inside.all_to_all(tensor, received, label)": "part k of a flat `tensor` goes to rank k of the node, and "
             "part k of `received` comes from there",
-            "self._messages(bucket, a, b)": "room for messages of one shard each, uint8 [a, b, bytes]",
+            "self._messages(bucket, *shape)": "room for messages of one shard each, uint8 [*shape, bytes]",
             "self._pack(bucket, hop, scale, pieces, messages)": "pieces [..., shard] into their messages, on the lane; "
             "the first hop is 0, the second 1",
             "self.blocks.add_up(messages, total)": "what messages [k, ..., bytes] stand for, added up over k into "

@@ -218,7 +218,7 @@ def held(case, found, expected, own):
             for state, kept in states.items():
                 given = one["on host"][how][state]
                 if given != kept:
-                    said = f"Rank {rank} {how} {given:,} bytes of {state} on the host, the engine {kept:,}."
+                    said = f"Rank {rank} {how} {given:,} bytes of {state} on the host, where the engine {how} {kept:,}."
                     return Finding("placement", said)
         for state, kept in other["held"].items():
             given = one["held"][state]
@@ -226,7 +226,8 @@ def held(case, found, expected, own):
                 ideas = {"gradients": "room kept", "parameters": "not freed"} if given > kept else {}
                 idea = ideas.get(state, "held too much" if given > kept else "held too little")
                 return Finding(
-                    idea, f"Just before the update rank {rank} holds {given:,} bytes of {state}, the stage {kept:,}."
+                    idea,
+                    f"Just before the update rank {rank} holds {given:,} bytes of {state}, where the stage holds {kept:,}.",
                 )
     return None
 
@@ -239,8 +240,8 @@ def room(case, found, expected, own):
             if one["peaks"][kind] > most:
                 return Finding(
                     ideas.get(kind, "held too much"),
-                    f"Where collectives run late, rank {rank} has up to {one['peaks'][kind]:,} bytes of {kind}, the "
-                    f"stage {most:,}.",
+                    f"Where collectives run late, rank {rank} has up to {one['peaks'][kind]:,} bytes of {kind}, "
+                    f"where the stage has {most:,}.",
                 )
     return None
 
@@ -271,7 +272,7 @@ def beside(case, found, expected, own):
             for kind in sorted(meant - given):
                 return Finding(
                     "no prefetch" if kind == "all_gather" and "the step of" not in moment else "waited for at once",
-                    f"At {moment} rank {rank} has no {kind} under way, the stage has one.",
+                    f"At {moment} rank {rank} has no {kind} under way, where the stage has one.",
                 )
     return None
 
@@ -303,7 +304,7 @@ def sent(case, found, expected, own):
             if many != few:
                 return Finding(
                     _idea_of_sent(case, collective, many, few),
-                    f"In a step rank {rank} sends {many:,} bytes by {collective}, the stage {few:,}.",
+                    f"In a step rank {rank} sends {many:,} bytes by {collective}, where the stage sends {few:,}.",
                 )
     return None
 

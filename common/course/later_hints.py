@@ -201,8 +201,8 @@ LATER = {
             "Now that nobody waits, gradients come faster than buckets leave: too many rooms are alive.",
             "A collective holds its room until it is over. `take_room` is where a third one would begin, and "
             "`travelling` is where it can see what has not come back.",
-            "Without room: count the other buckets that have some; while those and the ones that travel are more "
-            "than one, take the oldest handle out of `travelling` and wait for it.",
+            "Without room: count the other buckets that have some; while one travels, and those with room and those "
+            "that travel are more than one, take the oldest handle out of `travelling` and wait for it.",
         ),
         "not waited for": (
             "What is read after the step has not come yet.",

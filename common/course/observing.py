@@ -102,7 +102,7 @@ def _trained(world, make, case, lane):
         seen["beside"] = beside.moments  # [(what is computed, kinds of collectives under way)]
     traffic, accounts = engine.comm.traffic, engine.accounts
     if hasattr(engine, "tier"):
-        seen["on host"] = {"holds": accounts.held("cpu"), "has in its table": accounts.predicted_held("cpu")}
+        seen["on host"] = {"holds": accounts.held("cpu"), "counts by its table": accounts.predicted_held("cpu")}
     return {**seen, "held": engine.model_state_bytes(), "sent": {**traffic.by_collective(), **traffic.on_bus()}}
 
 

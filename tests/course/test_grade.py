@@ -341,21 +341,22 @@ def test_a_hint_is_given_without_grading_again_until_the_file_changes(tmp_path, 
     [(STAGE1, 4), pytest.param(ZEROPP, 2, marks=pytest.mark.exhaustive)],
     ids=["stage1", "zeropp"],
 )
-def test_a_part_is_graded_alone(exercise, number, tmp_path, capsys):
-    """The other parts are the engine's, open or wrong; lines keep their numbers."""
-    method = exercise.parts[number - 1].method
-    file, text = tmp_path / exercise.path.name, exercise.path.read_text()
-    gap = f'raise NotImplementedError("part {number}, {method}, is still open")'
+def test_a_part_is_graded_alone(worlds, references, exercise, number, tmp_path, capsys):
+    """The other parts are the engine's, and lines keep their numbers."""
+    part, text, key = exercise.parts[number - 1], exercise.path.read_text(), exercise.key
+    gap = f'raise NotImplementedError("part {number}, {part.method}, is still open")'
+    file = tmp_path / exercise.path.name
     file.write_text(text)
     answer, status = said(capsys, file, "--part", str(number))
-    assert (f"Still open: part {number}, {method}. Hint 1 of 3." in answer, status) == (True, 1)
-    file.write_text(text.replace(gap, solutions(exercise)[method].replace("\n", "\n        ")))
-    answer, status = said(capsys, file, "--part", method)
-    assert (f"All of it holds: `{method}` is right." in answer, status) == (True, 0)
-    file.write_text(text.replace(gap, "self.nowhere"))
-    answer, status = said(capsys, file, "--part", str(number))
-    line = 1 + next(n for n, line in enumerate(file.read_text().splitlines()) if "self.nowhere" in line)
-    assert f"line {line} in {method.rpartition('.')[2]}: AttributeError" in answer and status == 1
+    assert (f"Still open: part {number}, {part.method}. Hint 1 of 3." in answer, status) == (True, 1)
+
+    def answer_to(lines):
+        file.write_text(alone(exercise, text.replace(gap, lines), part))
+        return first(grade(within(worlds), str(file), key, references[key]))[1]
+
+    assert answer_to(solutions(exercise)[part.method].replace("\n", "\n        ")) is None
+    line = 1 + text[: text.index(gap)].count("\n")
+    assert f"line {line} in {part.method.rpartition('.')[2]}: AttributeError" in answer_to("self.nowhere").where
 
 
 @pytest.mark.exhaustive
