@@ -225,10 +225,8 @@ def held(case, found, expected, own):
             if given != kept:
                 ideas = {"gradients": "room kept", "parameters": "not freed"} if given > kept else {}
                 idea = ideas.get(state, "held too much" if given > kept else "held too little")
-                return Finding(
-                    idea,
-                    f"Just before the update rank {rank} holds {given:,} bytes of {state}, where the stage holds {kept:,}.",
-                )
+                said = f"Just before the update rank {rank} holds {given:,} bytes of {state}"
+                return Finding(idea, f"{said}, where the stage holds {kept:,}.")
     return None
 
 
