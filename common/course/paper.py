@@ -165,7 +165,7 @@ def moments(draw):
     """A stage's first step, as the engine takes it on tensors without values."""
     stage, precision, ranks = draw.choice(range(4)), draw.choice(("fp32", "bf16")), draw.choice((8, 16, 32))
     samples, kind = draw.choice((3, 5, 6)), draw.choice((None, models.KINDS[0]))
-    layers, width, sequence = draw.choice((4, 6, 8)), 64 * draw.choice((4, 5, 6)), draw.choice((128, 256))
+    layers, width, sequence = draw.choice((3, 4, 6)), 64 * draw.choice((4, 5, 6)), draw.choice((128, 256))
     model = partial(GPT, GPTConfig(layers, width, width // 64, sequence))
     setting = Setting(find_engine(STAGES[stage]), model, ranks, precision=precision, batch=samples)
     psi, built, before, after, kept = first_step(replace(setting, checkpoint_activations=kind))
@@ -207,7 +207,7 @@ def moments(draw):
         f"parameters. It {told}.\n\nA block keeps for its backward, in elements of each token: its input, the outputs "
         f"of both norms, q, k and v, what attention gives, the sum after it (each the width), and what is before and "
         f"after the GELU (four times the width each). Behind the blocks the last norm's input and output stay, and "
-        f"the logits and the logarithm of their softmax (the vocabulary each)."
+        f"of each word of the vocabulary the logarithm of its softmax, which is in fp32 always."
     )
     states = sum(built.values())
     return given, [
@@ -268,8 +268,8 @@ def links(draw):
     third = way.engine == "stage3_param"
     slower = [
         (gpu.fraction, f"a GPU reaches {gpu.fraction:.0%} of its peak"),
-        (operations / (14 - operations), "with checkpoints forward is computed twice: 8 operations, else 6"),
-        (operations / 2, "that is forward alone"),
+        ((14 - operations) / operations, "with checkpoints forward is computed twice: 8 operations, else 6"),
+        (2 / operations, "that is forward alone"),
     ]
     given = (
         f"When links bound a step. {nodes} nodes of {per_node} GPUs train a model of {psi:.4g} parameters in bf16 by "
