@@ -76,7 +76,7 @@ def main(arguments=None):
     console = Console(highlight=False)
     for name, verdict in verdicts.items():
         colour = "green" if verdict == "right" else "yellow"
-        console.print(f"{name:24} [{colour}]{escape(verdict)}[/]")
+        console.print(f"{name:26} [{colour}]{escape(verdict)}[/]")
     right = list(verdicts.values()).count("right")
     console.print(f"{right} of {len(verdicts)} right")
     sys.exit(right < len(verdicts))
