@@ -40,7 +40,9 @@ def errors_by_element(panels, cases):
     for axes, (title, (errors, bounds)) in zip(panels, cases.items(), strict=True):
         axes.plot(errors, ".", markersize=2, color=BLUE, label="error")
         axes.plot(bounds, color=RED, linewidth=1.4, label="half a step")
-        _clean(axes, xlabel="element", title=title)
+        axes.set(xlabel="element", title=title)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].legend(frameon=False, fontsize=9)
     panels[0].set_ylabel("absolute error, in the values' unit")
 
 
@@ -54,7 +56,7 @@ def error_by_ranks(axes, errors):
 
 def loss_curves(axes, curves, over, title):
     """Losses over steps, a line for each training: {name: losses}; a point is the mean of `over` steps."""
-    for (name, losses), color, style in zip(curves.items(), (BLUE, RED, GREEN, ORANGE), ("-", "-", "--", ":")):
+    for (name, losses), color, style in zip(curves.items(), (BLUE, RED, GREEN), ("-", "--", ":"), strict=True):
         means = smoothed(losses, over)
         axes.plot(range(over, over + len(means)), means, style, color=color, label=name)
     _clean(axes, xlabel="step", ylabel=f"loss, mean of {over} steps", title=title)
@@ -91,7 +93,8 @@ def magnitudes(axes, gradients, lines):
         axes.stairs(100 * shares, edges, fill=True, alpha=0.55, color=color, label=name)
     for name, place in lines.items():
         axes.axvline(place, color="black", linewidth=0.9, linestyle=":")
-        axes.text(place, 0.98, f" {name}", rotation=90, va="top", ha="right", transform=axes.get_xaxis_transform())
+        where = {"rotation": 90, "va": "top", "ha": "right", "transform": axes.get_xaxis_transform()}
+        axes.text(place, 0.98, name, fontsize=9, bbox={"color": "white", "pad": 1}, **where)
     axes.set_xscale("log")
     _clean(axes, xlabel="magnitude of an element", ylabel="% of the elements")
 
@@ -99,5 +102,5 @@ def magnitudes(axes, gradients, lines):
 def error_by_count(axes, errors):
     """Relative error of a running sum over how much was added, a line for each dtype: {name: [error]}."""
     for (name, of_counts), color in zip(errors.items(), (BLUE, RED), strict=True):
-        axes.semilogy(range(1, 1 + len(of_counts)), of_counts, color=color, label=name)
+        axes.semilogy(range(2, 1 + len(of_counts)), of_counts[1:], color=color, label=name)  # one alone is exact
     _clean(axes, xlabel="micro-batches added", ylabel="error of the sum, relative to its length")
