@@ -104,6 +104,15 @@ def test_how_far_an_element_may_be_off(capsys, formula, hint):
     assert all(hint in verdict for verdict in verdicts(capsys, rounding.largest_error, formula))
 
 
+def test_where_no_nodes_can_be_made_the_page_reads_the_record(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    results, source = rounding.between_two_nodes(measure=None)
+    assert source.startswith("recorded (two nodes on one machine need")
+    stage3, all_three = results["rows"]
+    assert stage3["internode_bytes_per_step"] > 4 * all_three["internode_bytes_per_step"]
+
+
 # ---- 11 -------------------------------------------------------------------------------------------------------------
 
 
