@@ -1,6 +1,6 @@
 """Pictures of what is planned and simulated: a rank of a thousand, and when communication outlasts computation."""
 
-from common.measure.figures.style import COLORS, MARKERS, PALETTE, PHASES
+from common.measure.figures.style import COLORS, MARKERS, PALETTE
 from common.measure.memory import CLASSES
 
 GB = 1e9
@@ -21,14 +21,19 @@ def off_measured(panels, rows):
             off = [100 * (row[f"simulated_{name}"] / row[name] - 1) for row in of_size]
             shared = ", which share cores" if of_size[0]["ranks_share_cores"] else ""
             style = {"color": PALETTE[number], "marker": MARKERS[number], "linestyle": "", "alpha": 0.7}
-            axes.plot([1e3 * row["step_seconds"] for row in of_size], off, label=f"{ranks} ranks{shared}", **style)
+            axes.plot(
+                [1e3 * row["step_seconds"] for row in of_size],
+                off,
+                label=f"{ranks} rank{'s' * (ranks > 1)}{shared}",
+                **style,
+            )
         axes.axhspan(-limit, limit, color="grey", alpha=0.15)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set(xlabel="measured step, ms", ylabel="simulated, % off what was measured", title=title)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[1].legend(frameon=False, fontsize=9)
+    panels[1].legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def rank_through_a_step(axes, samples, title):
@@ -43,11 +48,10 @@ def rank_through_a_step(axes, samples, title):
     worst, phases = totals.index(max(totals)), [phase for phase, _ in samples]
     told = {"xytext": (worst, 1.1 * max(totals)), "ha": "center", "arrowprops": {"arrowstyle": "->"}}
     axes.annotate(f"the worst moment, {max(totals):.1f} GB", (worst, max(totals)), **told)
-    for phase in PHASES:
+    for phase in ("forward", "backward"):  # the step changes little
         first = phases.index(phase)
         axes.axvline(first, color="black", linewidth=0.8, linestyle=":")
-        side = "right" if first > 0.8 * len(samples) else "left"
-        axes.text(first, 1, f" {phase} ", ha=side, va="top", transform=axes.get_xaxis_transform())
+        axes.text(first, 1, f" {phase}", va="top", transform=axes.get_xaxis_transform())
     axes.set(xlim=(0, len(samples) - 1), ylim=(0, 1.3 * max(totals)), title=title)
     axes.set(xlabel="moments of a step at which memory was looked at", ylabel="live GB of a GPU")
     axes.spines[["top", "right"]].set_visible(False)
@@ -87,10 +91,10 @@ def roofline(axes, lines, dots, below, title):
         axes.plot(*zip(*line, strict=True), label=name, **style)
     for number, (name, steps) in enumerate(dots.items()):
         style = {"color": colors[name], "linestyle": "", "marker": MARKERS[number]}
-        axes.plot(*zip(*steps, strict=True), label=f"{name}: a simulated step", **style)
+        axes.plot(*zip(*steps, strict=True), label=f"{name.partition(':')[0]}: a simulated step", **style)
     _log(axes, base=2)
     axes.set(xlabel=below, ylabel="seconds", title=title)
-    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2)
+    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(0, -0.14), ncols=2)
 
 
 def crossovers(axes, tokens):
