@@ -2,6 +2,8 @@
 
     python -m common.explorer     write results/local/explorer.html
 
+It computes in the browser and asks no server for anything.
+
     formulas.js    common/plan/formulas.py in JavaScript, name by name
     explorer.js    sliders, bars, the setting in the address
     explorer.css   on top of the lesson pages' own

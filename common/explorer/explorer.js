@@ -10,7 +10,7 @@ const SLIDERS = [
     said: "GPUs",
     stops: stops(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2240, 3072, 4096),
   },
-  { key: "per_node", said: "GPUs of a node", stops: stops(1, 2, 4, 8, 16) },
+  { key: "per_node", said: "GPUs in a node", stops: stops(1, 2, 4, 8, 16) },
   { key: "batch", said: "Samples of a micro-batch", stops: stops(1, 2, 4, 8, 16, 32, 64, 128) },
   { key: "seq", said: "Tokens of a sample", stops: stops(128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072) },
   { key: "tensor", said: "Tensor-parallel degree", stops: stops(1, 2, 4, 8) },
@@ -31,8 +31,6 @@ const USUAL = {
 let setting = { ...USUAL };
 
 const at = (id) => document.getElementById(id);
-const named = (run) => `${run[0]} on ${run[2]} × ${run[1].split("-")[0].toUpperCase()}, ${wayOf(run[5]).way}`;
-const wayOf = (engine) => PLAN.ways.findLast((way) => way.engine === engine); // Infinity's with its disk
 
 // What the address has is a setting where it makes sense; all else is as usual.
 function fromAddress() {
@@ -77,13 +75,18 @@ function change(some) {
   toAddress();
 }
 
-// A run that papers tell of: all of its setting, and what it took.
-function land(name) {
-  if (!name) return;
-  const [model, gpu, world_size, tensor, pipeline, engine] = PLAN.landmarks[name];
+// The runs that papers tell of, each with its whole setting and what it took.
+const RUNS = Object.fromEntries(Object.values(PLAN.landmarks).map(([model, gpu, world_size, tensor, pipeline, engine]) => {
+  const way = PLAN.ways.findLastIndex((one) => one.engine === engine); // Infinity's with its disk
   const { sequence: seq } = PLAN.shapes[model];
-  const way = PLAN.ways.indexOf(wayOf(engine));
-  change({ ...USUAL, model, gpu, world_size, tensor, pipeline, seq, way, per_node: PLAN.gpus[gpu].ranks_per_node });
+  const per_node = PLAN.gpus[gpu].ranks_per_node;
+  const label = `${model} on ${world_size} × ${gpu.split("-")[0].toUpperCase()}`;
+  return [label, { ...USUAL, model, gpu, world_size, tensor, pipeline, seq, way, per_node }];
+}));
+RUNS["7.5 B on 64 × V100, ZeRO's figure 1"] = USUAL;
+
+function isRun(name) {
+  return Object.entries(RUNS[name]).every(([key, value]) => key === "way" || value === setting[key]);
 }
 
 // ---- what is shown ----
@@ -135,7 +138,7 @@ function show() {
   const { gpu } = rank;
   rows.forEach((one, number) => showWay(one, number, gpu, budget));
   at("line").textContent =
-    `The line is the GPU's memory, ${amount(gpu.holds)}; the dots, the ${amount(budget)} that may be planned with. ` +
+    `The line is the GPU's memory, ${amount(gpu.holds)}; the dots, the ${amount(budget)} to plan with. ` +
     "▸ goes on beyond the picture.";
   at("said").textContent = sentence(row, found);
   at("of-title").textContent = `${capital(row.way)}: in figures`;
@@ -145,8 +148,8 @@ function show() {
   const most = Math.max(...rows.flatMap((one) => [one.sent, one.sent_by_node]), row.bus, row.disk_moved);
   bars("moved", [
     ["each GPU sends", row.sent, "wire"],
-    ["leave each node", row.sent_by_node, "wire"],
-    ["cross its bus", row.bus, "host"],
+    ["leaves each node", row.sent_by_node, "wire"],
+    ["crosses its bus", row.bus, "host"],
     ["from and to disk", row.disk_moved, "disk"],
   ], most, amount);
   const computing = found.compute_seconds;
@@ -196,10 +199,10 @@ function bars(id, rows, most, words) {
 
 function sentence(row, { rows, rank, budget, advised, compute_seconds: computing }) {
   const states = row.states.parameters + row.states.gradients + row.states.optimizer;
-  let why = `${amount(budget)} may be used`;
-  if (row.device <= budget) why = row.host > rank.gpu.host_holds ? "the host is too small" : "the disk is too small";
-  const said = [`${capital(row.way)}: ${amount(states)} of model states, ${amount(row.device)} in all; ` +
-    (row.fits ? "it fits." : `it does not fit, ${why}.`)];
+  let room = `the ${amount(budget)} to plan with`;
+  if (row.device <= budget) room = row.host > rank.gpu.host_holds ? "its part of the host" : "its part of the disks";
+  const said = [`${capital(row.way)}: ${states ? `${amount(states)} of` : "no"} model states on the GPU, ` +
+    `${amount(row.device)} in all. ${row.fits ? "It fits." : `It does not fit into ${room}.`}`];
   if (advised === undefined) said.push("Nothing fits: take more GPUs, a tensor-parallel degree or shorter samples.");
   else if (rows[advised] !== row) said.push(`The lowest that fits is ${rows[advised].way}.`);
   else said.push("It is the lowest that fits.");
@@ -239,18 +242,14 @@ function showSetting() {
   }
   for (const { key } of CHOICES) at(key).value = setting[key];
   for (const { key } of CHECKS) at(key).checked = setting[key];
-  const landed = Object.keys(PLAN.landmarks).find((name) => {
-    const [model, gpu, world_size, tensor, pipeline] = PLAN.landmarks[name];
-    const like = { model, gpu, world_size, tensor, pipeline };
-    return Object.entries(like).every(([key, value]) => setting[key] === value);
-  });
-  at("landmark").value = landed ?? "";
+  at("landmark").value = Object.keys(RUNS).find(isRun) ?? "";
 }
 
 function build() {
   for (const { key, said, stops: numbers } of SLIDERS) {
     const slider = make("label", "slider", `<span>${said}</span><output for="${key}"></output>
       <input type="range" id="${key}" min="0" max="${numbers.length - 1}">`);
+    slider.htmlFor = key; // else it would name the output
     slider.querySelector("input").addEventListener("input", ({ target }) => {
       change({ [key]: numbers[target.value], ...(key === "params" && { model: "" }) });
     });
@@ -269,9 +268,9 @@ function build() {
     check.querySelector("input").addEventListener("change", ({ target }) => change({ [key]: target.checked }));
     at(place).append(check);
   }
-  const runs = Object.entries(PLAN.landmarks).map(([name, run]) => `<option value="${name}">${named(run)}</option>`);
-  at("landmark").innerHTML = `<option value="">a run that papers tell of</option>${runs.join("")}`;
-  at("landmark").addEventListener("change", ({ target }) => land(target.value));
+  const runs = Object.keys(RUNS).sort().map((name) => `<option>${name}</option>`);
+  at("landmark").innerHTML = `<option value="">a setting of your own</option>${runs.join("")}`;
+  at("landmark").addEventListener("change", ({ target }) => change(RUNS[target.value]));
   at("classes").innerHTML = Object.entries(CLASSES)
     .map(([name, said]) => `<li><i class="${name}-bar" aria-hidden="true"></i>${said}</li>`).join("");
   PLAN.ways.forEach((way, number) => {
