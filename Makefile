@@ -19,6 +19,7 @@
 # make notebooks  run the notebooks from a clean kernel, and store what comes out
 # make lessons    write a page for each increment to results/local/lessons: two
 #                 engines side by side, their memory, and a step to go through
+# make slides     write a deck for a lecture of 90 minutes: results/local/slides.html
 # make student    write what students are given to results/local/student: a tree
 #                 without solutions, and an autograder for Gradescope
 # make infinity   train the largest model that this machine's free disk holds
@@ -39,7 +40,7 @@ INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters HSDP DeepSpeed1 DeepSpeed2 DeepSpeed3 DeepSpeedOffload
 RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp checkpoint museum simulated
 
-.PHONY: help demo notebooks lessons student infinity test test-gpu test-all papers soak lint readme scores record $(RECORDS:%=record-%) clean
+.PHONY: help demo notebooks lessons slides student infinity test test-gpu test-all papers soak lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
 
 # The comment at the top of this file.
@@ -54,6 +55,9 @@ demo: $(INSTALLED)
 
 lessons: $(INSTALLED)
 	$(BIN)/python -m common.lessons --out $(RESULTS)/lessons
+
+slides: $(INSTALLED)
+	$(BIN)/python -m common.slides --out $(RESULTS)/slides.html
 
 student: $(INSTALLED)
 	$(BIN)/python -m common.course.release --out $(RESULTS)/student

@@ -14,12 +14,13 @@ LINES = 20  # of code on a slide, at most: what the last row can read
 
 
 def method(page, name):
-    """The lines of a function of a page, without docstring and indent; none where the page has no such function.
+    """The lines of a function of a page, without docstring, comments and indent; none where the page has no such function.
 
     Args:
         page: its path from the root, `stage1_os/minimal.py`.
-        name: `Class.method`, or the name of a function.
+        name: `Class.method`, or the name of a function; `Class.method:2` is its head and its last two lines.
     """
+    name, _, last = name.partition(":")
     text = (ROOT / page).read_text()
     body = ast.parse(text).body
     for part in name.split("."):
@@ -30,10 +31,12 @@ def method(page, name):
     numbers = set(range(found.lineno, found.end_lineno + 1))
     if ast.get_docstring(found) is not None:
         numbers -= set(range(body[0].lineno, body[0].end_lineno + 1))
-    return [text.splitlines()[number - 1][found.col_offset :] for number in sorted(numbers)]
+    lines = [text.splitlines()[number - 1][found.col_offset :] for number in sorted(numbers)]
+    lines = [line for line in lines if not line.lstrip().startswith("#")]
+    return [lines[0], "    ...", *lines[-int(last) :]] if last else lines
 
 
-def listing(page, names, neighbour=None, near=1):
+def listing(page, names, neighbour=None, near=0, gone=True):
     """Methods of a page, as HTML.
 
     Args:
@@ -41,12 +44,17 @@ def listing(page, names, neighbour=None, near=1):
         names: its methods, in the order in which they are shown.
         neighbour: (its page, {name here: name there}) to compare with; a name that is missing has no counterpart.
         near: unchanged lines that are shown around a change; the others become an ellipsis.
+        gone: lines that only the neighbour has are shown as well.
     """
     shown = []
     for name in names:
         after = method(page, name)
-        before = method(neighbour[0], neighbour[1].get(name, "")) if neighbour else after
-        shown += [*_marked(before, after, near if neighbour else len(after)), ("space", "")]
+        if neighbour:
+            marked = _marked(method(neighbour[0], neighbour[1][name]), after, near)
+            shown += [line for line in marked if gone or line[0] != "gone"]
+        else:
+            shown += [("same", line) for line in after]
+        shown.append(("space", ""))
     return f'<pre class="code"><code>{"".join(_line(*line) for line in shown[:-1])}</code></pre>'
 
 

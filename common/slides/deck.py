@@ -162,7 +162,7 @@ def promises():
         f"Of {len(found['cells']):,} cases in the suite, {same:,} are equal in every bit; the others are held to a "
         "bound, with the reason written down. A falling loss finds few bugs: ranks that train apart, micro-batches that "
         "are dropped, and means that are wrong all pass. `python -m common.museum` shows released ones.",
-        f"{found['model'] if 'model' in found else 'The suite'}; {found['hardware']}",
+        f"Counted by the suite on {found['hardware']}",
     )
 
 
@@ -179,7 +179,7 @@ def code_slide(heading, page, html, notes, said="", small=False):
 def code_0():
     page = "stage0_ddp/minimal.py"
     return code_slide(
-        "Stage 0: average the gradients, take the same step",
+        "Stage 0: average, then take the same step",
         page,
         listing(page, ["DataParallel.backward", "DataParallel.step", "mean_of_my_shard"]),
         "Project the whole page and run it: `python -m stage0_ddp.minimal`. The all-reduce is written as its two "
@@ -253,7 +253,11 @@ def numbers(engine, question, answer):
 
 def code_1():
     page, before = "stage1_os/minimal.py", "stage0_ddp/minimal.py"
-    names = {f"ShardedOptimizer.{name}": f"DataParallel.{name}" for name in ("backward", "step")}
+    names = {
+        "ShardedOptimizer.__init__:2": "DataParallel.__init__:1",
+        "ShardedOptimizer.backward": "DataParallel.backward",
+        "ShardedOptimizer.step": "DataParallel.step",
+    }
     return code_slide(
         "Stage 1: what changes",
         f"{page}, beside {before}",
@@ -267,17 +271,18 @@ def code_1():
 def code_2():
     page, before = "stage2_grad/minimal.py", "stage1_os/minimal.py"
     names = {
+        "ShardedGradients.__init__:2": "ShardedOptimizer.__init__:2",
         "ShardedGradients.reduce": "",
         "ShardedGradients.backward": "ShardedOptimizer.backward",
         "ShardedGradients.step": "ShardedOptimizer.step",
     }
     return code_slide(
-        "Stage 2: what changes",
+        "Stage 2: a hook takes each gradient",
         f"{page}, beside {before}",
         listing(page, list(names), (before, names), near=3),
         "`reduce` is a hook that autograd calls when a parameter's gradient is complete. `p.grad` becomes None there, "
         "so the whole gradient is given back while backward still runs.",
-        "A hook takes each gradient when it is complete.",
+        small=True,
     )
 
 
@@ -287,14 +292,15 @@ def code_3():
         "Unit.gather": "",
         "Unit.free": "",
         "Unit.reduce_if_complete": "",
-        "ShardedParameters.step": "ShardedGradients.step",
+        "ShardedParameters.__init__:5": "",
     }
     return code_slide(
         "Stage 3: gather, free, reduce",
         f"{page}, beside {before}",
-        listing(page, list(names), (before, names), near=1),
-        "The module's hooks call them: gather before forward, free after it, gather again before backward. `step` loses "
-        "its all-gather, because the next forward gathers anyway.",
+        listing(page, list(names), (before, names)),
+        "All of it is new. The layers' hooks call it: gather before forward, free after it, gather again before "
+        "backward. `step` loses its all-gather, because the next forward gathers anyway.",
+        small=True,
     )
 
 
@@ -323,7 +329,7 @@ def wire():
         rows.append((NAMES[name], *cells, ("yes", show_bytes(sum(phases))), f"{sum(phases) / whole:.2f}"))
     head = ("", "forward", "backward", "step", "sent in all", "over (N-1)/N Ψ")
     return Slide(
-        "Bytes on the wire: twice Ψ, and three times at most",
+        "Bytes on the wire: 2 Ψ, and at most 3 Ψ",
         table(head, rows) + '<p class="ask">Your model, your ranks: which stage?</p>',
         "Stages 0 to 2 send the same; only the moment changes. Stage 3 gathers before forward and before backward. It "
         "stays below three because the last unit is gathered once. What usually goes wrong: stage 3 by reflex. Stage 2 "
@@ -377,11 +383,15 @@ def offload():
 
 def code_infinity():
     page, before = "offload/minimal_nvme.py", "stage3_param/minimal.py"
-    names = {f"Unit.{name}": f"Unit.{name}" for name in ("gather", "reduce_if_complete", "step")}
+    names = {
+        "Unit.gather": "Unit.gather",
+        "Unit.reduce_if_complete": "Unit.reduce_if_complete",
+        "Unit.step": "",
+    }
     return code_slide(
         "ZeRO-Infinity: the shards lie on disk",
         f"{page}, beside {before}",
-        listing(page, list(names), (before, names), near=0),
+        listing(page, list(names), (before, names)),
         "Stage 3, with a read before every gather and a write after every reduction. The step brings one unit's states "
         "at a time. The engine reads ahead and writes behind; this page waits.",
         small=True,
@@ -395,8 +405,7 @@ def infinity():
     rows = [("on disk", {"disk": sum(kept.values())}), ("in memory, at most", {"host": found["resident_peak_bytes"]})]
     return Slide(
         f"{found['parameters'] / 1e9:.2f} billion parameters on a small machine",
-        bars(rows)
-        + f"<p>A step reads {show_bytes(moved['read'])}, writes {show_bytes(moved['write'])}, and takes "
+        bars(rows) + f"<p>A step reads {show_bytes(moved['read'])}, writes {show_bytes(moved['write'])}, and takes "
         f"{seconds:.0f} s.</p>"
         '<p class="ask">What would make it faster: a faster disk, or a larger batch?</p>',
         "Both. A step moves the same bytes whatever the batch, so a larger batch or more micro-batches spread the "
@@ -408,11 +417,15 @@ def infinity():
 
 def code_zeropp():
     page, before = "zeropp/minimal.py", "stage3_param/minimal.py"
-    names = {"Unit.gather": "Unit.gather", "Unit.gather_in_node": "", "Unit.reduce_if_complete": "Unit.reduce_if_complete"}
+    names = {
+        "Unit.gather": "Unit.gather",
+        "Unit.gather_in_node": "",
+        "Unit.reduce_if_complete": "Unit.reduce_if_complete",
+    }
     return code_slide(
         "ZeRO++: fewer bits between nodes",
         f"{page}, beside {before}",
-        listing(page, list(names), (before, names), near=0),
+        listing(page, list(names), (before, names), gone=False),
         "Three changes, each with a switch in the engine. qwZ: parameters travel in 8 bits. hpZ: each node keeps a copy, "
         "so backward's gather stays inside. qgZ: gradients travel in 4 bits, added up inside the node first.",
         small=True,
@@ -450,21 +463,22 @@ def when():
     ranks = sorted({row["ranks"] for row in found["largest"]})
     largest = {(row["way"], row["ranks"]): row["parameters"] for row in found["largest"]}
     rows = [
-        (way[0].upper() + way[1:], *(f"{largest[way, n] / 1e9:.1f}" for n in ranks), IDEAS[engine][3].split(":")[0])
-        for way, engine in dict.fromkeys((row["way"], row["engine"]) for row in found["largest"])
+        (way[0].upper() + way[1:], *(f"{largest[way, n] / 1e9:.1f}" for n in ranks))
+        for way in dict.fromkeys(row["way"] for row in found["largest"])
     ]
-    rows = [(first, *cells[:-1], cells[-1].replace("a quarter of stage 3's between nodes", "¼ between nodes")) for first, *cells in rows]
-    slow, fast = (
-        {row["engine"]: row["step_seconds"] for row in found["exposed"] if row["gbit_per_second"] == rate}
-        for rate in (f(row["gbit_per_second"] for row in found["exposed"]) for f in (min, max))
+    rates = [row["gbit_per_second"] for row in found["exposed"]]
+    seconds = {(row["engine"], row["gbit_per_second"]): row["step_seconds"] for row in found["exposed"]}
+    said = "; ".join(
+        f"at {rate:g} Gbit/s a GPU, {seconds['stage3_param', rate]:.2f} s and {seconds['zeropp', rate]:.2f} s"
+        for rate in (min(rates), max(rates))
     )
     return Slide(
         "When to use what: the largest model that fits",
-        table(("billions of parameters", *(f"{n:,} GPU" + "s" * (n > 1) for n in ranks), "elements sent"), rows)
+        table(("billions of parameters", *(f"{n:,} GPU" + "s" * (n > 1) for n in ranks)), rows)
         + '<p class="ask">Take the first row that fits.</p>',
-        "Each row costs more time than the ones above it. On the slowest simulated link a step of stage 3 takes "
-        f"{slow['stage3_param']:.2f} s and one of ZeRO++ {slow['zeropp']:.2f} s; on the fastest, "
-        f"{fast['stage3_param']:.2f} s and {fast['zeropp']:.2f} s. `python -m common.plan` answers for other machines.",
+        "Stages 1 and 2 send what stage 0 sends, so their memory is free. From stage 3 on, memory is paid for with "
+        f"traffic. ZeRO++ is for slow links. A simulated step of stage 3 and one of ZeRO++: {said}. "
+        "`python -m common.plan` answers for other machines.",
         f"Simulated for {found['hardware']}: {found['source']}",
     )
 
@@ -474,11 +488,11 @@ def summary():
     for row in record("demo")["rows"]:
         idea_, in_fp32, *_ = IDEAS[row["engine"]]
         held, sent = (show_bytes(sum(row[key].values())) for key in ("model_state_bytes", "wire_bytes_per_step"))
-        bits = "the same" if row["bitwise_equal_to_stage0"] else "within a bound"
-        rows.append((NAMES[row["engine"]], idea_, in_fp32, ("yes", held), ("yes", sent), bits))
+        bits = "the same" if row["bitwise_equal_to_stage0"] else "bounded"
+        rows.append((NAMES[row["engine"]], idea_.split(":")[0], in_fp32, ("yes", held), ("yes", sent), bits))
     return Slide(
         "Seven engines, one training",
-        table(("", "what is sharded", "keeps", "on the device", "sent in a step", "bits"), rows),
+        table(("", "what is sharded", "keeps", "on device", "sent", "bits"), rows, words=True),
         "Next: notebooks/README.md. Solve the exercises before you open the lesson pages. To see what runs beside what: "
         "`python -m stage3_param --nproc 2 --trace trace.json`, in ui.perfetto.dev.",
         demo_source(),

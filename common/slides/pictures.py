@@ -33,17 +33,14 @@ def bars(rows, now=None):
     return f'<table class="bars">{html}</table>'
 
 
-def table(head, rows, caption=""):
-    """A table; a cell is text, or (class, text)."""
+def table(head, rows, words=False):
+    """A table; a cell is text, or (class, text). The second column may be words, which stand on the left."""
     heads = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     body = ""
     for first, *cells in rows:
         pairs = [cell if isinstance(cell, tuple) else ("", cell) for cell in cells]
         body += f'<tr><th scope="row">{first}</th>' + "".join(f'<td class="{c}">{t}</td>' for c, t in pairs) + "</tr>"
-    return (
-        f'<table class="numbers"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
-        f'<p class="source">{caption}</p>'
-    )
+    return f'<table class="numbers{" words" if words else ""}"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def shards(sharded, ranks=4):
