@@ -6,7 +6,9 @@ from pathlib import Path
 from common.errors import InputError
 from common.lessons import recording
 from common.outputs import one_line_errors
-from common.slides import deck
+from common.slides.deck import slides
+from common.slides.page import document
+from common.slides.records import STAGES
 
 
 def main(arguments=None):
@@ -16,7 +18,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     with one_line_errors():
         out = opened(options.out)
-        out.write_text(deck.page(recording.record_all(deck.STAGES)))
+        out.write_text(document(slides(recording.record_all(STAGES))))
         print(out)
 
 

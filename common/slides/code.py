@@ -14,7 +14,7 @@ LINES = 20  # of code on a slide, at most: what the last row can read
 
 
 def method(page, name):
-    """The lines of a function of a page, without docstring, comments and indent; none where the page has no such function.
+    """The lines of a function of a page, without docstring, comments and indent; none where there is no such function.
 
     Args:
         page: its path from the root, `stage1_os/minimal.py`.
@@ -69,9 +69,11 @@ def _marked(before, after, near):
     changed = [number for number, (mark, _) in enumerate(lines) if mark != "same"]
     shown = []
     for number, (mark, line) in enumerate(lines):
-        if number == 0 or any(abs(number - other) <= near for other in changed):
+        if line.strip() == "...":
+            shown.append(("skip", line))
+        elif number == 0 or any(abs(number - other) <= near for other in changed):
             shown.append((mark, line))
-        elif shown[-1][0] != "skip":
+        elif number < changed[-1] and shown[-1][0] != "skip":
             indent = " " * (len(line) - len(line.lstrip()))
             shown.append(("skip", f"{indent}..."))
     return shown

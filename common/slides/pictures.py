@@ -40,7 +40,8 @@ def table(head, rows, words=False):
     for first, *cells in rows:
         pairs = [cell if isinstance(cell, tuple) else ("", cell) for cell in cells]
         body += f'<tr><th scope="row">{first}</th>' + "".join(f'<td class="{c}">{t}</td>' for c, t in pairs) + "</tr>"
-    return f'<table class="numbers{" words" if words else ""}"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
+    kind = "numbers words" if words else "numbers"
+    return f'<table class="{kind}"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def shards(sharded, ranks=4):
