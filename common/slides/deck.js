@@ -1,5 +1,5 @@
 "use strict";
-// Arrow keys, space, page keys, Home and End, and a swipe, move; n shows the notes. Each slide has its fragment: #7.
+// Arrow keys, space, page keys, Home and End, and a swipe, move; n, or a tap on the slide's number, shows the notes. Each slide has its fragment: #7.
 const slides = [...document.querySelectorAll(".slide")];
 let at = 0;
 
@@ -19,12 +19,21 @@ function fit() {
   document.documentElement.style.setProperty("--top", `${(innerHeight - notes - 720 * scale) / 2}px`);
 }
 
+function toggleNotes() {
+  document.body.classList.toggle("notes");
+  fit();
+}
+
+// A button that keeps the focus would take the space key for itself.
+for (const button of document.querySelectorAll(".foot button"))
+  button.addEventListener("click", () => { toggleNotes(); button.blur(); });
+
 const moves = {
   ArrowRight: 1, ArrowDown: 1, PageDown: 1, " ": 1, ArrowLeft: -1, ArrowUp: -1, PageUp: -1, Home: -Infinity, End: Infinity,
 };
 addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key === "n") { document.body.classList.toggle("notes"); fit(); }
+  if (event.key === "n") toggleNotes();
   if (event.key in moves) { event.preventDefault(); show(at + (event.key === " " && event.shiftKey ? -1 : moves[event.key])); }
 });
 let began = null;

@@ -63,6 +63,7 @@ def _section(slide, number, count):
     heading = f"<h1>{escape(slide.title)}</h1>" if slide.title else ""
     return f"""<section class="slide" aria-label="Slide {number} of {count}">
 <div class="board">{heading}<div class="body">{slide.body}</div>
-<div class="foot"><span>{escape(slide.source)}</span><span>{number}&nbsp;/&nbsp;{count}</span></div></div>
+<div class="foot"><span>{escape(slide.source)}</span>
+<button type="button" aria-label="Notes">{number}&nbsp;/&nbsp;{count}</button></div></div>
 <aside>{inline(slide.notes)}</aside>
 </section>"""

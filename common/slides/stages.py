@@ -15,7 +15,7 @@ def title():
     return Slide(
         "",
         '<p class="big">ZeRO, stage by stage</p><p>What every rank keeps, and what it need not keep.</p>'
-        '<p class="source">Arrow keys, space or a swipe move. n shows the notes.</p>',
+        '<p class="source">Arrow keys, space or a swipe move. n, or a tap on the number, shows the notes.</p>',
         "Have `make demo` and `make lessons` done. One terminal, one browser. Ten minutes for the problem, "
         "ten for data parallelism, fifty for the three stages, twenty for what lies beyond them.",
     )
@@ -199,7 +199,7 @@ def code_3():
 
 def timelines(recorded):
     samples = [recorded[name]["samples"] for name in STAGES]
-    top = 1.08 * max(sum(chart.peak(one).values()) for one in samples)
+    top = 1.25 * max(sum(chart.peak(one).values()) for one in samples)
     figures = "".join(chart.timeline(NAMES[name], one, top) for name, one in zip(STAGES, samples, strict=True))
     one = recorded[STAGES[0]]
     return Slide(
