@@ -19,8 +19,8 @@
 # make notebooks  run the notebooks from a clean kernel, and store what comes out
 # make lessons    write a page for each increment to results/local/lessons: two
 #                 engines side by side, their memory, and a step to go through
-# make slides     write the slides of a lecture of 90 minutes to results/local: one
-#                 page, with notes for the lecturer
+# make slides     write the slides of a lecture of 90 minutes to results/local:
+#                 one page, with notes for the lecturer
 # make student    write what students are given to results/local/student: a tree
 #                 without solutions, and an autograder for Gradescope
 # make infinity   train the largest model that this machine's free disk holds

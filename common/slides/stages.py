@@ -175,7 +175,6 @@ def code_2():
         listing(page, list(names), (before, names), near=3),
         "`reduce` is a hook that autograd calls when a parameter's gradient is complete. `p.grad` becomes None there, "
         "so the whole gradient is given back while backward still runs. `backward` itself is no more than that call.",
-        small=True,
     )
 
 
