@@ -22,6 +22,8 @@
 # make site       write the explorer (a page with sliders for a model and its
 #                 GPUs) and the lesson pages to results/local/site: a folder that
 #                 any static host takes as it is, and a browser opens from disk
+# make slides     write the slides of a lecture of 90 minutes to results/local:
+#                 one page, with notes for the lecturer
 # make student    write what students are given to results/local/student: a tree
 #                 without solutions, and an autograder for Gradescope
 # make infinity   train the largest model that this machine's free disk holds
@@ -42,7 +44,7 @@ INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters HSDP DeepSpeed1 DeepSpeed2 DeepSpeed3 DeepSpeedOffload
 RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp checkpoint museum simulated
 
-.PHONY: help demo notebooks lessons site student infinity test test-gpu test-all papers soak lint readme scores record $(RECORDS:%=record-%) clean
+.PHONY: help demo notebooks lessons site slides student infinity test test-gpu test-all papers soak lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
 
 # The comment at the top of this file.
@@ -60,6 +62,9 @@ lessons: $(INSTALLED)
 
 site: $(INSTALLED)
 	$(BIN)/python -m common.site --out $(RESULTS)/site
+
+slides: $(INSTALLED)
+	$(BIN)/python -m common.slides --out $(RESULTS)/slides.html
 
 student: $(INSTALLED)
 	$(BIN)/python -m common.course.release --out $(RESULTS)/student
