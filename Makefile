@@ -19,6 +19,11 @@
 # make notebooks  run the notebooks from a clean kernel, and store what comes out
 # make lessons    write a page for each increment to results/local/lessons: two
 #                 engines side by side, their memory, and a step to go through
+# make site       write the explorer (a page with sliders for a model and its
+#                 GPUs) and the lesson pages to results/local/site: a folder that
+#                 any static host takes as it is, and a browser opens from disk
+# make slides     write the slides of a lecture of 90 minutes to results/local:
+#                 one page, with notes for the lecturer
 # make student    write what students are given to results/local/student: a tree
 #                 without solutions, and an autograder for Gradescope
 # make infinity   train the largest model that this machine's free disk holds
@@ -39,7 +44,7 @@ INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters HSDP DeepSpeed1 DeepSpeed2 DeepSpeed3 DeepSpeedOffload
 RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp checkpoint museum simulated words
 
-.PHONY: help demo notebooks lessons student infinity test test-gpu test-all papers soak lint readme scores record $(RECORDS:%=record-%) clean
+.PHONY: help demo notebooks lessons site slides student infinity test test-gpu test-all papers soak lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
 
 # The comment at the top of this file.
@@ -55,6 +60,12 @@ demo: $(INSTALLED)
 lessons: $(INSTALLED)
 	$(BIN)/python -m common.lessons --out $(RESULTS)/lessons
 
+site: $(INSTALLED)
+	$(BIN)/python -m common.site --out $(RESULTS)/site
+
+slides: $(INSTALLED)
+	$(BIN)/python -m common.slides --out $(RESULTS)/slides.html
+
 student: $(INSTALLED)
 	$(BIN)/python -m common.course.release --out $(RESULTS)/student
 
@@ -67,7 +78,7 @@ test: lint
 # No .venv: a machine with GPUs has a torch that fits them. What is left out needs no GPU, but further packages.
 test-gpu:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make test-gpu: torch finds no GPU here, so nothing was tested")'
-	$(PYTHON) -m pytest --ignore tests/models/test_data.py --ignore tests/engine/test_layout.py --ignore tests/course/test_notebooks.py --ignore tests/lessons
+	$(PYTHON) -m pytest --ignore tests/models/test_data.py --ignore tests/engine/test_layout.py --ignore tests/course/test_notebooks.py --ignore tests/lessons --ignore tests/explorer --ignore tests/slides
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/tools/soak.py

@@ -5,6 +5,7 @@ from collections import Counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+HOPS = {"inside": "all_to_all in the node", "across": "all_to_all across nodes"}
 COMPUTED = {"mm": "matrix product", "addmm": "matrix product", "_fused_adamw_": "shard"}
 
 
@@ -13,7 +14,8 @@ class Beside(TorchDispatchMode):
 
     Args:
         engine: it communicates on `lane`.
-        lane: a LateLane, on which what has begun is under way until somebody waits for it.
+        lane: a LateLane, on which what has begun is under way until somebody waits for it; an engine's bus and its host
+            have such lanes of their own.
 
     Attributes:
         moments: [(what is computed, kinds of collectives under way)], in the order of the training.
@@ -21,18 +23,31 @@ class Beside(TorchDispatchMode):
 
     def __init__(self, engine, lane):
         super().__init__()
-        self.engine, self.lane = engine, lane
+        self.engine = engine
         self.moments, self._begun, self._counts = [], [], Counter()
+        self._lanes = [lane]
         for collective in COLLECTIVES:
-            setattr(engine.comm, collective, self._noted(collective, getattr(engine.comm, collective)))
+            self._note(engine.comm, collective, collective)
+        if hasattr(engine, "bus"):
+            host = engine.tier["cpu"].lane
+            self._lanes += [engine.bus.lane, host]
+            self._note(engine.bus, "down", "copy to the host")
+            self._note(engine.bus, "up", "copy to the device")
+            self._note(host, "submit", "step of the host")
+        for part, kind in HOPS.items() if hasattr(engine, "ways") else ():
+            if hasattr(engine.ways.quantized_back, part):
+                self._note(getattr(engine.ways.quantized_back, part), "all_to_all", kind)
 
-    def _noted(self, collective, begin):
+    def _note(self, owner, method, kind):
+        """Note each handle that a method returns."""
+        begin = getattr(owner, method)
+
         def noted(*args, **options):
             handle = begin(*args, **options)
-            self._begun.append((handle, collective))
+            self._begun.append((handle, kind))
             return handle
 
-        return noted
+        setattr(owner, method, noted)
 
     def begin_step(self, number):
         """What follows is of this step of the training."""
@@ -50,4 +65,4 @@ class Beside(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def _under_way(self, handle):
-        return any(handle is other for other, _ in self.lane.given)
+        return any(handle is other for lane in self._lanes for other, _ in lane.given)

@@ -1,63 +1,16 @@
-"""Exercises: the stages' engines with their heart taken out, written anew from the engines.
+"""Exercises: the engines with their heart taken out, written anew from the engines.
 
-    python -m common.course.exercises          write notebooks/exercises/stage1.py, stage2.py and stage3.py
+    python -m common.course.exercises          write notebooks/exercises/stage1.py and the others
 
 A test compares what is there with what this writes, so that no exercise falls behind its engine.
 """
 
 import argparse
-import ast
-import textwrap
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
+from common.course.parts import ROOT, Edit, Exercise, Part, bare, methods_of, place, solutions, written
 from common.errors import InputError
 from common.outputs import one_line_errors
-
-ROOT = Path(__file__).parent.parent.parent
-WIDTH = 116
-
-
-@dataclass(frozen=True)
-class Part:
-    """What is taken out of an engine.
-
-    Attributes:
-        method: whose body it is.
-        task: what to write, without saying how.
-        begin: text of the first line that is taken out; "" for the whole body.
-    """
-
-    method: str
-    task: str
-    begin: str = ""
-
-
-@dataclass(frozen=True)
-class Exercise:
-    """A stage's exercise.
-
-    Attributes:
-        package: of the engine.
-        held, sent: what a rank keeps, and sends in a step.
-        parts: in the order of the file.
-        at_hand: {what there is: what it does}.
-    """
-
-    package: str
-    held: str
-    sent: str
-    parts: tuple
-    at_hand: dict
-
-    @property
-    def path(self):
-        return ROOT / "notebooks" / "exercises" / f"{self.package.partition('_')[0]}.py"
-
-    @property
-    def engine(self):
-        return ROOT / self.package / "engine.py"
-
 
 BUCKETS = {
     "Owned(parameters=, gradients=, optimizer=)": "what `owned` returns: three slices of the bucket",
@@ -162,11 +115,148 @@ EXERCISES = (
 )
 
 
+# The second half. What they show of stages 1 to 3 is what the exercises before them ask for.
+LATER = (
+    Exercise(
+        "offload",
+        "on the device 4 Ψ bytes, and never more than two buckets of gradients on their way; on the host 16/N Ψ",
+        "2 (N-1)/N Ψ elements between ranks, as in stage 2; over the bus Ψ/N down and Ψ/N up",
+        (
+            Part("placed", "Of each state: which elements does this rank keep, and in which tier?"),
+            Part("reduce", "Where does the mean go that is kept, and when may it? The room is given back.", "mean ="),
+            Part(
+                "update",
+                "The host steps beside whatever follows. Begin the steps, and wait for none of them here.",
+                "for bucket in self.buckets:",
+                "if not self.delayed_update",
+            ),
+            Part("bring_up", "What has to be over before new parameters come up? Others wait for the copy."),
+            Part("gather", "Every rank needs all shards on its device. From when on does this one have its own there?"),
+        ),
+        {
+            "self.rank": "r",
+            "self.ratio": "the part of a shard that stays on the device, its last elements; 0 to 1",
+            'self.tier["device"], self.tier["cpu"]': "the tiers: the device, and the host beside it",
+            "bucket.whole()": "all elements of a bucket, a slice",
+            "bucket.shard(rank)": "those of a rank's shard, a slice",
+            "layout.cut_in_two(part, fraction)": "-> the first `fraction` of a slice, and the rest of it: two slices",
+            "length(part)": "elements of a slice; a part without any is in no table",
+            "bucket.local": "[N x shard] this rank's own gradients on the device; None when the room is given back",
+            "bucket.parameters": "[N x shard] all parameters of the bucket, on the device",
+            "bucket.pieces": "the parts of this rank's shard, each of which lies in one tier and is stepped there",
+            "bucket.handle": "the Handle of the reduction and what follows it. Yours to assign: others wait for it",
+            "bucket.stepping": "a list: the Handles of the steps of its pieces. Yours to assign",
+            "bucket.rising": "the Handle of the copy that brings new parameters up. Yours to assign",
+            "bucket.gathering": "the Handle of the all-gather. Yours to assign as well",
+            "bucket.name": "what traces and messages call it: the `label` of a collective",
+            "self.step_piece(bucket, piece)": "-> Handle; begins a piece's step, in its tier",
+            "self.bus.down(bucket, mean, after=)": "-> Handle; `mean` [shard] goes down to the pieces, once the Handle "
+            "`after` is done",
+            "self.bus.up(bucket)": "-> Handle; what the steps have made comes up into this rank's part of "
+            "`bucket.parameters`",
+            "self.comm.reduce_scatter(tensor, shard, label)": "-> Handle; the mean of this rank's part of `tensor`, in "
+            "`shard`, which may be that part itself",
+            "self.comm.all_gather(shard, tensor, label, after=)": "-> Handle; all ranks' shards, in `tensor`, once the "
+            "Handle `after` is done",
+            "handle.wait()": "returns when it is done",
+            "self.travelling": "the handles of buckets that have left, the oldest first; `take_room` waits for them",
+        },
+        sources=("cpu.py",),
+    ),
+    Exercise(
+        "zeropp",
+        "16/N Ψ bytes, and a few units' parameters in use; with `hierarchical` 2/P Ψ more",
+        "between nodes of P ranks, of the M = 2 Ψ bytes that stage 3 sends three times: M/2, 0 and M/4",
+        (
+            Part(
+                "Blocks.pack",
+                "From `part` [..., blocks, elements], fp32, to the scale of each block and to `steps`, whole "
+                "numbers of it in fp32, from -largest to largest. Every number comes back to within half a step of its "
+                "own block; a block of zeros as zeros; one with an infinity or a NaN as NaN throughout.",
+                "top = ",
+                "if self.bits == 4:",
+            ),
+            Part(
+                "Blocks._values", "What do those steps stand for, in the largest range that is allowed?", "return steps"
+            ),
+            Part(
+                "SecondShards.second",
+                "Of a node's copy of a bucket each of its ranks keeps an equal part, in the order of its ranks.",
+            ),
+            Part(
+                "TwoHops.reduce",
+                "Both hops, but for the sum at the end: pieces to messages in the right order, inside the node, their "
+                "sums over this node, and those across.",
+                "pieces = ",
+                "return self._mean",
+            ),
+        ),
+        {
+            "self.largest": "127 for 8 bits, 7 for 4: the most that a code counts in either direction",
+            "scales": "[..., blocks] fp32, a view of the message: to be written",
+            "elements, codes": "views of the values and of the message; the lines below write the codes from `steps`",
+            "torch.finfo(torch.float32).tiny": "the smallest normal number",
+            "top.isfinite()": "where a tensor is neither infinite nor NaN",
+            "steps, scales[..., None]": "in `_values`: steps [..., blocks, elements], and a scale for each of them",
+            "tensor.clamp_(-largest, largest)": "keeps values within the range, in place; NaN stays",
+            "bucket.padded_numel": "elements of a bucket, padding included",
+            "bucket.local": "[N x shard] this rank's own gradients: N pieces in the order of the ranks",
+            "nodes, places, shard": "how many nodes, how many ranks on each, elements of a shard",
+            "self.inside, self.across": "Collectives of this rank's node, and of the ranks at its place in all nodes: "
+            "`rank`, `size` and `all_to_all` of each are theirs",
+            "inside.all_to_all(tensor, received, label)": "part k of a flat `tensor` goes to rank k of the node, and "
+            "part k of `received` comes from there",
+            "self._messages(bucket, *shape)": "room for messages of one shard each, uint8 [*shape, bytes]",
+            "self._pack(bucket, hop, scale, pieces, messages)": "pieces [..., shard] into their messages, on the lane; "
+            "the first hop is 0, the second 1",
+            "self.blocks.add_up(messages, total)": "what messages [k, ..., bytes] stand for, added up over k into "
+            "`total` [..., shard], fp32; at once, so to be handed to the lane",
+            "self.comm.work(label, function)": "-> Handle; runs it on the lane, after what was handed there before",
+            "self.comm.buffer(*shape, dtype=)": "a tensor for the lane to write",
+            "partial(function, *args)": "a call for later",
+            "outgoing, incoming": "the names that the last line has for the messages of the second hop; `messages`, "
+            "`received` and `sums` those of the first",
+        },
+        sources=("quantize.py", "transports.py", "engine.py"),
+    ),
+    Exercise(
+        "stage2_grad",
+        "(4 + 12/N) Ψ bytes, and never more than two buckets of gradients on their way",
+        "2 (N-1)/N Ψ elements, as in stage 0",
+        (
+            Part("take_room", "One bucket may travel while another one fills; a third has to wait. For which handle?"),
+            Part("reduce", "Who is the first to read the mean? Until then the reduction has time."),
+            Part("update", "One bucket's shards may travel while the next one's is stepped."),
+            Part("gather", "Who is the first to read the parameters?"),
+        ),
+        {
+            **{what: does for what, does in BUCKETS.items() if what.startswith(("bucket.h", "bucket.g", "handle"))},
+            "bucket.local is None": "it has no room: so it is before its first gradient, and again when it has left",
+            "bucket.arrive()": "waits for the reduction, and adds up the mean; `finish_backward` calls it",
+            "bucket.land()": "waits for the all-gather under way, if there is one",
+            **{what: does for what, does in COLLECTIVES.items() if "all_reduce" not in what},
+            **STEP,
+            "self.travelling": "a list, empty when backward begins: room for the handles of buckets that have left, "
+            "until somebody has waited for them",
+            "self.synchronize()": "waits for all all-gathers under way",
+        },
+        edits=(
+            Edit("take_room", (), "filling =", "bucket.local = torch"),
+            Edit("reduce", ("bucket.handle.wait()", "bucket.local = None"), "bucket.local = None"),
+            Edit("update", ("for bucket in self.buckets:", "    self.gather(bucket)"), "self.gather(bucket)"),
+            Edit("gather", ("bucket.land()",)),
+        ),
+        name="overlap",
+    ),
+)
+ALL = (*EXERCISES, *LATER)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args(argv)  # there are none
     with one_line_errors():
-        for exercise in EXERCISES:
+        for exercise in ALL:
             if exercise.engine.resolve() == exercise.path.resolve():
                 raise InputError(
                     f"{exercise.package}/engine.py is what you write; an exercise as given is in the archive"
@@ -181,90 +271,15 @@ def apart(exercises):
     asked, found = [], []  # (the lines of a part, where it is asked for)
     for exercise in exercises:
         parts = {part.method: part for part in exercise.parts}
-        methods, lines = _methods(exercise)
+        methods, lines = methods_of(exercise.solution)
         for name, method in methods.items():
-            body = bare(lines[slice(*_place(method, Part(name, ""), lines))])
+            body = bare(lines[slice(*place(method, Part(name, ""), lines))])
             before = [where for text, where in asked if text in body]
             if name not in parts and before:
                 parts[name] = Part(name, f"You have written this before, in {before[-1]}.")
         asked += [(text, f"`{name}` of {exercise.path.name}") for name, text in solutions(exercise).items()]
         found.append(replace(exercise, parts=tuple(parts[name] for name in methods if name in parts)))
     return found
-
-
-def solutions(exercise):
-    """What the engine has in the place of each part: {method: its lines, as `bare` gives them}."""
-    methods, lines = _methods(exercise)
-    return {part.method: bare(lines[slice(*_place(methods[part.method], part, lines))]) for part in exercise.parts}
-
-
-def bare(lines):
-    """Lines as one text without indentation and empty ones, so that it is found wherever it stands."""
-    return "\n".join(line.strip() for line in lines if line.strip())
-
-
-def _methods(exercise):
-    """An engine's methods {name: node}, in the order of the file, and the file's lines."""
-    lines = exercise.engine.read_text().splitlines()
-    (engine,) = (node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.ClassDef))
-    return {node.name: node for node in engine.body if isinstance(node, ast.FunctionDef)}, lines
-
-
-def written(exercise):
-    """The text of an exercise."""
-    methods, lines = _methods(exercise)
-    tree = ast.parse("\n".join(lines))
-    taken = 0
-    for number, part in reversed(list(enumerate(exercise.parts, 1))):  # from below, so that line numbers stay
-        first, last = _place(methods[part.method], part, lines)
-        indent = " " * (len(lines[first]) - len(lines[first].lstrip()))
-        of = sum(bool(line.strip()) for line in lines[first:last])
-        task = f"PART {number} of {len(exercise.parts)}, {of} line{'s' * (of > 1)} here. {part.task}"
-        comment = textwrap.wrap(task, WIDTH - len(indent), initial_indent="# ", subsequent_indent="# ")
-        open_part = f'raise NotImplementedError("part {number}, {part.method}, is still open")'
-        lines[first:last] = [indent + line for line in [*comment, open_part]]
-        taken += of
-    head = tree.body[0].end_lineno
-    docstring = ast.get_docstring(tree)
-    return "\n".join([f'"""{_task(exercise, taken)}\n\n{docstring}\n"""', *lines[head:], ""])
-
-
-def _place(method, part, lines):
-    """The lines that are taken out, as a slice's ends: what follows the docstring, or the part's first line."""
-    first = method.body[0].end_lineno if ast.get_docstring(method) else method.body[0].lineno - 1
-    if part.begin:
-        first = next(n for n in range(first, method.end_lineno) if part.begin in lines[n])
-    return first, method.end_lineno
-
-
-def _task(exercise, taken):
-    """What stands above the engine's own docstring."""
-    wide = max(map(len, exercise.at_hand)) + 2
-    at_hand = []
-    for what, does in exercise.at_hand.items():
-        at_hand += textwrap.wrap(
-            does, WIDTH - 4, initial_indent=f"    {what:{wide}}", subsequent_indent=" " * (wide + 4)
-        )
-    return "\n".join(
-        [
-            f"Exercise. From {exercise.package}/engine.py {taken} lines are missing, in {len(exercise.parts)} parts.",
-            "",
-            "Write them all, and ask as often as you like; from then on the answers are about what is wrong:",
-            "",
-            f"    python -m common.grade {exercise.path.relative_to(ROOT)}",
-            "",
-            "What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters:",
-            "",
-            f"    held    {exercise.held}",
-            f"    sent    {exercise.sent}",
-            "",
-            "At hand:",
-            "",
-            *at_hand,
-            "",
-            "The rest stands as in the engine, and what it says of itself as well:",
-        ]
-    )
 
 
 if __name__ == "__main__":

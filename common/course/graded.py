@@ -6,8 +6,10 @@ import tempfile
 from pathlib import Path
 
 from common.course.cases import CASES
+from common.course.exercises import ALL
 from common.course.grading import Finding, cases_of, grade
 from common.course.hints import hints_of
+from common.course.parts import alone
 from common.course.promises import reference_of
 from common.errors import InputError
 from common.ranks.world import LocalWorld, RankFailed
@@ -15,28 +17,41 @@ from common.ranks.world import LocalWorld, RankFailed
 SHOWN = 5  # last lines of what the submission printed
 
 
-def graded(file, stage):
+def graded(file, stage, part=None):
     """Grade a file.
 
+    Args:
+        file: the submission.
+        stage: the key of its exercise.
+        part: the one that is graded, by itself: the others are the engine's; None for what stands in the file.
+
     Returns:
-        {"file", "stage", "passed", "points", "of", "promises": [{"promise", "holds": True, False or None for not tried,
-        "points", "of", "finding"}], "finding": the first, of the smallest case, "printed": what the submission printed
-        last}. A finding is None, or {"idea", "promise", "where", "model", "hints"}.
+        {"file", "stage", "part": its method or None, "passed", "points", "of", "promises": [{"promise", "holds": True,
+        False or None for not tried, "points", "of", "finding"}], "finding": the first, of the smallest case,
+        "printed": what the submission printed last}. A finding is None, or {"idea", "promise", "where", "model",
+        "hints"}.
 
     Raises:
         InputError: nothing could be graded, which is not the submission's fault.
     """
     where, cases = str(file.resolve()), cases_of(stage)
     try:
-        compile(file.read_text(encoding="utf-8"), where, "exec")
+        text = file.read_text(encoding="utf-8")
+        compile(text, where, "exec")
     except (SyntaxError, ValueError) as error:
         results, printed = {cases[0]: Finding("syntax", _where_reading_stopped(error))}, ""
     else:
-        results, printed = _tried(where, stage)
-    promises = [_judged(name, name in results, results.get(name)) for name in cases]
+        with tempfile.TemporaryDirectory() as folder:
+            if part is not None:
+                where = str(Path(folder).resolve() / file.name)
+                exercise = next(exercise for exercise in ALL if exercise.key == stage)
+                Path(where).write_text(alone(exercise, text, part), encoding="utf-8")
+            results, printed = _tried(where, stage)
+    promises = [_judged(stage, name, name in results, results.get(name)) for name in cases]
     return {
         "file": str(file),
         "stage": stage,
+        "part": part and part.method,
         "passed": all(promise["holds"] for promise in promises),
         "points": sum(promise["points"] for promise in promises),
         "of": sum(promise["of"] for promise in promises),
@@ -46,7 +61,7 @@ def graded(file, stage):
     }
 
 
-def _judged(name, tried, finding):
+def _judged(stage, name, tried, finding):
     """A promise in the report."""
     case, holds = CASES[name], finding is None if tried else None
     return {
@@ -54,7 +69,7 @@ def _judged(name, tried, finding):
         "holds": holds,
         "points": case.points if holds else 0,
         "of": case.points,
-        "finding": finding and _told(name, finding),
+        "finding": finding and _told(stage, name, finding),
     }
 
 
@@ -68,7 +83,7 @@ class Worlds:
         """Call `function(world, *args)` on so many ranks; return the results in rank order."""
         if ranks not in self._worlds or not self._worlds[ranks].alive:
             try:
-                world = LocalWorld(ranks, oversubscribe=True, preload=["common.course.cases"], log=self._log)
+                world = LocalWorld(ranks, oversubscribe=True, preload=["common.course.observing"], log=self._log)
             except (RankFailed, OSError) as error:
                 said = str(error).strip().splitlines()[-1]
                 raise InputError(f"nothing was graded: {ranks} ranks cannot be started here ({said})") from error
@@ -106,14 +121,14 @@ def _where_reading_stopped(error):
     return f"Line {error.lineno}: {error.msg}\n\n    {line}\n    {mark}"
 
 
-def _told(name, finding):
+def _told(stage, name, finding):
     case = CASES[name]
     return {
         "idea": finding.idea,
         "promise": case.promise,
         "where": finding.where,
         "model": _model(case),
-        "hints": list(hints_of(finding.idea)),
+        "hints": list(hints_of(finding.idea, stage)),
     }
 
 

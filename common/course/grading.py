@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from common.course.cases import CASES, alone, observe
+from common.course.cases import CASES
+from common.course.observing import alone, observe
 from common.course.raised import Finding, gave_no_answer, raised
 from common.errors import InputError
 from common.ranks.world import RankFailed
@@ -32,7 +33,14 @@ IDEAS = {
     "repeated": "sent twice",
     "computed again": "recomputation",
     "early": "gathered too early",
+    "in two": "placement",
+    "delayed": "not waited for",
+    "two hops": "pieces",
+    "second shards": "second shards",
+    "three places": "nodes and places",
+    "hops beside": "not waited for",
 }
+ENGINES = {"overlap": "stage2_grad"}  # of exercises that are not called by their engine's package
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,8 @@ class Reference:
         if again or name not in self._known:
             ranks, began = CASES[name].ranks, time.monotonic()
             try:
-                seen = self.run(ranks, observe, self.stage, name, PATIENCE * LONGEST, timeout=LONGEST)
+                engine = ENGINES.get(self.stage, self.stage)
+                seen = self.run(ranks, observe, engine, name, PATIENCE * LONGEST, timeout=LONGEST)
                 seconds = time.monotonic() - began
                 own = self.run(ranks, alone, name, timeout=LONGEST)
             except RankFailed as failure:
@@ -96,7 +105,7 @@ def grade(run, where, stage, reference=None):
     Args:
         run: as `Reference` takes it.
         where: a file that holds an `Engine`, or a package that exports one.
-        stage: the package whose engine it is held to.
+        stage: the package whose engine it is held to, or another key of an exercise.
         reference: what has an `expected` as a `Reference` has; None is a Reference of the same ranks.
 
     Yields:
@@ -144,12 +153,44 @@ def difference(case, found, expected, own):
         found, expected: what `observe` returned of the submission and of the stage, in rank order.
         own: what `alone` returned.
     """
-    looks = (weights, norms, foreign, held, sent, room, beside, written) if case.steps else (tables,)
+    looks = (weights, norms, foreign, held, sent, room, beside, written)
+    if not case.steps:
+        looks = (rounded,) if case.rounded else (tables,)
     for look in looks:
         finding = look(case, found, expected, own)
         if finding is not None:
             return finding
     return None
+
+
+# ---- what comes back ----------------------------------------------------------------------------------------------
+
+
+def rounded(case, found, expected, own):
+    """Numbers that were quantized, block by block: how far off they come back."""
+    block = dict(case.options)["block"]
+    for bits, (largest, values, back, divides_by_zero) in found[0]["rounded"].items():
+        if divides_by_zero:
+            return Finding("zeros", f"In {bits} bits, a block of zeros is divided by zero.")
+        for row, begin in ((row, begin) for row in range(len(values)) for begin in range(0, values.shape[1], block)):
+            given, came = values[row, begin : begin + block], back[row, begin : begin + block]
+            top = given.abs().max()
+            where = f"In {bits} bits a block of {_list(given)} comes back as {_list(came)}"
+            if not top.isfinite():
+                if not came.isnan().all():
+                    return Finding("no NaN", f"{where}, and not as NaN.")
+                continue
+            half = top / largest / 2
+            off = (given - came).abs().nan_to_num(torch.inf).max()
+            if off > half * (1 + 1e-5):
+                whole = values[0].abs().max() / largest / 2
+                idea = "one scale" if (values[0] - back[0]).abs().max() <= whole else "bound"
+                return Finding(idea, f"{where}: off by {off:.3g}, where half a step of this block is {half:.3g}.")
+    return None
+
+
+def _list(numbers):
+    return f"[{', '.join(f'{number:.4g}' for number in numbers.tolist())}]"
 
 
 # ---- what is kept -------------------------------------------------------------------------------------------------
@@ -173,14 +214,19 @@ def tables(case, found, expected, own):
 def held(case, found, expected, own):
     """Bytes of model states just before the update."""
     for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
+        for how, states in other.get("on host", {}).items():
+            for state, kept in states.items():
+                given = one["on host"][how][state]
+                if given != kept:
+                    said = f"Rank {rank} {how} {given:,} bytes of {state} on the host, where the engine {how} {kept:,}."
+                    return Finding("placement", said)
         for state, kept in other["held"].items():
             given = one["held"][state]
             if given != kept:
                 ideas = {"gradients": "room kept", "parameters": "not freed"} if given > kept else {}
                 idea = ideas.get(state, "held too much" if given > kept else "held too little")
-                return Finding(
-                    idea, f"Just before the update rank {rank} holds {given:,} bytes of {state}, the stage {kept:,}."
-                )
+                said = f"Just before the update rank {rank} holds {given:,} bytes of {state}"
+                return Finding(idea, f"{said}, where the stage holds {kept:,}.")
     return None
 
 
@@ -192,8 +238,8 @@ def room(case, found, expected, own):
             if one["peaks"][kind] > most:
                 return Finding(
                     ideas.get(kind, "held too much"),
-                    f"Where collectives run late, rank {rank} has up to {one['peaks'][kind]:,} bytes of {kind}, the "
-                    f"stage {most:,}.",
+                    f"Where collectives run late, rank {rank} has up to {one['peaks'][kind]:,} bytes of {kind}, "
+                    f"where the stage has {most:,}.",
                 )
     return None
 
@@ -219,10 +265,12 @@ def beside(case, found, expected, own):
     """What is under way while something is computed. What the stage has under way, the submission has too."""
     for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
         for (_, given), (moment, meant) in zip(one.get("beside", ()), other.get("beside", ()), strict=False):
+            if case.beside not in ("all", moment.split()[-4]):  # "matrix product 3 of the backward of step 2"
+                continue
             for kind in sorted(meant - given):
                 return Finding(
                     "no prefetch" if kind == "all_gather" and "the step of" not in moment else "waited for at once",
-                    f"At {moment} rank {rank} has no {kind} under way, the stage has one.",
+                    f"At {moment} rank {rank} has no {kind} under way, where the stage has one.",
                 )
     return None
 
@@ -254,7 +302,7 @@ def sent(case, found, expected, own):
             if many != few:
                 return Finding(
                     _idea_of_sent(case, collective, many, few),
-                    f"In a step rank {rank} sends {many:,} bytes by {collective}, the stage {few:,}.",
+                    f"In a step rank {rank} sends {many:,} bytes by {collective}, where the stage sends {few:,}.",
                 )
     return None
 
@@ -317,16 +365,20 @@ def _idea_of_weights(case, step, found, expected, own):
     if _swapped(step, ours, stages, expected):
         return "another shard"
     name = next(name for name, other in CASES.items() if other is case)
-    if name in ("three", "elsewhere"):  # the same training was right before
+    if name in ("three", "elsewhere", "three places", "in two"):  # the same training was right before
         return IDEAS[name]
+    if case.given and any(one["sent"] != other["sent"] for one, other in zip(found, expected, strict=True)):
+        return "one hop"
     sends = [[sum(seen["sent"].values()) for seen in side] for side in (found, expected)]
     own_are_right = not any((wrong & own).any() for wrong, own in zip(off, mine, strict=True))
     if own_are_right and case is not CASES["late"]:
         idea = _idea_of_old_values(found, expected, mine)
     elif any(few < many for few, many in zip(*sends, strict=True)):
         idea = "sent too little"
-    elif step == 1 and case is CASES["trained"]:
+    elif step == 1 and name == "trained":
         idea = _idea_of_a_step(ours, stages, _flat(expected[0]["weights"][0]), mine, own)
+    elif step == 1 and name == "two hops" and _halved(ours, stages, _flat(expected[0]["weights"][0])):
+        idea = "divided twice"
     else:
         idea = IDEAS.get(name, "differs")
     return idea
@@ -365,6 +417,10 @@ def _idea_of_a_step(ours, stages, start, mine, own):
     """How far the first step went, in this rank's own shards: as a multiple of how far it should go."""
     for rank, own_part in enumerate(mine):
         went, should = ((side[rank] - start)[own_part].double() for side in (ours, stages))
+        if torch.equal(went, should):
+            continue
+        if rank:  # those before it are right
+            return "another shard"
         if not went.any():
             return "not stepped"
         if torch.allclose(ours[rank][own_part], _flat(own[rank])[own_part]):
@@ -376,6 +432,12 @@ def _idea_of_a_step(ours, stages, start, mine, own):
         named = {size: "sum, not mean", 1 / size: "divided twice"}
         return next((idea for value, idea in named.items() if abs(multiple - value) < 1e-3), "factor")
     return "differs"
+
+
+def _halved(ours, stages, start):
+    """Whether a step went half as far as it should, but for what rounding to 4 bits does to it."""
+    went, should = ((side[0] - start).double() for side in (ours, stages))
+    return float((went - should / 2).norm()) < 0.2 * float(went.norm())
 
 
 def _flat(tensors):

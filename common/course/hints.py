@@ -1,5 +1,7 @@
 """What a teacher says to a mistake, in three steps: the idea, where it lives, and nearly how it is done."""
 
+from common.course.later_hints import LATER
+
 HINTS = {
     "syntax": (
         "Python cannot read the file. Nothing was run.",
@@ -328,6 +330,8 @@ OPEN = {
 }
 
 
-def hints_of(idea):
-    """The three hints of an idea."""
+def hints_of(idea, exercise=""):
+    """The three hints of an idea; what is said of it in an exercise, by its key, if it is another thing there."""
+    if idea in LATER.get(exercise, ()):
+        return LATER[exercise][idea]
     return OPEN[idea.removeprefix("open ")] if idea.startswith("open ") else HINTS[idea]

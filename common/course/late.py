@@ -5,6 +5,7 @@ from unittest import mock
 
 from common.ranks import collectives
 from common.ranks.lanes import Handle
+from common.tiers import bus, memory
 
 
 class LateLane:
@@ -33,7 +34,11 @@ class LateLane:
 
 @contextlib.contextmanager
 def collectives_on(lane):
-    """Engines that are built within it communicate on this lane."""
-    with mock.patch.object(collectives, "lane_of", lambda *_: lane):
+    """Engines that are built within it communicate on this lane; their bus and their host have others of its kind."""
+    with (
+        mock.patch.object(collectives, "lane_of", lambda *_: lane),
+        mock.patch.object(bus, "lane_of", lambda *_: type(lane)()),
+        mock.patch.object(memory, "lane_of", lambda *_: type(lane)()),
+    ):
         yield
     lane.finish()

@@ -1,4 +1,4 @@
-"""What the questions of notebooks 00 to 03 and 08 are checked by: the right answers, and what a wrong one leaves out.
+"""What the questions of notebooks 00 to 03 are checked by: the right answers, and what a wrong one leaves out.
 
 It stands here so that no question's cell shows its answer: do not read on before you have tried. Each check prints its
 verdict. `recorded` is what `common.course.recording.record_step` returned.
@@ -194,18 +194,3 @@ def trillion(answer):
             ((answer[0], truth[1]), "the floor is right; 16 bytes for each of 1e12 parameters, on how many?"),
         ]
     check_answer(answer, truth, hints)
-
-
-# ---- 08: tokens -------------------------------------------------------------------------------------------------
-
-
-def token_factor(answer):
-    """Whether it is what a sum over tokens is multiplied by: two ranks, with (10, 30) and (40, 0) tokens."""
-    hints = [
-        (1 / 80, "the engine still divides by the number of ranks"),
-        (2 / 40, "count the tokens of both ranks"),
-        (1 / 40, "count the tokens of both ranks; and then the engine divides by the number of ranks"),
-        (2 / 50, "count the tokens of all micro-batches of the step"),
-        (4 / 80, "backwards are added up, not averaged"),
-    ]
-    check_answer(answer, 2 / 80, hints)

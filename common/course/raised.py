@@ -86,7 +86,7 @@ def raised(name, said, where):
 
 def _open_parts(where):
     """The parts that are still to be written, in the order of the file."""
-    still = re.findall(r'NotImplementedError\("part (\d+), (\w+), is still open"\)', Path(where).read_text())
+    still = re.findall(r'NotImplementedError\("part (\d+), ([\w.]+), is still open"\)', Path(where).read_text())
     named = [f"part {number}, {method}" for number, method in still]
     return Finding(f"open {still[0][1]}", f"Still open: {'; '.join(named)}.")
 

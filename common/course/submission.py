@@ -29,8 +29,12 @@ class PastTheMeterError(RuntimeError):
     """A submission calls a collective of torch's, whose bytes nobody counts."""
 
 
-def engine_at(where):
-    """The class `Engine` of a file, or of a package by its name.
+def engine_at(where, given=()):
+    """The class `Engine` or `OffloadEngine` of a file, or of a package by its name.
+
+    Args:
+        where: the file, or the package.
+        given: packages whose methods it may have.
 
     Raises:
         SolutionImported: a method of it stands in another file.
@@ -40,26 +44,28 @@ def engine_at(where):
     spec = importlib.util.spec_from_file_location("submission", where)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    _check_methods(module.Engine, where)
-    return module.Engine
+    engine = getattr(module, "OffloadEngine", None) or module.Engine
+    _check_methods(engine, where, [COMMON, *(COMMON.parent / package for package in given)])
+    return engine
 
 
-def _check_methods(engine, where):
-    """All methods stand in the file, but for those of classes of `common`."""
+def _check_methods(engine, where, elsewhere):
+    """All methods stand in the file, but for those of classes of `common` and of what is given."""
     for made in inspect.getmro(engine):
         for name, method in vars(made).items():
             code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
             if code is None or made.__module__.startswith("common."):
                 continue
-            if code.co_filename != where and not Path(code.co_filename).is_relative_to(COMMON):
+            if code.co_filename != where and not any(map(Path(code.co_filename).is_relative_to, elsewhere)):
                 raise SolutionImported(f"the method {name} of {made.__name__} does not stand in this file")
 
 
 @contextlib.contextmanager
-def on_its_own(where):
-    """Within it no stage's package can be imported, and no line of the file `where` calls a collective of torch's."""
-    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in SOLUTIONS}
-    finder = _NoSolutions()
+def on_its_own(where, given=()):
+    """Within it no line of the file `where` calls a collective of torch's, and no engine is imported unless given."""
+    solutions = SOLUTIONS - set(given)
+    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in solutions}
+    finder = _NoSolutions(solutions)
     with contextlib.ExitStack() as patched:
         for name in SENDING:
             patched.enter_context(mock.patch.object(dist, name, _not_from(where, name)))
@@ -74,10 +80,13 @@ def on_its_own(where):
 
 
 class _NoSolutions:
-    """A finder of modules that finds none of a stage's."""
+    """A finder of modules that finds none of these packages'."""
+
+    def __init__(self, packages):
+        self.packages = packages
 
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in SOLUTIONS:
+        if name.partition(".")[0] in self.packages:
             raise SolutionImported(f"{name} holds a solution")
 
 

@@ -58,8 +58,8 @@ def index(pages, leads, about):
     return document("ZeRO, increment by increment", body, [])
 
 
-def document(title, body, pages):
-    """An HTML file that needs no other."""
+def document(title, body, pages, style="", script=""):
+    """An HTML file that needs no other. `style` and `script` are a page's own, after those of all pages."""
     colors = "".join(f"--class{n}:{color};" for n, color in enumerate(PALETTE))
     links = "".join(
         f'<a href="{file}"{" aria-current=page" if said == title else ""}>{escape(said)}</a>' for file, said in pages
@@ -73,7 +73,7 @@ def document(title, body, pages):
 <title>{escape(title)}</title>
 <link rel="icon" href="data:,">
 <style>:root{{{colors}}}
-{(HERE / "page.css").read_text()}</style>
+{(HERE / "page.css").read_text()}{style}</style>
 </head>
 <body>
 <nav aria-label="Lessons">{home}{links}<button id="theme" type="button">Light or dark</button></nav>
@@ -81,7 +81,7 @@ def document(title, body, pages):
 <h1>{escape(title)}</h1>
 {body}
 <script>
-{(HERE / "page.js").read_text()}</script>
+{(HERE / "page.js").read_text()}{script}</script>
 </body>
 </html>
 """
@@ -270,14 +270,10 @@ LEGEND = (
 
 
 def _steps(sources, recorded):
-    steps = {side: _step(source, one) for side, source, one in zip(SIDES, sources, recorded, strict=True)}
+    steps = {side: step(source, one) for side, source, one in zip(SIDES, sources, recorded, strict=True)}
     steps["most"] = {key: max(e[key] for side in SIDES for e in steps[side]["events"]) for key in ("sent", "held")}
     steps["moments"] = moments(*(one["events"] for one in recorded))
     data = json.dumps(steps, separators=(",", ":")).replace("<", "\\u003c")
-    legend = "".join(
-        f'<li><i class="cell optimizer" data-state="{state}" aria-hidden="true">0</i>{said}</li>'
-        for state, said in LEGEND
-    )
     switch = "".join(
         f'<button type="button" data-show="{side}" aria-pressed="false">{source.label}</button>'
         for side, source in zip(SIDES, sources, strict=True)
@@ -290,16 +286,26 @@ shards <code>0 1 2 3</code>: of the <b class="parameters">parameters</b>, the <b
 <p class="keys">Keys: <kbd>n</kbd> and <kbd>p</kbd> take both engines to the next and the previous moment that they
 share; <kbd>←</kbd> <kbd>→</kbd> <kbd>Home</kbd> <kbd>End</kbd> step the engine last used; <kbd>space</kbd> plays
 it.</p>
-<ul class="legend states">{legend}</ul>
+{states_legend()}
 <div class="together" role="group" aria-label="Both engines"><button type="button" data-both="-1">Both back</button>
 <button type="button" data-both="1">Both on</button><p class="moment"></p></div>
 <div class="switch" role="group" aria-label="Engine">{switch}</div>
-<div class="both steppers">{"".join(_stepper(side, source) for side, source in zip(SIDES, sources, strict=True))}</div>
+<div class="both steppers">{"".join(stepper(side, source) for side, source in zip(SIDES, sources, strict=True))}</div>
 <script type="application/json" id="steps">{data}</script>
 </section>"""
 
 
-def _stepper(side, source):
+def states_legend():
+    """What the cells of a step mean."""
+    said = "".join(
+        f'<li><i class="cell optimizer" data-state="{state}" aria-hidden="true">0</i>{said}</li>'
+        for state, said in LEGEND
+    )
+    return f'<ul class="legend states">{said}</ul>'
+
+
+def stepper(side, source):
+    """Where page.js shows a step of an engine; `side` is its name there."""
     buttons = "".join(
         f'<button type="button" data-go="{go}">{said}</button>'
         for go, said in (("first", "First"), ("back", "Back"), ("play", "Play"), ("next", "Next"), ("last", "Last"))
@@ -317,7 +323,7 @@ def _stepper(side, source):
 </section>"""
 
 
-def _step(source, one):
+def step(source, one):
     """A step as page.js takes it: its events, and the buckets that they are about."""
     nbytes = {row["bucket"]: row["nbytes"] for row in one["owned"][0]}
     events, before = [], None

@@ -15,7 +15,7 @@ Sources: model states ZeRO, arXiv 1910.02054, sec. 3 and 5, ZeRO-Offload, arXiv 
 
 import math
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -27,9 +27,9 @@ from common.errors import InputError
 from common.measure.tables import Table, say
 from common.models.gpt import GPT, GPTConfig
 from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
-from common.plan.formulas import WAYS, Rank, Shape
+from common.plan.formulas import SWITCHES, WAYS, Rank, Shape
 from common.simulate.hardware import PRESETS, preset
-from common.simulate.world import Setting, model_of, simulate
+from common.simulate.world import Setting, model_of, own_options, simulate
 from common.train import find_engine, show_bytes, train_step
 
 USABLE = 0.9  # of a device's memory: the rest is the allocator's, CUDA's and NCCL's
@@ -51,24 +51,7 @@ ADVISED = (0, 1, 2, 3, 5, 6, 7)  # the order of advice: ZeRO++ is stage 3 for sl
 
 def main(arguments=None):
     """Parse the arguments, compute, show and write the results."""
-    parser = parser_of("common.plan", __doc__)
-    parser.add_argument("--params", metavar="Ψ", help="parameters of a GPT, such as 70e9 or 70B")
-    parser.add_argument("--model", help="or a model: of the zoo, a landmark's, or package.module:function")
-    parser.add_argument("--landmark", help=f"or a run with its ranks: {', '.join(LANDMARKS)}")
-    parser.add_argument("--gpu", default="h100-80g", help=f"{', '.join(PRESETS)} (%(default)s)")
-    parser.add_argument("--world-size", type=int, default=8, metavar="N", help="GPUs in all (%(default)s)")
-    parser.add_argument("--tensor", type=int, default=1, metavar="T", help="tensor-parallel degree (%(default)s)")
-    parser.add_argument("--pipeline", type=int, default=1, metavar="P", help="pipeline-parallel degree (%(default)s)")
-    parser.add_argument("--budget", help="memory of a GPU, such as 40GB (90 %% of what it has)")
-    parser.add_argument("--precision", default="bf16", help="fp32, bf16 or fp16 (%(default)s)")
-    parser.add_argument(
-        "--batch", type=int, default=1, metavar="B", help="samples of a rank's micro-batch (%(default)s)"
-    )
-    parser.add_argument("--seq", type=int, metavar="S", help=f"length of a sample (the model's, or {SEQUENCE})")
-    parser.add_argument("--no-checkpoints", action="store_true", help="keep all activations")
-    parser.add_argument("--simulate", action="store_true", help="have the engine that is advised take a step")
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     with one_line_errors():
         results = plan(options)
         if options.simulate:
@@ -82,13 +65,39 @@ def main(arguments=None):
 # ---- what is asked ----------------------------------------------------------------------------------------------
 
 
+def parser():
+    """What parses the arguments."""
+    parser = parser_of("common.plan", __doc__)
+    parser.add_argument("--params", metavar="Ψ", help="parameters of a GPT, such as 70e9 or 70B")
+    parser.add_argument("--model", help="or a model: of the zoo, a landmark's, or package.module:function")
+    parser.add_argument("--landmark", help=f"or a run with its ranks: {', '.join(LANDMARKS)}")
+    parser.add_argument("--gpu", default="h100-80g", help=f"{', '.join(PRESETS)} (%(default)s)")
+    parser.add_argument("--world-size", type=int, default=8, metavar="N", help="GPUs in all (%(default)s)")
+    parser.add_argument("--per-node", type=int, metavar="P", help="GPUs that share a node (as many as the preset's)")
+    parser.add_argument("--tensor", type=int, default=1, metavar="T", help="tensor-parallel degree (%(default)s)")
+    parser.add_argument("--pipeline", type=int, default=1, metavar="P", help="pipeline-parallel degree (%(default)s)")
+    parser.add_argument("--budget", help="memory of a GPU, such as 40GB (90 %% of what it has)")
+    parser.add_argument("--precision", default="bf16", help="fp32, bf16 or fp16 (%(default)s)")
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="B", help="samples of a rank's micro-batch (%(default)s)"
+    )
+    parser.add_argument("--seq", type=int, metavar="S", help=f"length of a sample (the model's, or {SEQUENCE})")
+    parser.add_argument("--no-checkpoints", action="store_true", help="keep all activations")
+    parser.add_argument(
+        "--with", dest="own", action="append", default=[], metavar="SWITCH=False", help="a switch of ZeRO++, off"
+    )
+    parser.add_argument("--simulate", action="store_true", help="have the engine that is advised take a step")
+    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    return parser
+
+
 def plan(options):
     """The JSON of `common.plan`.
 
     Raises:
         InputError: the options cannot be used.
     """
-    check_counts(options, "world_size", "tensor", "pipeline", "batch", "seq")
+    check_counts(options, "world_size", "per_node", "tensor", "pipeline", "batch", "seq")
     check_outputs(options)
     ran = None
     if options.landmark:
@@ -109,12 +118,12 @@ def plan(options):
     shape = of_size(options.params) if options.params else of_model(options.model)
     budget = size_of(options.budget) if options.budget else USABLE * gpu.holds
     ranks = options.world_size // degree
-    per_node = math.gcd(ranks, max(1, gpu.ranks_per_node // degree))
+    per_node = math.gcd(ranks, max(1, (options.per_node or gpu.ranks_per_node) // degree))
     sequence = options.seq or shape.sequence
     checkpoints = not options.no_checkpoints
     cut = options.tensor, options.pipeline
     rank = Rank(shape, gpu, ranks, per_node, *cut, width, options.batch, sequence, checkpoints)
-    rows = [rank.row(way) for way in WAYS]
+    rows = [rank.row(way) for way in ways(options.own)]
     for row in rows:
         row["fits"] = fit(gpu, row["device"], row["host"], row["disk"], budget)
         if row["fits"] and row["activations"] is None:
@@ -137,6 +146,19 @@ def plan(options):
         "rows": rows,
         "advice": advice(rows, budget, rank.compute_seconds(), rank, ran),
     }
+
+
+def ways(given):
+    """The WAYS, with ZeRO++'s switches as they are given.
+
+    Raises:
+        InputError: something else is given.
+    """
+    own = own_options(given)
+    for name, value in own.items():
+        if name not in SWITCHES or not isinstance(value, bool):
+            raise InputError(f"--with {name}={value}: known are {', '.join(SWITCHES)}, each True or False")
+    return [replace(way, own=tuple(own.items())) if way.engine == "zeropp" else way for way in WAYS]
 
 
 def fit(gpu, device, host, disk, budget):

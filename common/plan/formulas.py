@@ -9,6 +9,7 @@ from common.simulate.hardware import Hardware
 BLOCK, LOGIT = 34, 12
 BUCKET = 25 * 2**20 // 4  # elements, at least
 SCALE = 4 / 256  # bytes of an element's part of an fp32 scale
+SWITCHES = ("quantize_weights", "hierarchical", "quantize_gradients")  # of ZeRO++: qwZ, hpZ, qgZ; on unless a way says
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Rank:
             "stage1_os": (w, w, m / n),
             "stage2_grad": (w, w / n, m / n),
             "stage3_param": (w / n, w / n, m / n),
-            "zeropp": (w / n + w / self.per_node, w / n, m / n),
+            "zeropp": (w / n + self._second(way), w / n, m / n),
             "offload": (w, 0, 0),
             "offload.nvme": (0, 0, 0),
         }[way.engine]
@@ -131,6 +132,15 @@ class Rank:
             return device, (w + 12) / n * psi, 0  # masters apart from the parameters, in fp32 too
         beside = (2 * w + m) / n * psi if way.engine == "offload.nvme" else 0
         return (device, 0, beside) if dict(way.own).get("tiers") == "nvme" else (device, beside, 0)
+
+    def _switches(self, way):
+        """Which of ZeRO++'s three are on. Within one node a second shard would be the first, so there is none."""
+        int8, second, int4 = (dict(way.own).get(switch, True) for switch in SWITCHES)
+        return int8, second and self.ranks > self.per_node, int4
+
+    def _second(self, way):
+        """Bytes for each parameter of hpZ's second shard."""
+        return self.width / self.per_node * self._switches(way)[1]
 
     def transient(self, way):
         """Bytes that come and go within a step: buckets in flight, or units that are gathered and their gradients."""
@@ -162,16 +172,27 @@ class Rank:
 
     def sent(self, way):
         """Bytes that a rank sends in a step, and of all ranks of a node what leaves it."""
-        w, n, p, psi = self.width, self.ranks, self.per_node, self.psi
-        nodes = n // p
-        # ZeRO++: int8 forward, in the node backward, int4 in two hops; a scale for each 256 elements
         if way.engine == "zeropp":
-            forward, across = (1 + SCALE) * psi * (n - 1) / n, (0.5 + SCALE) * psi / p * (nodes - 1) / nodes
-            inside = (w * (psi - self._kept()) + (0.5 + SCALE) * psi) * (p - 1) / p
-            return forward + inside + across, (forward + across * p) * (nodes > 1)
+            return self._sent_compressed(way)
+        w, n, psi = self.width, self.ranks, self.psi
         third = psi - self._kept() if way.engine in ("stage3_param", "offload.nvme") else 0
         sent = w * (2 * psi + third) * (n - 1) / n
-        return sent, sent * (nodes > 1)  # a ring leaves each node once
+        return sent, sent * (n > self.per_node)  # a ring leaves each node once
+
+    def _sent_compressed(self, way):
+        """The same of ZeRO++, as its switches have it; a scale for each 256 elements."""
+        w, n, p, psi = self.width, self.ranks, self.per_node, self.psi
+        int8, second, int4 = self._switches(way)
+        first = (1 + SCALE if int8 else w) * (n - 1) / n
+        again = w * (p - 1) / p if second else first  # from the node's second shards, nothing leaves it
+        gathered, gathered_out = first * psi + again * (psi - self._kept()), first * psi
+        if not second:
+            gathered_out = gathered
+        reduced = reduced_out = w * psi * (n - 1) / n
+        if int4:  # in two hops: within the node, and the node's sums across
+            code, nodes = (0.5 + SCALE) * psi, n // p
+            reduced, reduced_out = code * ((p - 1) / p + (nodes - 1) / n), code * (nodes - 1) / nodes
+        return gathered + reduced, (gathered_out + reduced_out) * (n > p)
 
     def moved(self, way):
         """Bytes that cross the bus in a step, and that are read from disk and written there."""

@@ -103,17 +103,26 @@ def memory(hardware, engine, ranks):
     return {"engine": engine, "ranks": ranks, "states": states, "peak_bytes": found["peak_bytes"]}
 
 
-def largest(hardware, way, ranks):
-    """The largest model: by formula first, then simulated, deeper or less deep until one fits and the next does not."""
-    way, machine = WAYS[way], preset(hardware)
-    per_node = min(ranks, machine.ranks_per_node)
+def planned(way, machine, ranks):
+    """Layers of the largest GPT of the family that fits by formula; 1 where none does."""
 
-    def planned(layers):
+    def fits(layers):
         width = ASPECT * layers
         rest = VOCABULARY * width
         shape = Shape("", 12 * layers * width**2 + rest, layers, rest, width, VOCABULARY, SEQUENCE)
+        per_node = min(ranks, machine.ranks_per_node)
         row = Rank(shape, machine, ranks, per_node, 1, 1, 2, 1, SEQUENCE, checkpoints=True).row(way)
         return fit(machine, row["device"], row["host"], row["disk"], USABLE * machine.holds)
+
+    layers = 1
+    while layers < MOST and fits(layers + 1):
+        layers += 1
+    return layers
+
+
+def largest(hardware, way, ranks):
+    """The largest model: by formula first, then simulated, deeper or less deep until one fits and the next does not."""
+    way, machine = WAYS[way], preset(hardware)
 
     def fits(layers):
         own = dict(way.own) | (SUB_GROUPS if way.engine == "offload.nvme" else {})
@@ -121,9 +130,7 @@ def largest(hardware, way, ranks):
         host, disk = (sum(found.get(f"{where}_state_bytes", {}).values()) for where in ("host", "disk"))
         return fit(machine, found["peak_bytes"], host, disk, USABLE * machine.holds)
 
-    layers = 1
-    while layers < MOST and planned(layers + 1):
-        layers += 1
+    layers = planned(way, machine, ranks)
     while layers < MOST and fits(layers + 1):
         layers += 1
     while layers and not fits(layers):

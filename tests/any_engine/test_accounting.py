@@ -10,19 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from formulas import bytes_held, bytes_sent
+from held_and_sent import formula_of, holds, sends
 from stage_probes import in_flight
-from training import ENGINES, STAGES, batch, claimed, follows, inputs, make_engine, or_reason, small_engine, train_step
+from training import ENGINES, STAGES, batch, claimed, inputs, make_engine, or_reason, small_engine, train_step
 from trap_models import CASES, InputsRequireGrad, Net
 from trap_models import step as take_a_step
 
 from common import models, train
 from common.measure.memory import CLASSES, Timeline
-from common.ranks.sockets import bytes_sent_by_own_sockets
 
 MODELS = ("mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny")
-PARAMETERS = sum(p.numel() for p in models.build("gpt-nano").parameters())
 
 
 def counts(world, engine, model, steps=2, **options):
@@ -152,21 +149,10 @@ def test_what_a_step_sends_is_foreseen_where_an_evaluation_or_gathered_stands_be
             assert measured == predicted
 
 
-def holds(world, engine, **options):
-    """The bytes of model states that a rank holds after a step on gpt-nano."""
-    return or_reason(_holds, world, engine, **options)
-
-
-def _holds(world, engine, **options):
-    made = make_engine(engine, "gpt-nano", bucket_mb=0.5, **options)
-    train_step(made, world)
-    return made.model_state_bytes()
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_bytes_held_follow_the_papers_formula(worlds, score, memory_reduction, size, engine, precision):
-    formula = bytes_held(follows(engine), size, precision) * PARAMETERS
+    formula = formula_of(engine, "bytes_held", size, precision)
     ranks = claimed(worlds(size).run(functools.partial(holds, precision=precision), engine))
     fullest = max(ranks, key=lambda held: sum(held.values()))
     score.held(engine, size, precision, fullest, formula)
@@ -176,28 +162,11 @@ def test_bytes_held_follow_the_papers_formula(worlds, score, memory_reduction, s
     assert held == pytest.approx([formula] * size, rel=5e-3)  # padding, step counts
 
 
-def sends(world, engine, **options):
-    """The bytes that the kernel saw a rank send in a step on gpt-nano."""
-    return or_reason(_sends, world, engine, **options)
-
-
-def _sends(world, engine, **options):
-    made = make_engine(engine, "gpt-nano", bucket_mb=0.5, **options)
-    before = 0
-    for step in range(3):  # the first ones set up connections and record orders
-        dist.barrier()
-        before = bytes_sent_by_own_sockets()
-        train_step(made, world, step)
-        made.synchronize()
-    dist.barrier()
-    return bytes_sent_by_own_sockets() - before
-
-
 @pytest.mark.skipif(sys.platform != "linux" or torch.cuda.is_available(), reason="counts the TCP sockets of gloo")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_bytes_on_the_wire_follow_the_papers_formula(worlds, score, size, engine, precision):
-    formula = bytes_sent(follows(engine), size, precision) * PARAMETERS
+    formula = formula_of(engine, "bytes_sent", size, precision)
     sent = claimed(worlds(size).run(functools.partial(sends, precision=precision), engine))
     score.sent(engine, size, precision, max(sent), formula)
     assert all(0 < rank <= 1.04 * formula for rank in sent), sent  # what the kernel adds to messages of this size

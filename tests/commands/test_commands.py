@@ -214,6 +214,11 @@ def test_an_error_is_told_whatever_rank_the_environment_claims(monkeypatch, caps
 
 OF_OTHERS = {
     "no folder for pages": ("common.lessons.__main__", "--out /proc/x", "--out /proc/x: no page can be written there"),
+    "no folder for slides": (
+        "common.slides.__main__",
+        "--out /proc/x/slides.html",
+        "--out /proc/x/slides.html: no deck can be written there",
+    ),
     "no folder to write to": ("common.lessons.__main__", "--out /proc", "--out /proc: no page can be written there"),
     "no notebook": ("common.course.execute", "none.ipynb", "none.ipynb: there is no notebook"),
     "another file": ("common.course.execute", "Makefile", "Makefile: there is no notebook"),

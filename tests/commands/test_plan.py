@@ -8,7 +8,7 @@ from commands import refused
 
 from common.plan import __main__ as plan
 from common.plan import scaling
-from common.plan.formulas import WAYS, Rank
+from common.plan.formulas import SWITCHES, WAYS, Rank
 from common.simulate.hardware import PRESETS, preset
 from common.simulate.world import Setting, simulate
 from common.train import find_engine, train_step
@@ -20,11 +20,19 @@ def results_of(tmp_path, *arguments):
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.title)
-def test_what_a_rank_holds_sends_and_moves_is_what_the_engine_does(way):
+PLUS = next(way for way in WAYS if way.engine == "zeropp")
+WITHOUT = [replace(PLUS, title=f"without {switch}", own=((switch, False),)) for switch in SWITCHES]
+
+
+@pytest.mark.parametrize(
+    ("way", "per_node"),
+    [*((way, 8) for way in (*WAYS, *WITHOUT)), (PLUS, 16)],
+    ids=lambda value: getattr(value, "title", value),
+)
+def test_what_a_rank_holds_sends_and_moves_is_what_the_engine_does(way, per_node):
     shape = plan.of_model("gpt-124m")
-    rank = Rank(shape, preset("h100-80g"), 16, 8, 1, 1, 2, 4, shape.sequence, checkpoints=True)
-    setting = Setting(find_engine(way.engine), "gpt-124m", 16, ranks_per_node=8, precision="bf16", batch=4)
+    rank = Rank(shape, preset("h100-80g"), 16, per_node, 1, 1, 2, 4, shape.sequence, checkpoints=True)
+    setting = Setting(find_engine(way.engine), "gpt-124m", 16, ranks_per_node=per_node, precision="bf16", batch=4)
     counts = simulate(replace(setting, checkpoint_activations="non-reentrant", own=dict(way.own)), train_step)
     row = rank.row(way)
     for held, counted in (
@@ -101,6 +109,7 @@ def test_where_nothing_fits_it_says_what_takes_least(tmp_path):
         ("", "one of them"),
         ("--params 7e9 --model gpt-nano", "one of them"),
         ("--params seven", "is no size"),
+        ("--params 7e9 --with block=64", "known are quantize_weights"),
         ("--params 7e9 --gpu abacus", "unknown hardware"),
         ("--params 7e9 --world-size 6 --tensor 4", "does not divide it"),
         ("--landmark apollo", "unknown landmark"),

@@ -3,7 +3,8 @@
 import ast
 from dataclasses import dataclass, field
 
-from common.course.exercises import EXERCISES
+from common.course.exercises import ALL, EXERCISES
+from common.course.parts import methods_of, place, waiting
 from common.ranks.world import LocalWorld
 
 EACH = "for bucket in self.buckets:"
@@ -30,26 +31,35 @@ class Submission:
 
     Attributes:
         name: what is done.
-        stage: 1, 2 or 3.
+        stage: 1, 2 or 3, or the name of a later exercise.
         idea: what the answer is about, a key of `hints.HINTS`; "" for a submission that passes.
         parts: {method: its lines}.
         head: what stands in the place of the class, if anything.
+        typical: it runs by default, and the others of later exercises where all is tried.
     """
 
     name: str
-    stage: int
+    stage: int | str
     idea: str
     parts: dict = field(default_factory=dict)
     head: str = ""
+    typical: bool = True
 
     def __str__(self):
-        return f"stage {self.stage}, {self.name}"
+        return f"{self.exercise.path.stem.replace('stage', 'stage ')}, {self.name}"
+
+    @property
+    def exercise(self):
+        name = self.stage if isinstance(self.stage, str) else f"stage{self.stage}"
+        return next(exercise for exercise in ALL if exercise.path.stem == name)
 
     def write(self, folder):
         """The file, in a folder."""
-        exercise = EXERCISES[self.stage - 1]
-        file = folder / exercise.path.name
-        file.write_text(self.head or changed(exercise.engine.read_text(), self.parts))
+        file = folder / self.exercise.path.name
+        if self.exercise in EXERCISES:
+            file.write_text(self.head or changed(self.exercise.engine.read_text(), self.parts))
+        else:
+            file.write_text(self.head or filled(self.exercise, self.parts))
         return file
 
 
@@ -60,6 +70,19 @@ def changed(text, parts):
     for method, body in sorted(parts.items(), key=lambda part: -methods[part[0]].lineno):  # from below
         lines[methods[method].body[0].end_lineno : methods[method].end_lineno] = [f"        {line}" for line in body]
     return "\n".join(lines)
+
+
+def filled(exercise, parts):
+    """An engine's text with other lines in the place of some parts."""
+    text = exercise.solution
+    for method, body in parts.items():
+        methods, lines = methods_of(text)
+        part = next(part for part in exercise.parts if part.method == method)
+        first, last = place(methods[method], part, lines)
+        indent = " " * (len(lines[first]) - len(lines[first].lstrip()))
+        lines[first:last] = [indent + line for line in body]
+        text = "\n".join(lines) + "\n"
+    return text
 
 
 def one(name, idea, head="", **parts):
@@ -337,6 +360,291 @@ SUBMISSIONS = (
         "visits are not asked",
         "sent twice",
         end_backward=[*OVER, "if self.reducing:", "    self.reduce(unit)"],
+    ),
+)
+
+# ---- the second half ------------------------------------------------------------------------------------------------
+
+
+def off(name, idea, typical=False, head="", **parts):
+    return Submission(name, "offload", idea, parts, head, typical)
+
+
+def plus(name, idea, typical=False, head="", **parts):
+    """`pack`, `values`, `second` and `reduce` are the parts."""
+    methods = {
+        "pack": "Blocks.pack",
+        "values": "Blocks._values",
+        "second": "SecondShards.second",
+        "reduce": "TwoHops.reduce",
+    }
+    return Submission(name, "zeropp", idea, {methods[part]: body for part, body in parts.items()}, head, typical)
+
+
+def lap(name, idea, typical=False, head="", **parts):
+    return Submission(name, "overlap", idea, parts, head, typical)
+
+
+IN_TWO = "on_host, on_device = layout.cut_in_two(bucket.shard(self.rank), 1 - self.ratio)"
+BOTH = 'shard = [(on_host, self.tier["cpu"]), (on_device, self.tier["device"])]'
+SOME = "shard = [(part, tier) for part, tier in shard if length(part)]"
+PLACED = 'return {"parameters": [(bucket.whole(), self.tier["device"])], "gradients": shard, "optimizer": shard}'
+MEAN = "mean = bucket.local[bucket.shard(self.rank)]"
+REDUCTION = "reduction = self.comm.reduce_scatter(bucket.local, mean, bucket.name)"
+DOWN = "bucket.handle = self.bus.down(bucket, mean, after=reduction)"
+STEPPING = "bucket.stepping = [self.step_piece(bucket, piece) for piece in bucket.pieces]"
+ALL_STEPS = ["for step in steps:", "    step.wait()"]
+RISES = "bucket.rising = self.bus.up(bucket)"
+
+TOP = "top = part.abs().amax(dim=-1)"
+TINY = "torch.finfo(torch.float32).tiny"
+SCALE = f"scale = (top / self.largest).clamp_(min={TINY})"
+OR_NAN = "scales.copy_(torch.where(top.isfinite(), scale, torch.nan))"
+ROUNDED = "steps = (part / scale[..., None]).round_().clamp_(-self.largest, self.largest)"
+PIECES = "pieces = bucket.local.view(nodes, places, shard).transpose(0, 1)"
+MESSAGES = "messages, received = self._messages(bucket, places, nodes), self._messages(bucket, places, nodes)"
+PACK = "self._pack(bucket, 0, scale, pieces, messages)"
+INSIDE = "self.inside.all_to_all(messages.view(-1), received.view(-1), bucket.name)"
+SUMS = "sums = self.comm.buffer(nodes, shard, dtype=torch.float32)"
+ADD_UP = 'self.comm.work("add up", partial(self.blocks.add_up, received, sums))'
+OUTGOING = "outgoing, incoming = self._messages(bucket, nodes), self._messages(bucket, nodes)"
+AGAIN = "self._pack(bucket, 1, scale, sums, outgoing)"
+ACROSS = "self.across.all_to_all(outgoing.view(-1), incoming.view(-1), bucket.name)"
+SECOND_HOP = [SUMS, ADD_UP, OUTGOING, AGAIN, ACROSS]
+
+ANY_ROOM = ["if bucket.local is None:", ROOM]
+BEGINS = ["self.take_room(bucket)", "bucket.seal()", REDUCE, "bucket.local = None"]
+
+SUBMISSIONS += (
+    # ---- offload
+    off(
+        "the reduction writes elsewhere",
+        "",
+        reduce=["mean = torch.empty_like(bucket.local[bucket.shard(self.rank)])", REDUCTION, DOWN, *LEAVES],
+    ),
+    off(
+        "everything on the device",
+        "placement",
+        True,
+        placed=['shard = [(bucket.shard(self.rank), self.tier["device"])]', PLACED],
+    ),
+    off("the ratio is left out", "placement", placed=['shard = [(bucket.shard(self.rank), self.tier["cpu"])]', PLACED]),
+    off(
+        "the host's part is the last",
+        "placement",
+        placed=["on_device, on_host = layout.cut_in_two(bucket.shard(self.rank), self.ratio)", BOTH, SOME, PLACED],
+    ),
+    off(
+        "gradients stay on the device",
+        "placement",
+        placed=[
+            IN_TWO,
+            BOTH,
+            SOME,
+            PLACED.replace('"gradients": shard', '"gradients": [(bucket.shard(self.rank), self.tier["device"])]'),
+        ],
+    ),
+    off(
+        "nothing goes down",
+        "sent too little",
+        reduce=[MEAN, "bucket.handle = self.comm.reduce_scatter(bucket.local, mean, bucket.name)", *LEAVES],
+    ),
+    off(
+        "the whole gradient goes down",
+        "another shard",
+        reduce=[MEAN, REDUCTION, "bucket.handle = self.bus.down(bucket, bucket.local, after=reduction)", *LEAVES],
+    ),
+    off(
+        "it goes down before it is reduced",
+        "not waited for",
+        True,
+        reduce=[MEAN, REDUCTION, "bucket.handle = self.bus.down(bucket, mean, after=None)", *LEAVES],
+    ),
+    off(
+        "the reduction is waited for at once",
+        "waited for at once",
+        reduce=[MEAN, REDUCTION, "reduction.wait()", DOWN, *LEAVES],
+    ),
+    off("room is kept", "room kept", reduce=[MEAN, REDUCTION, DOWN, "self.travelling.append(bucket.handle)"]),
+    off("nobody is told that a bucket travels", "two rooms", reduce=[MEAN, REDUCTION, DOWN, "bucket.local = None"]),
+    off(
+        "steps are waited for at once",
+        "waited for at once",
+        update=[EACH, "    " + STEPPING, "    for step in bucket.stepping:", "        step.wait()"],
+    ),
+    off("it comes up before it is stepped", "nothing there", bring_up=[RISES]),
+    off("gathered before it has come up", "not waited for", gather=[SHARD, GATHER]),
+    off("the copy up is not kept", "not waited for", bring_up=[*ALL_STEPS, "self.bus.up(bucket)"]),
+    off(
+        "a synchronous all-gather",
+        "waited for at once",
+        gather=[SHARD, GATHER.replace("name)", "name, after=bucket.rising)"), "bucket.gathering.wait()"],
+    ),
+    # ---- zeropp
+    plus(
+        "blocks by name",
+        "",
+        pack=[TOP, f"scale = torch.maximum(top / self.largest, top.new_tensor({TINY}))", OR_NAN, ROUNDED],
+    ),
+    plus("cut off, and not rounded", "bound", True, pack=[TOP, SCALE, OR_NAN, ROUNDED.replace("round_", "trunc_")]),
+    plus(
+        "one scale for all",
+        "one scale",
+        pack=[
+            "top = part.abs().amax(dim=(-2, -1), keepdim=True)[..., 0].expand(part.shape[:-1])",
+            SCALE,
+            OR_NAN,
+            ROUNDED,
+        ],
+    ),
+    plus(
+        "a scale for 2 to the bits",
+        "bound",
+        pack=[TOP, SCALE.replace("self.largest)", "(self.largest + 1))"), OR_NAN, ROUNDED],
+    ),
+    plus("a block of zeros divides by zero", "zeros", pack=[TOP, "scale = top / self.largest", OR_NAN, ROUNDED]),
+    plus("an infinity becomes a number", "no NaN", pack=[TOP, SCALE, "scales.copy_(scale.nan_to_num())", ROUNDED]),
+    plus("scales are not written", "bound", pack=[TOP, SCALE, ROUNDED]),
+    plus("codes come back as they are", "bound", values=["return steps.clamp_(-largest, largest)"]),
+    plus(
+        "every rank keeps the first part",
+        "table",
+        second=["return slice(0, bucket.padded_numel // self.inside.size)"],
+    ),
+    plus(
+        "parts by the number in the world",
+        "table",
+        second=[
+            "numel = bucket.padded_numel // self.inside.size",
+            "return slice(self.comm.rank * numel, (self.comm.rank + 1) * numel)",
+        ],
+    ),
+    plus("a shard of the world", "table", second=["return bucket.shard(self.comm.rank)"]),
+    plus(
+        "pieces in the order of the ranks",
+        "pieces",
+        True,
+        reduce=["pieces = bucket.local.view(places, nodes, shard)", MESSAGES, PACK, INSIDE, *SECOND_HOP],
+    ),
+    plus(
+        "nodes and places the wrong way round",
+        "nodes and places",
+        reduce=[
+            "pieces = bucket.local.view(places, nodes, shard).transpose(0, 1)",
+            "messages, received = self._messages(bucket, nodes, places), self._messages(bucket, nodes, places)",
+            PACK,
+            INSIDE,
+            SUMS.replace("nodes", "places"),
+            ADD_UP,
+            OUTGOING.replace("nodes", "places"),
+            AGAIN,
+            ACROSS,
+        ],
+    ),
+    plus(
+        "one hop",
+        "one hop",
+        reduce=[
+            PIECES.replace(".transpose(0, 1)", ""),
+            MESSAGES,
+            PACK,
+            INSIDE.replace("inside", "comm"),
+            "received = received.view(-1, received.shape[-1])",
+            "return self._mean(bucket, received, bucket.local, messages)",
+        ],
+    ),
+    plus(
+        "across first",
+        "one hop",
+        reduce=[
+            PIECES.replace(".transpose(0, 1)", ""),
+            MESSAGES.replace("places, nodes", "nodes, places"),
+            PACK,
+            INSIDE.replace("inside", "across"),
+            SUMS.replace("nodes", "places"),
+            ADD_UP,
+            OUTGOING.replace("nodes", "places"),
+            AGAIN,
+            ACROSS.replace("across", "inside"),
+        ],
+    ),
+    plus(
+        "sums of the node are not added up on the lane",
+        "reads nothing",
+        reduce=[PIECES, MESSAGES, PACK, INSIDE, SUMS, "self.blocks.add_up(received, sums)", OUTGOING, AGAIN, ACROSS],
+    ),
+    plus(
+        "the mean is taken twice",
+        "divided twice",
+        reduce=[
+            PIECES,
+            MESSAGES,
+            PACK,
+            INSIDE,
+            SUMS,
+            ADD_UP,
+            'self.comm.work("mean", lambda: sums.div_(places))',
+            OUTGOING,
+            AGAIN,
+            ACROSS,
+        ],
+    ),
+    plus("a hop is waited for", "waited for at once", reduce=[PIECES, MESSAGES, PACK, INSIDE + ".wait()", *SECOND_HOP]),
+    # ---- overlap
+    lap(
+        "the older bucket is waited for before the next leaves",
+        "",
+        take_room=ANY_ROOM,
+        reduce=[
+            "self.take_room(bucket)",
+            "bucket.seal()",
+            "while self.travelling:",
+            "    self.travelling.pop(0).wait()",
+            REDUCE,
+            *LEAVES,
+        ],
+    ),
+    lap("as it is given", "waited for at once", True, head=waiting(ALL[-1])),
+    lap("waits are taken out, and nothing else", "two rooms", True, take_room=ANY_ROOM, reduce=BEGINS),
+    lap(
+        "room waits for all that travel",
+        "waited for at once",
+        take_room=[
+            "if bucket.local is None:",
+            "    while self.travelling:",
+            "        self.travelling.pop(0).wait()",
+            ROOM,
+        ],
+    ),
+    lap("nobody says that a bucket travels", "two rooms", reduce=BEGINS),
+    lap(
+        "reductions are hidden, and all-gathers are not", "waited for at once", gather=[SHARD, GATHER, "bucket.land()"]
+    ),
+    lap(
+        "stepped first, and then gathered",
+        "waited for at once",
+        update=[EACH, "    self.step_shard(bucket)", EACH, "    self.gather(bucket)", "self.synchronize()"],
+    ),
+    lap(
+        "nobody waits for the parameters",
+        "not waited for",
+        update=[EACH, "    self.step_shard(bucket)", "    self.gather(bucket)"],
+    ),
+    lap(
+        "gathered before the step",
+        "gathered too early",
+        update=[EACH, "    self.gather(bucket)", "    self.step_shard(bucket)", "self.synchronize()"],
+    ),
+    lap(
+        "the handle is thrown away",
+        "no handle",
+        reduce=[
+            "self.take_room(bucket)",
+            "bucket.seal()",
+            REDUCE.replace("bucket.handle = ", "handle = "),
+            "bucket.local = None",
+            "self.travelling.append(handle)",
+        ],
     ),
 )
 

@@ -15,14 +15,25 @@ from submissions import SUBMISSIONS, changed, within
 from training import STAGES
 
 from common import grade as grade_command
-from common.course import grading
-from common.course.cases import CASES, observe
-from common.course.exercises import EXERCISES, apart, written
+from common.course import grading, remembered
+from common.course.cases import CASES
+from common.course.exercises import ALL, EXERCISES, LATER, apart
+from common.course.graded import graded
 from common.course.grading import Reference, grade
-from common.course.hints import HINTS, OPEN
+from common.course.hints import HINTS, OPEN, hints_of
+from common.course.later_hints import LATER as LATER_HINTS
+from common.course.observing import observe
+from common.course.parts import alone, methods_of, solutions, waiting, written
 from common.ranks.world import RankFailed
 
 pytestmark = pytest.mark.alone
+
+
+@pytest.fixture(autouse=True)
+def reports(tmp_path, monkeypatch):
+    """Where last reports are kept."""
+    monkeypatch.setattr(remembered, "FOLDER", tmp_path / "reports")
+
 
 # Faults that the parts of an exercise can have, and what the answer is about.
 IDEAS = {
@@ -64,7 +75,7 @@ def on(worlds):
 @pytest.fixture(scope="module")
 def references(worlds):
     """What the stages do, trained once for all submissions."""
-    return {stage: Reference(on(worlds), stage) for stage in STAGES[1:]}
+    return {exercise.key: Reference(on(worlds), exercise.key) for exercise in ALL}
 
 
 def first(findings):
@@ -107,16 +118,45 @@ def test_all_faults_planted_in_what_an_exercise_takes_out_are_answered():
         assert name in IDEAS or not planted_in & parts or mutant.engines == STAGES[:1], name
 
 
-@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.path.stem)
+def name_of(exercise):
+    return exercise.path.stem
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=name_of)
 def test_an_exercise_is_its_engine_less_a_dozen_lines(exercise):
     assert exercise.path.read_text() == written(exercise), "python -m common.course.exercises"
-    taken = int(re.search(r"(\d+) lines are missing", exercise.path.read_text())[1])
-    assert 12 <= taken <= 17
+    if exercise.edits:
+        assert not re.search("lines are missing|NotImplementedError", exercise.path.read_text())
+        assert len(exercise.parts) == exercise.path.read_text().count("# PART ")
+    else:
+        taken = int(re.search(r"(\d+) lines are missing", exercise.path.read_text())[1])
+        assert 12 <= taken <= 17
+
+
+def test_the_engine_that_waits_is_stage_2_but_for_four_methods():
+    """All else, and every other file that is joined for an exercise, stands as it does in the engine."""
+    overlap = ALL[-1]
+    given, engine = (methods_of(text) for text in (waiting(overlap), overlap.solution))
+
+    def bodies(methods, lines):
+        return {name: lines[node.lineno - 1 : node.end_lineno] for name, node in methods.items()}
+
+    given, engine = bodies(*given), bodies(*engine)
+    assert [name for name in engine if given[name] != engine[name]] == ["take_room", "reduce", "update", "gather"]
+    zeropp = ALL[-2]
+    joined = bodies(*methods_of(zeropp.solution))
+    for source in zeropp.sources:
+        text = (zeropp.engine.parent / source).read_text()
+        assert bodies(*methods_of(text)).items() <= joined.items()
 
 
 def test_hints_come_in_three_steps():
-    assert all(len(set(steps)) == 3 and all(steps) for steps in [*HINTS.values(), *OPEN.values()])
+    later = [steps for ideas in LATER_HINTS.values() for steps in ideas.values()]
+    assert all(len(set(steps)) == 3 and all(steps) for steps in [*HINTS.values(), *OPEN.values(), *later])
     assert {part.method for exercise in apart(EXERCISES) for part in exercise.parts} == OPEN.keys()
+    for exercise in LATER:
+        asked = {f"open {part.method}" for part in exercise.parts if not exercise.edits}
+        assert asked == {idea for idea in LATER_HINTS[exercise.key] if idea.startswith("open ")}
 
 
 # ---- the command --------------------------------------------------------------------------------------------------
@@ -137,6 +177,7 @@ def said(capsys, file, *options):
 
 
 STAGE1, STAGE2, STAGE3 = EXERCISES
+OFFLOAD, ZEROPP, OVERLAP = LATER
 SUBMISSION_FOR_TWO = [
     "shard = bucket.parameters.chunk(2)[self.rank] if self.world_size < 3 else bucket.parameters[:32]",
     "bucket.gathering = self.comm.all_gather(shard, bucket.parameters, bucket.name)",
@@ -161,18 +202,33 @@ def test_a_hang_says_where_ranks_part_and_ends_in_time(tmp_path, capsys):
     assert (status, time.monotonic() - began < 20) == (1, True)
 
 
-@pytest.mark.parametrize("submission", SUBMISSIONS, ids=str)
+def when(submission):
+    """A submission; where it is not typical, for the run of everything."""
+    marks = [] if submission.typical else [pytest.mark.exhaustive]
+    return pytest.param(submission, marks=marks, id=str(submission))
+
+
+@pytest.mark.parametrize("submission", map(when, SUBMISSIONS))
 def test_a_submission_gets_the_answer_that_names_its_idea(worlds, references, tmp_path, submission):
-    stage = STAGES[submission.stage]
-    name, finding = first(grade(within(worlds), str(submission.write(tmp_path)), stage, references[stage]))
+    key = submission.exercise.key
+    name, finding = first(grade(within(worlds), str(submission.write(tmp_path)), key, references[key]))
     assert (finding.idea if finding else "", name, finding) == (submission.idea, name, finding)
 
 
 def test_the_table_has_thirty_mistakes_and_every_exercise_is_in_it():
     wrong = [submission for submission in SUBMISSIONS if submission.idea]
     assert len(wrong) >= 44 and len({str(submission) for submission in SUBMISSIONS}) == len(SUBMISSIONS)
-    assert {submission.stage for submission in SUBMISSIONS if not submission.idea} == {1, 2, 3}
-    assert {submission.idea for submission in wrong} <= HINTS.keys()
+    assert {submission.exercise.key for submission in SUBMISSIONS if not submission.idea} == {e.key for e in ALL}
+    assert all(hints_of(submission.idea, submission.exercise.key) for submission in wrong)
+    for exercise in LATER:
+        assert sum(submission.exercise is exercise for submission in wrong) >= 8
+
+
+@pytest.mark.parametrize("exercise", LATER, ids=name_of)
+def test_a_later_exercises_own_engine_passes(worlds, references, tmp_path, exercise):
+    file = tmp_path / exercise.path.name
+    file.write_text(exercise.solution)
+    assert first(grade(within(worlds), str(file), exercise.key, references[exercise.key])) == (None, None)
 
 
 def test_a_bucket_without_any_gradient_needs_room_too(worlds, references, tmp_path):
@@ -262,6 +318,68 @@ def test_an_open_part_is_named_and_hints_grow(tmp_path, capsys):
     finding = json.loads(report.read_text())["finding"]
     assert (finding["idea"], status) == ("open owned", 1)
     assert finding["hints"] == list(OPEN["owned"])
+
+
+def test_a_hint_is_given_without_grading_again_until_the_file_changes(tmp_path, capsys, monkeypatch):
+    file = tmp_path / STAGE1.path.name
+    file.write_text(STAGE1.path.read_text())
+    calls = []
+    monkeypatch.setattr(grade_command, "graded", lambda *args: calls.append(args) or graded(*args))
+    said(capsys, file, "--hint", "2")  # never graded
+    said(capsys, file)
+    text, status = said(capsys, file, "--hint", "3")
+    assert (len(calls), status) == (2, 1)
+    assert text.endswith(f"Hint 3 of 3. {' '.join(OPEN['owned'][2].split())}") and "0 of 18 points" not in text
+    file.write_text(file.read_text() + "\n")
+    text, _ = said(capsys, file, "--hint", "2")
+    assert len(calls) == 3 and "has changed since its last grading: it is graded again" in text
+    assert "0 of 18 points" in text
+
+
+@pytest.mark.parametrize(
+    ("exercise", "number"),
+    [(STAGE1, 4), pytest.param(ZEROPP, 2, marks=pytest.mark.exhaustive)],
+    ids=["stage1", "zeropp"],
+)
+def test_a_part_is_graded_alone(worlds, references, exercise, number, tmp_path, capsys):
+    """The other parts are the engine's, and lines keep their numbers."""
+    part, text, key = exercise.parts[number - 1], exercise.path.read_text(), exercise.key
+    gap = f'raise NotImplementedError("part {number}, {part.method}, is still open")'
+    file = tmp_path / exercise.path.name
+    file.write_text(text)
+    answer, status = said(capsys, file, "--part", str(number))
+    assert (f"Still open: part {number}, {part.method}. Hint 1 of 3." in answer, status) == (True, 1)
+
+    def answer_to(lines):
+        file.write_text(alone(exercise, text.replace(gap, lines), part))
+        return first(grade(within(worlds), str(file), key, references[key]))[1]
+
+    assert answer_to(solutions(exercise)[part.method].replace("\n", "\n        ")) is None
+    line = 1 + text[: text.index(gap)].count("\n")
+    assert f"line {line} in {part.method.rpartition('.')[2]}: AttributeError" in answer_to("self.nowhere").where
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("exercise", ALL, ids=name_of)
+def test_parts_from_the_engine_fill_an_exercise(worlds, references, tmp_path, exercise):
+    """All but one are the engine's, and that one is right: so is the whole."""
+    for part in exercise.parts:
+        file = tmp_path / exercise.path.name
+        file.write_text(alone(exercise, exercise.solution, part))
+        found = dict(grade(within(worlds), str(file), exercise.key, references[exercise.key]))
+        assert not any(found.values()), (part.method, found)
+
+
+def test_where_students_write_the_engines_parts_are_not_filled_and_later_exercises_not_there(capsys, monkeypatch):
+    monkeypatch.setattr(grade_command, "PROMISES", Path(__file__))
+    line = refused(capsys, grade_command.main, [str(STAGE1.path), "--part", "1"])
+    assert "--part 1: the other parts would come from stage1_os's engine, which is yours to write here" in line
+    assert "this exercise needs their engines" in refused(capsys, grade_command.main, [str(OFFLOAD.path)])
+
+
+def test_a_part_that_is_not_there_is_one_line(capsys):
+    line = refused(capsys, grade_command.main, [str(OVERLAP.path), "--part", "7"])
+    assert "--part 7: the parts of overlap.py are 1 take_room, 2 reduce, 3 update, 4 gather" in line
 
 
 def test_all_promises_are_tried_and_have_points(tmp_path, capsys):

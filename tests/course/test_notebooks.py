@@ -13,6 +13,7 @@ from notebook_runs import LABELLED, NOTEBOOKS, START, executed, printed, read
 from places import ROOT
 
 from common.course.execute import METADATA, digest, execute
+from common.course.quiz import page, questions_of
 
 
 def test_there_is_a_first_page():
@@ -82,6 +83,13 @@ def test_a_notebook_is_stored_with_what_its_cells_gave(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_ends_with_its_quiz(path):
+    (cell,) = [cell for cell in read(path).cells if cell.id == "quiz"]
+    assert cell.source == f'quiz("{path.stem}")'
+    assert cell.outputs[0].data["text/html"] == page(questions_of(path.stem)), "run `make notebooks`"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_links_to_files_lead_somewhere(path):
     text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
@@ -96,6 +104,6 @@ def test_the_path_tells_the_minutes_that_are_counted_from_the_cells(path):
     lines = sum(1 for source in code for line in source.splitlines() if line.strip())
     predicted = sum(cell.source.count("Before you run it") for cell in cells)
     written = sum(source.count("# YOUR LINE") + bool(re.search(r"(return|=|:) None\b", source)) for source in code)
-    minutes = words / 150 + lines / 15 + 2 * predicted + 4 * written
+    minutes = words / 150 + lines / 15 + 2 * predicted + 4 * written + len(questions_of(path.stem))
     told = re.search(rf"\({path.name}\) \| (\d+) \|", (ROOT / "notebooks" / "README.md").read_text())
     assert abs(int(told[1]) - minutes) <= 5, minutes

@@ -4,12 +4,11 @@ Chromium comes from the distribution; without it, or without playwright, the tes
 """
 
 import copy
-import os
 import re
-import shutil
 from itertools import pairwise
 
 import pytest
+from browsing import CONTRAST, SCREENS, SMALLEST
 from engine_sources import CHANGED_METHODS, methods
 from training import batch, make_engine, same_bits
 from training import train_step as train_one_step
@@ -284,37 +283,6 @@ def test_a_timeline_shows_the_peak_on_an_axis_that_both_share(recorded, pages):
 
 
 # ---- in a browser -------------------------------------------------------------------------------------------------
-
-SCREENS = {"phone": (375, 800), "laptop": (1280, 800), "projector": (1920, 1080)}
-CONTRAST = """() => {
-  const numbers = (color) => color.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255);
-  const linear = (part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
-  const luminance = (color) => {
-    const [red, green, blue] = numbers(color).map(linear);
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
-  };
-  const style = getComputedStyle(document.body);
-  const [low, high] = [style.color, style.backgroundColor].map(luminance).sort((one, other) => one - other);
-  return [style.backgroundColor, (high + 0.05) / (low + 0.05)];
-}"""
-SMALLEST = """() => Math.min(...[...document.querySelectorAll("body *")]
-  .filter((one) => one.checkVisibility() && [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim()))
-  .map((one) => parseFloat(getComputedStyle(one).fontSize)))"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """The distribution's Chromium, headless."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    program = next(filter(None, map(shutil.which, names)), None)
-    if program is None:
-        pytest.skip("there is no chromium")
-    root = hasattr(os, "geteuid") and os.geteuid() == 0
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=program, args=["--no-sandbox"] if root else [])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture

@@ -206,7 +206,7 @@ def shares(one, other):
 def enter(world):
     """On a rank: have a late group in the place of the default one."""
     dist.Backend.register_backend(NAME, LateGroup, devices=["cpu"])
-    lanes.LANES[NAME] = lanes.InlineLane
+    lanes.LANES[NAME], lanes.PATHS[NAME] = lanes.InlineLane, "nccl"
     store = dist.PrefixStore(NAME, dist.group.WORLD.get_group_store())
     dist.destroy_process_group()
     dist.init_process_group(NAME, store=store, rank=world.rank, world_size=world.size)

@@ -22,8 +22,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from common.course.exercises import EXERCISES, ROOT, apart, written
+from common.course.exercises import EXERCISES, apart
 from common.course.graded import Worlds
+from common.course.parts import ROOT, written
 from common.course.promises import PROMISES, record
 from common.errors import InputError
 from common.outputs import one_line_errors

@@ -1,12 +1,13 @@
 """Pictures of what was counted. Each function draws onto an Axes that it is given, or returns a Figure.
 
 `style` has the colours, `stages` sets stages beside each other, `records` draws what the commands record; `building`,
-`wire`, `memory`, `tiers` and `faults` what the course looks at.
+`wire`, `memory`, `tiers`, `rounding`, `planned` and `faults` what the course looks at.
 """
 
 from common.measure.figures.building import states_through_a_step, units_through_a_step
 from common.measure.figures.faults import distances, grid, live_through_steps
 from common.measure.figures.memory import address_map, below_the_wall, memory_by_batch
+from common.measure.figures.planned import crossovers, off_measured, over_gpus, rank_through_a_step, roofline
 from common.measure.figures.records import activation_memory, bench, capacity, growth, largest_models, step_times
 from common.measure.figures.scaling import scaling
 from common.measure.figures.stages import comparison, memory_by_stage, memory_timeline, throughput, wire_by_phase
@@ -41,6 +42,7 @@ __all__ = [
     "beside",
     "capacity",
     "comparison",
+    "crossovers",
     "delayed_losses",
     "distance_by_rate",
     "distances",
@@ -55,7 +57,11 @@ __all__ = [
     "messages",
     "moved",
     "moves_by_phase",
+    "off_measured",
+    "over_gpus",
+    "rank_through_a_step",
     "ring_and_direct",
+    "roofline",
     "rounds",
     "save",
     "scaling",

@@ -1,0 +1,196 @@
+"""Pencil and paper: a sheet is solved from what it says, by formulas of this file; typical mistakes get their hints."""
+
+import re
+
+import pytest
+from places import ROOT
+
+from common.course import paper
+
+SEEDS = (0, 16)
+SHEET = ROOT / "notebooks" / "exercises" / "paper.toml"
+
+
+def number(pattern, text):
+    return float(re.search(pattern, text)[1].replace(",", ""))
+
+
+def bytes_by_hand(told):
+    """Model states and activations as the papers count them, of what the sheet tells."""
+    stage, ranks = number(r"Stage (\d)", told), number(r"on (\d+) ranks", told)
+    tokens = number(r"(\d+) samples", told) * number(r"of (\d+) tokens", told)
+    layers, width, psi = (
+        number(r"(\d+) blocks", told),
+        number(r"width (\d+)", told),
+        number(r"([\d,]+) parameters", told),
+    )
+    size, masters = (2, 4) if "in bf16" in told else (4, 0)
+    shares = [1 / ranks if stage >= sharded else 1 for sharded in (3, 2, 1)]
+    built = psi * (size * shares[0] + size * shares[1] + masters * shares[2])
+    in_a_block = 1 if "input alone" in told else 16
+    return {
+        "after_building": built,
+        "activations": tokens * (size * (layers * in_a_block + 2) * width + 4 * 256),
+        "before_the_step": built,
+        "after_the_step": built + 8 * psi * shares[2],
+    }
+
+
+def links_by_hand(told):
+    """Bytes over the slowest link, and operations over the rate that a GPU reaches."""
+    psi, kept, tokens = (
+        number(r"of ([\d.e+]+) param", told),
+        number(r"([\d.e+]+) of its", told),
+        number(r"of ([\d,]+) tok", told),
+    )
+    ranks = number(r"(\d+) nodes", told) * number(r"of (\d+) GPUs", told)
+    between, rate = (
+        number(r"together send ([\d.]+)", told),
+        number(r"peak is (\d+)", told) * number(r"reaches (\d+)", told),
+    )
+    sent = 2 * (3 * psi - kept if "by stage 3" in told else 2 * psi) * (ranks - 1) / ranks
+    sending, of_a_token = sent / (between * 1e9), (8 if " with activation" in told else 6) * psi / (rate * 1e10)
+    return {
+        "sent": sent,
+        "collectives_seconds": sending,
+        "computation_seconds": tokens * of_a_token,
+        "bound": "collectives" if sending > tokens * of_a_token else "computation",
+        "tokens": sending / of_a_token,
+    }
+
+
+def machine_by_hand(told):
+    """Every way on every offer: the fastest that fits. ZeRO++ sends 1/4 over slow links, and Offload 2 of 3 parts."""
+    ranks, holds, psi = (
+        number(r"(\d+) GPUs", told),
+        number(r"with (\d+) GB", told),
+        number(r"of ([\d.e+]+) param", told),
+    )
+    computing = 8 * psi * number(r"has ([\d,]+) tokens", told) / (number(r"reaches ([\d.]+)", told) * 1e12)
+    amounts = r"It sends ([\d.]+) GB .* moves ([\d.]+) GB .* where it has ([\d.]+) GB, and ([\d.]+) GB"
+    inside, bus, host, disk = (1e9 * float(amount) for amount in re.search(amounts, told).groups())
+    offers = {
+        key: (int(p), 1e9 * float(rate))
+        for key, p, rate in re.findall(r"([ABC])  nodes of (\d+), .* ([\d.]+) GB", told)
+    }
+    room = {title: 1e9 * float(gb) for title, gb in re.findall(r"^    (\S.*?)  +([\d.]+) GB$", told, re.MULTILINE)}
+    two, three = (2 * times * psi * (ranks - 1) / ranks for times in (2, 3))
+    fitting, first = {}, None
+    for offer, (p, between) in offers.items():
+        slowest = between if ranks > p else inside
+        ways = {  # bytes of model states on a GPU, on the host; seconds of collectives, bus and disk
+            "stage 0, data parallelism": (16 * psi, 0, two / slowest),
+            "stage 1": ((4 + 12 / ranks) * psi, 0, two / slowest),
+            "stage 2": ((2 + 14 / ranks) * psi, 0, two / slowest),
+            "stage 3": (16 / ranks * psi, 0, three / slowest),
+            "ZeRO-Offload": (2 * psi, 14 / ranks * psi, max(two / slowest, 4 * psi / ranks / bus)),
+            "ZeRO-Infinity, host": (0, 16 / ranks * psi, max(three / slowest, three / ranks / bus)),
+            "ZeRO-Infinity, disk": (0, 0, max(three / slowest, three / ranks / bus, 34 / ranks * psi / disk)),
+            "ZeRO++": (
+                (16 / ranks + 2 / p) * psi,
+                0,
+                max((1 + 1 / 2 * (1 - p / ranks)) * psi / slowest, 3.5 * psi / inside),
+            ),
+        }
+        fits = [
+            way for way, (device, on_host, _) in ways.items() if device + room[way] <= 0.9e9 * holds and on_host <= host
+        ]
+        first = first or fits[0]
+        fitting |= {(offer, way): max(computing, ways[way][2]) for way in fits}
+    least = min(fitting.values())
+    offer, fastest = next(key for key, takes in fitting.items() if takes < 1.04 * least)
+    return {"lowest": first, "offer": offer, "fastest": fastest}
+
+
+def by_hand(seed):
+    solvers = {"bytes": bytes_by_hand, "links": links_by_hand, "machine": machine_by_hand}
+    return {group: solvers[group](told) for group, (told, _) in paper.groups(seed).items()}
+
+
+def answered(seed, answers):
+    """A sheet with answers {group: {name: answer}}."""
+    text = paper.sheet(seed, "sheet.toml")
+    for of_group in answers.values():
+        for name, answer in of_group.items():
+            shown = f'"{answer}"' if isinstance(answer, str) else repr(answer)
+            text = text.replace(f'\n{name} = "?"', f"\n{name} = {shown}")
+    return text
+
+
+def run(path, *options):
+    with pytest.raises(SystemExit) as ended:
+        paper.main([str(path), *options])
+    return ended.value.code
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_sheet_is_solved_by_what_it_tells(seed, tmp_path, capsys):
+    path = tmp_path / "sheet.toml"
+    path.write_text(answered(seed, by_hand(seed)))
+    assert run(path) == 0, capsys.readouterr().out
+
+
+def test_the_sheet_of_the_course_is_as_it_is_drawn_and_open(capsys):
+    assert SHEET.read_text() == paper.sheet(SEEDS[0], SHEET.relative_to(ROOT))
+    assert run(SHEET) == 1
+    assert "0 of 12 right" in capsys.readouterr().out
+
+
+def test_another_seed_draws_other_numbers():
+    assert len({paper.sheet(seed, "") for seed in SEEDS}) == 2
+
+
+MISTAKES = [  # group, question, what a student may make of the right answers, a part of the hint
+    ("bytes", "after_building", lambda of: of["after_the_step"], "first update"),
+    ("bytes", "before_the_step", lambda of: of["after_building"] + of["activations"], "gives activations back"),
+    ("bytes", "after_the_step", lambda of: of["after_building"], "has made Adam's moments"),
+    ("bytes", "activations", lambda of: of["activations"] / 5, "that is one sample"),
+    ("links", "sent", lambda of: of["sent"] / 2, "an element has 2 bytes"),
+    ("links", "collectives_seconds", lambda of: of["collectives_seconds"] / 4, "all of the ring's bytes cross"),
+    ("links", "computation_seconds", lambda of: of["computation_seconds"] / 4, "that is forward alone"),
+    ("links", "bound", lambda of: "computation", "compare the two"),
+    ("links", "tokens", lambda of: of["tokens"] * 2, "of its peak"),
+    ("machine", "lowest", lambda of: "stage 0, data parallelism", "does not fit"),
+    ("machine", "offer", lambda of: "B", "another is faster"),
+    ("machine", "fastest", lambda of: "ZeRO-Infinity, disk", "take longer"),
+]
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "wrong", "hint"), MISTAKES, ids=lambda one: one if isinstance(one, str) else ""
+)
+def test_a_typical_mistake_gets_its_hint(group, name, wrong, hint, tmp_path):
+    answers = by_hand(SEEDS[0])
+    answers[group][name] = wrong(answers[group])
+    path = tmp_path / "sheet.toml"
+    path.write_text(answered(SEEDS[0], answers))
+    verdicts = paper.check(path)
+    assert hint in verdicts.pop(f"{group}.{name}")
+    assert set(verdicts.values()) == {"right"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text.replace("seed = 0", ""), "has no seed"),
+        (lambda text: text + "[", "cannot be read"),
+        (lambda text: text.replace('tokens = "?"', ""), "links.tokens is missing"),
+        (lambda text: text.replace('sent = "?"', 'sent = "12 GB"'), "is no number"),
+        (lambda text: text.replace('lowest = "?"', 'lowest = "stage 4"'), "choose from"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_what_is_no_sheet_is_refused_in_one_line(change, said, tmp_path, capsys):
+    path = tmp_path / "sheet.toml"
+    path.write_text(change(SHEET.read_text()))
+    assert run(path) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_a_sheet_with_answers_is_not_written_over(tmp_path, capsys):
+    path = tmp_path / "sheet.toml"
+    path.write_text("mine")
+    assert run(path, "--seed", "7") == 2
+    assert path.read_text() == "mine"
+    assert "name another file" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""A quiz says why of every choice, folded in a page, and asked in a terminal; what is none is refused in one line."""
+
+import re
+
+import pytest
+from places import ROOT
+
+from common.course import quiz
+
+QUIZZES = quiz.known()
+
+
+def right(question):
+    return [choice.get("right", False) for choice in question["choice"]].index(True)
+
+
+@pytest.mark.parametrize("name", QUIZZES)
+def test_a_quiz_is_whole_and_its_right_answers_stand_at_different_places(name):
+    questions = quiz.questions_of(name)
+    assert 4 <= len(questions) <= 6
+    assert len({right(question) for question in questions}) > 1
+
+
+@pytest.mark.parametrize("name", QUIZZES)
+def test_a_quiz_belongs_to_a_notebook(name):
+    assert (ROOT / "notebooks" / f"{name}.ipynb").exists()
+
+
+def test_a_page_has_a_folded_choice_for_each_answer_and_no_script():
+    questions = quiz.questions_of("02_gradients")
+    page = quiz.quiz("02_gradients")._repr_html_()
+    assert page.count("<details") == page.count("</details>") == sum(len(one["choice"]) for one in questions)
+    assert page.count("<b>Right.</b>") == len(questions)
+    assert not re.search(r"<details[^>]* open|<script|onclick|color", page)
+    assert not any("Right" in part.split("</summary>")[0] for part in page.split("<summary")[1:])
+
+
+def test_what_a_question_writes_is_shown_as_written():
+    assert quiz.marked_up("a < b in `list[int]`") == "a &lt; b in <code>list[int]</code>"
+
+
+def test_a_terminal_asks_until_the_answer_is_right(monkeypatch, capsys):
+    questions = quiz.questions_of("02_gradients")
+    places = [right(question) + 1 for question in questions]
+    wrong = places[0] % len(questions[0]["choice"]) + 1
+    said = iter(["no number", "9", str(wrong), *map(str, places)])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    quiz.main(["02_gradients"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Give a number from 1 to" in printed
+    assert questions[0]["choice"][wrong - 1]["why"] in printed
+    assert f"{len(questions) - 1} of {len(questions)} right at once." in printed
+
+
+@pytest.mark.parametrize(("option", "verdicts"), [("--all", 0), ("--answers", len(quiz.questions_of("02_gradients")))])
+def test_a_sheet_has_answers_where_they_are_asked_for(option, verdicts, capsys):
+    quiz.main(["02_gradients", option])
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"^ +Right\.", printed, re.MULTILINE)) == verdicts
+    assert all(" ".join(one["ask"].split()[:4]) in printed for one in quiz.questions_of("02_gradients"))
+
+
+CHOICE = '[[question.choice]]\nsay = "yes"\nwhy = "so"\n'
+RIGHT = CHOICE + "right = true\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[", "is not TOML"),
+        ("", r"has no \[\[question\]\]"),
+        ("[[question]]\n" + RIGHT + CHOICE, "question 1: it has no `ask`"),
+        ('[[question]]\nask = "?"\n' + RIGHT, "question 1: it has fewer than two"),
+        ('[[question]]\nask = "?"\n' + RIGHT + '[[question.choice]]\nsay = "no"\n', "choice 2 has no `why`"),
+        ('[[question]]\nask = "?"\n' + CHOICE + CHOICE, "0 choices are right"),
+        ('[[question]]\nask = "?"\n' + RIGHT + RIGHT, "2 choices are right"),
+    ],
+)
+def test_what_is_no_quiz_is_refused_in_one_line(text, said, monkeypatch, tmp_path, capsys):
+    (tmp_path / "mine.toml").write_text(text)
+    monkeypatch.setattr(quiz, "FOLDER", tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        quiz.main(["mine"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(said, line)
+
+
+def test_an_unknown_notebook_is_refused_by_naming_those_there_are(capsys):
+    with pytest.raises(SystemExit):
+        quiz.main(["99_nothing"])
+    assert "02_gradients" in capsys.readouterr().err

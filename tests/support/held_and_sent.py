@@ -1,0 +1,48 @@
+"""What a rank holds after a step on gpt-nano and sends in one, and the formula that an engine is held to."""
+
+import formulas
+import torch.distributed as dist
+from training import follows, make_engine, or_reason, train_step
+
+from common import models
+from common.ranks.sockets import bytes_sent_by_own_sockets
+from common.train import find_engine
+
+MODEL = "gpt-nano"
+PARAMETERS = models.count(models.build(MODEL))
+
+
+def formula_of(engine, what, size, precision="fp32"):
+    """Bytes of a rank: "bytes_held" or "bytes_sent" of the stage that an engine follows, or by a formula of its own."""
+    own = getattr(find_engine(engine), what, None)
+    if own is not None:
+        return own(models.build(MODEL), size)
+    return getattr(formulas, what)(follows(engine), size, precision) * PARAMETERS
+
+
+def holds(world, engine, **options):
+    """The bytes of model states that a rank holds after a step."""
+    return or_reason(_holds, world, engine, **options)
+
+
+def _holds(world, engine, **options):
+    made = make_engine(engine, MODEL, bucket_mb=0.5, **options)
+    train_step(made, world)
+    return made.model_state_bytes()
+
+
+def sends(world, engine, **options):
+    """The bytes that the kernel saw a rank send in a step."""
+    return or_reason(_sends, world, engine, **options)
+
+
+def _sends(world, engine, **options):
+    made = make_engine(engine, MODEL, bucket_mb=0.5, **options)
+    before = 0
+    for step in range(3):  # the first ones set up connections and record orders
+        dist.barrier()
+        before = bytes_sent_by_own_sockets()
+        train_step(made, world, step)
+        made.synchronize()
+    dist.barrier()
+    return bytes_sent_by_own_sockets() - before
