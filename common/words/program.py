@@ -40,6 +40,7 @@ def main(library, configuration, rounded, losses_file):
     if dist.get_rank() == 0:
         with open(losses_file, "w") as file:
             json.dump(losses, file)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
