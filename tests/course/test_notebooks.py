@@ -20,7 +20,15 @@ def test_there_is_a_first_page():
     assert START in NOTEBOOKS
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+# A third of what all pages take: two nodes, a trillion parameters, steps on five machines.
+LONG = ("10_zeropp", "12_scale", "13_when")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.exhaustive] if path.stem in LONG else []) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs_and_draws_its_pictures(path):
     pictures = 0
     for cell in executed(path).cells:
