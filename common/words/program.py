@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import sys
 
 import torch
@@ -40,7 +41,8 @@ def main(library, configuration, rounded, losses_file):
     if dist.get_rank() == 0:
         with open(losses_file, "w") as file:
             json.dump(losses, file)
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # at an ordinary end a thread of DeepSpeed's aborts the process now and then
 
 
 if __name__ == "__main__":
