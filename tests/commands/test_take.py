@@ -1,0 +1,66 @@
+"""An engine that is taken away needs nothing of this repository, and is the engine."""
+
+import subprocess
+import sys
+
+import pytest
+from commands import refused
+
+from common.take import judge, main
+from common.train import ENGINES
+
+TRAIN = """
+import importlib, sys
+import torch, torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, sys.argv[1])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for package in sys.argv[2:]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    engine = importlib.import_module(package).Engine(model, torch.optim.SGD)
+    losses = []
+    for _ in range(3):
+        loss = engine(torch.ones(2, 4)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert losses[2] < losses[0], losses
+assert not [name for name in sys.modules if name.split(".")[0] in ("common", "offload", "zeropp", "stage3_param")]
+"""
+
+
+def test_every_engine_trains_where_there_is_no_other_common(tmp_path):
+    packages = {name: name.replace(".", "_") + "_taken" for name in ENGINES}
+    for name, package in packages.items():
+        main([name, str(tmp_path / package), "--no-verdict"])
+        assert name in (tmp_path / package / "__init__.py").read_text()
+        assert (tmp_path / package / "LICENSE").exists()
+    command = [sys.executable, "-I", "-c", TRAIN, str(tmp_path), *packages.values()]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-1000:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("stage4", "mine"), "stage4: give one of stage0_ddp"),
+        (("stage1_os", "my-zero"), "'my-zero' cannot be imported"),
+        (("stage1_os", "nowhere/mine"), "there is no folder nowhere"),
+        (("stage1_os", "here"), "here is there already"),
+    ],
+)
+def test_what_cannot_be_taken_is_told_in_one_line(tmp_path, monkeypatch, capsys, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    assert words in refused(capsys, main, [*arguments, "--no-verdict"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_suite_judges_the_copy(tmp_path, name):
+    package = tmp_path / "taken_to_be_judged"
+    main([name, str(package), "--no-verdict"])
+    assert "passed" in judge(package)
+    assert "failed" not in (package / "VERDICT.txt").read_text()
