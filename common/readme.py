@@ -74,7 +74,6 @@ def pages():
     }
     texts["common/words/README.md"] = {
         "keys": importlib.import_module("common.words.deepspeed.keys").table().markdown(),
-        "beside": _table("common.words.beside", "words_deepspeed.json"),
     }
     texts |= {page_of(row["engine"]): {"measured": stage_table(demo, row)} for row in demo["rows"]}
     texts["offload/README.md"] |= {

@@ -4,7 +4,7 @@ Where they do, a second row takes the cause away: then they are equal to the bit
 DeepSpeed is installed into a folder of its own. That takes the package index and some minutes, of which DeepSpeed's own
 building takes most.
 
-    python -m common.words.beside --json results/words_deepspeed.json
+    python -m common.words.beside --json results/local/words_deepspeed.json
 """
 
 import itertools
@@ -30,9 +30,13 @@ ROOT = Path(__file__).parent.parent.parent
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}}
 SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 1e-2}}
 WAYS = {  # what a script does -> what it adds to the configuration
-    "plain": {},
-    "2 micro-batches, a scheduler": {"gradient_accumulation_steps": 2, "scheduler": SCHEDULER},
-    "clipped": {"gradient_clipping": 0.5},
+    "plain": {"gradient_clipping": 0.0},
+    "2 micro-batches, a scheduler": {
+        "gradient_accumulation_steps": 2,
+        "scheduler": SCHEDULER,
+        "gradient_clipping": 0.0,
+    },
+    "clipped": {},
 }
 CAUSES = {
     "first weights": "DeepSpeed rounds the model to bf16 and then copies its masters; here these are as it was built",

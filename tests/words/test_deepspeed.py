@@ -161,6 +161,7 @@ def test_a_harmless_key_is_listed_and_changes_nothing(key):
         assert (found.engine, found.options, found.batch) == (bare.engine, bare.options, bare.batch)
 
 
+CLIPPED = {"left out": {}, "0": {"gradient_clipping": 0}, "0.5": {"gradient_clipping": 0.5}}
 BAD = {
     "a batch that is not its parts": (
         {"train_batch_size": 30, "gradient_accumulation_steps": 2},
@@ -211,6 +212,13 @@ def test_auto_follows_from_the_rest():
     made = settings({**USUAL, **auto, "bf16": {"enabled": "auto"}}, 4, torch.bfloat16)
     assert (made.batch.step, made.batch.accumulate, made.options["precision"]) == (32, 1, "bf16")
     assert settings({"train_batch_size": 64, "gradient_accumulation_steps": 2}, 4, torch.float32).batch.micro == 8
+
+
+def test_a_gradient_is_clipped_to_1_unless_the_configuration_says_otherwise():
+    limits = {
+        value: settings({**USUAL, **said}, 2, torch.float32).options["clip_norm"] for value, said in CLIPPED.items()
+    }
+    assert limits == {"left out": 1.0, "0": float("inf"), "0.5": 0.5}
 
 
 def initialize(world, arguments):

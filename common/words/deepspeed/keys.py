@@ -50,7 +50,7 @@ KEYS = [
             "train_batch_size": "samples of a step; must be micro-batch x accumulation x ranks",
             "train_micro_batch_size_per_gpu": "samples of a micro-batch on a rank; what the loader gives",
             "gradient_accumulation_steps": "micro-batches of a step: backward() divides by it, step() counts them",
-            "gradient_clipping": "clip_norm; 0 does not clip",
+            "gradient_clipping": "clip_norm; 1.0 where it is left out, and 0 does not clip",
             "steps_per_print": "how often rank 0 prints the step, the rate and the loss scale",
             "optimizer.type": "Adam, AdamW, SGD, Adagrad and others of torch.optim that work element by element",
             "optimizer.params": "its arguments; Adam decouples weight decay unless adam_w_mode is false",

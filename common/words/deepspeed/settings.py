@@ -93,7 +93,7 @@ def settings(config, world_size, built_in):
     get = Values(obeyed)
     engine, own = engine_of(get)
     precision = precision_of(get, built_in)
-    clip = get("gradient_clipping", 0.0)
+    clip = get("gradient_clipping", 1.0)  # as it is documented
     options = {"precision": precision, **own}
     # Without a limit nothing is clipped, and the norm is there for get_global_grad_norm().
     options["clip_norm"] = float(clip) if clip else math.inf
@@ -245,12 +245,12 @@ def optimizer_of(name, arguments):
     """
     arguments = dict(arguments)
     if name.lower() in ("adam", "adamw"):
-        arguments.pop("torch_adam", None)
+        fused = not arguments.pop("torch_adam", False)
         decoupled = arguments.pop("adam_w_mode", True) or name.lower() == "adamw"
         if not arguments.pop("bias_correction", True):
             raise InputError("'optimizer.params.bias_correction' false is refused: torch's Adam corrects it")
-        made = partial(torch.optim.AdamW if decoupled else torch.optim.Adam, fused=True)
-        arguments = {"weight_decay": 0.0, **arguments}
+        made = partial(torch.optim.AdamW if decoupled else torch.optim.Adam, fused=fused)
+        arguments = {**({"weight_decay": 0.0} if fused else {}), **arguments}  # DeepSpeed's own, and torch's default
     else:
         made = getattr(torch.optim, name, None)
         if not (inspect.isclass(made) and issubclass(made, torch.optim.Optimizer)):
