@@ -219,7 +219,7 @@ def _difference(pair, colored, recorded, reasons):
         noted = "".join(f"<div><dt>{what}</dt><dd>{inline(text)}</dd></div>" for what, text in said)
         noted = f'<dl class="note">{noted}</dl>'
     hunks = "".join(_hunk(hunk, colored) for hunk in pair.hunks)
-    return f"""<article class="pair {pair.status}" data-name="{pair.name}" id="{_anchor(pair)}">
+    return f"""<article class="pair {pair.status}" id="{_anchor(pair)}" data-name="{pair.name}">
 <h3>{name} <span class="status">{pair.status}</span></h3>{noted}
 <div class="lines">{hunks}</div>
 </article>
