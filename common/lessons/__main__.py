@@ -9,12 +9,14 @@ from common.lessons import page, recording
 from common.lessons.sources import Source
 from common.outputs import one_line_errors
 
-# (the engine before, the engine after). The steps of offload, offload.nvme and zeropp are not among them: what they
-# hold on a host, on disk or in second shards, and what they send in two hops, `events` does not see yet.
+# (the engine before, the engine after)
 INCREMENTS = [
     ("stage0_ddp", "stage1_os"),
     ("stage1_os", "stage2_grad"),
     ("stage2_grad", "stage3_param"),
+    ("stage2_grad", "offload"),
+    ("stage3_param", "offload.nvme"),
+    ("stage3_param", "zeropp"),
 ]
 
 
@@ -70,7 +72,7 @@ def write(out, increments, recorded):
     """
     about = described(next(iter(recorded.values())))
     sources = {pair: [Source(name) for name in pair] for pair in increments}
-    links = [(file_of(pair), f"{before.label} to {after.label.lower()}") for pair, (before, after) in sources.items()]
+    links = [(file_of(pair), page.title(before, after)) for pair, (before, after) in sources.items()]
     leads = [page.inline(after.paragraphs[0]) for _, after in sources.values()]
     pages = {"index.html": page.index(links, leads, about)}
     for pair in increments:

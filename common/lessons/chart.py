@@ -2,10 +2,13 @@
 
 from html import escape
 
-from common.measure.figures.style import PHASES
+from common.measure.figures.style import DISK_COLOR, HOST_COLOR, PALETTE, PHASES
 from common.measure.memory import CLASSES
 from common.train import show_bytes
 
+NAMES = (*CLASSES, "second shards", "staging buffers")  # the number of a class is that of its colour
+COLORS = (*PALETTE, HOST_COLOR, DISK_COLOR)
+STACKED = ("parameters", "second shards", *NAMES[1:7], "staging buffers")  # from the bottom up
 COLUMNS = 240  # drawn of a step; each is that of its operations which holds most, so that no peak is lost
 WIDTH, HEIGHT = 960, 400  # units of the drawing, which is stretched to its place
 
@@ -15,50 +18,76 @@ def peak(samples):
     return _highest(samples)[1]
 
 
-def timeline(title, samples, top):
+def timeline(title, samples, top, beside=None):
     """A figure of live bytes by class through one step.
 
     Args:
         title: what it shows.
         samples: [(phase, {class: bytes})], as `common.measure.memory.Timeline` has them.
         top: bytes at the top of the axis, so that several figures have the same.
+        beside: {area: samples} of the host and the disk, drawn beside it on the same axis.
 
     Returns:
         HTML. The axes' numbers stand beside the drawing, as text that keeps its size.
     """
+    peaks = [f"{show_bytes(sum(peak(samples).values()))} at the peak"]
+    more = ""
+    for area, found in (beside or {}).items():
+        peaks.append(f"{area} {show_bytes(sum(peak(found).values()))}")
+        said = f"{title}: what rank 0 has on the {area} through the same step, {_held(peak(found))}."
+        more += f'<div class="plot narrow">{_ticks(top, "")}{_drawing(said, found, top)}'
+        more += f'<span class="along">{area}</span></div>'
+    return f"""<figure class="timeline">
+<figcaption><strong>{escape(title)}</strong>: {", ".join(peaks)}</figcaption>
+<div class="plots"><div class="plot"><span class="unit">live MB</span>{_ticks(top)}
+{_drawing(described(title, samples), samples, top)}{_phases(samples)}<span class="along">{
+        "device: " if beside else ""
+    }operations of one step, in order</span></div>{more}</div>
+</figure>"""
+
+
+def _drawing(said, samples, top):
     columns = [_column(samples, number) for number in range(min(COLUMNS, len(samples)))]
     base, areas = [0.0] * len(columns), []
-    for number, name in enumerate(CLASSES):
-        sizes = [now[name] for _, now in columns]
+    for name in STACKED:
+        sizes = [now.get(name, 0) for _, now in columns]
         above = [low + size for low, size in zip(base, sizes, strict=True)]
         if any(sizes):
-            areas.append(f'<path class="class{number}" d="{_area(base, above, top)}"/>')
+            areas.append(f'<path class="class{NAMES.index(name)}" d="{_area(base, above, top)}"/>')
         base = above
-    said = escape(described(title, samples))
-    return f"""<figure class="timeline">
-<figcaption><strong>{escape(title)}</strong>: {show_bytes(sum(peak(samples).values()))} at the peak</figcaption>
-<div class="plot"><span class="unit">live MB</span>{_ticks(top)}
-<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{said}">
+    return f"""<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(said)}">
 {"".join(areas)}
-</svg>{_phases(samples)}<span class="along">operations of one step, in order</span></div>
-</figure>"""
+</svg>"""
+
+
+def _held(now):
+    return ", ".join(f"{name} {show_bytes(size)}" for name, size in now.items() if size)
+
+
+def beside(one):
+    """{area: samples} of what a recorded engine has beside the device."""
+    found = {}
+    if "host" in one["areas"]:
+        found["host"] = one["host_samples"]
+    if "disk" in one["areas"]:  # places there are taken once
+        found["disk"] = [(phase, one["measured"]["disk_state_bytes"]) for phase, _ in one["samples"]]
+    return found
 
 
 def described(title, samples):
     """What a timeline shows, for those who do not see it."""
     phase, now = _highest(samples)
-    held = ", ".join(f"{name} {show_bytes(size)}" for name, size in now.items() if size)
     first, last = (show_bytes(sum(held.values())) for _, held in (samples[0], samples[-1]))
     return (
         f"{title}: live bytes of rank 0 through one step. It begins with {first}, has its peak in {phase} with "
-        f"{show_bytes(sum(now.values()))} ({held}), and ends with {last}."
+        f"{show_bytes(sum(now.values()))} ({_held(now)}), and ends with {last}."
     )
 
 
 def legend(*timelines):
     """The classes that any of the timelines holds, each with its colour."""
-    held = [any(now[name] for samples in timelines for _, now in samples) for name in CLASSES]
-    items = [f'<li><i class="class{n}" aria-hidden="true"></i>{name}</li>' for n, name in enumerate(CLASSES) if held[n]]
+    held = [name for name in STACKED if any(now.get(name) for samples in timelines for _, now in samples)]
+    items = [f'<li><i class="class{NAMES.index(name)}" aria-hidden="true"></i>{name}</li>' for name in held]
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
@@ -85,11 +114,13 @@ def _y(value, top):
     return f"{HEIGHT * (1 - value / top):.1f}"
 
 
-def _ticks(top):
+def _ticks(top, said="{:g}"):
     """Numbers along the upright axis, in MB, and lines across."""
     step = next(size for power in range(12) for size in (10**power, 2 * 10**power, 5 * 10**power) if top / size < 6)
     values = range(0, int(top) + 1, step)
-    return "".join(f'<span class="tick" style="bottom:{100 * v / top:.2f}%">{v / 1e6:g}</span>' for v in values)
+    return "".join(
+        f'<span class="tick" style="bottom:{100 * v / top:.2f}%">{said.format(v / 1e6)}</span>' for v in values
+    )
 
 
 def _phases(samples):

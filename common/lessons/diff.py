@@ -21,7 +21,8 @@ class Pair:
 
     Attributes:
         name: of the section.
-        status: "same", "changed", "new" or "gone".
+        status: "same", "changed", "new" or "gone". Where the second engine derives from the first: "inherited"; and
+            "extended" of a method that calls the one it overrides, which then is not gone.
         before, after: Sections; None where one of the files has none.
         hunks: [Hunk].
     """
@@ -50,11 +51,14 @@ def pairs(before, after):
 
 
 def _pair(name, before, old, after, new):
+    derives = after.base is not None
     if new is None:
-        return Pair(name, "gone", old, None, [Hunk(False, _lines(old), range(0))])
+        return Pair(name, "inherited" if derives else "gone", old, None, [Hunk(derives, _lines(old), range(0))])
     if old is None:
         return Pair(name, "new", None, new, [Hunk(False, range(0), _lines(new))])
     one, other = before.text(old), after.text(new)
+    if derives and any(f"super().{name}(" in line for line in other):
+        return Pair(name, "extended", old, new, [Hunk(False, _lines(old), _lines(new))])
     matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
     hunks = [
         Hunk(tag == "equal", _lines(old)[i1:i2], _lines(new)[j1:j2]) for tag, i1, i2, j1, j2 in matcher.get_opcodes()

@@ -1,32 +1,41 @@
 """What an engine does in one step, event by event, recorded on one rank of a real world.
 
-A `Recorder` stands around the engine's own methods, its collectives and its buckets, and looks on. Nothing in the
-engines knows of it. An event is one of these:
+A `Recorder` stands around the engine's own methods, its collectives, its buckets and its tiers, and looks on. Nothing
+in the engines knows of it. An event is one of these:
 
     forward, backward    parts of the model compute
     pack                 gradients move into a bucket
-    all_reduce, reduce_scatter, all_gather    a collective begins
-    arrive               the engine has waited for a collective, and goes on with its result
-    stepped              the optimizer steps a bucket, or this rank's shard of it
+    all_reduce, reduce_scatter, all_gather, all_to_all    a collective begins; of nodes " in the node", " across nodes"
+    down, up             a copy over the bus begins
+    read, write          the disk begins to read or to write
+    arrive               the engine has waited for what was under way, and goes on with its result
+    host_step            the host is given a bucket to step
+    stepped              the optimizer steps a bucket, or this rank's shard of it; or the host has stepped it
+    agree                ranks tell each other whether their disks have failed
     change               a method took room or gave it back
 
-With each event goes what this rank holds then. A collective runs on a lane of its own and ends when it ends; what it
-uses counts as held until the engine waits for it, so that all ranks see the same.
+With each event goes what this rank holds then. A collective or a copy runs on a lane of its own and ends when it ends;
+what it uses counts as held until the engine waits for it, so that all ranks see the same. For the same reason what the
+host's thread moves by itself counts when the engine has waited for it.
 """
 
 import inspect
 import sys
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
+from common.engine import EngineBase
+from common.lessons.held import Held
 from common.measure.memory import storage_bytes
 from common.measure.timeline import parts
+from common.measure.traffic import BUS, DISK
+from common.ranks.lanes import Handle
 from common.tensors import tensors_in
 
-# What a rank has of a shard of parameters, gradients or optimizer states.
-ABSENT, ROOM, OWN, UNDER_WAY, HERE, NEW = ".rothn"
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
-MERGED = ("forward", "backward", "pack")  # several of these in a row are one event
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+MERGED = ("forward", "backward", "pack", "read", "write")  # several of these in a row are one event
+TABLES = ("owned", "sends", "placed", "moves")  # read before training, and by whoever asks
 
 
 @dataclass
@@ -37,13 +46,16 @@ class Event:
         kind: see above.
         phase: forward, backward or step; "before" for what is held between steps.
         about: the bucket's name; None where no bucket is meant.
-        names: the parts that compute, the parameters whose gradients are packed, the collective that has arrived, or
-            the buckets that a change is about.
+        names: the parts that compute, the parameters whose gradients are packed, what has arrived, the states that are
+            read or written, or the buckets that a change is about.
         method, line: where in the engine's file; None outside of it.
+        inherited: this file is that of the engine which it derives from.
         within: the engine's methods that run now, the outermost first.
-        sent: bytes that this rank has sent in this step.
-        held: bytes that it holds, activations aside.
-        cells: {bucket: (parameters, gradients, optimizer states)}, each a string with a letter for each shard.
+        sent, left: bytes that this rank has sent in this step, and those of them that left its node.
+        moved: {"down", "up", "read" or "write": bytes} that it has moved in this step.
+        held: bytes that it holds on the device, activations aside.
+        beside: {"host" or "disk": bytes} that it holds there.
+        cells: {bucket: (parameters, gradients, optimizer states)}; see `Held.cells`.
     """
 
     kind: str
@@ -52,25 +64,31 @@ class Event:
     names: list = field(default_factory=list)
     method: str | None = None
     line: int | None = None
+    inherited: bool = False
     within: tuple = ()
     sent: int = 0
+    left: int = 0
+    moved: dict = field(default_factory=dict)
     held: int = 0
+    beside: dict = field(default_factory=dict)
     cells: dict = field(default_factory=dict)
 
 
 @dataclass
 class Count:
-    """What a method did in the step, those that it called included: bytes that it took, gave back and sent.
+    """What a method did in the step, those that it called included: bytes that it took, gave back, sent and moved.
 
     Attributes:
         takes, gives: {the method whose own doing it was: bytes}.
         sent: {(collective, the method that began it): bytes}.
-        times: {the same: how often}.
+        moved: {("down", "up", "read" or "write", the method that began it): bytes}.
+        times: {the keys of both: how often}.
     """
 
     takes: Counter = field(default_factory=Counter)
     gives: Counter = field(default_factory=Counter)
     sent: Counter = field(default_factory=Counter)
+    moved: Counter = field(default_factory=Counter)
     times: Counter = field(default_factory=Counter)
 
 
@@ -78,27 +96,34 @@ class Recorder:
     """Records one step of an engine: a context manager around its forward, backward and step.
 
     Attributes:
+        held: a `Held`.
         events: [Event].
         methods: {name: Count}, of the methods that ran.
     """
 
     def __init__(self, engine):
-        self.engine, self.file = engine, inspect.getsourcefile(type(engine))
-        self.buckets = {bucket.name: bucket for bucket in engine.buckets + engine.frozen}
+        self.engine, self.held = engine, Held(engine)
+        self.buckets = self.held.buckets
+        self.files = [inspect.getsourcefile(one) for one in engine_classes(type(engine))]
         self.events, self.methods = [], {}
         self._pending = None  # an event whose state shows when the line that caused it is over
-        self._within, self._undo = [], []
-        self._travelling, self._fresh = {}, {}  # gradients under way; shards with new values
+        self._within, self._about, self._undo = [], [], []
+        self._total = Counter()  # bytes sent, left and moved in this step
         self._before = 0  # bytes held when a method last began or ended
+        self._thread, self._late = threading.get_ident(), threading.local()
 
     def __enter__(self):
         self.engine.comm.traffic.reset()
-        self._before = storage_bytes(self._held())
+        self._before = storage_bytes(self.held.states())
+        self._watch_tiers()
         self.note("start", phase="before")
         for name in [*own_methods(type(self.engine)), "step_shard", "zero_grad"]:
             self._replace(self.engine, name, self._around_method)
-        for name in COLLECTIVES:
-            self._replace(self.engine.comm, name, self._around_collective)
+        for comm in comms_of(self.engine):
+            for name in COLLECTIVES:
+                self._replace(comm, name, self._around_collective)
+        self._replace(self.engine.comm, "work", self._around_work)
+        self._replace(self.engine.comm.traffic, "record", self._around_record)
         for bucket in self.buckets.values():
             self._replace(bucket, "pack", lambda name, pack, about=bucket.name: self._around_pack(about, pack))
         self._replace(self.engine, "begin_forward", self._around_begin_forward)
@@ -119,53 +144,90 @@ class Recorder:
     def _around_method(self, name, method):
         def watched(*args, **kwargs):
             self._boundary()
+            subject = args[0] if args else None
             if name == "step_shard":
-                self._fresh[args[0].name] = set(shards(args[0], args[0].part))
-                self.note("stepped", args[0].name)
+                about = getattr(subject, "bucket", subject).name
+                self.held.steps(about, subject)
+                self.note("stepped", about)
             self._within.append(name)
+            self._about.append(subject.name if any(subject is one for one in self.buckets.values()) else None)
             self.methods.setdefault(name, Count())
             try:
                 result = method(*args, **kwargs)
+                if isinstance(result, Handle):
+                    self._watch(result, self._about[-1])
                 if name not in COLLECTIVES:  # whose note waits until the caller has the handle
                     self._boundary()
                     self._note_change()
                 return result
             finally:
                 self._within.pop()
+                self._about.pop()
 
         return watched
 
     def _around_collective(self, collective, method):
+        kind = collective + method.__self__._where
+
         def watched(*args, **kwargs):
-            before, about = self._sent(), args[-1]
+            self.flush()
+            before, about = self._total["sent"], args[-1]
             handle = method(*args, **kwargs)
             for name in set(self._within):
-                self.methods[name].sent[collective, self._within[-1]] += self._sent() - before
-                self.methods[name].times[collective, self._within[-1]] += 1
-            if collective != "all_gather":
-                self._travelling[about] = args[0]
-            self.note(collective, about)
-            handle.wait = self._around_wait(collective, about, handle.wait)
-            return handle
+                self.methods[name].sent[kind, self._within[-1]] += self._total["sent"] - before
+                self.methods[name].times[kind, self._within[-1]] += 1
+            if about not in self.buckets:
+                self.note("agree")
+                return handle
+            self.held.begins(about, kind, args[:2])
+            self.note(kind, about)
+            return self._watch(handle, about)
 
         return watched
 
-    def _around_wait(self, collective, about, wait):
-        met = False
+    def _around_work(self, name, work):
+        """Plain work between collectives uses messages and sums."""
+
+        def watched(label, job, *buffers):
+            if self._about and self._about[-1] is not None:
+                self.held.uses(self._about[-1], buffers)
+            return work(label, job, *buffers)
+
+        return watched
+
+    def _watch(self, handle, about):
+        """When the engine first waits for it, what is under way for a bucket has arrived."""
+        wait, under_way = handle.wait, self.held.begun.get(about)
 
         def watched():
-            nonlocal met
             wait()
-            if not met:
-                met = True
-                self._travelling.pop(about, None)
-                if collective == "all_gather" and self.phase == "step":
-                    self._fresh[about] = set(range(self.engine.world_size))
-                self.note("arrive", about, [collective])
-                if collective != "all_gather":  # the method may take other room before it ends
+            if under_way and under_way is self.held.begun.get(about) and threading.get_ident() == self._thread:
+                kinds = self.held.arrives(about)
+                self.note("arrive", about, kinds)
+                if not any(kind.startswith("all_gather") for kind in kinds):  # the method may take other room
                     self.flush()
 
+        handle.wait = watched
+        return handle
+
+    def _around_record(self, name, record):
+        def watched(kind, nbytes, left=0):
+            record(kind, nbytes, left)
+            if threading.get_ident() == self._thread:
+                self._count(kind, nbytes, left, self._within)
+            else:
+                self._late.moved.append((kind, nbytes))
+
         return watched
+
+    def _count(self, kind, nbytes, left, within):
+        if kind not in BUS + DISK:
+            self._total.update(sent=nbytes, left=left)
+            return
+        self._total[kind] += nbytes
+        for name in set(within):
+            self.methods[name].moved[kind, within[-1]] += nbytes
+            self.methods[name].times[kind, within[-1]] += 1
 
     def _around_pack(self, about, pack):
         def watched(name, gradient):
@@ -192,6 +254,109 @@ class Recorder:
         for tensor in tensors_in(output):
             tensor.register_hook(lambda _: self.note("backward", names=[label]))
 
+    # ---- tiers ------------------------------------------------------------------------------------------------
+
+    def _watch_tiers(self):
+        tiers = self.held.tiers
+        if "host" in tiers:
+            for name in ("down", "up", "carry"):
+                self._replace(self.engine.bus, name, self._around_bus)
+            self._replace(tiers["host"].lane, "submit", self._around_submit)
+        if "disk" in tiers:
+            self._replace(tiers["disk"], "finish", self._around_finish)
+            for bucket in self.buckets.values():
+                places = {bucket.parameters_at: "parameters", bucket.gradients_at: "gradients"}
+                for place in (bucket.masters_at, *bucket.states_at.values()):
+                    places.setdefault(place, "optimizer")
+                for place, state in places.items():
+                    if place.tensor is None:
+                        self._watch_place(bucket.name, state, place)
+
+    def _around_bus(self, name, move):
+        def watched(*args, **kwargs):
+            if threading.get_ident() != self._thread:  # the host's own: see `_around_submit`
+                return move(*args, **kwargs)
+            self.flush()
+            way, about = args[:2] if name == "carry" else (name, args[0].name)
+            handle = move(*args, **kwargs)
+            self.held.begins(about, way)
+            self.note(way, about)
+            return self._watch(handle, about) if way == "down" else handle  # what goes up has a gather behind it
+
+        return watched
+
+    def _around_submit(self, name, submit):
+        """What the host is given to do: to step a bucket or, in backward, to bring a mean down and on to disk."""
+
+        def watched(work, *buffers):
+            about, within, moved = self._about[-1], list(self._within), []
+            steps = self.phase == "step"
+            if not steps:
+                self.held.begins(about, "down")
+            self.note("host_step" if steps else "down", about)
+
+            def recorded():
+                self._late.moved = moved
+                work()
+
+            handle = submit(recorded, *buffers)
+            wait = handle.wait
+
+            def waited():
+                wait()
+                if threading.get_ident() == self._thread:
+                    while moved:
+                        self._count(*moved.pop(0), 0, within)
+                    if steps and about is not None:
+                        self._has_stepped(about)
+
+            handle.wait = waited
+            return handle
+
+        return watched
+
+    def _has_stepped(self, about):
+        bucket = self.buckets[about]
+        for piece in bucket.pieces:
+            self.held.steps(about, piece)
+        self.note("stepped", about)
+
+    def _watch_place(self, about, state, place):
+        """What of a place on disk is read, stands in the host's buffers and is written."""
+        key = about, state
+        if place._lent:  # read ahead by the step before
+            self.held.lent[key] = "t"
+
+        def around(name, move):
+            def watched(*args, **kwargs):
+                if threading.get_ident() != self._thread:
+                    return move(*args, **kwargs)
+                if name == "_read":
+                    self.flush()
+                    self.held.lent[key] = "t"
+                elif name == "_write":
+                    self.flush()
+                    self.held.writes(about, state)
+                else:
+                    self.held.lent.pop(key, None)
+                result = move(*args, **kwargs)
+                if name in ("_read", "_write"):
+                    self.note(name[1:], about, [state])
+                return result
+
+            return watched
+
+        for name in ("_read", "_write", "drop", "put_back"):
+            self._replace(place, name, around)
+
+    def _around_finish(self, name, finish):
+        def watched():
+            finish()
+            self.held.has_written()
+            self.note("arrive", None, ["write"])
+
+        return watched
+
     # ---- what is noted ----------------------------------------------------------------------------------------
 
     @property
@@ -201,116 +366,80 @@ class Recorder:
     def note(self, kind, about=None, names=(), phase=None):
         """Enter an event. Its state is taken when the next one comes, or a method begins or ends."""
         self.flush()
-        method, line = self._place()
-        self._pending = Event(kind, phase or self.phase, about, list(names), method, line, tuple(self._within))
+        method, line, inherited = self._place()
+        self._pending = Event(
+            kind, phase or self.phase, about, list(names), method, line, inherited, tuple(self._within)
+        )
 
     def flush(self):
         """Complete the event that waits for its state."""
         event, self._pending = self._pending, None
         if event is None:
             return
-        event.sent, event.held, event.cells = self._sent(), self._held_bytes(), self.cells()
+        self._complete(event, self.held.cells())
         last = self.events[-1] if self.events else None
         if last and event.kind in MERGED and (last.kind, last.about) == (event.kind, event.about):
-            event.names = last.names + event.names
+            event.names = list(dict.fromkeys(last.names + event.names))
             self.events.pop()
         self.events.append(event)
 
+    def _complete(self, event, cells):
+        event.sent, event.left = self._total["sent"], self._total["left"]
+        event.moved = {way: self._total[way] for way in self.ways}
+        event.held, event.beside, event.cells = self.held.on_device(), self.held.beside(), cells
+
+    @property
+    def ways(self):
+        """Where bytes may move in this engine, besides over the wire."""
+        return (BUS if "host" in self.held.tiers else ()) + (DISK if "disk" in self.held.tiers else ())
+
     def _note_change(self):
         """A method returns, and holds other things than before: that is an event, if none has told of it."""
-        cells, before = self.cells(), self.events[-1].cells
+        cells, before = self.held.cells(), self.events[-1].cells
         changed = [name for name in cells if cells[name] != before[name]]
         if changed:
             about = changed[0] if len(changed) == 1 else None
             event = Event("change", self.phase, about, changed, self._within[-1], within=tuple(self._within))
-            event.sent, event.held, event.cells = self._sent(), self._held_bytes(), cells
+            self._complete(event, cells)
             self.events.append(event)
 
     def _boundary(self):
         """A method begins or ends: what changed since the last time is the doing of the one that ran."""
         self.flush()
-        held = storage_bytes(self._held())
+        held = storage_bytes(self.held.states())
         for name in set(self._within):
             self.methods[name].takes[self._within[-1]] += max(0, held - self._before)
             self.methods[name].gives[self._within[-1]] += max(0, self._before - held)
         self._before = held
 
     def _place(self):
-        """The method and line of the engine's file that run now, the innermost."""
+        """The method and line that run now, the innermost, of the engine's file or of the one that it derives from."""
         frame = sys._getframe(2)
-        while frame is not None and frame.f_code.co_filename != self.file:
+        while frame is not None and (frame.f_code.co_filename not in self.files or frame.f_code.co_name[0] == "<"):
             frame = frame.f_back
-        return (None, None) if frame is None else (frame.f_code.co_name, frame.f_lineno)
-
-    # ---- what is held -----------------------------------------------------------------------------------------
-
-    def _sent(self):
-        return sum(self.engine.comm.traffic.sent.values())
-
-    def _held(self):
-        """Model states, gathered units and room for gradients."""
-        kept = [tensor for tensors in self.engine.accounts.kept().values() for tensor in tensors]
-        return kept + [part for bucket in self.buckets.values() for part in (bucket.full, bucket.local)]
-
-    def _held_bytes(self):
-        """The bytes of that, of what travels, and of the receive buffer."""
-        return storage_bytes([*self._held(), *self._travelling.values(), self.engine.comm.room])
-
-    def cells(self):
-        """{bucket: (parameters, gradients, optimizer states)}: a letter for each shard, as `Event` has them."""
-        return {
-            name: (self._parameters(bucket), self._gradients(bucket), self._states(bucket))
-            for name, bucket in self.buckets.items()
-        }
-
-    def _parameters(self, bucket):
-        kept, fresh = shards(bucket, self.engine.owned(bucket).parameters), self._fresh.get(bucket.name, ())
-        whole = bucket.full is not None and bucket.full.untyped_storage().nbytes() > 0
-
-        def of(shard):
-            if bucket.gathering is not None and shard != self.engine.rank:
-                return UNDER_WAY
-            if shard in kept or whole:
-                return NEW if shard in fresh else HERE
-            return ABSENT
-
-        return "".join(map(of, range(self.engine.world_size)))
-
-    def _gradients(self, bucket):
-        everywhere = range(self.engine.world_size)
-        if bucket.name in self._travelling:
-            return UNDER_WAY * len(everywhere)
-        room = everywhere if bucket.local is not None else shards(bucket, self.engine.owned(bucket).gradients)
-        arrived = bucket.has_gradient or bucket.handle is not None
-        mean = shards(bucket, bucket.part) if arrived else ()
-        own = set() if arrived else {k for name in bucket.reported for k in shards(bucket, bucket.slots[name])}
-
-        def of(shard):
-            if shard not in room:
-                return ABSENT
-            return HERE if shard in mean else OWN if shard in own else ROOM
-
-        return "".join(map(of, everywhere))
-
-    def _states(self, bucket):
-        has_states = bool(self.engine.optimizer.state.get(bucket.master))
-        kept = shards(bucket, self.engine.owned(bucket).optimizer) if has_states else ()
-        letter = NEW if bucket.name in self._fresh else HERE
-        return "".join(letter if shard in kept else ABSENT for shard in range(self.engine.world_size))
+        if frame is None:
+            return None, None, False
+        return frame.f_code.co_name, frame.f_lineno, frame.f_code.co_filename != self.files[0]
 
 
-def shards(bucket, part):
-    """The shards of a bucket that a slice or a slot of it touches, as a range."""
-    begin, end = (part.start, part.stop) if isinstance(part, slice) else (part.offset, part.end)
-    return range(begin // bucket.shard_numel, -(-end // bucket.shard_numel))
+def engine_classes(engine_class):
+    """An engine's class, and those that it derives from and that are engines too."""
+    return [one for one in engine_class.__mro__ if issubclass(one, EngineBase) and one is not EngineBase]
 
 
 def own_methods(engine_class):
-    """The names of the methods that run in a step: those an engine's class has itself, its tables aside."""
+    """The names of the methods that run in a step: those an engine's classes have themselves, tables aside."""
     return [
         name
-        for name, method in vars(engine_class).items()
-        if inspect.isfunction(method)
-        and not inspect.isgeneratorfunction(inspect.unwrap(method))
-        and name not in ("__init__", "owned", "sends", "partition")
+        for name in dict.fromkeys(name for one in engine_classes(engine_class) for name in vars(one))
+        if inspect.isfunction(getattr(engine_class, name))
+        and not inspect.isgeneratorfunction(inspect.unwrap(getattr(engine_class, name)))
+        and name not in ("__init__", "partition", "make_units", *TABLES)
     ]
+
+
+def comms_of(engine):
+    """An engine's Collectives: its own and, where its ways go by nodes, those inside and across."""
+    ways = vars(engine.ways).values() if hasattr(engine, "ways") else ()
+    parts_of_it = [getattr(way, name, None) for way in ways for name in ("inside", "across")]
+    return list(dict.fromkeys([engine.comm, *filter(None, parts_of_it)]))

@@ -22,9 +22,11 @@ addEventListener("afterprint", () => {
 
 // ---- a step ----
 
-const KINDS = ["parameters", "gradients", "optimizer"];
+const KINDS = ["parameters", "gradients", "optimizer", "second"]; // as cells have them
+const ROWS = [0, 3, 1, 2]; // as they are shown: second shards, of engines that have them, behind the parameters
 const SAID = {
   ".": "not held", r: "room, still empty", o: "its own gradients", t: "on its way", h: "held", n: "held, stepped",
+  q: "held, rounded", s: "out of date",
 };
 const PAUSE = 1500; // milliseconds between events that play by themselves
 
@@ -93,12 +95,16 @@ class Stepper {
   constructor(place, steps) {
     this.place = place;
     this.side = place.dataset.side;
-    this.most = steps.most;
-    Object.assign(this, steps[this.side]); // events, buckets
+    Object.assign(this, steps[this.side]); // events, buckets, areas, meters, perNode
+    this.most = { ...steps.most };
+    for (const [what] of this.meters) this.most[what] ??= Math.max(...this.events.map((event) => event[what]));
+    this.part(".meters").innerHTML = this.meters.map(([what, said]) =>
+      `<span>${said} <b class="${what}"></b></span><progress class="${what}" max="1"></progress>`).join("");
+    this.part(".meters").classList.toggle("many", this.meters.length > 3);
     this.slider = place.querySelector("input");
     this.slider.max = this.events.length - 1;
     this.slider.addEventListener("input", () => this.show(Number(this.slider.value)));
-    this.table = new Table(place.querySelector(".ranks"), this.buckets, this.events[0].cells.length);
+    this.table = new Table(place.querySelector(".ranks"), this);
     for (const button of place.querySelectorAll("[data-go]")) {
       button.addEventListener("click", () => this.go(button.dataset.go));
     }
@@ -141,10 +147,11 @@ class Stepper {
     this.part(".count").textContent = `Event ${number + 1} of ${this.events.length}, ${when}`;
     this.slider.setAttribute("aria-valuetext", this.part(".count").textContent);
     this.part(".sentence").innerHTML = event.text;
-    for (const what of ["sent", "held"]) {
-      this.part(`b.${what}`).textContent = bytes(event[what]);
-      this.part(`progress.${what}`).value = event[what] / this.most[what];
-      this.part(`progress.${what}`).setAttribute("aria-label", `${what}: ${bytes(event[what])}`);
+    for (const [what, said] of this.meters) {
+      const count = event[what] ?? 0; // of what this engine has none of
+      this.part(`b.${what}`).textContent = bytes(count);
+      this.part(`progress.${what}`).value = count / (this.most[what] || 1);
+      this.part(`progress.${what}`).setAttribute("aria-label", `${said}: ${bytes(count)}`);
     }
     this.table.show(event);
     this.mark(event);
@@ -153,13 +160,15 @@ class Stepper {
 
   // The lines of code that an event comes from, here and in the code above.
   mark(event) {
-    for (const line of document.querySelectorAll(`.${this.side} .line.now`)) line.classList.remove("now");
+    for (const line of this.marked ?? []) line.classList.remove("now");
+    this.marked = [];
     const cause = this.part(".cause");
     const [first, last] = event.lines;
     cause.replaceChildren();
     if (!first) return;
-    const lines = [];
-    for (let n = first; n <= last; n += 1) lines.push(document.getElementById(`${this.side}-${n}`));
+    const lines = this.marked;
+    const side = event.inherited ? "before" : this.side; // an inherited method stands in the other file
+    for (let n = first; n <= last; n += 1) lines.push(document.getElementById(`${side}-${n}`));
     for (const line of lines) line.classList.add("now");
     const link = document.createElement("a");
     link.href = `#${lines[0].id}`;
@@ -177,18 +186,33 @@ class Stepper {
   }
 }
 
-// Ranks beside each other, buckets below each other; in each place three rows of shards.
+// Ranks beside each other, in their nodes; buckets below each other. In each place a row of shards for each kind of
+// state and, behind the device's, a cell for what the host and the disk have of the rank's own shard.
 class Table {
-  constructor(place, buckets, ranks) {
-    const head = Array.from({ length: ranks }, (_, rank) => `<th scope="col">rank ${rank}</th>`).join("");
-    const short = KINDS.map((kind) => `<span><span class="full">${kind}</span><span class="short">${kind[0]}</span></span>`);
-    const shards = Array.from({ length: ranks }, (_, shard) => `<i class="cell">${shard}</i>`).join("");
-    const cell = `<td>${KINDS.map((kind) => `<div class="shards ${kind}" role="img">${shards}</div>`).join("")}</td>`;
+  constructor(place, { buckets, areas, perNode, events }) {
+    const ranks = events[0].cells.length;
+    const kinds = ROWS.filter((kind) => kind < events[0].cells[0][buckets[0][0]].length);
+    const all = Array.from({ length: ranks }, (_, rank) => rank);
+    const opens = (rank) => (perNode && rank % perNode === 0 ? ' class="opens"' : "");
+    const both = (full, short) => `<span class="full">${full}</span><span class="short">${short}</span>`;
+    const beside = areas.slice(1);
+    const where = beside.length ? `<span class="areas"><span>device</span>${
+      beside.map((area) => `<span class="beside">${both(area, area[0])}</span>`).join("")}</span>` : "";
+    const head = all.map((rank) => `<th scope="col"${opens(rank)}>rank ${rank}${where}</th>`).join("");
+    const nodes = perNode ? `<tr class="nodes"><td></td>${all.filter((rank) => rank % perNode === 0).map((rank) =>
+      `<th scope="colgroup" colspan="${perNode}" class="opens">node ${rank / perNode}</th>`).join("")}</tr>` : "";
+    const names = kinds.map((kind) => `<span>${both(KINDS[kind], KINDS[kind][0])}</span>`).join("");
+    const cell = (rank) => `<td${opens(rank)}>${kinds.map((kind) => `<div class="shards ${KINDS[kind]}" data-kind="${kind}" role="img">${
+      all.map((shard) => `<i class="cell">${shard}</i>`).join("")}${
+      beside.map(() => `<i class="cell beside">${rank}</i>`).join("")}</div>`).join("")}</td>`;
     const rows = buckets.map(([name, size, parts]) => `<tbody data-bucket="${name}">
       <tr><th colspan="${ranks + 1}" scope="rowgroup">${name} <span class="size">${size}${parts && `: ${parts}`}</span></th></tr>
-      <tr><td class="kinds">${short.join("")}</td>${cell.repeat(ranks)}</tr></tbody>`);
-    place.innerHTML = `<thead><tr><th aria-label="states"></th>${head}</tr></thead>${rows.join("")}`;
+      <tr><td class="kinds">${names}</td>${all.map(cell).join("")}</tr></tbody>`);
+    place.innerHTML = `<thead>${nodes}<tr><th aria-label="states"></th>${head}</tr></thead>${rows.join("")}`;
+    place.classList.toggle("tiers", beside.length > 0);
     this.bodies = [...place.querySelectorAll("tbody")];
+    this.places = [...all.map((shard) => `shard ${shard}`), ...beside.map((area) => `on the ${area}`)];
+    this.kinds = kinds;
   }
 
   show(event) {
@@ -197,11 +221,12 @@ class Table {
       body.classList.toggle("now", event.about.includes(name));
       const shards = body.querySelectorAll(".shards");
       event.cells.forEach((ofRank, rank) => {
-        ofRank[name].forEach((states, kind) => {
-          const row = shards[rank * KINDS.length + kind];
-          const said = [...states].map((state, shard) => `shard ${shard} ${SAID[state]}`);
-          row.setAttribute("aria-label", `${KINDS[kind]}: ${said.join(", ")}`);
-          [...states].forEach((state, shard) => (row.children[shard].dataset.state = state));
+        this.kinds.forEach((kind, row) => {
+          const place = shards[rank * this.kinds.length + row];
+          const states = [...ofRank[name][kind]];
+          const said = states.map((state, number) => `${this.places[number]} ${SAID[state]}`);
+          place.setAttribute("aria-label", `${KINDS[kind]}: ${said.join(", ")}`);
+          states.forEach((state, number) => (place.children[number].dataset.state = state));
         });
       });
     }

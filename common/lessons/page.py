@@ -11,8 +11,8 @@ from pygments.token import Comment, Keyword, Name, Number, String
 from common.lessons import chart, diff, notes
 from common.lessons.events import Event
 from common.lessons.moments import moments
-from common.lessons.sentences import sentence
-from common.measure.figures import PALETTE
+from common.lessons.numbers import has_nodes, rows, terms_of
+from common.lessons.sentences import listed, sentence
 from common.train import show_bytes
 
 HERE = Path(__file__).parent
@@ -29,8 +29,6 @@ def lesson(sources, recorded, pages, about):
         pages: [(file name, title)] of all pages, for the links between them.
         about: how all this was recorded, in one line.
     """
-    before, after = sources
-    title = f"{before.label} to {after.label.lower()}"
     body = "\n".join(
         (
             _summary(sources, recorded),
@@ -41,7 +39,17 @@ def lesson(sources, recorded, pages, about):
             "</main>",
         )
     )
-    return document(title, body, pages)
+    return document(title(*sources), body, pages)
+
+
+def title(before, after):
+    """What a page is called: Stage 0 to stage 1."""
+    return f"{before.label} to {in_a_sentence(after)}"
+
+
+def in_a_sentence(source):
+    """An engine within a sentence: stage 1, ZeRO++."""
+    return source.label.replace("Stage", "stage")
 
 
 def index(pages, leads, about):
@@ -60,7 +68,7 @@ def index(pages, leads, about):
 
 def document(title, body, pages, style="", script=""):
     """An HTML file that needs no other. `style` and `script` are a page's own, after those of all pages."""
-    colors = "".join(f"--class{n}:{color};" for n, color in enumerate(PALETTE))
+    colors = "".join(f"--class{n}:{color};" for n, color in enumerate(chart.COLORS))
     links = "".join(
         f'<a href="{file}"{" aria-current=page" if said == title else ""}>{escape(said)}</a>' for file, said in pages
     )
@@ -97,35 +105,30 @@ def inline(text):
 # ---- what is kept and sent ----------------------------------------------------------------------------------------
 
 
-TERMS = """<dl class="terms">
-<div><dt>Model states</dt><dd>Parameters, gradients and optimizer states, as they stand just before the update: what a
-rank has to keep, and what <code>owned</code> predicts.</dd></div>
-<div><dt>Held now</dt><dd>In the step below: the model states, the receive buffer of the reductions, which stays between
-steps, and what comes and goes within one: gathered units, room for gradients, gradients on their way. No
-activations.</dd></div>
-<div><dt>Peak of live bytes</dt><dd>The most that is live after any operation of a step, activations, inputs and
-temporary results included.</dd></div>
-</dl>"""
-
-
 def _summary(sources, recorded):
-    rows = [(said, *(show_bytes(one["states"][state]) for one in recorded)) for state, said in notes.STATES.items()]
-    rows.append(("model states", *(show_bytes(sum(one["states"].values())) for one in recorded)))
-    rows.append(("sent in a step", *(show_bytes(sum(one["sent"].values())) for one in recorded)))
-    for collective in dict.fromkeys(c for one in recorded for c in one["sent"]):
-        sent = (show_bytes(one["sent"][collective]) if collective in one["sent"] else "-" for one in recorded)
-        rows.append((f"of that in {collective.replace('_', '-')}s", *sent))
-    rows.append(("peak of live bytes", *(show_bytes(sum(chart.peak(one["samples"]).values())) for one in recorded)))
-    exact = all(one["states"] == one["predicted_states"] and one["sent"] == one["predicted_sent"] for one in recorded)
-    verdict = "as" if exact else "NOT as"
-    lines = "".join(f'<tr><th scope="row">{said}</th><td>{one}</td><td>{other}</td></tr>' for said, one, other in rows)
+    exact = all(
+        one["states"] == one["predicted_states"]
+        and one["sent"] == one["predicted_sent"]
+        and one["measured"] == one["predicted"]
+        for one in recorded
+    )
+    areas = recorded[1]["areas"]
+    terms = "".join(f"<div><dt>{term}</dt><dd>{text}</dd></div>" for term, text in terms_of(recorded).items())
+    tables = "the tables <code>owned</code> and <code>sends</code> predict"
+    if "host" in areas:
+        tables = "the tables <code>owned</code>, <code>placed</code>, <code>sends</code> and <code>moves</code> predict"
+    lines = "".join(
+        f'<tr><th scope="row">{said}</th><td>{one}</td><td>{other}</td></tr>' for said, one, other in rows(recorded)
+    )
     heads = "".join(f'<th scope="col">{escape(source.label)}</th>' for source in sources)
-    lead, said = (inline(part) for part in sources[1].paragraphs[:2])
-    return f"""<div class="both"><div><p class="lead">{lead}</p><p>{said}</p>
+    lead, more = (inline(part) for part in sources[1].paragraphs[:2])
+    return f"""<div class="both"><div><p class="lead">{lead}</p><p>{more}</p>
 <p class="contents"><a href="#code">The code</a> <a href="#memory">The memory</a> <a href="#step">A step</a></p>
-{TERMS}</div>
-<div class="scroll"><table class="numbers"><caption>Counted on rank 0. Model states and bytes sent are {verdict}
-the tables <code>owned</code> and <code>sends</code> predict.</caption>
+<dl class="terms">{terms}</dl></div>
+<div class="scroll"><table class="numbers"><caption>Counted on rank 0. Model states and bytes {
+        "sent and moved" if "host" in areas else "sent"
+    } are {"as" if exact else "NOT as"}
+{tables}.</caption>
 <thead><tr><td></td>{heads}</tr></thead><tbody>{lines}</tbody></table></div></div>"""
 
 
@@ -134,34 +137,61 @@ the tables <code>owned</code> and <code>sends</code> predict.</caption>
 
 def _code(sources, recorded):
     before, after = sources
-    colored = [_colored(source) for source in sources]
+    colored = [_colored(source.lines) for source in sources]
     reasons = after.reasons()
-    core, edges, same = [], [], []
+    core, edges, same, inherited = [], [], [], []
+    folded = {"same": same, "inherited": inherited}
     for pair in diff.pairs(before, after):
-        if pair.status == "same":
-            same.append(pair)
-        else:
-            (core if is_core(pair, sources, recorded) else edges).append(pair)
+        folded.get(pair.status, core if is_core(pair, sources, recorded) else edges).append(pair)
     shown, folded = ("".join(_difference(pair, colored, recorded, reasons) for pair in some) for some in (core, edges))
     more = "change" if len(edges) == 1 else "changes"
+    chips = "".join(f'<li><a href="#{_anchor(pair)}">{_names([pair])}</a> {pair.status}</li>' for pair in core)
     summary = f"<summary>Edges and helpers, {len(edges)} more {more}: {_names(edges)}</summary>"
     rest = f'<details class="fold edges">{summary}{folded}</details>'
+    tables = [name for name in notes.TABLES if name != "partition" and after.method(name)]
+    counted = listed(["<b>Saves</b>", "<b>Sends</b>", *(["<b>Moves</b>"] if after.method("moves") else [])])
     files = "".join(
         f'<span class="{side}">{escape(_path(source))}</span>' for side, source in zip(SIDES, sources, strict=True)
     )
     return f"""<section id="code" aria-label="The code">
 <h2>The code</h2>
-<p>The phases of a step, over N ranks and Ψ parameters, as the docstring of {after.label.lower()} lists them:</p>
+<p>The phases of a step, over N ranks and Ψ parameters, as the docstring of {in_a_sentence(after)} lists them:</p>
 <div class="scroll"><pre class="phases"><code>{escape(after.table)}</code></pre></div>
-<p>The methods of this schedule come first: the phases, the tables <code>owned</code> and <code>sends</code>, and
-whatever an event of the step below comes from. All other changes are behind a fold after them. <b>Saves</b> and
-<b>Sends</b> are bytes of rank 0, from the two tables and from the recorded step; <i>through</i> names the method that
-was called to do it.</p>
+<p>{DERIVED.format(in_a_sentence(before)) if inherited else ""}The methods of this schedule come first:
+the phases, the tables {listed([f"<code>{name}</code>" for name in tables])}, and whatever an event of the step below
+comes from. All other changes are behind a fold after them. {counted} are bytes of rank 0, from the tables and from the
+recorded step; <i>through</i> names the method that was called to do it.</p>
+{_remarks(after)}<ul class="chips">{chips}</ul>
 <div class="files" aria-hidden="true">{files}</div>
 {shown}
 {rest if edges else ""}
-{_fold(same, colored) if same else ""}
+{_fold(same, colored, "unchanged") if same else ""}
+{_fold(inherited, colored, f"of {in_a_sentence(before)} inherited") if inherited else ""}
 </section>"""
+
+
+DERIVED = """The engine derives from that of {0}: what is not here is inherited. A method that is <i>extended</i> calls
+{0}'s where it says <code>super()</code>; one that is <i>changed</i> takes its place. """
+
+
+def _anchor(pair):
+    return "code-" + re.sub(r"\W+", "-", pair.name)
+
+
+def _remarks(source):
+    """What the engine's page says of its change besides, with the classes that do it."""
+    items = []
+    for what, why in source.remarks():
+        found = filter(None, map(source.class_of, dict.fromkeys(re.findall(r"`([A-Z]\w+)`", why))))
+        items.append(f"<li><b>{inline(what)}</b>: {inline(why)}{''.join(_class(*one) for one in found)}</li>")
+    return f'<ul class="remarks">{"".join(items)}</ul>' if items else ""
+
+
+def _class(file, first, last):
+    colored = _colored(file.read_text().splitlines())
+    lines = "".join(_line("beside", number, colored[number - 1]) for number in range(first, last + 1))
+    summary = f"<summary>{last - first + 1} lines of {file.parent.name}/{file.name}</summary>"
+    return f'<details class="fold">{summary}<div class="lines">{lines}</div></details>'
 
 
 def is_core(pair, sources, recorded):
@@ -184,23 +214,24 @@ def _difference(pair, colored, recorded, reasons):
     noted = ""
     if section.is_method:
         note = notes.note(pair, *recorded, reasons)
-        said = (("Why", note.why), ("Saves", note.saves), ("Sends", note.sends))
+        said = [("Why", note.why), ("Saves", note.saves), ("Sends", note.sends)]
+        said += [("Moves", note.moves)] if note.moves else []
         noted = "".join(f"<div><dt>{what}</dt><dd>{inline(text)}</dd></div>" for what, text in said)
         noted = f'<dl class="note">{noted}</dl>'
     hunks = "".join(_hunk(hunk, colored) for hunk in pair.hunks)
-    return f"""<article class="pair {pair.status}" data-name="{pair.name}">
+    return f"""<article class="pair {pair.status}" id="{_anchor(pair)}" data-name="{pair.name}">
 <h3>{name} <span class="status">{pair.status}</span></h3>{noted}
 <div class="lines">{hunks}</div>
 </article>
 """
 
 
-def _fold(group, colored):
-    count = sum(len(hunk.after) for pair in group for hunk in pair.hunks)
+def _fold(group, colored, what):
+    count = sum(len(hunk.after or hunk.before) for pair in group for hunk in pair.hunks)
     hunks = "".join(_hunk(hunk, colored, fold=False) for pair in group for hunk in pair.hunks)
     lines = "line" if count == 1 else "lines"
-    summary = f"<summary>{count} {lines} unchanged: {_names(group)}</summary>"
-    return f'<details class="fold">{summary}<div class="lines">{hunks}</div></details>\n'
+    summary = f"<summary>{count} {lines} {what}: {_names(group)}</summary>"
+    return f'<details class="fold {group[0].status}">{summary}<div class="lines">{hunks}</div></details>\n'
 
 
 def _hunk(hunk, colored, fold=True):
@@ -223,10 +254,10 @@ def _line(side, number, html):
     )
 
 
-def _colored(source):
+def _colored(code):
     """The lines of a file as HTML, with a class for each kind of token."""
     lines = [""]
-    for kind, text in PythonLexer(stripnl=False).get_tokens("\n".join(source.lines) + "\n"):
+    for kind, text in PythonLexer(stripnl=False).get_tokens("\n".join(code) + "\n"):
         name = next((name for family, name in COLORED if kind in family), None)
         for number, part in enumerate(text.split("\n")):
             if number:
@@ -244,17 +275,25 @@ def _colored(source):
 
 def _memory(sources, recorded):
     timelines = [one["samples"] for one in recorded]
-    top = 1.08 * max(sum(chart.peak(samples).values()) for samples in timelines)
+    areas = [chart.beside(one) for one in recorded]
+    more = [samples for one in areas for samples in one.values()]
+    top = 1.08 * max(sum(chart.peak(samples).values()) for samples in timelines + more)
     figures = "".join(
-        chart.timeline(source.label, samples, top) for source, samples in zip(sources, timelines, strict=True)
+        chart.timeline(source.label, samples, top, area)
+        for source, samples, area in zip(sources, timelines, areas, strict=True)
     )
+    tiers = BESIDE if more else ""
     return f"""<section id="memory" aria-label="The memory">
 <h2>The memory</h2>
 <p>What rank 0 holds after every operation of one step, by class, from the bottom up in the order of the legend.
-Whatever the engine does not know of counts as activations, inputs and temporary results included.</p>
-{chart.legend(*timelines)}
+Whatever the engine does not know of counts as activations, inputs and temporary results included.{tiers}</p>
+{chart.legend(*timelines, *more)}
 <div class="both">{figures}</div>
 </section>"""
+
+
+BESIDE = """ Beside the device, on the same axis, stands what lies on the host and on disk: it is no longer the
+device's. Its room there is taken once, before the first step or in it."""
 
 
 # ---- a step -------------------------------------------------------------------------------------------------------
@@ -265,28 +304,53 @@ LEGEND = (
     ("t", "on its way"),
     ("o", "this rank's own gradients"),
     ("r", "room, still empty"),
+    ("q", "held, rounded on the way"),
+    ("s", "out of date"),
     (".", "not held"),
 )
+METERS = {  # of an event, in the order that they are shown
+    "sent": "sent so far",
+    "left": "left the node",
+    "held": "held now",
+    "down": "down the bus",
+    "up": "up the bus",
+    "read": "read from disk",
+    "write": "written",
+    "host": "on the host",
+    "disk": "on disk",
+}
 
 
 def _steps(sources, recorded):
-    steps = {side: step(source, one) for side, source, one in zip(SIDES, sources, recorded, strict=True)}
-    steps["most"] = {key: max(e[key] for side in SIDES for e in steps[side]["events"]) for key in ("sent", "held")}
+    nodes = has_nodes(recorded)
+    meters = {key for one in recorded for key in meters_of(one, nodes)}
+    steps = {side: step(source, one, nodes) for side, source, one in zip(SIDES, sources, recorded, strict=True)}
+    for side in SIDES:
+        steps[side]["meters"] = [[key, said] for key, said in METERS.items() if key in meters]
+    steps["most"] = {key: max(e.get(key, 0) for side in SIDES for e in steps[side]["events"]) for key in meters}
     steps["moments"] = moments(*(one["events"] for one in recorded))
     data = json.dumps(steps, separators=(",", ":")).replace("<", "\\u003c")
     switch = "".join(
         f'<button type="button" data-show="{side}" aria-pressed="false">{source.label}</button>'
         for side, source in zip(SIDES, sources, strict=True)
     )
+    events = [event for one in recorded for event in one["events"]]
+    used = {letter for e in events for of_rank in e["cells"] for rows in of_rank.values() for letter in "".join(rows)}
+    more = ""
+    if len(recorded[1]["areas"]) > 1:
+        whose = "host and its disk have" if "disk" in recorded[1]["areas"] else "host has"
+        more = f" Apart from them is what its {whose} of the rank's own shard."
+    second = ', the <b class="second">second shards</b>' if nodes else ""
     return f"""<section id="step" aria-label="A step">
 <h2>A step</h2>
 <p>The third step of a run. All four ranks went through it in this order. The cells show what each rank has of the
-shards <code>0 1 2 3</code>: of the <b class="parameters">parameters</b>, the <b class="gradients">gradients</b> and the
-<b class="optimizer">optimizer states</b>. What is on its way counts as held until the engine has waited for it.</p>
+shards <code>0 1 2 3</code>: of the <b class="parameters">parameters</b>{second}, the <b class="gradients">gradients</b>
+and the <b class="optimizer">optimizer states</b>.{more} What is on its way counts as held until the engine has waited
+for it.</p>
 <p class="keys">Keys: <kbd>n</kbd> and <kbd>p</kbd> take both engines to the next and the previous moment that they
 share; <kbd>←</kbd> <kbd>→</kbd> <kbd>Home</kbd> <kbd>End</kbd> step the engine last used; <kbd>space</kbd> plays
 it.</p>
-{states_legend()}
+{states_legend(used)}
 <div class="together" role="group" aria-label="Both engines"><button type="button" data-both="-1">Both back</button>
 <button type="button" data-both="1">Both on</button><p class="moment"></p></div>
 <div class="switch" role="group" aria-label="Engine">{switch}</div>
@@ -295,11 +359,12 @@ it.</p>
 </section>"""
 
 
-def states_legend():
-    """What the cells of a step mean."""
+def states_legend(used=None):
+    """What the cells of a step mean, those of the letters `used`, or all."""
     said = "".join(
         f'<li><i class="cell optimizer" data-state="{state}" aria-hidden="true">0</i>{said}</li>'
         for state, said in LEGEND
+        if used is None or state in used
     )
     return f'<ul class="legend states">{said}</ul>'
 
@@ -317,19 +382,26 @@ def stepper(side, source):
 <p class="count"></p>
 <p class="sentence" aria-live="polite"></p>
 <p class="cause"></p>
-<div class="meters"><span>sent so far <b class="sent"></b></span><progress class="sent" max="1"></progress>
-<span>held now <b class="held"></b></span><progress class="held" max="1"></progress></div>
+<div class="meters"></div>
 <table class="ranks"></table>
 </section>"""
 
 
-def step(source, one):
-    """A step as page.js takes it: its events, and the buckets that they are about."""
+def step(source, one, nodes=None):
+    """A step as page.js takes it, plain values for JSON: its events, and the buckets that they are about.
+
+    Args:
+        source: of the engine.
+        one: what `recording.record_all` has of it.
+        nodes: whether to show which ranks share a node; None where the engine makes something of it.
+    """
+    nodes = has_nodes([one]) if nodes is None else nodes
     nbytes = {row["bucket"]: row["nbytes"] for row in one["owned"][0]}
     events, before = [], None
     for recorded in one["events"]:
         event = Event(**{**recorded, "cells": recorded["cells"][0]})
-        first, last = _where(source, event)
+        own = source.method(event.method) if event.line is None else not event.inherited
+        first, last, code = _where(source if own or source.base is None else source.base, event)
         events.append(
             {
                 "phase": event.phase,
@@ -337,16 +409,23 @@ def step(source, one):
                 "about": event.names if event.kind == "change" else [event.about],
                 "text": inline(sentence(event, before, nbytes)),
                 "lines": [first, last],
+                "inherited": bool(first) and not own,
                 "method": event.method or "",
-                "code": _statement(source, event, first) if first else "",
-                "sent": event.sent,
-                "held": event.held,
+                "code": code,
+                **{"sent": event.sent, "left": event.left, "held": event.held, **event.moved, **event.beside},
                 "cells": recorded["cells"],
             }
         )
         before = event
     buckets = [[row["bucket"], show_bytes(row["nbytes"]), parts_of(row)] for row in one["owned"][0]]
-    return {"events": events, "buckets": buckets}
+    meters = [[key, said] for key, said in METERS.items() if key in meters_of(one, nodes)]
+    per_node = one["per_node"] if nodes else 0
+    return {"events": events, "buckets": buckets, "areas": one["areas"], "meters": meters, "perNode": per_node}
+
+
+def meters_of(one, nodes):
+    """What is counted through an engine's step."""
+    return ["sent", *(["left"] if nodes else []), "held", *one["ways"], *one["areas"][1:]]
 
 
 def parts_of(row):
@@ -357,14 +436,11 @@ def parts_of(row):
 
 
 def _where(source, event):
-    """The lines of the engine's file that an event comes from: one, or a whole method; (0, 0) where none does."""
+    """The lines that an event comes from, and the first of them: one, or a whole method; (0, 0, "") where none does."""
     if event.line is not None:
-        return event.line, event.line
+        return event.line, event.line, source.lines[event.line - 1].strip()
     method = source.method(event.method)
-    return (method.first, method.last) if method else (0, 0)
-
-
-def _statement(source, event, first):
-    """The line of code that an event comes from; of a whole method, its first."""
-    lines = source.lines[first - 1 :]
-    return next(line for line in lines if event.line is not None or line.lstrip().startswith("def ")).strip()
+    if method is None:
+        return 0, 0, ""
+    begins = next(line for line in source.text(method) if line.lstrip().startswith("def "))
+    return method.first, method.last, begins.strip()

@@ -2,18 +2,20 @@
 
 from dataclasses import asdict
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 
 from common import models
 from common.data import Batches, load_text
 from common.lessons.events import Recorder
+from common.lessons.held import HOST, has_second, live
 from common.measure.hardware import hardware
 from common.measure.memory import Timeline
 from common.ranks.world import LocalWorld
 from common.train import find_engine, train_step
 
-RANKS = 4
+RANKS, PER_NODE = 4, 2  # told that they live on two nodes, which one engine makes something of
 MODEL, BATCH, BUCKET_MB = "gpt-nano", 4, 0.5  # small, and yet of several buckets and units
 WARM_UP = 2  # steps before: the optimizer then has its states, and stage 3 knows the order of its units
 
@@ -27,7 +29,7 @@ def record_all(names):
     Raises:
         AssertionError: the ranks did not go through the same events.
     """
-    with LocalWorld(RANKS, oversubscribe=True) as world:
+    with LocalWorld(RANKS, oversubscribe=True, ranks_per_node=PER_NODE) as world:
         return {name: together(world.run(record, name)) for name in names}
 
 
@@ -53,7 +55,8 @@ def record(world, name):
         train_step(engine, recorded)
     sent = engine.comm.traffic.by_collective()
     engine.comm.traffic.phase = "forward"
-    with Timeline(engine) as timeline:
+    measured, predicted = engine.accounts.measured(), engine.accounts.predicted()
+    with Timeline(SimpleNamespace(comm=engine.comm, live=partial(live, engine))) as timeline:
         train_step(engine, last)
     return {
         "engine": name,
@@ -63,11 +66,22 @@ def record(world, name):
         "predicted_sent": engine.predicted_wire_bytes_per_step(),
         "states": engine.model_state_bytes(),
         "predicted_states": engine.predicted_model_state_bytes(),
+        "measured": measured,
+        "predicted": predicted,
+        "areas": recorder.held.areas,
+        "ways": list(recorder.ways),
+        "per_node": engine.comm.ranks_per_node,
         "owned": [owned_row(engine, bucket) for bucket in recorder.buckets.values()],
-        "samples": timeline.samples,
+        "samples": [(phase, _of(now)) for phase, now in timeline.samples],
+        "host_samples": [(phase, _of(now, HOST)) for phase, now in timeline.samples],
         "parameters": models.count(module),
         "hardware": hardware(world.device),
     }
+
+
+def _of(now, area=""):
+    """The classes of one area in a sample: the host's begin with HOST, and the device's with nothing."""
+    return {name[len(area) :]: size for name, size in now.items() if name.startswith(HOST) == bool(area)}
 
 
 def owned_row(engine, bucket):
@@ -80,6 +94,7 @@ def owned_row(engine, bucket):
         "parameters": [owned.parameters.start, owned.parameters.stop],
         "gradients": [owned.gradients.start, owned.gradients.stop],
         "optimizer": [owned.optimizer.start, owned.optimizer.stop],
+        **({"second": [owned.second.start, owned.second.stop]} if has_second(bucket) else {}),
         "shard_numel": bucket.shard_numel,
         "sends": dict(engine.sends(bucket, 1)),
     }

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 from browsing import CONTRAST, SCREENS, SMALLEST
 from engine_sources import CHANGED_METHODS, methods
+from training import STAGES as FOUR_STAGES
 from training import batch, make_engine, same_bits
 from training import train_step as train_one_step
 
@@ -47,12 +48,14 @@ def pages(recorded, tmp_path_factory):
 @PAIRS
 def test_every_method_that_differs_has_a_note_of_three_lines(recorded, pages, pair):
     before, after = (Source(name) for name in pair)
-    new = methods(pair[1]).keys() - methods(pair[0]).keys()
-    found = {one.name: one for one in diff.pairs(before, after) if one.status in ("changed", "new")}
-    assert CHANGED_METHODS[pair[1]] | new <= found.keys()
+    one, other = (methods(name).keys() for name in pair)
+    names = CHANGED_METHODS.get(pair[1], one & other) | (other - one)
+    found = {one.name: one for one in diff.pairs(before, after) if one.status in ("changed", "extended", "new")}
+    assert names <= found.keys()
     text = (pages / file_of(pair)).read_text()
-    for name in CHANGED_METHODS[pair[1]] | new:
-        assert name in after.reasons(), f"{pair[1]}'s page gives no reason for {name}"
+    for name in names:
+        if pair[1] in FOUR_STAGES:  # elsewhere a docstring may say why
+            assert name in after.reasons(), f"{pair[1]}'s page gives no reason for {name}"
         note = notes.note(found[name], *(recorded[stage] for stage in pair), after.reasons())
         shown = re.search(rf'data-name="{name}">.*?</dl>', text, re.DOTALL)[0]
         for what in ("why", "saves", "sends"):
@@ -66,7 +69,7 @@ def test_notes_tell_what_was_counted(recorded):
         (found,) = (one for one in diff.pairs(before, after) if one.name == name)
         return notes.note(found, *(recorded[stage] for stage in pair), after.reasons())
 
-    first, second, third = INCREMENTS
+    first, second, third, offload, infinity, zeropp = INCREMENTS
     assert note("owned", first).saves == "2.91 MB of optimizer states: 3.88 MB before, 969 kB now"
     assert note("reduce", first).sends.startswith("1.45 MB in 5 reduce-scatters; before: 2.91 MB in 5 all-reduces")
     assert note("update", first).sends == "1.45 MB in 5 all-gathers, through `gather`; before: nothing"
@@ -74,6 +77,12 @@ def test_notes_tell_what_was_counted(recorded):
     assert note("reduce", second).saves == "gives back 1.94 MB; before: nothing"
     assert note("free", third).saves == "gives back 3.28 MB"
     assert note("begin_load", third).sends == "nothing: the recorded step does not call it"
+    assert note("reduce", offload).moves == "484 kB down the bus, in 5 parts; before: nothing"
+    assert note("moves", offload).moves == "nothing itself; it predicts 484 kB down the bus and 484 kB up the bus"
+    assert note("bring_up", infinity).moves == "820 kB up the bus, in 8 parts"
+    assert "; 500 kB written to disk, in 5 parts; before" in note("reduce_scatter", infinity).moves
+    assert note("owned", zeropp).saves == "nothing; takes 969 kB of parameters: 485 kB before, 1.45 MB now"
+    assert note("reduce_scatter", zeropp).sends.startswith("125 kB in 5 all-to-alls in the node; 62.5 kB in 5 all-to-")
 
 
 @PAIRS
@@ -85,7 +94,7 @@ def test_every_line_of_both_files_is_shown_and_equal_ones_are_equal(pair):
         assert len(shown) == len(set(shown))
         hidden = set(range(1, len(source.lines) + 1)) - set(shown)
         assert all(re.fullmatch(r"|    # ---- .* -+", source.lines[number - 1]) for number in hidden)
-    for hunk in (hunk for one in found for hunk in one.hunks if hunk.equal):
+    for hunk in (hunk for one in found for hunk in one.hunks if hunk.equal and one.status != "inherited"):
         texts = [[s.lines[n - 1] for n in lines] for s, lines in zip(sources, (hunk.before, hunk.after), strict=True)]
         assert texts[0] == texts[1]
 
@@ -94,7 +103,9 @@ def test_every_line_of_both_files_is_shown_and_equal_ones_are_equal(pair):
 def test_the_schedule_is_open_and_the_edges_are_folded(recorded, pages, pair):
     shown, _, folded = (pages / file_of(pair)).read_text().partition('<details class="fold edges">')
     core, edges = (set(re.findall(r'data-name="([^"]+)"', half)) for half in (shown, folded))
-    assert {"owned", "reduce"} <= core
+    heart = {"offload": {"placed", "moves", "reduce"}, "offload.nvme": {"placed", "moves", "read_ahead"}}
+    heart["zeropp"] = {"owned", "all_gather", "reduce_scatter"}
+    assert heart.get(pair[1], {"owned", "reduce"}) <= core
     assert not core & edges
     for name in pair:
         assert not Source(name).schedule & edges
@@ -119,9 +130,19 @@ def events_of(recorded, name, *kinds):
 
 
 def cells(event, kind):
-    """[rank][bucket]: letters of one of parameters, gradients, optimizer."""
-    place = ("parameters", "gradients", "optimizer").index(kind)
+    """[rank][bucket]: letters of one of parameters, gradients, optimizer, second."""
+    place = ("parameters", "gradients", "optimizer", "second").index(kind)
     return [{bucket: states[place] for bucket, states in of_rank.items()} for of_rank in event["cells"]]
+
+
+def shards_in(states, rank, letters):
+    """The shards that a rank has in one of some states; behind the device's letters stand those of its own shard."""
+    return {shard if shard < len(RANKS) else rank for shard, state in enumerate(states) if state in letters}
+
+
+def numbers_of(recorded, name, kind, bucket):
+    """The numbers of the events of a kind about a bucket."""
+    return [n for n, event in events_of(recorded, name, kind) if event["about"] == bucket]
 
 
 @STAGES
@@ -129,7 +150,8 @@ def test_every_bucket_is_reduced_once_and_all_that_is_sent_is_seen(recorded, nam
     one = recorded[name]
     buckets = [row["bucket"] for row in one["owned"][0]]
     assert len(buckets) > 3
-    assert sorted(e["about"] for _, e in events_of(recorded, name, "all_reduce", "reduce_scatter")) == sorted(buckets)
+    reductions = ("all_reduce", "reduce_scatter", "all_to_all in the node")
+    assert sorted(event["about"] for _, event in events_of(recorded, name, *reductions)) == sorted(buckets)
     sent = [event["sent"] for event in one["events"]]
     assert sent == sorted(sent)
     assert sent[-1] == sum(one["sent"].values())
@@ -144,10 +166,7 @@ def test_after_the_step_each_rank_holds_what_owned_says(recorded, name):
             for row in one["owned"][rank]:
                 for kind in ("parameters", "gradients", "optimizer"):
                     begin, end = (position // row["shard_numel"] for position in row[kind])
-                    held = {
-                        shard for shard, state in enumerate(cells(event, kind)[rank][row["bucket"]]) if state != "."
-                    }
-                    assert held == set(range(begin, end))
+                    assert shards_in(cells(event, kind)[rank][row["bucket"]], rank, "rhnqt") == set(range(begin, end))
     receive_buffer = one["samples"][0][1]["receive buffer"]
     assert one["events"][0]["held"] == one["events"][-1]["held"] == sum(one["states"].values()) + receive_buffer
     assert min(event["held"] for event in one["events"]) == one["events"][0]["held"]
@@ -159,11 +178,96 @@ def test_the_optimizer_steps_every_shard_from_its_mean_and_all_parameters_are_ne
     for _, event in events_of(recorded, name, "stepped"):
         about = event["about"]
         for rank in RANKS:
-            stepped = {k for k, state in enumerate(cells(event, "optimizer")[rank][about]) if state == "n"}
+            stepped = shards_in(cells(event, "optimizer")[rank][about], rank, "n")
             assert rank in stepped
-            assert all(cells(event, "gradients")[rank][about][k] == "h" for k in stepped)
+            assert stepped <= shards_in(cells(event, "gradients")[rank][about], rank, "h")
     last = recorded[name]["events"][-1]
-    assert all(set(states) <= {"n", "."} for of_rank in cells(last, "parameters") for states in of_rank.values())
+    coming = {"t"} if name == "offload.nvme" else set()  # what is read for the next forward already
+    for of_rank in cells(last, "parameters"):
+        assert all(set(states) - coming <= {"n", "."} for states in of_rank.values())
+
+
+@STAGES
+def test_the_events_end_with_what_the_books_have(recorded, name):
+    one = recorded[name]
+    last, books = one["events"][-1], one["measured"]
+    assert books == one["predicted"]
+    assert last["sent"] == sum(books["wire_bytes_per_step"].values())
+    assert last["left"] == sum(books["internode_bytes_per_step"].values())
+    moved = books.get("bus_bytes_per_step", {}) | books.get("disk_bytes_per_step", {})
+    assert last["moved"] == moved
+    for before, after in pairwise(one["events"]):
+        assert before["left"] <= after["left"]
+        assert all(before["moved"][way] <= after["moved"][way] for way in moved)
+    if name == "offload":
+        assert last["beside"] == {"host": sum(books["host_state_bytes"].values())}
+    if name == "offload.nvme":
+        assert last["beside"]["disk"] == sum(books["disk_state_bytes"].values())
+
+
+@PAIRS
+def test_the_table_of_a_page_shows_the_books_of_both_engines(recorded, pages, pair):
+    rows = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td><td>(.*?)</td>', (pages / file_of(pair)).read_text())
+    shown = {said: values for said, *values in rows}
+    books = [recorded[name]["measured"] for name in pair]
+    for where, name in (("on the host", "host_state_bytes"), ("on disk", "disk_state_bytes")):
+        for state, nbytes in books[1].get(name, {}).items():
+            if nbytes:
+                assert shown[f"{notes.STATES[state]} {where}"] == ["-", chart.show_bytes(nbytes)]
+    for name in ("bus_bytes_per_step", "disk_bytes_per_step"):
+        for way, nbytes in books[1].get(name, {}).items():
+            assert shown[f"{notes.WAYS[way]} in a step"] == ["-", chart.show_bytes(nbytes)]
+    device = " on the device" if "host_state_bytes" in books[1] else ""
+    for said, name in ((f"model states{device}", "model_state_bytes"), ("sent in a step", "wire_bytes_per_step")):
+        assert shown[said] == [chart.show_bytes(sum(book[name].values())) for book in books]
+    if pair[1] == "zeropp":
+        left = [chart.show_bytes(sum(book["internode_bytes_per_step"].values())) for book in books]
+        assert shown["left the node in a step"] == left
+
+
+def test_what_the_host_is_to_step_goes_down_behind_its_reduction_and_comes_up_before_its_gather(recorded):
+    for bucket in (row["bucket"] for row in recorded["offload"]["owned"][0]):
+        kinds = ("reduce_scatter", "down", "host_step", "stepped", "up", "all_gather")
+        once = [numbers_of(recorded, "offload", kind, bucket) for kind in kinds]
+        assert all(len(numbers) == 1 for numbers in once)
+        assert once == sorted(once)
+
+
+def test_a_disk_reads_a_unit_before_its_turn_and_its_step_while_another_is_stepped(recorded):
+    name = "offload.nvme"
+    for bucket in (f"blocks.{number}" for number in range(2, 4)):  # the first ones were read by the step before
+        ups, reads = (numbers_of(recorded, name, kind, bucket) for kind in ("up", "read"))
+        assert reads[0] < ups[0]
+        assert recorded[name]["events"][ups[0]]["phase"] == "forward"
+    reads = {event["about"]: n for n, event in events_of(recorded, name, "read") if "optimizer" in event["names"]}
+    stepped = [(n, event["about"]) for n, event in events_of(recorded, name, "stepped")]
+    for (now, one), (_, following) in pairwise(stepped):
+        assert reads[following] < now < numbers_of(recorded, name, "write", one)[0]
+
+
+def test_second_shards_are_filled_by_the_first_gather_used_by_the_second_and_outdated_by_the_step(recorded):
+    events, gathered = recorded["zeropp"]["events"], {}
+    for number, event in events_of(recorded, "zeropp", "all_gather", "all_gather in the node"):
+        gathered.setdefault(event["about"], []).append(event["kind"])
+        crosses = event["left"] > events[number - 1]["left"]
+        assert crosses == (event["kind"] == "all_gather")
+    assert all(kinds[0] == "all_gather" and len(kinds) <= 2 for kinds in gathered.values())
+    assert sum(len(kinds) == 2 for kinds in gathered.values()) == 3
+    for rank in RANKS:
+        own = {2 * (rank % 2), 2 * (rank % 2) + 1}
+        for bucket in gathered:
+            assert shards_in(cells(events[0], "second")[rank][bucket], rank, "s") == own
+            for number in numbers_of(recorded, "zeropp", "stepped", bucket):
+                assert shards_in(cells(events[number - 1], "second")[rank][bucket], rank, "q") == own
+                assert shards_in(cells(events[number], "second")[rank][bucket], rank, "s") == own
+
+
+def test_gradients_go_inside_the_node_and_then_across(recorded):
+    for bucket in (row["bucket"] for row in recorded["zeropp"]["owned"][0]):
+        (inside,), (across,) = (
+            numbers_of(recorded, "zeropp", f"all_to_all {where}", bucket) for where in ("in the node", "across nodes")
+        )
+        assert across == inside + 1
 
 
 def test_stage_2_has_room_for_two_buckets_at_most(recorded):
@@ -218,7 +322,7 @@ def test_every_event_has_a_sentence_and_most_a_line_of_code(recorded, name):
         assert said.endswith(".")
         assert "is done with" not in said  # what is said of a change that nothing else fits
         if event.kind in ("pack", "all_reduce", "reduce_scatter", "all_gather", "arrive", "stepped"):
-            section = source.method(event.method)
+            section = (source.base if event.inherited else source).method(event.method)
             assert section.first <= event.line <= section.last
         before = event
 
@@ -354,8 +458,13 @@ def test_the_stepper_steps_by_click_and_by_slider(opened, recorded, pair):
         shown = stepper.locator(".ranks .shards").evaluate_all(
             "rows => rows.map((row) => [...row.children].map((cell) => cell.dataset.state).join(''))"
         )
-        buckets = event["cells"][0]
-        assert shown == [states for bucket in buckets for rank in RANKS for states in event["cells"][rank][bucket]]
+        order = [0, 3, 1, 2] if name == "zeropp" else [0, 1, 2]  # second shards behind parameters
+        cells_of = event["cells"]
+        assert shown == [cells_of[rank][bucket][kind] for bucket in cells_of[0] for rank in RANKS for kind in order]
+        stepper.locator("[data-go=last]").click()
+        moved = recorded[name]["events"][-1]["moved"]
+        for what, nbytes in {"sent": recorded[name]["events"][-1]["sent"], **moved}.items():
+            assert stepper.locator(f"b.{what}").inner_text() == chart.show_bytes(nbytes)
 
 
 def test_the_stepper_steps_by_keys_and_plays(opened):
@@ -424,11 +533,18 @@ def test_every_picture_says_what_it_shows(opened, recorded, pair):
     page = opened(file_of(pair))
     said = page.locator("svg, img, [role=img], progress").evaluate_all("all => all.map((one) => one.ariaLabel)")
     assert all(said)
-    charts = page.locator("svg").evaluate_all("all => all.map((one) => one.getAttribute('role') + one.ariaLabel)")
+    says = "all => all.map((one) => one.getAttribute('role') + one.ariaLabel)"
+    charts = page.locator(".plot:not(.narrow) svg").evaluate_all(says)
     for chart_says, name in zip(charts, pair, strict=True):
         highest = sum(chart.peak(recorded[name]["samples"]).values())
-        assert re.match(r"imgStage \d: live bytes .* peak in (for|back)ward with ", chart_says)
+        assert re.match(r"img[\w+ -]+: live bytes .* peak in (for|back)ward with ", chart_says)
         assert chart.show_bytes(highest) in chart_says
+    beside = page.locator(".narrow svg").evaluate_all(says)
+    areas = recorded[pair[1]]["areas"][1:]
+    assert len(beside) == len(areas)
+    for area_says, area in zip(beside, areas, strict=True):
+        books = recorded[pair[1]]["measured"][f"{area}_state_bytes"]
+        assert all(chart.show_bytes(nbytes) in area_says for nbytes in books.values() if nbytes)
 
 
 def test_an_event_leads_to_its_line_in_the_code_above(opened, recorded):
@@ -454,8 +570,10 @@ def test_a_phone_shows_one_engine_and_switches(opened):
 
 def test_the_first_page_leads_to_all_others(opened):
     page = opened("index.html")
+    titles = page.locator(".pages a").all_inner_texts()
+    assert titles[2:4] == ["Stage 2 to stage 3", "Stage 2 to ZeRO-Offload"]
     for number in range(len(INCREMENTS)):
         page.locator(".pages a").nth(number).click()
-        assert page.locator("h1").inner_text() == f"Stage {number} to stage {number + 1}"
+        assert page.locator("h1").inner_text() == titles[number]
         page.locator("nav a").first.click()
     assert page.locator("h1").inner_text() == "ZeRO, increment by increment"

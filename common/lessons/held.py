@@ -1,0 +1,225 @@
+"""What a rank holds at a moment of a step: a letter for each shard of each bucket, and bytes, area by area.
+
+The areas are the device, the host and the disk. Beside the device a rank has its own shard at most, so there one letter
+says it all.
+"""
+
+from collections import defaultdict
+
+import torch
+
+from common.measure.memory import HOST as EVERYTHING_ON_HOST
+from common.measure.memory import storage_bytes
+
+# What a rank has of a shard of parameters, gradients or optimizer states.
+ABSENT, ROOM, OWN, UNDER_WAY, HERE, NEW, ROUNDED, STALE = ".rothnqs"
+AREAS = {"device": "device", "cpu": "host", "nvme": "disk"}  # tiers, as the pages call them
+HOST = "host: "  # before the classes of a timeline that are the host's
+REDUCTIONS = ("all_reduce", "reduce_scatter", "all_to_all")
+
+
+class Held:
+    """What a rank holds of an engine. The recorder tells it what begins, arrives and is stepped.
+
+    Attributes:
+        buckets: {name: bucket}.
+        areas: "device" and, of engines with tiers, "host" and "disk".
+        begun: {bucket: [kinds]}, the collectives and copies under way.
+        lent: {(bucket, state): letter}, what of the disk stands in the host's buffers.
+    """
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.buckets = {bucket.name: bucket for bucket in engine.buckets + engine.frozen}
+        self.tiers = {AREAS[tier.name]: tier for tier in getattr(engine, "tier", {}).values() if tier is not None}
+        self.areas = list(self.tiers) or ["device"]
+        self.begun = {}
+        self.lent, self._written = {}, {}
+        self._buffers = defaultdict(list)  # bucket -> tensors that its collectives use until they arrive
+        self._fresh, self._stepped = {}, set()  # shards whose parameters are new; buckets whose states are
+        # Places on disk are taken once; what is read from them stands in the optimizer for a while.
+        self._on_disk = sum(engine.accounts.held("nvme").values()) if "disk" in self.areas else 0
+
+    # ---- what happens ------------------------------------------------------------------------------------------
+
+    def begins(self, name, kind, buffers=()):
+        """A collective or a copy of a bucket begins. Returns all of its that are under way, a list that grows."""
+        self.uses(name, buffers)
+        self.begun.setdefault(name, []).append(kind)
+        return self.begun[name]
+
+    def uses(self, name, buffers):
+        """What is under way for a bucket uses these, and its own gradients."""
+        found = [*buffers, self.buckets[name].local]
+        self._buffers[name] += [buffer for buffer in found if torch.is_tensor(buffer)]
+
+    def arrives(self, name):
+        """All of that is over. Returns what it was."""
+        kinds = self.begun.pop(name)
+        self._buffers.pop(name, None)
+        if self.engine.comm.traffic.phase == "step" and "all_gather" in kinds:
+            self._fresh[name] = set(range(self.engine.world_size))
+        return kinds
+
+    def steps(self, name, piece):
+        """The optimizer steps a piece of a bucket: what was read for it stands ready."""
+        self._stepped.add(name)
+        if self.area_of(self.buckets[name], "parameters") == self.area_of(self.buckets[name], "optimizer"):
+            self._fresh[name] = set(shards(self.buckets[name], piece.part))
+        for bucket, state in self.lent:
+            if bucket == name:
+                self.lent[bucket, state] = HERE
+
+    def writes(self, name, state):
+        """What was stepped is on its way to disk."""
+        self._written[name, state] = UNDER_WAY
+
+    def has_written(self):
+        """The disk has all of it."""
+        self._written = dict.fromkeys(self._written, NEW)
+
+    # ---- letters -----------------------------------------------------------------------------------------------
+
+    def cells(self):
+        """{bucket: (parameters, gradients, optimizer states, second shards)}, the last where the engine has some.
+
+        Each is a string: a letter for each shard on the device, one for this rank's own on the host, one on disk.
+        """
+        of = [self._parameters, self._gradients, self._states]
+        of += [self._second] if any(has_second(bucket) for bucket in self.buckets.values()) else []
+        return {name: tuple(letters(bucket) for letters in of) for name, bucket in self.buckets.items()}
+
+    def area_of(self, bucket, state):
+        """Where a state of a bucket lies between its uses."""
+        if len(self.areas) == 1:
+            return "device"
+        return AREAS[self.engine.placed(bucket)[state][0][1].name]
+
+    def _parameters(self, bucket):
+        begun, fresh = self.begun.get(bucket.name, ()), self._fresh.get(bucket.name, ())
+        at = self.area_of(bucket, "parameters")
+        kept = shards(bucket, self.engine.owned(bucket).parameters) if at == "device" else ()
+        whole = bucket.full is not None and bucket.full.untyped_storage().nbytes() > 0
+
+        def of(shard):
+            coming = "up" in begun if shard == self.engine.rank else bucket.gathering is not None
+            if coming:
+                return UNDER_WAY
+            if whole and bucket.gathering is None and self._rounds(bucket):
+                return ROUNDED
+            if shard in kept or whole:
+                return NEW if shard in fresh else HERE
+            return ABSENT
+
+        on_disk = self._written.get((bucket.name, "parameters"), HERE)
+        return self._all(of) + self._beside(bucket, "parameters", {at: on_disk})
+
+    def _gradients(self, bucket):
+        everywhere, at = range(self.engine.world_size), self.area_of(bucket, "gradients")
+        kept = shards(bucket, self.engine.owned(bucket).gradients) if at == "device" else ()
+        arrived, leaves = bucket.has_gradient or bucket.handle is not None, self._leaves(bucket)
+        room = everywhere if bucket.local is not None else kept
+        mean = [k for piece in bucket.pieces for k in shards(bucket, piece.part)] if arrived else ()
+        own = set() if arrived else {k for name in bucket.reported for k in shards(bucket, bucket.slots[name])}
+
+        def of(shard):
+            if leaves:
+                return UNDER_WAY
+            if shard not in room:
+                return ABSENT
+            return HERE if shard in mean else OWN if shard in own else ROOM
+
+        return self._all(of) + self._beside(bucket, "gradients", {at: HERE if arrived and not leaves else ROOM})
+
+    def _leaves(self, bucket):
+        """Whether its gradients are on their way to the mean."""
+        return any(kind.partition(" ")[0] in REDUCTIONS for kind in self.begun.get(bucket.name, ()))
+
+    def _states(self, bucket):
+        if not any(self.engine.optimizer.state.get(piece.master) for piece in bucket.pieces):
+            return ABSENT * (self.engine.world_size + len(self.areas) - 1)
+        kept, at = shards(bucket, self.engine.owned(bucket).optimizer), self.area_of(bucket, "optimizer")
+        letter = NEW if bucket.name in self._stepped else HERE
+        on_disk = self._written.get((bucket.name, "optimizer"), HERE)
+        device = self._all(lambda shard: letter if at == "device" and shard in kept else ABSENT)
+        return device + self._beside(bucket, "optimizer", {at: on_disk if at == "disk" else letter})
+
+    def _second(self, bucket):
+        kept = shards(bucket, self.engine.owned(bucket).second)
+        current = bucket in getattr(bucket.comes_by, "current", ())
+        letter = (ROUNDED if self._rounds(bucket) else HERE) if current else STALE
+        if "all_gather" in self.begun.get(bucket.name, ()):
+            letter = UNDER_WAY
+        return self._all(lambda shard: letter if shard in kept else ABSENT)
+
+    def _rounds(self, bucket):
+        """Whether its parameters come rounded: to look at them, and not to compute, they would not be."""
+        return getattr(self.engine, "quantize_weights", False) and bucket.kind.dtype == self.engine.dtype
+
+    def _all(self, letter):
+        return "".join(map(letter, range(self.engine.world_size)))
+
+    def _beside(self, bucket, state, letters):
+        """The letters of the other areas: what lies there, or of the host what is read from disk for a while."""
+        passing = self.lent.get((bucket.name, state), ABSENT)
+        if passing == HERE and bucket.name in self._stepped and state != "gradients":
+            passing = NEW
+        return "".join(letters.get(area, passing if area == "host" else ABSENT) for area in self.areas[1:])
+
+    # ---- bytes -------------------------------------------------------------------------------------------------
+
+    def states(self):
+        """The tensors of model states on the device, gathered units and room for gradients."""
+        kept = [tensor for tensors in self.engine.accounts.kept().values() for tensor in tensors]
+        return kept + [part for bucket in self.buckets.values() for part in (bucket.full, bucket.local)]
+
+    def on_device(self):
+        """The bytes of that, of what travels, and of the receive buffer."""
+        travelling = [buffer for buffers in self._buffers.values() for buffer in buffers]
+        return storage_bytes([*self.states(), *travelling, self.engine.comm.room])
+
+    def beside(self):
+        """{area: bytes} of the host, staging buffers included, and of the disk."""
+        held = dict.fromkeys(self.areas[1:], 0)
+        if "host" in held:
+            held["host"] = storage_bytes(tensor for tensors in on_host(self.engine).values() for tensor in tensors)
+        if "disk" in held:
+            held["disk"] = self._on_disk
+        return held
+
+
+def shards(bucket, part):
+    """The shards of a bucket that a slice or a slot of it touches, as a range."""
+    begin, end = (part.start, part.stop) if isinstance(part, slice) else (part.offset, part.end)
+    return range(begin // bucket.shard_numel, -(-end // bucket.shard_numel))
+
+
+def on_host(engine):
+    """The tensors that an engine has on the host: {state: [...], "staging buffers": [...]}; {} where it has no host.
+
+    Staging buffers, through which everything from a disk passes, are pinned memory of the host where there is a GPU. A
+    CPU rank has them in private memory; they are shown with the host all the same.
+    """
+    found, tiers = defaultdict(list), getattr(engine, "tier", {})
+    for bucket in engine.buckets + engine.frozen if tiers else ():
+        for state, tier, tensor in bucket.at_rest(engine.optimizer):
+            if tier == "cpu" and tensor is not None:
+                found[state].append(tensor)
+    for tier in tiers.values():
+        found["staging buffers"] += [] if tier is None or tier.name == "device" else tier.rooms()
+    return {name: tensors for name, tensors in found.items() if tensors}
+
+
+def live(engine):
+    """What `engine.live()` has, for a timeline: the host's classes apart, with HOST before their names."""
+    found = engine.live()
+    found.pop(EVERYTHING_ON_HOST, None)
+    beside = {HOST + name: tensors for name, tensors in on_host(engine).items()}
+    second = [b.second for b in engine.buckets + engine.frozen if has_second(b)]
+    # A storage counts in the first class that names it.
+    return {**beside, **({"second shards": second} if second else {}), **found}
+
+
+def has_second(bucket):
+    """Whether a rank keeps a second shard of a bucket."""
+    return getattr(bucket, "second", None) is not None

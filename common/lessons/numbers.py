@@ -1,0 +1,67 @@
+"""The numbers at the head of a page, from the engines' books, and what their terms mean."""
+
+from common.lessons import chart, notes
+from common.train import show_bytes
+
+TERMS = {
+    "Model states": """Parameters, gradients and optimizer states, as they stand just before the update: what a rank has
+to keep, and what <code>owned</code> predicts.""",
+    "Held now": """In the step below: the model states, the receive buffer of the reductions, which stays between steps,
+and what comes and goes within one: gathered units, room for gradients, gradients on their way. No activations.""",
+    "Peak of live bytes": """The most that is live after any operation of a step, activations, inputs and temporary
+results included.""",
+}
+HOST_TERMS = {
+    "The host": """Memory beside the device, which the bus joins to it. These ranks are CPUs: their device is private
+memory, their host shared mappings.""",
+}
+DISK_TERMS = {
+    "Staging buffers": """What is read from disk and written there passes through them. They belong to the host where
+there is a GPU, and are shown there; a rank that is a CPU has them in its private memory.""",
+}
+NODE_TERMS = {
+    "Second shard": """A part of the node's own copy of the parameters, which the first gather after an update
+fills.""",
+    "Left the node": """What of the bytes sent goes to ranks of the other node. These four ranks share a machine, and
+are told that they live on two nodes.""",
+}
+
+
+def terms_of(recorded):
+    """{term: what it means}, of those that a page needs."""
+    areas = recorded[1]["areas"]
+    terms = TERMS | (HOST_TERMS if "host" in areas else {}) | (DISK_TERMS if "disk" in areas else {})
+    return terms | (NODE_TERMS if has_nodes(recorded) else {})
+
+
+def rows(recorded):
+    """The rows of the page's table: [(what, of the engine before, of the one after)], from the engines' books."""
+    device = " on the device" if "host" in recorded[1]["areas"] else ""
+    books = [one["measured"] for one in recorded]
+
+    def row(said, name, kind=None):
+        counted = [book.get(name, {}) for book in books]
+        sizes = [sum(counts.values()) if counts and kind is None else counts.get(kind) for counts in counted]
+        return said, *("-" if size is None else show_bytes(size) for size in sizes)
+
+    found = [row(said + device, "model_state_bytes", state) for state, said in notes.STATES.items()]
+    found.append(row(f"model states{device}", "model_state_bytes"))
+    for area in recorded[1]["areas"][1:]:
+        held = books[1][f"{area}_state_bytes"]
+        where = "on the host" if area == "host" else "on disk"
+        found += [row(f"{notes.STATES[state]} {where}", f"{area}_state_bytes", state) for state in held if held[state]]
+    found.append(row("sent in a step", "wire_bytes_per_step"))
+    for collective in dict.fromkeys(c for one in recorded for c in one["sent"]):
+        found.append(row(f"of that in {notes.collectives(collective)}", "wire_bytes_per_step", collective))
+    if has_nodes(recorded):
+        found.append(row("left the node in a step", "internode_bytes_per_step"))
+    for name in notes.MOVED:
+        found += [row(f"{notes.WAYS[way]} in a step", name, way) for way in books[1].get(name, {})]
+    peaks = (show_bytes(sum(chart.peak(one["samples"]).values())) for one in recorded)
+    found.append((f"peak of live bytes{device}", *peaks))
+    return found
+
+
+def has_nodes(recorded):
+    """Whether one of the engines makes something of the ranks' nodes."""
+    return any(len(letters) == 4 for one in recorded for letters in one["events"][0]["cells"][0].values())
