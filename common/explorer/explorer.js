@@ -180,7 +180,7 @@ function showWay(row, number, gpu, budget) {
   track.setAttribute("aria-label", `${said.join(", ")}; the GPU has ${amount(gpu.holds)}`);
   way.querySelector("input").checked = number === setting.way;
   way.querySelector(".total").textContent = amount(row.device);
-  way.querySelector(".fits").textContent = row.fits ? "fits" : "too large";
+  way.querySelector(".fits").textContent = row.fits ? "fits" : `${full(row, gpu, budget)} full`;
   way.querySelector(".fits").classList.toggle("no", !row.fits);
 }
 
@@ -199,10 +199,9 @@ function bars(id, rows, most, words) {
 
 function sentence(row, { rows, rank, budget, advised, compute_seconds: computing }) {
   const states = row.states.parameters + row.states.gradients + row.states.optimizer;
-  let room = `the ${amount(budget)} to plan with`;
-  if (row.device <= budget) room = row.host > rank.gpu.host_holds ? "its part of the host" : "its part of the disks";
+  const room = { GPU: `the ${amount(budget)} to plan with`, host: "its part of the host", disk: "its part of the disks" };
   const said = [`${capital(row.way)}: ${states ? `${amount(states)} of` : "no"} model states on the GPU, ` +
-    `${amount(row.device)} in all. ${row.fits ? "It fits." : `It does not fit into ${room}.`}`];
+    `${amount(row.device)} in all. ${row.fits ? "It fits." : `It does not fit into ${room[full(row, rank.gpu, budget)]}.`}`];
   if (advised === undefined) said.push("Nothing fits: take more GPUs, a tensor-parallel degree or shorter samples.");
   else if (rows[advised] !== row) said.push(`The lowest that fits is ${rows[advised].way}.`);
   else said.push("It is the lowest that fits.");
@@ -211,6 +210,12 @@ function sentence(row, { rows, rank, budget, advised, compute_seconds: computing
     ? `${capital(name)} ${name === "collectives" ? "take" : "takes"} longer than computing, ${duration(seconds)} against ${duration(computing)}: accumulate ${Math.ceil(seconds / computing)} micro-batches or take larger ones.`
     : `Computing takes longest, ${duration(computing)}.`);
   return said.join(" ");
+}
+
+// What a row does not fit into, first of all.
+function full(row, gpu, budget) {
+  if (row.device > budget) return "GPU";
+  return row.host > gpu.host_holds ? "host" : "disk";
 }
 
 function capital(text) {

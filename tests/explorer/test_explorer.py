@@ -54,7 +54,11 @@ def opened(browser, file):
 
     def open_page(setting="", screen="laptop", scheme="light"):
         width, height = SCREENS[screen]
-        contexts.append(browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme))
+        contexts.append(
+            browser.new_context(
+                viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
+            )
+        )
         page = contexts[-1].new_page()
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
@@ -203,6 +207,14 @@ def test_it_fits_its_screen_in_letters_that_can_be_read(opened, screen, scheme):
     assert page.evaluate(CONTRAST)[1] > 7
     if screen != "phone":  # what the sliders change is seen beside them
         assert page.locator("#ways").evaluate("ways => ways.getBoundingClientRect().bottom < innerHeight")
+
+
+def test_the_sliders_stay_in_sight_beside_the_results_and_cover_no_step(opened):
+    page, box = opened(), "one => one.getBoundingClientRect()"
+    page.locator("#held").evaluate("one => one.scrollIntoView()")
+    assert page.locator("#setting").evaluate(box)["top"] == pytest.approx(0, abs=1)
+    page.locator("#engines").evaluate("one => one.scrollIntoView()")
+    assert page.locator("#setting").evaluate(box)["bottom"] <= page.locator("#step").evaluate(box)["top"]
 
 
 def test_every_control_and_every_picture_has_a_name(opened):
