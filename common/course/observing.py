@@ -6,7 +6,6 @@ A case is trained by a submission and by the engine itself. `common.course.gradi
 import contextlib
 import functools
 import inspect
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -278,8 +277,3 @@ def uninitialized_is_nan():
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-def place(where):
-    """A file's full path, or a package's name as it is."""
-    return str(Path(where).resolve()) if where.endswith(".py") else where

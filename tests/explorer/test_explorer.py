@@ -9,7 +9,7 @@ import re
 import shlex
 
 import pytest
-from browsing import CONTRAST, SCREENS, SMALLEST
+from browsing import CONTRAST, SMALLEST, opening
 
 from common import site
 from common.explorer.page import explorer
@@ -50,26 +50,8 @@ def file(recorded, tmp_path_factory):
 @pytest.fixture
 def opened(browser, file):
     """`opened(setting, screen, scheme)`: a page that has loaded. No script has failed or asked elsewhere."""
-    contexts, wrong, asked = [], [], []
-
-    def open_page(setting="", screen="laptop", scheme="light"):
-        width, height = SCREENS[screen]
-        contexts.append(
-            browser.new_context(
-                viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
-            )
-        )
-        page = contexts[-1].new_page()
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(f"{file.as_uri()}#{setting}")
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert not wrong
+    with opening(browser) as (open_page, asked):
+        yield lambda setting="", *looks, **named: open_page(f"{file.as_uri()}#{setting}", *looks, **named)
     assert {url.partition("#")[0] for url in asked} <= {file.as_uri(), "data:,"}
 
 

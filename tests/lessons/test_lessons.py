@@ -8,7 +8,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from browsing import CONTRAST, SCREENS, SMALLEST
+from browsing import CONTRAST, SCREENS, SMALLEST, opening
 from engine_sources import CHANGED_METHODS, methods
 from training import STAGES as FOUR_STAGES
 from training import batch, make_engine, same_bits
@@ -392,26 +392,8 @@ def test_a_timeline_shows_the_peak_on_an_axis_that_both_share(recorded, pages):
 @pytest.fixture
 def opened(browser, pages):
     """`opened(file, screen, scheme)`: a page that has loaded. When the test ends, no script has failed."""
-    contexts, wrong, asked = [], [], []
-
-    def open_page(file, screen="laptop", scheme="light"):
-        width, height = SCREENS[screen]
-        contexts.append(
-            browser.new_context(
-                viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
-            )
-        )
-        page = contexts[-1].new_page()
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto((pages / file).as_uri())
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert not wrong
+    with opening(browser) as (open_page, asked):
+        yield lambda file, *looks, **named: open_page((pages / file).as_uri(), *looks, **named)
     assert all(url.startswith(("file:", "data:")) and url.endswith((".html", "data:,")) for url in asked)
 
 

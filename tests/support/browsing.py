@@ -36,3 +36,28 @@ def chromium():
         browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"] if root else [])
         yield browser
         browser.close()
+
+
+@contextlib.contextmanager
+def opening(browser):
+    """`open_page(address, screen, scheme)`, a page that has loaded, and the list of addresses that pages asked for.
+
+    At the end no script has failed.
+    """
+    contexts, wrong, asked = [], [], []
+
+    def open_page(address, screen="laptop", scheme="light"):
+        width, height = SCREENS[screen]
+        size = {"width": width, "height": height}
+        contexts.append(browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce"))
+        page = contexts[-1].new_page()
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(address)
+        return page
+
+    yield open_page, asked
+    for context in contexts:
+        context.close()
+    assert not wrong
