@@ -117,9 +117,9 @@ def show(report, hint, briefly=False):
     if report["printed"]:
         console.print("\nPrinted last:")
         console.print(report["printed"], markup=False)
-    console.print(f"\nHint {hint} of 3. {finding['hints'][hint - 1]}")
+    console.print(f"\nHint {hint} of 3. {finding['hints'][hint - 1]}", markup=False)
     if hint < 3:
-        console.print(f"[dim]More: python -m common.grade {report['file']} --hint {hint + 1}[/]")
+        console.print(f"[dim]More: python -m common.grade {escape(str(report['file']))} --hint {hint + 1}[/]")
 
 
 def show_promises(report, console):

@@ -71,8 +71,8 @@ EXERCISES = (
             "bucket.kind.dtype": "of its gradients",
             **COLLECTIVES,
             "self.comm.device": "where tensors live",
-            "self.travelling": "a list, empty when backward begins: the handles of buckets that have left, the oldest "
-            "first, until somebody has waited for them",
+            "self.travelling": "a list, empty when backward begins, and yours to fill: the handles of buckets that "
+            "have left, the oldest first, until somebody has waited for them",
         },
     ),
     Exercise(
@@ -140,6 +140,8 @@ LATER = (
             "bucket.whole()": "all elements of a bucket, a slice",
             "bucket.shard(rank)": "those of a rank's shard, a slice",
             "layout.cut_in_two(part, fraction)": "-> the first `fraction` of a slice, and the rest of it: two slices",
+            '{"parameters": [(part, tier)], ...}': "what `placed` returns: for each of parameters, gradients and "
+            "optimizer the slices that are kept, each with its tier",
             "length(part)": "elements of a slice; a part without any is in no table",
             "bucket.local": "[N x shard] this rank's own gradients on the device; None when the room is given back",
             "bucket.parameters": "[N x shard] all parameters of the bucket, on the device",
@@ -159,7 +161,8 @@ LATER = (
             "self.comm.all_gather(shard, tensor, label, after=)": "-> Handle; all ranks' shards, in `tensor`, once the "
             "Handle `after` is done",
             "handle.wait()": "returns when it is done",
-            "self.travelling": "the handles of buckets that have left, the oldest first; `take_room` waits for them",
+            "self.travelling": "a list, yours to fill: for each bucket that has left the handle after which its room "
+            "is free, the oldest first; `take_room` waits for them",
         },
         sources=("cpu.py",),
     ),

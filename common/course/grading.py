@@ -250,10 +250,10 @@ def written(case, found, expected, own):
         for step, nan in seen["nan"].items():
             kept = [name for name, is_nan in nan.items() if not is_nan]
             if kept:
-                before = "after a step" if step == 0 else "after 5.0 was written to it, and a step"
+                after = f"after step {step + 1}" + (", before which 5.0 was written to it" if step else "")
                 return Finding(
                     "freed weights keep what was written" if step else "not freed",
-                    f"{kept[0]} on rank {rank}, read {before}, where it is freed, is not NaN.",
+                    f"{kept[0]} on rank {rank} is freed and does not read as NaN, {after}.",
                 )
     return None
 

@@ -26,14 +26,14 @@ HINTS = {
         "`self.comm.all_gather(shard, tensor, label)` takes flat tensors, the shard and the whole, and no list.",
     ),
     "name": (
-        "Python knows no such name here: a letter is off, or it is called otherwise.",
-        "The traceback names your line, and often what you may have meant. What is at hand stands at the head of the "
+        "Python knows no such name here: a letter is off, or it has another name.",
+        "The message names your line, and often what you may have meant. What is at hand stands at the head of the "
         "file.",
         "Compare the name with the list at the head of the file, letter by letter.",
     ),
     "call": (
         "Something is called with other arguments than it takes.",
-        "The traceback names your line. How many arguments does the list at the head of the file give, and in which "
+        "The message names your line. How many arguments does the list at the head of the file give, and in which "
         "order?",
         "A reduce-scatter takes the whole and then the shard, an all-gather the shard and then the whole; both take a "
         "label.",
@@ -42,7 +42,7 @@ HINTS = {
         "The lengths do not fit: a shard has an N-th of the elements of its bucket.",
         "Is each tensor what the call wants? `reduce_scatter` takes a whole bucket and a shard, `all_gather` a "
         "shard and a whole bucket.",
-        "Print the lengths, on each rank, just before that line, and run the smallest case again.",
+        "Print the lengths, on each rank, just before that line, and grade again: the end of what is printed is shown.",
     ),
     "nothing there": (
         "Where a tensor is needed there is None: the room was never taken, or given back before it was used.",
@@ -99,14 +99,15 @@ HINTS = {
         "Reduce only where `self.reducing` is set; the rest waits for the end of backward, or for the step.",
     ),
     "crash": (
-        "The traceback names your line. What it raises is about this line alone, and no collective is to blame.",
+        "The message names your line. The error is in this line alone, and no collective is to blame.",
         "What does each name in that line hold there, on this rank and on the other?",
-        "Print them just before that line, on each rank, and run the smallest case again.",
+        "Print them just before that line, on each rank, and grade again: the end of what is printed is shown.",
     ),
     "died": (
         "A process that dies without a traceback has read memory that it does not have any more.",
         "Something still looks into a storage that was given back: a weight, or a view of it.",
-        "Before anybody can read them, point the weights at something else: see what stands for freed ones.",
+        "Point freed weights at what stands for them before anybody can read them. And let the storage of `full` grow "
+        "again: a new tensor in its place leaves the views behind.",
     ),
     "16-bit": (
         "In fp32 all was well. In 16-bit a gradient has half the bytes, and something here has not.",
@@ -165,8 +166,8 @@ HINTS = {
     "not waited for": (
         "A collective that has begun is not a collective that has ended. Where it runs late, old values are read.",
         "Each collective returns a handle. Whoever reads what it writes waits for that handle first.",
-        "Keep the handle when a gather begins, and before anybody may read the parameters wait for every one that "
-        "was kept.",
+        "Keep the handle when a gather begins, and wait for every one that was kept before anybody may read the "
+        "parameters. If `synchronize` does that: who calls it?",
     ),
     "another shard": (
         "These values are right, and in the wrong place: they belong to another rank's shard.",
@@ -208,9 +209,10 @@ HINTS = {
     ),
     "two rooms": (
         "Gradients come faster than buckets leave. If each takes room at once, all of them are alive together again.",
-        "One bucket fills while one travels: a third one has to wait until the older has arrived.",
-        "Before taking room, count the buckets that have room and those that travel; while there are more than one, "
-        "wait for the handle that left first.",
+        "One bucket fills while one travels: a third has to wait until the one that travels has arrived.",
+        "Before taking room: as long as `travelling` has a handle, and the buckets with room and those that travel are "
+        "more than one together, take out the oldest handle and wait for it. Whoever sends a bucket puts its handle "
+        "there.",
     ),
     "not freed": (
         "A unit's parameters are needed while it runs, in forward and in backward, and at no other time.",
@@ -219,14 +221,16 @@ HINTS = {
         "Shrink the buffer's storage to nothing, and point the weights at what stands for freed ones.",
     ),
     "freed weights keep what was written": (
-        "A freed weight must show that it is none: whoever reads it sees NaN, whatever somebody wrote there meanwhile.",
+        "A freed weight has to show that it is gone: whoever reads it sees NaN, whatever was written there meanwhile.",
         "The NaN is one number that stands for all elements. A write changes that number.",
         "Whenever a unit is freed, make what stands for its weights NaN again.",
     ),
     "sent twice": (
-        "A layer that runs twice gets its gradient in two parts, and its weights need one reduction.",
-        "Its first backward ended, and another one is to come. How does the engine know?",
-        "Send a unit's gradients when the count of its runs, forward less backward, has come down to none.",
+        "Gradients are reduced once, when all of them are there. A layer that runs twice gets its own in two parts.",
+        "One backward of the layer has ended, and another may be to come, or has ended before. How does the engine "
+        "know?",
+        "In stage 3, mark a unit whose backward has ended as not open, and send its gradients when the count of its "
+        "runs, forward less backward, has come down to none.",
     ),
     "recomputation": (
         "A checkpoint runs the forward again during backward, and needs the weights again.",
@@ -242,7 +246,8 @@ HINTS = {
     "sent too much": (
         "The weights are right, and more was sent than the stage needs.",
         "Count the collectives over one bucket in one step, and compare with 'sent' at the head of the file.",
-        "Is something gathered that is gathered already, or reduced that has been reduced?",
+        "Is something gathered that is gathered already, or reduced that has been reduced? In stage 3, is a unit still "
+        "marked as open whose backward has ended?",
     ),
     "sent too little": (
         "Something that the ranks need from each other was not sent.",
@@ -263,8 +268,8 @@ HINTS = {
         "The weights go another way, and neither a factor nor an old value explains it.",
         "Compare the first element that is off: in which bucket does it lie, in whose shard, and what came last "
         "before?",
-        "Take the smallest case, print each phase's tensors on both ranks, and find the first that is not what "
-        "minimal.py of the stage has there.",
+        "Print each phase's tensors on each rank and grade again: the end of what is printed is shown. Which is the "
+        "first that is not what you expect?",
     ),
 }
 
@@ -285,7 +290,7 @@ OPEN = {
         "bucket that got no gradient has no room yet, and what has left gives its room back.",
     ),
     "update": (
-        "A step has two halves: new values of the own shard, and then everybody's.",
+        "A step has two halves: each rank makes new values of its own shard, and then all ranks get them.",
         "Bucket by bucket, so that one travels while the next is stepped; and at the end nothing may be under way.",
         "For each bucket `step_shard`, then `gather`; behind the loop the method that waits for all of them.",
     ),
@@ -304,8 +309,8 @@ OPEN = {
     "take_room": (
         "The first gradient of a bucket needs a place. How many such places may be alive at a time?",
         "Nothing to do where the bucket has room. Else count the buckets with room and those that travel.",
-        "While more than one is filling or travelling, wait for the one that left first; then `torch.empty` of the "
-        "bucket's padded length, dtype and device.",
+        "While one travels, and more than one is filling or travelling, wait for the one that left first; then "
+        "`torch.empty` of the bucket's padded length, dtype and device.",
     ),
     "free": (
         "All that remains of a unit is its shard. Who holds on to the rest, and what shall a stray reader see?",
@@ -315,7 +320,7 @@ OPEN = {
     "end_backward": (
         "A unit's backward is over. What is not needed any more, and what can leave?",
         "A unit that ran twice in forward has a second backward to come: its gradients wait for that.",
-        "Not open any more; `free` it; and where this backward reduces and no visit is left, `reduce` it.",
+        "Mark it as not open; `free` it; and where this backward reduces and no run of it remains, `reduce` it.",
     ),
     "all_gather": (
         "What this rank has of a bucket is one shard. All ranks need all of them.",

@@ -183,7 +183,7 @@ def judged(answer, truth, hints=(), within=0.005):
 
 
 def _near(one, other, within):
-    one, other = (value if isinstance(value, tuple) else (value,) for value in (one, other))
+    one, other = (value if isinstance(value, tuple | list) else (value,) for value in (one, other))
     return len(one) == len(other) and all(abs(a - b) <= within * abs(b) for a, b in zip(one, other, strict=True))
 
 

@@ -62,6 +62,18 @@ LATER = {
             "What the copy up reads is made by the steps of this bucket's pieces. Were they waited for?",
             "In `bring_up` wait for each of `steps` before `self.bus.up(bucket)` begins.",
         ),
+        "two rooms": (
+            "Nobody waits for what still uses the room, and so too many rooms are alive together.",
+            "`take_room` waits for the handles in `travelling`. Who reads the room when the reduction is over?",
+            "The mean lies in the room until it has gone down: append to `travelling` what `self.bus.down` returns.",
+        ),
+        "lengths": (
+            "The lengths do not fit, or a part has no elements.",
+            "With ratio 0 nothing stays on the device, and a part without any element is in no table. What is reduced "
+            "is [shard], a part of the bucket.",
+            "Leave out of the table what `length(part)` says has none. If the line is another: print the lengths there "
+            "and grade again, the end of what is printed is shown.",
+        ),
         "another shard": (
             "One rank steps right and the others do not: what they step belongs to another shard.",
             "What goes down is [shard], this rank's mean. Of which elements of the bucket are the ones that you give "
@@ -119,7 +131,7 @@ LATER = {
         ),
         "zeros": (
             "A block of zeros has no largest value to count steps of. What is 0 / 0?",
-            "NaN, and which integer becomes of NaN depends on the machine. The scale must never be zero.",
+            "NaN, and what integer NaN becomes depends on the machine. The scale must never be zero.",
             "Clamp the scale from below by the smallest normal number; zero divided by it is zero.",
         ),
         "no NaN": (
@@ -184,8 +196,8 @@ LATER = {
             "The lengths do not fit.",
             "An all-to-all has as many parts as the group has ranks, of equal length; a message is one shard's; a "
             "second shard one part of as many as the node has ranks.",
-            "Print the shapes on each rank just before that line, and compare them with the table in the class's "
-            "docstring.",
+            "Print the shapes on each rank just before that line and grade again: the end of what is printed is shown. "
+            "Compare it with the table in the class's docstring.",
         ),
     },
     "overlap": {
@@ -201,13 +213,13 @@ LATER = {
             "Now that nobody waits, gradients come faster than buckets leave: too many rooms are alive.",
             "A collective holds its room until it is over. `take_room` is where a third one would begin, and "
             "`travelling` is where it can see what has not come back.",
-            "Without room: count the other buckets that have some; while one travels, and those with room and those "
-            "that travel are more than one, take the oldest handle out of `travelling` and wait for it.",
+            "Before a bucket gets room: as long as `travelling` has a handle, and the buckets with room and those that "
+            "travel are more than one together, take out the oldest handle and wait for it.",
         ),
         "not waited for": (
             "What is read after the step has not come yet.",
             "`gather` does not wait any more, and somebody has to, before the parameters are read.",
-            "Behind the loop of `update`, `self.synchronize()`.",
+            "Behind the loop of `update`, call `self.synchronize()`.",
         ),
         "no handle": (
             "`finish_backward` waits for each bucket's reduction, and finds none.",

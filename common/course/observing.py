@@ -102,6 +102,7 @@ def _trained(world, make, case, lane):
     traffic, accounts = engine.comm.traffic, engine.accounts
     if hasattr(engine, "tier"):
         seen["on host"] = {"holds": accounts.held("cpu"), "counts by its table": accounts.predicted_held("cpu")}
+    engine.comm.lane.finish()  # a collective that nobody waited for would meet those of the next case
     return {**seen, "held": engine.model_state_bytes(), "sent": {**traffic.by_collective(), **traffic.on_bus()}}
 
 

@@ -46,7 +46,7 @@ def check_answer(answer, truth, hints=()):
 
 
 def _same(one, other):
-    one, other = (value if isinstance(value, tuple) else (value,) for value in (one, other))
+    one, other = (value if isinstance(value, tuple | list) else (value,) for value in (one, other))
     return len(one) == len(other) and all(abs(a - b) <= 1e-9 * abs(b) for a, b in zip(one, other, strict=True))
 
 

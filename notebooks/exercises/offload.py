@@ -19,6 +19,9 @@ At hand:
     bucket.shard(rank)                                  those of a rank's shard, a slice
     layout.cut_in_two(part, fraction)                   -> the first `fraction` of a slice, and the rest of it:
                                                         two slices
+    {"parameters": [(part, tier)], ...}                 what `placed` returns: for each of parameters, gradients
+                                                        and optimizer the slices that are kept, each with its
+                                                        tier
     length(part)                                        elements of a slice; a part without any is in no table
     bucket.local                                        [N x shard] this rank's own gradients on the device;
                                                         None when the room is given back
@@ -44,7 +47,8 @@ At hand:
     self.comm.all_gather(shard, tensor, label, after=)  -> Handle; all ranks' shards, in `tensor`, once the
                                                         Handle `after` is done
     handle.wait()                                       returns when it is done
-    self.travelling                                     the handles of buckets that have left, the oldest first;
+    self.travelling                                     a list, yours to fill: for each bucket that has left the
+                                                        handle after which its room is free, the oldest first;
                                                         `take_room` waits for them
 
 The rest stands as in the engine, and what it says of itself as well:

@@ -35,9 +35,9 @@ At hand:
                                                     `shard`
     self.comm.all_gather(shard, tensor, label)      -> Handle; all ranks' shards, in `tensor`
     self.comm.device                                where tensors live
-    self.travelling                                 a list, empty when backward begins: the handles of buckets
-                                                    that have left, the oldest first, until somebody has waited
-                                                    for them
+    self.travelling                                 a list, empty when backward begins, and yours to fill: the
+                                                    handles of buckets that have left, the oldest first, until
+                                                    somebody has waited for them
 
 The rest stands as in the engine, and what it says of itself as well:
 

@@ -159,6 +159,17 @@ def test_hints_come_in_three_steps():
         assert asked == {idea for idea in LATER_HINTS[exercise.key] if idea.startswith("open ")}
 
 
+def test_hints_are_shown_as_they_are_written(capsys):
+    """Square brackets too, which rich takes for colours: without them `local[shard]` is `local`."""
+    later = [steps for ideas in LATER_HINTS.values() for steps in ideas.values()]
+    report = {"part": None, "printed": "", "file": "stage1.py", "stage": STAGES[1]}
+    for steps in [*HINTS.values(), *OPEN.values(), *later]:
+        for number, hint in enumerate(steps, 1):
+            finding = {"idea": "differs", "where": "", "model": "", "hints": steps}
+            grade_command.show({**report, "finding": finding}, number, briefly=True)
+            assert hint in capsys.readouterr().out
+
+
 # ---- the command --------------------------------------------------------------------------------------------------
 
 

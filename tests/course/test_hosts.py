@@ -84,6 +84,11 @@ def test_a_wrong_answer_gets_the_hint_for_it(capsys, question, answer, hint):
     assert hint in capsys.readouterr().out
 
 
+def test_a_list_is_taken_as_a_tuple_is(capsys):
+    ASK["rates"](list(RIGHT["rates"]))
+    assert capsys.readouterr().out == "solved\n"
+
+
 def test_rows_of_a_trace_are_phases_waits_and_lanes_of_one_rank():
     names = {1: "compute", 2: "bus", 3: "host"}
     rows = [{"name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}} for tid, name in names.items()]
