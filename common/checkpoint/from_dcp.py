@@ -37,15 +37,12 @@ def read(engine, folder, buffers):
     groups = _groups(source, at)
     _check_options(engine.optimizer, groups)
     states = _states(source, at, named)
-    # Of one element a state may look like a number: so it is one where any parameter's is one.
-    single = {"step"} | {
-        one for name, keys in states.items() for one, key in keys.items() if source.shape(key) != named[name].shape
-    }
+    single = _single(source, states, named)
     scalars = source.values([key for keys in states.values() for one, key in keys.items() if one in single])
     scalars = {name: {one: scalars[key] for one, key in keys.items() if one in single} for name, keys in states.items()}
     _check_alike(engine.buckets, scalars)
 
-    group_of = {name: number for number, group in enumerate(groups) for name in group.pop("params")}
+    group_of = _group_of(groups, named)
     parameters = {}
     for name, parameter in named.items():
         elementwise = {one: key for one, key in states.get(name, {}).items() if one not in single}
@@ -126,6 +123,33 @@ def _states(source, at, named):
                     f"'{before}{name}.{one}' is missing; if the parameter never had a gradient, freeze it here"
                 )
     return states
+
+
+def _single(source, states, named):
+    """The names of states that are one number for a parameter, such as "step"; the others have one for each element."""
+    shapes = [(one, source.shape(key), named[name].shape, key) for name in states for one, key in states[name].items()]
+    # A parameter of no dimensions has both kinds in its own shape; another's tell them apart.
+    single = {"step"} | {one for one, shape, its, _ in shapes if shape in (None, ()) and its != ()}
+    for one, shape, its, key in shapes:
+        expected = () if one in single else its
+        if shape not in (expected, None if one in single else its):
+            raise InputError(f"{key!r} has shape {list(shape)} there, and would have {list(expected)} here")
+    return single
+
+
+def _group_of(groups, named):
+    """Take the names out of the optimizer's groups; return {parameter: number of its group}."""
+    group_of = {}
+    for number, group in enumerate(groups):
+        for name in group.pop("params"):
+            if name not in named:
+                raise InputError(
+                    f"group {number} of the optimizer has {name!r}, which is no parameter here; {AS_SAVED}"
+                )
+            if name in group_of:
+                raise InputError(f"{name!r} is twice in the optimizer's groups there; {AS_SAVED}")
+            group_of[name] = number
+    return group_of
 
 
 def _check_alike(buckets, scalars):
