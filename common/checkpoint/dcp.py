@@ -14,6 +14,7 @@ whole. torch unpickles `.metadata`, so read only folders that you trust; there a
 import dataclasses
 import math
 import sys
+from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import (
@@ -120,7 +121,7 @@ class Source(Tensors):
         prefix: of the model's keys; empty where they are the names.
 
     Raises:
-        InputError: the model is not in it, or twice, or something is among its tensors that is none.
+        InputError: the model is not in it, or twice, or something is among its tensors that is none; a file is missing.
     """
 
     at_once = sys.maxsize  # torch reads all of a stored chunk for any part of it
@@ -129,6 +130,9 @@ class Source(Tensors):
         self._reader = FileSystemReader(folder)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        for name in sorted({place.relative_path for place in self._metadata.storage_data.values()}):
+            if not Path(folder, name).is_file():
+                raise InputError(f"{name} is missing; copy the whole folder")
         self.stored = self._metadata.state_dict_metadata
         self.prefix = _prefix_of(self.stored, [name for name, value in state.items() if torch.is_tensor(value)])
         self.tensors, self._key_of, self._held = {}, {}, {}

@@ -101,7 +101,7 @@ def _check_options(optimizer, groups):
     if len(groups) != len(optimizer.param_groups):
         raise InputError(f"the optimizer has {len(groups)} groups there and {len(optimizer.param_groups)} here")
     for there, here in zip(groups, optimizer.param_groups, strict=True):
-        for option in sorted(optimizer.defaults.keys() - there.keys()):
+        for option in sorted({"params", *optimizer.defaults} - there.keys()):
             raise InputError(f"option {option!r} of the optimizer is missing there; build the one that it was saved of")
         for option in sorted(there.keys() - here.keys() - OF_SCHEDULERS):
             raise InputError(f"the optimizer has no option {option!r} here; build the one that it was saved of")

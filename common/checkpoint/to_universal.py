@@ -14,6 +14,8 @@ parameters, would silently stay as the script built it. So a checkpoint that has
 Source: deepspeed/checkpoint/ds_to_universal.py and universal_checkpoint.py of DeepSpeed 0.19.8.
 """
 
+import os
+
 import torch
 
 from common.checkpoint.encoding import decode
@@ -48,16 +50,23 @@ def write(index, files, folder):
             whole = torch.empty(parameter["shape"])
             for rank, start, stop in parameter["pieces"]:
                 files[rank].read(f"{what}/{name}@{start}", 0, whole.view(-1)[start:stop])
-            torch.save({"param": whole, "cat_dim": 0}, place / f"{file}.pt")
+            _save({"param": whole, "cat_dim": 0}, place / f"{file}.pt")
         step = decode(parameter["scalars"], files[0])["step"]
-        torch.save(step, place / "step.pt")
+        _save(step, place / "step.pt")
     optimizer = {"param_groups": groups, "ds_version": RELEASE}
     if all(group == groups[0] for group in groups):  # stage 3 reads the first one's options for all, from here
         optimizer["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": groups[:1]}
-    torch.save(optimizer, inner / "zero" / "optimizer_state.pt")
+    _save(optimizer, inner / "zero" / "optimizer_state.pt")
     counters = {"global_steps": steps, "skipped_steps": 0, "dp_world_size": index["world_size"], "mp_world_size": 1}
-    torch.save(counters, inner / "mp_rank_00_model_states.pt")
+    _save(counters, inner / "mp_rank_00_model_states.pt")
     (folder / "latest_universal").write_text(inner.name)
+
+
+def _save(value, file):
+    with open(file, "wb") as opened:  # with a path alone torch tells of a full disk by a RuntimeError
+        torch.save(value, opened)
+        opened.flush()
+        os.fsync(opened.fileno())
 
 
 def _check(index):

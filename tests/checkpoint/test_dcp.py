@@ -318,6 +318,19 @@ def complaints(world, folders):
     return found
 
 
+def test_a_folder_that_is_not_whole_is_told(worlds, tmp_path, state):
+    for name in ("cut", "part"):
+        store(state, tmp_path / name)
+    (tmp_path / "cut" / ".metadata").write_bytes((tmp_path / "cut" / ".metadata").read_bytes()[:100])
+    (data,) = (tmp_path / "part").glob("*.distcp")
+    data.unlink()
+    (tmp_path / "none").mkdir()
+    for cut, part, none in worlds(2).run(complaints, [tmp_path / name for name in ("cut", "part", "none")]):
+        assert "UnpicklingError: pickle data was truncated" in cut
+        assert f"{data.name} is missing; copy the whole folder" in part
+        assert "there is no checkpoint" in none
+
+
 def test_what_does_not_fit_is_named_on_every_rank_and_nothing_changes(worlds, tmp_path, state):
     for number, (spoil, _) in enumerate(SPOILED.values()):
         spoiled = copy.deepcopy(state)
