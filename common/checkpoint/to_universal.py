@@ -4,7 +4,7 @@ DeepSpeed reads it with `"checkpoint": {"load_universal": true}` in the configur
 
     latest_universal                      the name of the folder beside it
     step_7_universal/
-        mp_rank_00_model_states.pt        counters
+        mp_rank_00_model_states.pt        counters; for stage 3 with zero_pp_rank_0_ before it
         zero/optimizer_state.pt           the optimizer's groups
         zero/wte.weight/fp32.pt           a parameter, whole; exp_avg.pt, exp_avg_sq.pt and step.pt beside it
 
@@ -58,7 +58,8 @@ def write(index, files, folder):
         optimizer["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": groups[:1]}
     _save(optimizer, inner / "zero" / "optimizer_state.pt")
     counters = {"global_steps": steps, "skipped_steps": 0, "dp_world_size": index["world_size"], "mp_world_size": 1}
-    _save(counters, inner / "mp_rank_00_model_states.pt")
+    for name in ("mp_rank_00", "zero_pp_rank_0_mp_rank_00"):  # stage 3 looks for the second
+        _save(counters, inner / f"{name}_model_states.pt")
     (folder / "latest_universal").write_text(inner.name)
 
 

@@ -25,6 +25,7 @@ def main(folder, stage, precision, result):
         "train_micro_batch_size_per_gpu": 24 // dist.get_world_size(),
         "optimizer": {"type": "AdamW", "params": {"lr": 5.0, "torch_adam": True}},  # the checkpoint knows better
         "zero_optimization": {"stage": int(stage)},
+        "gradient_clipping": 0.0,  # DeepSpeed clips else
         "bf16": {"enabled": precision == "bf16"},
         "checkpoint": {"load_universal": True},
     }
