@@ -34,7 +34,7 @@ import torch
 
 from common.checkpoint import tensor_file
 from common.checkpoint.encoding import decode, detached, encode
-from common.checkpoint.index import FILE_NAME, flush, read_index, replace_index
+from common.checkpoint.index import FILE_NAME, flush, is_dcp, read_index, replace_index
 from common.errors import InputError
 from common.ranks.agreement import together
 from common.tensors import distinct, within
@@ -157,7 +157,7 @@ def _see(folder, name, told, who):
 
 
 def load(engine, path):
-    """Read a checkpoint into an engine, whatever stage and world size wrote it. A collective.
+    """Read a checkpoint into an engine, whatever stage and world size wrote it, or FSDP2 (`from_dcp`). A collective.
 
     Parameters, buffers, the optimizer's states and its options (learning rate and the like) become those of the save,
     and where both are fp16 the loss scale. The precision may be another one than that of the save.
@@ -174,16 +174,18 @@ def load(engine, path):
     with contextlib.ExitStack() as opened:
         with together(engine.comm, f"cannot load {str(path)!r}"):
             folder = Path(path)
-            index = read_index(folder)
+            index, files, extra = _from_dcp(engine, folder) if is_dcp(folder) else (read_index(folder), None, None)
             _check_fits(engine, index)
             for entry in index["files"][rank :: engine.world_size]:
                 check_intact(folder, entry)
         with together(engine.comm, f"cannot load {str(path)!r}"):
-            own = rank if rank < len(index["files"]) else 0
-            needed = sorted(_files_needed(engine, index) | {0, own})
-            files = {k: opened.enter_context(tensor_file.Source(folder / index["files"][k]["name"])) for k in needed}
-            _check_holds(index, files)
-            extra = decode(json.loads(files[own].metadata["extra"]), files[own])
+            if files is None:
+                own = rank if rank < len(index["files"]) else 0
+                needed = sorted(_files_needed(engine, index) | {0, own})
+                names = {k: folder / index["files"][k]["name"] for k in needed}
+                files = {k: opened.enter_context(tensor_file.Source(name)) for k, name in names.items()}
+                _check_holds(index, files)
+                extra = decode(json.loads(files[own].metadata["extra"]), files[own])
             _check_buffers(engine, files[0])
             _check_range(engine, index, files)
         engine.begin_load()
@@ -191,6 +193,12 @@ def load(engine, path):
             _fill_model(engine, index, files)
             _fill_optimizer(engine, index, files)
     return extra
+
+
+def _from_dcp(engine, folder):
+    from common.checkpoint import from_dcp  # noqa: PLC0415  a second, and only where it is used
+
+    return from_dcp.read(engine, folder, dict(_buffers(engine)))
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------

@@ -57,6 +57,11 @@ def read_index(folder, name="index.json"):
     return contents["index"]
 
 
+def is_dcp(folder):
+    """Whether a folder, a Path, is a checkpoint that torch.distributed.checkpoint wrote."""
+    return (folder / ".metadata").is_file() and not (folder / "index.json").exists()
+
+
 def _intact(contents):
     """Whether `save` can have written this index. A digest is soon made anew, so names must stay in the folder too."""
     if not _has_form(contents, INDEX) or contents["sha256"] != digest(contents["index"]):

@@ -192,14 +192,52 @@ def _bytes_of(tensor):
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
-class Source:
-    """An open safetensors file, of which parts of tensors are read.
+class Tensors:
+    """Tensors that lie in files, of which parts are read by `read`.
+
+    Attributes:
+        tensors: {name: (dtype, shape)}; None is the dtype of what torch cannot compute with.
+        at_once: elements that are looked at together, in float64: torch asks no float8 whether it is finite.
+    """
+
+    at_once = BLOCK // 8
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        pass
+
+    def overflows(self, name, start, stop, dtype):
+        """Whether elements [start, stop) of a tensor, row by row, hold a finite number too large for a dtype.
+
+        They are read, some at a time, if the dtype holds less than the tensor's own.
+        """
+        own, _ = self.tensors[name]
+        if dtype == own or torch.finfo(dtype).max >= torch.finfo(own).max:
+            return False
+        for begin in range(start, stop, self.at_once):
+            values = torch.empty(min(self.at_once, stop - begin), dtype=own)
+            self.read(name, begin, values)
+            if (values.double().isfinite() & ~values.to(dtype).double().isfinite()).any():
+                return True
+        return False
+
+    def get_tensor(self, name):
+        """All of a tensor."""
+        dtype, shape = self.tensors[name]
+        values = torch.empty(shape, dtype=dtype)
+        self.read(name, 0, values.view(-1))
+        return values
+
+
+class Source(Tensors):
+    """An open safetensors file.
 
     Args:
         file: its path.
 
     Attributes:
-        tensors: {name: (dtype, shape)}; None is the dtype of what torch cannot compute with.
         metadata: {str: str}.
 
     Raises:
@@ -216,9 +254,6 @@ class Source:
         self.metadata = header.pop("__metadata__", {})
         self.tensors = {name: (DTYPES.get(told["dtype"]), tuple(told["shape"])) for name, told in header.items()}
         self._offsets = {name: 8 + length + told["data_offsets"][0] for name, told in header.items()}
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *raised):
         self._file.close()
@@ -243,29 +278,6 @@ class Source:
             if values is not part:
                 part.copy_(values)
 
-    def overflows(self, name, start, stop, dtype):
-        """Whether elements [start, stop) of a tensor, row by row, hold a finite number too large for a dtype.
-
-        They are read, a block at a time, if the dtype holds less than the tensor's own.
-        """
-        own, _ = self.tensors[name]
-        if dtype == own or torch.finfo(dtype).max >= torch.finfo(own).max:
-            return False
-        block = BLOCK // 8  # elements, which are looked at in float64: torch asks no float8 whether it is finite
-        for begin in range(start, stop, block):
-            values = torch.empty(min(block, stop - begin), dtype=own)
-            self.read(name, begin, values)
-            if (values.double().isfinite() & ~values.to(dtype).double().isfinite()).any():
-                return True
-        return False
-
-    def get_tensor(self, name):
-        """All of a tensor."""
-        dtype, shape = self.tensors[name]
-        values = torch.empty(shape, dtype=dtype)
-        self.read(name, 0, values.view(-1))
-        return values
-
     def _read_into(self, room, offset):
         self._file.seek(offset)
         while room:
@@ -275,7 +287,7 @@ class Source:
             room = room[count:]
 
 
-class SplitSource:
+class SplitSource(Tensors):
     """The same of a model that was cut into several files, by the index beside them: {"weight_map": {name: file}}.
 
     Args:
@@ -301,20 +313,9 @@ class SplitSource:
             self._close = opened.pop_all().close
         self.tensors = {name: source.tensors[name] for name, source in self._source_of.items()}
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, *raised):
         self._close()
 
     def read(self, name, start, target):
         """Read some elements of a tensor; see `Source.read`."""
         self._source_of[name].read(name, start, target)
-
-    def overflows(self, name, start, stop, dtype):
-        """Whether a dtype is too small for some elements; see `Source.overflows`."""
-        return self._source_of[name].overflows(name, start, stop, dtype)
-
-    def get_tensor(self, name):
-        """All of a tensor."""
-        return self._source_of[name].get_tensor(name)

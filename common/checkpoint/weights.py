@@ -1,14 +1,17 @@
-"""Weights from elsewhere: a safetensors file of whole tensors, or several, of which each rank reads its shards.
+"""Weights from elsewhere: a safetensors file of whole tensors, or several, or a folder of torch.distributed.checkpoint.
 
+Each rank reads its shards.
 The names are those of model.state_dict(). Of a parameter with several names the file may have one or all of them.
 """
 
 import contextlib
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from common.checkpoint import tensor_file
+from common.checkpoint.index import is_dcp
 from common.errors import InputError
 from common.ranks.agreement import together
 from common.tensors import distinct
@@ -24,7 +27,7 @@ def load(engine, file):
     Args:
         engine: any engine.
         file: its path, the same on all ranks; of several files that of their index, such as
-            "model.safetensors.index.json".
+            "model.safetensors.index.json"; of torch.distributed.checkpoint that of the folder.
 
     Returns:
         The parameters and buffers that it had.
@@ -37,9 +40,9 @@ def load(engine, file):
     """
     with contextlib.ExitStack() as opened:
         with together(engine.comm, f"cannot load weights of {str(file)!r}"):
-            make = tensor_file.SplitSource if str(file).endswith(".json") else tensor_file.Source
-            source = opened.enter_context(make(file))
-            name_of = _names_in(source, engine.state_as_it_stands())
+            state = engine.state_as_it_stands()
+            source = opened.enter_context(_source(file, state))
+            name_of = names_in(source, state)
             _check_range(engine, source, name_of)
         engine.begin_load()
         with together(engine.comm, f"loaded weights of {str(file)!r} in part, build the engine anew"):
@@ -47,7 +50,15 @@ def load(engine, file):
     return name_of.keys()
 
 
-def _names_in(source, state):
+def _source(file, state):
+    if is_dcp(Path(file)):
+        from common.checkpoint import dcp  # noqa: PLC0415  a second, and only where it is used
+
+        return dcp.Source(file, state)
+    return tensor_file.SplitSource(file) if str(file).endswith(".json") else tensor_file.Source(file)
+
+
+def names_in(source, state):
     """Which tensor of a file each parameter and buffer is to become: {parameter or buffer: name}.
 
     Raises:

@@ -19,7 +19,7 @@ from common import models
 from common.checkpoint import tensor_file
 from common.checkpoint.index import replace_index
 from common.errors import InputError
-from common.export import export, main
+from common.export import FOLDERS, export, export_folder, main
 
 
 def trained(world, stage, model, precision, folder):
@@ -133,6 +133,8 @@ def test_a_model_larger_than_the_memory_is_exported(tmp_path):
     ended = limited(EXPORT, ROOM, folder, file)
     assert model > ROOM
     assert ended.returncode == 0, ended.stderr
+    ended = limited(EXPORT, ROOM, folder, tmp_path / "dcp", "--format=dcp")
+    assert ended.returncode == 0, ended.stderr
     with tensor_file.Source(file) as source:
         assert len(source.tensors) == TENSORS
         last = source.get_tensor(str(TENSORS - 1))
@@ -226,6 +228,24 @@ def test_where_nothing_can_be_written_is_told_before_anything_is_read(checkpoint
     assert sorted(os.listdir(tmp_path)) == ["folder", "text"]
 
 
+@pytest.mark.parametrize("form", FOLDERS)
+def test_a_folder_is_new_or_told(checkpoint, tmp_path, capsys, form):
+    (tmp_path / "file").write_text("of before")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "folder", "link"):
+        said = unexported(capsys, checkpoint, tmp_path / name, f"--format={form}")
+        assert "there is something; give the name of a new folder" in said
+    assert "the checkpoint's own folder" in unexported(capsys, checkpoint, checkpoint / "new", f"--format={form}")
+    assert "there is no checkpoint" in unexported(capsys, tmp_path / "folder", tmp_path / "new", f"--format={form}")
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder", "link"]
+    assert "keeps all dtypes" in refused(
+        capsys, main, [str(checkpoint), str(tmp_path / "new"), f"--format={form}", "--dtype=bf16"]
+    )
+    main([str(checkpoint), str(tmp_path / "new"), f"--format={form}"])
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder", "link", "new"]
+
+
 def test_a_full_disk_leaves_the_file_of_before(checkpoint, tmp_path):
     (tmp_path / "file").write_text("of before")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -233,6 +253,9 @@ def test_a_full_disk_leaves_the_file_of_before(checkpoint, tmp_path):
     try:
         with pytest.raises(InputError, match="File too large"):
             export(checkpoint, tmp_path / "file")
+        for form in FOLDERS:
+            with pytest.raises(InputError, match="File too large"):
+                export_folder(checkpoint, tmp_path / "folder", form)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.listdir(tmp_path) == ["file"]

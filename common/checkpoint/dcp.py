@@ -1,0 +1,214 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP), as FSDP2's scripts write and read them: from them and to them.
+
+Such a folder has a file `.metadata`, which says of each tensor into which boxes it is cut and where these lie. The keys
+are those of {"model": ..., "optim": ...} with what torch's `get_state_dict` returns:
+
+    model.wte.weight                      a parameter or buffer, under each of its names
+    optim.state.wte.weight.exp_avg        a state of the optimizer, under its parameter's first name
+    optim.param_groups.0.lr               an option of a group; `params` are the names of its parameters
+
+What an engine keeps is a flat interval of a parameter. It is written as boxes, and read as boxes: no tensor need be
+whole. torch unpickles `.metadata`, so read only folders that you trust; there are no checksums in it.
+"""
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import (
+    ChunkStorageMetadata,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    LoadPlan,
+    Metadata,
+    SavePlan,
+    TensorStorageMetadata,
+    WriteItem,
+)
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from common.checkpoint.boxes import boxes
+from common.checkpoint.encoding import encode
+from common.checkpoint.tensor_file import Tensors
+from common.errors import InputError
+
+MODEL, OPTIMIZER, LOSS_SCALER, EXTRA = "model", "optim", "loss_scaler", "extra"  # what an export has
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------
+
+
+class Writer(DefaultSavePlanner):
+    """Writes a DCP folder, a box at a time.
+
+    Args:
+        small: {name: nested values}, what is held: tensors go whole.
+
+    Raises:
+        InputError: two keys within it are one when they are joined by dots.
+    """
+
+    def __init__(self, small):
+        super().__init__()
+        try:
+            self.set_up_planner(small, is_coordinator=True)
+        except ValueError as error:
+            raise InputError(f"torch cannot hold it: {error}") from error
+        self._plans, self._value_of = [self.create_local_plan()], {}
+
+    def add(self, tensors):
+        """Add tensors, which go into a file together.
+
+        Args:
+            tensors: {path of keys: (dtype, shape, [(start, stop, read)])}: flat intervals, which cover them.
+                `read(at, target)` fills a flat tensor with the elements from number `at` of the piece on.
+        """
+        items = []
+        for path, (dtype, shape, pieces) in tensors.items():
+            key, size = ".".join(path), torch.Size(shape)
+            self.mappings[key] = path
+            for start, stop, read in pieces:
+                at = 0
+                for offsets, sizes in boxes(shape, start, stop):
+                    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                    index, told = MetadataIndex(key, chunk.offsets), TensorProperties(dtype=dtype)
+                    data = TensorWriteData(chunk, told, size)
+                    items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+                    self._value_of[key, chunk.offsets] = dtype, sizes, read, at
+                    at += math.prod(sizes)
+        self._plans.append(SavePlan(items))
+
+    def write(self, folder):
+        """Write all of it into a folder, which is a checkpoint when its last file is there."""
+        plans, metadata = create_default_global_save_plan(self._plans)
+        storage = FileSystemWriter(folder)
+        storage.set_up_storage_writer(is_coordinator=True)
+        storage.prepare_local_plan(plans[0])
+        # Each plan is a file of its own: torch keeps what it has written of a file until that is complete.
+        results = [storage.write_data(plan, self).wait() for plan in storage.prepare_global_plan(plans)]
+        storage.finish(dataclasses.replace(metadata, planner_data=self.mappings), results)
+
+    def resolve_data(self, write_item):
+        """What torch is to write; its call."""
+        index = write_item.index
+        if (index.fqn, index.offset) not in self._value_of:
+            return super().resolve_data(write_item)
+        dtype, sizes, read, at = self._value_of[index.fqn, index.offset]
+        value = torch.empty(sizes, dtype=dtype)
+        read(at, value.view(-1))
+        return value
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------
+
+
+class Source(Tensors):
+    """The tensors of a model in a DCP folder.
+
+    Args:
+        folder: its path.
+        state: {name: tensor}, the model's state dict. They lie under these names, behind a prefix such as "model.".
+
+    Attributes:
+        stored: {key: what torch says of it}, all that there is.
+        prefix: of the model's keys; empty where they are the names.
+
+    Raises:
+        InputError: the model is not in it, or twice, or something is among its tensors that is none; a file is missing.
+    """
+
+    at_once = sys.maxsize  # torch reads all of a stored chunk for any part of it
+
+    def __init__(self, folder, state):
+        self._reader = FileSystemReader(folder)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        for name in sorted({place.relative_path for place in self._metadata.storage_data.values()}):
+            if not Path(folder, name).is_file():
+                raise InputError(f"{name} is missing; copy the whole folder")
+        self.stored = self._metadata.state_dict_metadata
+        self.prefix = _prefix_of(self.stored, [name for name, value in state.items() if torch.is_tensor(value)])
+        self.tensors, self._key_of, self._held = {}, {}, {}
+        for key in self.stored:
+            if key.startswith(self.prefix):
+                self.add(key.removeprefix(self.prefix), key)
+
+    def add(self, name, key):
+        """Give a stored tensor a name here."""
+        told = self.stored[key]
+        if not isinstance(told, TensorStorageMetadata):
+            raise InputError(f"{key!r} is no tensor; leave it out")
+        self._key_of[name], self.tensors[name] = key, (told.properties.dtype, tuple(told.size))
+
+    def shape(self, key):
+        """Of what lies under a key; None if that is no tensor."""
+        return getattr(self.stored[key], "size", None)
+
+    def hold(self, value, what):
+        """JSON of a value, whose tensors are had of here from now on."""
+        return encode(value, self._held, what)
+
+    def read(self, name, start, target):
+        """Read some elements of a tensor, row by row from number `start` on; they are cast.
+
+        Args:
+            target: a flat tensor, which says how many.
+
+        Raises:
+            InputError: they are not all there.
+        """
+        key, views, chunks, at = self._key_of[name], [], [], 0
+        for offsets, sizes in boxes(self.tensors[name][1], start, start + len(target)):
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            views.append(target[at : at + math.prod(sizes)].view(sizes))
+            at += math.prod(sizes)
+        items = create_read_items_for_chunk_list(key, self.stored[key], chunks)
+        if sum(math.prod(item.lengths) for item in items) != len(target):
+            raise InputError(f"{key!r} is not all there; save it anew")
+        self._reader.read_data(LoadPlan(items), _Into(views))
+
+    def get_tensor(self, name):
+        """All of a tensor, or one that is held."""
+        return self._held[name] if name in self._held else super().get_tensor(name)
+
+    def values(self, keys):
+        """What lies under some keys, whole: {key: value}."""
+        told = {key: self.stored[key] for key in keys}
+        values = {
+            key: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
+            for key, one in told.items()
+        }
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(values, self._metadata)
+        self._reader.read_data(create_default_local_load_plan(values, Metadata(told)), planner)
+        return values
+
+
+class _Into(DefaultLoadPlanner):
+    """Has torch write into given tensors, in the order of the chunks that were asked for."""
+
+    def __init__(self, views):
+        super().__init__()
+        self._views = views
+
+    def lookup_tensor(self, index):
+        return self._views[index.index]
+
+
+def _prefix_of(stored, names):
+    """What stands before the names of the model's tensors."""
+    found = {key.removesuffix(names[0]) for key in stored if f".{key}".endswith(f".{names[0]}")}
+    if not found:
+        raise InputError(f"{names[0]!r} is missing; the names are to be those of model.state_dict()")
+    count = {prefix: sum(prefix + name in stored for name in names) for prefix in found}
+    best = sorted(prefix for prefix in found if count[prefix] == max(count.values()))
+    if len(best) > 1:
+        raise InputError(f"the model is there as {best[0]!r} and as {best[1]!r}; leave one of them out")
+    return best[0]
