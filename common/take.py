@@ -140,12 +140,14 @@ def relative(file, files):
 
 
 def judge(package):
-    """Run the suite's quick part on the package; write what it says beside it, and return its last line."""
+    """Run the suite's quick part on the package; write what it says beside it, and return its verdict, a line."""
     environment = {**os.environ, "PYTHONPATH": str(package.absolute().parent)}
     suite = [sys.executable, "-m", "pytest", "tests", "--engine", f"{package.name}:Engine", "--quick", "--no-header"]
     ended = subprocess.run([*suite, "-q"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    (package / "VERDICT.txt").write_text(f"$ {' '.join(suite[1:])}\n{ended.stdout}")
-    return ended.stdout.strip().splitlines()[-1]
+    said = f"{ended.stdout}{ended.stderr}"
+    (package / "VERDICT.txt").write_text(f"$ {' '.join(suite[1:])}\n{said}")
+    lines = said.strip().splitlines()
+    return next((line for line in lines if " trainings end " in line), lines[-1])
 
 
 if __name__ == "__main__":
