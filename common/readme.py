@@ -16,6 +16,7 @@ from pathlib import Path
 from common import bench_results, models
 from common.engine.mixed_precision import DTYPES
 from common.measure.tables import Table
+from common.outputs import check_clone, one_line_errors
 from common.report import MOVED
 from common.train import ENGINES, STAGES, show_bytes
 
@@ -44,6 +45,8 @@ def main(arguments=None):
     """Parse the arguments, of which there are none, and write the pages."""
     parser = argparse.ArgumentParser(prog="python -m common.readme", description=__doc__)
     parser.parse_args(arguments)
+    with one_line_errors():
+        check_clone("results/scores")
     for path, text in pages().items():
         path.write_text(text)
 

@@ -9,16 +9,18 @@ VERDICT.txt beside it says how the suite's quick part judged this very copy: `--
 """
 
 import ast
+import importlib.metadata
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import common
 from common.errors import InputError
-from common.outputs import one_line_errors, parser_of
+from common.measure.hardware import commit
+from common.outputs import ROOT, check_clone, one_line_errors, parser_of
 from common.train import ENGINES, find_engine
 
-ROOT = Path(__file__).parent.parent
 INIT = '''"""{engine}, taken from zero-stages {version}: see LICENSE. {docstring}"""
 
 from .{module} import {named}
@@ -36,6 +38,8 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     with one_line_errors():
         check(options.engine, options.package)
+        if not options.no_verdict:
+            check_clone("tests/any_engine")
         files = take(options.engine, options.package)
     lines = sum(len(file.read_text().splitlines()) for file in files)
     print(f"{options.package}: {options.engine} in {len(files)} files, {lines:,} lines")
@@ -76,19 +80,20 @@ def take(engine, package):
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(relative(file, files))
         written.append(place)
-    (package / "LICENSE").write_text((ROOT / "LICENSE").read_text())
+    (package / "LICENSE").write_text(licence())
     docstring = (found.__doc__ or "").split("\n")[0]
     named = "Engine" if found.__name__ == "Engine" else f"{found.__name__} as Engine"
-    said = INIT.format(engine=engine, version=version(), docstring=docstring, module=module, named=named)
+    version = f"{common.__version__} {commit()}".strip()
+    said = INIT.format(engine=engine, version=version, docstring=docstring, module=module, named=named)
     (package / "__init__.py").write_text(said)
     return [package / "__init__.py", *written]
 
 
-def version():
-    """The commit that this is of, where git knows it."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    ended = subprocess.run(git, capture_output=True, text=True, check=False)
-    return ended.stdout.strip() or "of an unknown commit"
+def licence():
+    """The licence's text: in a clone a file beside the packages, else in what pip noted of them."""
+    if (ROOT / "LICENSE").exists():
+        return (ROOT / "LICENSE").read_text()
+    return importlib.metadata.distribution("zero-stages").read_text("licenses/LICENSE")
 
 
 def needed(module):
