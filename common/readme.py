@@ -55,8 +55,9 @@ def pages():
     """The READMEs as they should read: {path: text}."""
     demo, benches = _read("demo.json"), [_read(name) for name in BENCHES]
     texts = {
-        "README.md": {"stages": stages_table(demo, benches), "demo": _table("common.compare", "demo.json")},
+        "README.md": {"stages": stages_table(demo, benches)},
         "results/README.md": {
+            "demo": _table("common.compare", "demo.json"),
             "reduction": reduction_table(_read("memory_reduction.json")),
             "activations": _table("common.activations", "activations.json"),
             "bench": bench_results.as_markdown(benches[0]),

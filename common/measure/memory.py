@@ -88,9 +88,9 @@ def usage(engine):
     process has held so far, activations and all else included: see `high_water`.
     """
     held = resident(engine, set())
-    parts = [f"{name} {size / 1e6:,.2f} MB" for name, size in held.items() if size or name in MODEL_STATES]
+    parts = [f"{name} {size:,} B" for name, size in held.items() if size or name in MODEL_STATES]
     peak = high_water(engine.comm.device)
-    return f"rank {engine.rank}: {', '.join(parts)}" + (f"; the process at most {peak / 1e6:,.0f} MB" if peak else "")
+    return f"rank {engine.rank}: {', '.join(parts)}" + (f"; the process at most {peak:,} B" if peak else "")
 
 
 class Timeline(TorchDispatchMode):
