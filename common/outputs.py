@@ -48,15 +48,16 @@ def check_counts(options, *names):
             raise InputError(f"--{name} {number}: at least 1 is needed")
 
 
-def check_clone(*folders):
-    """Refuse to run without folders of the repository, which an installed package has not.
+def check_clone(folder, otherwise=""):
+    """Refuse to run without a folder of the repository that is not installed with the packages.
 
     Raises:
-        InputError: it names the first that is missing.
+        InputError: it is not there; the message ends with what to do `otherwise`.
     """
-    for folder in folders:
-        if not (ROOT / folder).is_dir():
-            raise InputError(f"this needs {folder}/ of the repository, which is not installed: run it in a clone")
+    if not (ROOT / folder).is_dir():
+        raise InputError(
+            f"this needs {folder}/ of the repository, which is not installed: run it in a clone{otherwise}"
+        )
 
 
 def check_outputs(options):

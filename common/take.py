@@ -39,7 +39,7 @@ def main(arguments=None):
     with one_line_errors():
         check(options.engine, options.package)
         if not options.no_verdict:
-            check_clone("tests/any_engine")
+            check_clone("tests/any_engine", ", or give --no-verdict")
         files = take(options.engine, options.package)
     lines = sum(len(file.read_text().splitlines()) for file in files)
     print(f"{options.package}: {options.engine} in {len(files)} files, {lines:,} lines")

@@ -79,7 +79,7 @@ def test_what_needs_a_clone_says_so_in_one_line(tmp_path, monkeypatch, capsys, m
     monkeypatch.setattr(outputs, "ROOT", tmp_path)  # where an installed package lies
     monkeypatch.chdir(tmp_path)
     said = refused(capsys, main, arguments)
-    assert said == f"error: this needs {folder}/ of the repository, which is not installed: run it in a clone"
+    assert said.startswith(f"error: this needs {folder}/ of the repository, which is not installed: run it in a clone")
     assert not list(tmp_path.iterdir())
 
 
