@@ -21,6 +21,7 @@ from common.measure.hardware import commit
 from common.outputs import ROOT, check_clone, one_line_errors, parser_of
 from common.train import ENGINES, find_engine
 
+GUARD = "zero_stages"  # looks whose `common` there is; a taken engine has its own
 INIT = '''"""{engine}, taken from zero-stages {version}: see LICENSE. {docstring}"""
 
 from .{module} import {named}
@@ -103,7 +104,7 @@ def needed(module):
         parts = waiting.pop().split(".")
         for depth in range(1, len(parts) + 1):
             for file in files_of(".".join(parts[:depth])):
-                if file not in found and not is_above(file, module):
+                if file not in found and file.stem != GUARD and not is_above(file, module):
                     found.add(file)
                     waiting += [name for node in imports(file) for name in names_in(node)]
     return found
@@ -141,7 +142,7 @@ def relative(file, files):
             lines[node.lineno - 1] = line.replace(f"from {node.module} import", f"from {dots}{node.module} import", 1)
         elif isinstance(node, ast.Import) and (ROOT / node.names[0].name).is_dir():
             lines[node.lineno - 1] = line.replace("import ", f"from {dots} import ", 1)
-    return "".join(lines)
+    return "".join(line for line in lines if GUARD not in line)
 
 
 def judge(package):
