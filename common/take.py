@@ -27,7 +27,9 @@ INIT = '''"""{engine}, taken from zero-stages {version}: see LICENSE. {docstring
 from .{module} import {named}
 
 __all__ = ["Engine"]
+Engine.reduces_at_once = {reduces_at_once}  # each backward, under no_sync too: what the suite holds it to
 '''
+SILENT = ("stage0_ddp", "stage1_os")  # under no_sync
 
 
 def main(arguments=None):
@@ -85,7 +87,8 @@ def take(engine, package):
     docstring = (found.__doc__ or "").split("\n")[0]
     named = "Engine" if found.__name__ == "Engine" else f"{found.__name__} as Engine"
     version = f"{common.__version__} {commit()}".strip()
-    said = INIT.format(engine=engine, version=version, docstring=docstring, module=module, named=named)
+    about = {"docstring": docstring, "module": module, "named": named, "reduces_at_once": engine not in SILENT}
+    said = INIT.format(engine=engine, version=version, **about)
     (package / "__init__.py").write_text(said)
     return [package / "__init__.py", *written]
 
