@@ -21,7 +21,7 @@ from common import models
 from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.tables import Table, say
-from common.outputs import one_line_errors, parser_of, publish
+from common.outputs import check_clone, one_line_errors, parser_of, publish
 from common.peers.deepspeed import DeepSpeed1, DeepSpeed2, DeepSpeed3
 
 ROOT = Path(__file__).parents[1]
@@ -219,6 +219,7 @@ def main(arguments=None):
     parser.add_argument("--only", nargs="+", metavar="N", help="these issues' numbers alone")
     options = parser.parse_args(arguments)
     with one_line_errors():
+        check_clone("tests/any_engine")
         results = visited(options)
     publish(options, results, [table(results)])
     if not all(row["red"] and row["green"] for row in results["rows"]):

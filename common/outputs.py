@@ -15,6 +15,7 @@ from common.measure import tables
 from common.measure.hardware import commit
 from common.ranks.world import speaks_first
 
+ROOT = Path(__file__).parent.parent
 TRIAL = 4096  # bytes that a file system must have left
 
 
@@ -45,6 +46,18 @@ def check_counts(options, *names):
         number = getattr(options, name)
         if number is not None and number < 1:
             raise InputError(f"--{name} {number}: at least 1 is needed")
+
+
+def check_clone(folder, otherwise=""):
+    """Refuse to run without a folder of the repository that is not installed with the packages.
+
+    Raises:
+        InputError: it is not there; the message ends with what to do `otherwise`.
+    """
+    if not (ROOT / folder).is_dir():
+        raise InputError(
+            f"this needs {folder}/ of the repository, which is not installed: run it in a clone{otherwise}"
+        )
 
 
 def check_outputs(options):

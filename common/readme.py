@@ -16,6 +16,7 @@ from pathlib import Path
 from common import bench_results, models
 from common.engine.mixed_precision import DTYPES
 from common.measure.tables import Table
+from common.outputs import check_clone, one_line_errors
 from common.report import MOVED
 from common.train import ENGINES, STAGES, show_bytes
 
@@ -44,6 +45,8 @@ def main(arguments=None):
     """Parse the arguments, of which there are none, and write the pages."""
     parser = argparse.ArgumentParser(prog="python -m common.readme", description=__doc__)
     parser.parse_args(arguments)
+    with one_line_errors():
+        check_clone("results/scores")
     for path, text in pages().items():
         path.write_text(text)
 
@@ -52,8 +55,9 @@ def pages():
     """The READMEs as they should read: {path: text}."""
     demo, benches = _read("demo.json"), [_read(name) for name in BENCHES]
     texts = {
-        "README.md": {"stages": stages_table(demo, benches), "demo": _table("common.compare", "demo.json")},
+        "README.md": {"stages": stages_table(demo, benches)},
         "results/README.md": {
+            "demo": _table("common.compare", "demo.json"),
             "reduction": reduction_table(_read("memory_reduction.json")),
             "activations": _table("common.activations", "activations.json"),
             "bench": bench_results.as_markdown(benches[0]),

@@ -9,22 +9,27 @@ VERDICT.txt beside it says how the suite's quick part judged this very copy: `--
 """
 
 import ast
+import importlib.metadata
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import common
 from common.errors import InputError
-from common.outputs import one_line_errors, parser_of
+from common.measure.hardware import commit
+from common.outputs import ROOT, check_clone, one_line_errors, parser_of
 from common.train import ENGINES, find_engine
 
-ROOT = Path(__file__).parent.parent
+GUARD = "zero_stages"  # looks whose `common` there is; a taken engine has its own
 INIT = '''"""{engine}, taken from zero-stages {version}: see LICENSE. {docstring}"""
 
 from .{module} import {named}
 
 __all__ = ["Engine"]
+Engine.reduces_at_once = {reduces_at_once}  # each backward, under no_sync too: what the suite holds it to
 '''
+SILENT = ("stage0_ddp", "stage1_os")  # under no_sync
 
 
 def main(arguments=None):
@@ -36,6 +41,8 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     with one_line_errors():
         check(options.engine, options.package)
+        if not options.no_verdict:
+            check_clone("tests/any_engine", ", or give --no-verdict")
         files = take(options.engine, options.package)
     lines = sum(len(file.read_text().splitlines()) for file in files)
     print(f"{options.package}: {options.engine} in {len(files)} files, {lines:,} lines")
@@ -76,19 +83,21 @@ def take(engine, package):
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(relative(file, files))
         written.append(place)
-    (package / "LICENSE").write_text((ROOT / "LICENSE").read_text())
+    (package / "LICENSE").write_text(licence())
     docstring = (found.__doc__ or "").split("\n")[0]
     named = "Engine" if found.__name__ == "Engine" else f"{found.__name__} as Engine"
-    said = INIT.format(engine=engine, version=version(), docstring=docstring, module=module, named=named)
+    version = f"{common.__version__} {commit()}".strip()
+    about = {"docstring": docstring, "module": module, "named": named, "reduces_at_once": engine not in SILENT}
+    said = INIT.format(engine=engine, version=version, **about)
     (package / "__init__.py").write_text(said)
     return [package / "__init__.py", *written]
 
 
-def version():
-    """The commit that this is of, where git knows it."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    ended = subprocess.run(git, capture_output=True, text=True, check=False)
-    return ended.stdout.strip() or "of an unknown commit"
+def licence():
+    """The licence's text: in a clone a file beside the packages, else in what pip noted of them."""
+    if (ROOT / "LICENSE").exists():
+        return (ROOT / "LICENSE").read_text()
+    return importlib.metadata.distribution("zero-stages").read_text("licenses/LICENSE")
 
 
 def needed(module):
@@ -98,7 +107,7 @@ def needed(module):
         parts = waiting.pop().split(".")
         for depth in range(1, len(parts) + 1):
             for file in files_of(".".join(parts[:depth])):
-                if file not in found and not is_above(file, module):
+                if file not in found and file.stem != GUARD and not is_above(file, module):
                     found.add(file)
                     waiting += [name for node in imports(file) for name in names_in(node)]
     return found
@@ -136,16 +145,18 @@ def relative(file, files):
             lines[node.lineno - 1] = line.replace(f"from {node.module} import", f"from {dots}{node.module} import", 1)
         elif isinstance(node, ast.Import) and (ROOT / node.names[0].name).is_dir():
             lines[node.lineno - 1] = line.replace("import ", f"from {dots} import ", 1)
-    return "".join(lines)
+    return "".join(line for line in lines if GUARD not in line)
 
 
 def judge(package):
-    """Run the suite's quick part on the package; write what it says beside it, and return its last line."""
+    """Run the suite's quick part on the package; write what it says beside it, and return its verdict, a line."""
     environment = {**os.environ, "PYTHONPATH": str(package.absolute().parent)}
     suite = [sys.executable, "-m", "pytest", "tests", "--engine", f"{package.name}:Engine", "--quick", "--no-header"]
     ended = subprocess.run([*suite, "-q"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    (package / "VERDICT.txt").write_text(f"$ {' '.join(suite[1:])}\n{ended.stdout}")
-    return ended.stdout.strip().splitlines()[-1]
+    said = f"{ended.stdout}{ended.stderr}"
+    (package / "VERDICT.txt").write_text(f"$ {' '.join(suite[1:])}\n{said}")
+    lines = said.strip().splitlines()
+    return next((line for line in lines if " trainings end " in line), lines[-1])
 
 
 if __name__ == "__main__":

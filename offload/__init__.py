@@ -1,8 +1,10 @@
 """Offload: optimizer states, gradients and the step itself beside the device (ZeRO-Offload)."""
 
+import zero_stages  # before all others
 from offload.cpu import OffloadEngine
 from offload.nvme import InfinityEngine
 
 Engine = OffloadEngine
 
+__version__ = zero_stages.__version__
 __all__ = ["Engine", "InfinityEngine", "OffloadEngine"]

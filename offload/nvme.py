@@ -233,9 +233,9 @@ class InfinityEngine(stage3_param.Engine):
         self.disks.refuse_what_is_lost()
         super().synchronize()
 
-    def full_state_dict(self):
+    def full_state_dict(self, to_rank=None):
         """See `EngineBase.full_state_dict`. What a disk could not read is nobody's model."""
-        state = super().full_state_dict()
+        state = super().full_state_dict(to_rank)
         self.disks.agree()
         return state
 

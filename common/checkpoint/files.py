@@ -4,6 +4,7 @@ import torch
 
 from common.checkpoint import checkpoint, weights
 from common.checkpoint.background import Saving
+from common.errors import InputError
 from common.tensors import end_to_end
 
 # Who evaluates in torch.inference_mode() may save there. What is made in that mode no other thread can write, such as
@@ -24,14 +25,24 @@ class Files:
         """A phase: before the parameters change otherwise than by a step."""
 
     @in_ordinary_mode
-    def full_state_dict(self):
-        """The whole model on every rank, a collective: keys of model.state_dict(), full tensors on the CPU.
+    def full_state_dict(self, to_rank=None):
+        """The whole model, a collective: keys of model.state_dict(), full tensors on the CPU.
 
         Parameters that have fp32 master weights come as those, others in their own dtype.
+
+        Args:
+            to_rank: the rank of the engine's group that gets it; the others send their shards, and get {}. With None
+                every rank gets it.
+
+        Raises:
+            InputError: there is no such rank.
         """
+        if to_rank is not None and to_rank not in range(self.world_size):
+            ranks = f"0 to {self.world_size - 1}"
+            raise InputError(f"to_rank={to_rank}: give a rank, {ranks}, the same on all of them; None gives it to all")
         self.synchronize()
         self.buffers.broadcast()
-        return whole_state(self)
+        return whole_state(self, to_rank)
 
     def state_as_it_stands(self):
         """model.state_dict() with the parameters and buffers themselves, whole or not: for its keys."""
@@ -87,25 +98,31 @@ class Files:
         self.writes.made(self.buckets + self.frozen)
 
 
-def whole_state(engine):
+def whole_state(engine, to_rank=None):
     """See `EngineBase.full_state_dict`. A collective; one bucket at a time is whole."""
-    values = {}
+    values, here = {}, to_rank in (None, engine.rank)
     for bucket in engine.buckets + engine.frozen:
         with bucket.values_at_hand():
-            whole = _whole(engine.comm, bucket)
-            for name, parameter in bucket.members.items():
+            whole = _whole(engine.comm, bucket, to_rank)
+            for name, parameter in bucket.members.items() if here else ():
                 values[parameter] = bucket.view(whole, name).detach().cpu().clone()
-    state = engine.state_as_it_stands()
+    state = engine.state_as_it_stands() if here else {}
     return {key: values[tensor] if tensor in values else tensor.detach().cpu().clone() for key, tensor in state.items()}
 
 
-def _whole(comm, bucket):
+def _whole(comm, bucket, to_rank):
+    """A bucket's values, flat; None on a rank that sends its shard to another."""
     if bucket.kind.trainable and bucket.sixteen_bit:
         kept = end_to_end([piece.master for piece in bucket.pieces], comm.device)
     else:
         kept = bucket.parameters
     if len(kept) == bucket.padded_numel:
         return kept
-    whole = torch.empty(bucket.padded_numel, dtype=kept.dtype, device=kept.device)
-    comm.all_gather(kept, whole, bucket.name).wait()
+    whole = None
+    if to_rank in (None, comm.rank):
+        whole = torch.empty(bucket.padded_numel, dtype=kept.dtype, device=kept.device)
+    if to_rank is None:
+        comm.all_gather(kept, whole, bucket.name).wait()
+    else:
+        comm.gather(kept, whole, to_rank, bucket.name).wait()
     return whole

@@ -18,7 +18,7 @@ from nbclient.exceptions import CellExecutionError
 from nbformat.reader import NotJSONError
 
 from common.errors import InputError
-from common.outputs import one_line_errors
+from common.outputs import check_clone, one_line_errors
 
 FOLDER = Path(__file__).parent.parent.parent / "notebooks"
 SECONDS = 300  # that a cell may take
@@ -32,6 +32,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("notebooks", nargs="*", type=Path, default=sorted(FOLDER.glob("*.ipynb")))
     with one_line_errors():
+        check_clone("notebooks/exercises")
         notebooks = {path: read(path) for path in parser.parse_args(argv).notebooks}
     for path, notebook in notebooks.items():
         try:

@@ -28,6 +28,7 @@ CLASSES = (
     "receive buffer",
     "activations",
 )
+MODEL_STATES = CLASSES[:3]
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 HOST = "on the host"  # what an engine keeps there, of any class: it is no part of a peak
 
@@ -70,6 +71,28 @@ def place_of(tensor):
     return storage_id(tensor), tensor.storage_offset() * tensor.itemsize
 
 
+def resident(engine, seen):
+    """Bytes that an engine holds now, {class: bytes}; what it counts is added to `seen`, the identities of storages."""
+    held = {}
+    for name, tensors in engine.live().items():  # a storage counts in the first class that names it
+        storages = {storage_id(tensor): tensor.untyped_storage() for tensor in tensors}
+        held[name] = sum(storage.nbytes() for key, storage in storages.items() if key not in seen)
+        seen.update(storages)
+    return held
+
+
+def usage(engine):
+    """What this rank holds now, in a line for people: `print(usage(engine))` anywhere in a loop.
+
+    Model states and what comes and goes within a step, by class, as the engine knows them; and the most that the
+    process has held so far, activations and all else included: see `high_water`.
+    """
+    held = resident(engine, set())
+    parts = [f"{name} {size:,} B" for name, size in held.items() if size or name in MODEL_STATES]
+    peak = high_water(engine.comm.device)
+    return f"rank {engine.rank}: {', '.join(parts)}" + (f"; the process at most {peak:,} B" if peak else "")
+
+
 class Timeline(TorchDispatchMode):
     """Live bytes by class after every operation of a step. A context manager around the step.
 
@@ -101,12 +124,8 @@ class Timeline(TorchDispatchMode):
     def sample(self):
         """Count what is live now."""
         self._others = {key: kept for key, kept in self._others.items() if not kept[0].expired()}
-        seen, now = set(), dict.fromkeys(CLASSES, 0)
-        for name, tensors in self.engine.live().items():  # a storage counts in the first class that names it
-            for storage in (tensor.untyped_storage() for tensor in tensors):
-                if storage._cdata not in seen:
-                    seen.add(storage._cdata)
-                    now[name] = now.get(name, 0) + storage.nbytes()
+        seen = set()
+        now = dict.fromkeys(CLASSES, 0) | resident(self.engine, seen)
         now["activations"] = sum(size for key, (_, size) in self._others.items() if key not in seen)
         phase = self.engine.comm.traffic.phase
         if not self.samples or self.samples[-1] != (phase, now):

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from common.tensors import tensors_in
 
 PHASES = ("forward", "backward", "step")
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "gather")
 MODULES = 0  # the row of the parts of the model, beside threads, whose numbers are above 0
 LANES = {  # by their labels
     "collectives": COLLECTIVES,

@@ -164,6 +164,28 @@ class Collectives:
         work = partial(self._exchange, shard, tensor)
         return self._submit("all_gather", tensor, label, work, shard, tensor, after=after)
 
+    def gather(self, shard, tensor, target, label=""):
+        """Fill `tensor` [N x shard] on rank `target` with every rank's `shard`; on the others it is None.
+
+        Those send their shard, and hold no more than it.
+        """
+        here = self.rank == target
+        leaves = target // self.ranks_per_node != self.rank // self.ranks_per_node
+        self.traffic.record("gather" + self._where, 0 if here else shard.nbytes, shard.nbytes if leaves else 0)
+
+        def work():
+            if not self.point_to_point:
+                parts = list(tensor.view(self.size, -1)) if here else None
+                dist.gather(shard, parts, group_dst=target, group=self.group)
+            elif here:
+                parts = tensor.view(self.size, -1)
+                parts[target].copy_(shard)
+                self._transfer({peer: parts[peer] for peer in self._others()}, {})
+            else:
+                self._transfer({}, {target: shard})
+
+        return self._submit(f"gather to rank {target}", shard, label, work, *((shard, tensor) if here else (shard,)))
+
     def all_to_all(self, tensor, received, label=""):
         """Send part k of `tensor` to rank k; part k of `received` comes from there. Sends (N-1)/N of the tensor."""
         self._count("all_to_all", self._remote(tensor))

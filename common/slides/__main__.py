@@ -5,7 +5,7 @@ from pathlib import Path
 
 from common.errors import InputError
 from common.lessons import recording
-from common.outputs import one_line_errors
+from common.outputs import check_clone, one_line_errors
 from common.slides.deck import slides
 from common.slides.page import document
 from common.slides.records import STAGES
@@ -17,6 +17,7 @@ def main(arguments=None):
     parser.add_argument("--out", default="results/local/slides.html", help="the file (default: %(default)s)")
     options = parser.parse_args(arguments)
     with one_line_errors():
+        check_clone("results/scores")
         out = opened(options.out)
         out.write_text(document(slides(recording.record_all(STAGES))))
         print(out)

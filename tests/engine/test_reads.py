@@ -11,8 +11,20 @@ import torch.nn.functional as F
 from late_lanes import on_lane
 from stage_probes import writes_to_freed_weights_are_lost
 from torch import nn
-from training import STAGES, inputs, message_of, same_bits, small_engine
+from training import (
+    SEVEN,
+    STAGES,
+    inputs,
+    make_engine,
+    message_in_step,
+    message_of,
+    same_bits,
+    small_engine,
+    train_step,
+)
 from trap_models import WIDTH, Appending, Net, Rooted, loss, net, run_appending, step
+
+from common.measure.memory import Timeline
 
 # ---- stages that keep all parameters: right by every road -----------------------------------------------------------
 
@@ -309,3 +321,47 @@ def test_weights_are_averaged_alike_in_every_stage(worlds):
 
 def test_what_is_written_to_a_freed_weight_reaches_no_other_and_does_not_last(worlds):
     assert worlds(2).run(writes_to_freed_weights_are_lost, "stage3_param", None) == [[]] * 2
+
+
+# ---- to one rank ----------------------------------------------------------------------------------------------------
+
+
+def whole_for(world, name, precision, to_rank):
+    """Whether one rank gets what all would; what this rank holds more meanwhile, what it sends, and its shards."""
+    made = make_engine(name, precision=precision)
+    train_step(made, world)
+    everywhere = made.full_state_dict()
+    with Timeline(made) as timeline:
+        torch.empty(0)  # it counts after each operation, of which there may be none
+        state = made.full_state_dict(to_rank=to_rank)
+    held, sent = timeline.peak_of("activations"), made.comm.traffic.by_collective().get("gather", 0)
+    shards = sum(4 * bucket.shard_numel for bucket in made.buckets)
+    return state, state == {} or same_bits(state, everywhere), held, sent, shards
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", SEVEN)
+def test_a_state_dict_for_one_rank_is_whole_there_and_nowhere_else(worlds, name, size, precision):
+    *others, (whole, same, *_) = worlds(size).run(whole_for, name, precision, size - 1)
+    assert same
+    keeps_whole = name == "stage0_ddp" or (precision == "fp32" and name in ("stage1_os", "stage2_grad", "offload"))
+    for state, _, held, sent, shards in others:
+        assert state == {}
+        assert sent == (0 if keeps_whole else shards)
+        # Infinity reads its shard of one bucket after the other, in whole pages.
+        assert held < sum(value.nbytes for value in whole.values()) if name == "offload.nvme" else held == 0
+
+
+NO_RANKS = (-1, 2, "0")
+
+
+def asked_for(world, name):
+    made = make_engine(name)
+    return [message_in_step(made.full_state_dict, to_rank=rank) for rank in NO_RANKS]
+
+
+@pytest.mark.parametrize("name", SEVEN)
+def test_a_state_dict_for_no_rank_is_refused(worlds, name):
+    how = "give a rank, 0 to 1, the same on all of them; None gives it to all"
+    assert worlds(2).run(asked_for, name) == [[f"to_rank={rank}: {how}" for rank in NO_RANKS]] * 2

@@ -410,7 +410,9 @@ def parameters_do_not_follow_their_masters(engine):
 
 @shown_by(TRAINED_IN_BF16)
 def the_state_dict_is_rounded(engine):
-    return replaced(files, "_whole", lambda whole, comm, bucket: whole(comm, bucket).to(bucket.kind.dtype).float())
+    return replaced(
+        files, "_whole", lambda whole, comm, bucket, *rest: whole(comm, bucket, *rest).to(bucket.kind.dtype).float()
+    )
 
 
 @shown_by(MANY_BUCKETS)

@@ -93,19 +93,24 @@ def move_in_every_way(world):
     part(aliased, world.rank, world.size).copy_(shard)
     comm.all_gather(part(aliased, world.rank, world.size), aliased).wait()
     comm.all_to_all(own, exchanged).wait()
+    last = world.size - 1
+    collected = torch.zeros_like(own) if world.rank == last else None
+    comm.gather(shard.clone(), collected, last).wait()
     heard = [own.clone() for _ in range(world.size)]
     for source, tensor in enumerate(heard):
         comm.broadcast(tensor, source).wait()
-    return apart.cpu(), aliased.cpu(), exchanged.cpu(), [tensor.cpu() for tensor in heard]
+    collected = collected.cpu() if world.rank == last else apart.cpu()
+    return apart.cpu(), aliased.cpu(), exchanged.cpu(), collected, [tensor.cpu() for tensor in heard]
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_gathers_exchanges_and_broadcasts_bring_everyones_values(worlds, size):
     everyone = [of_rank(rank, size) for rank in range(size)]
     gathered = torch.cat([part(everyone[rank], rank, size) for rank in range(size)])
-    for rank, (apart, aliased, exchanged, heard) in enumerate(worlds(size).run(move_in_every_way)):
+    for rank, (apart, aliased, exchanged, collected, heard) in enumerate(worlds(size).run(move_in_every_way)):
         assert torch.equal(apart, gathered)
         assert torch.equal(aliased, gathered)
+        assert torch.equal(collected, gathered)
         assert torch.equal(exchanged, torch.cat([part(other, rank, size) for other in everyone]))
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(heard, everyone, strict=True))
 

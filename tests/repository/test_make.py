@@ -10,8 +10,12 @@ from subprocess import PIPE, run
 import pytest
 from places import ROOT
 
+import common
+
 MAKEFILE = (ROOT / "Makefile").read_text()
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
+PACKAGES = ("common", "stage0_ddp", "stage1_os", "stage2_grad", "stage3_param", "offload", "zeropp")
 PINNED = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
 
 
@@ -61,7 +65,16 @@ def test_every_dependency_has_a_version_that_is_allowed_and_the_records_name():
 
 def test_the_citation_is_of_this_version():
     citation = (ROOT / "CITATION.cff").read_text()
-    assert f"version: {PROJECT['version']}\n" in citation
+    assert f"version: {common.__version__}\n" in citation
+    assert re.search(rf"^## {re.escape(common.__version__)}", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert f"license: {PROJECT['license']}\n" in citation
     for key in ("cff-version", "message", "title", "authors"):  # those that the format requires
         assert re.search(rf"^{key}:", citation, re.MULTILINE)
+
+
+def test_what_packages_read_beside_their_code_is_installed_with_them():
+    declared = SETTINGS["tool"]["setuptools"]["package-data"]
+    for file in (file for name in PACKAGES for file in (ROOT / name).rglob("*")):
+        if file.suffix in (".css", ".html", ".js", ".md") and "release" not in file.parts:
+            package = ".".join(file.parent.relative_to(ROOT).parts)
+            assert any(file.match(pattern) for pattern in declared["*"] + declared.get(package, [])), file
