@@ -4,9 +4,9 @@
     accelerator = Accelerator(engine="stage3_param", gradient_accumulation_steps=2)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-Accelerate has no place for a strategy of one's own: `prepare` chooses by `DistributedType`, an enumeration that is closed.
-So this is its class, with the methods that touch model and optimizer replaced. Loaders, `accumulate`, `gather_for_metrics`,
-trackers and the rest are Accelerate's.
+Accelerate has no place for a strategy of one's own: `prepare` chooses by `DistributedType`, a closed enumeration. So
+this is its class, with the methods replaced that touch the model and the optimizer. Loaders, `accumulate`,
+`gather_for_metrics`, trackers and the rest are Accelerate's.
 """
 
 import contextlib

@@ -49,8 +49,8 @@ class ZeroStrategy(DDPStrategy):
     def precision(self, precision):
         if not (precision is None or type(precision) is Precision or is_autocast(precision)):
             raise InputError(
-                f"precision={precision.precision!r}: give '32-true' or 'bf16-mixed' to Fabric, or precision='bf16' or 'fp16' "
-                "to the strategy"
+                f"precision={precision.precision!r}: give '32-true' or 'bf16-mixed' to Fabric, or precision='bf16' or "
+                "'fp16' to the strategy"
             )
         self._precision = precision
 
@@ -109,7 +109,7 @@ class ZeroStrategy(DDPStrategy):
     # ---- files --------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path, state, storage_options=None, filter=None):
-        """Write a folder: one of each model with its optimizer, that any engine at any world size loads, and the rest."""
+        """Write a folder: of each model with its optimizer what any engine at any world size loads; and the rest."""
         if filter:
             raise InputError("filter: an engine's checkpoint is whole")
         models, rest = self._split(state)
@@ -120,14 +120,15 @@ class ZeroStrategy(DDPStrategy):
         self.barrier()
 
     def load_checkpoint(self, path, state=None, strict=True, weights_only=None):
-        """Read it into `state`, which has each model together with its optimizer."""
+        """Read it into `state`, which has each model together with its optimizer; return what was saved besides."""
         if not isinstance(state, dict):
             raise InputError("load() needs a dict of what was saved; for raw weights, load before setup()")
         models, rest = self._split(state)
         for name, model in models.items():
             model.engine.load(os.path.join(path, name))
             self._stepping[model.engine].share()
-        left = super().load_checkpoint(os.path.join(path, REST), dict(rest), strict, weights_only) if rest else {}
+        left = super().load_checkpoint(os.path.join(path, REST), rest, strict, weights_only) if rest else {}
+        state.update(rest)
         return left
 
     def _split(self, state):

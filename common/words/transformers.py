@@ -4,13 +4,15 @@
     trainer = Trainer(model, args, train_dataset=data, engine="stage3_param")
     trainer.train()
 
-The loop, the data, the losses, the rates, logs, callbacks and metrics are the Trainer's own. It is entered where the model is
-wrapped, where the optimizer is made and where files are written, by names of which some are private: hence the versions
-of `TRIED`. `class Mine(ByEngine, AnotherTrainer)` does the same for a Trainer that derives from transformers'.
+The loop, the data, losses, rates, logs, callbacks and metrics are the Trainer's own. An engine comes in where the model
+is wrapped, where the optimizer is made and where files are written. Some of these methods are private, so the versions
+of `TRIED` matter. `class Mine(ByEngine, AnotherTrainer)` does the same for a Trainer that derives from transformers'.
 """
 
 import contextlib
 import os
+
+import torch
 
 from common.errors import InputError
 from common.words.wrapped import tried
@@ -102,18 +104,15 @@ class ByEngine:
     # ---- files --------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir=None, state_dict=None):
-        """The whole model in fp32, as from_pretrained reads it; a collective."""
-        if self.engine is not None:
-            state_dict = self.engine.full_state_dict()
-        super()._save(output_dir, state_dict)
-        config = getattr(self.model, "config", None)
-        if self.args.should_save and self.engine is not None and getattr(config, "dtype", None) is not None:
-            kept = {tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point()}
-            if (
-                len(kept) == 1 and not isinstance(config, dict) and kept != {self.model.dtype}
-            ):  # masters of 16-bit weights
-                config.dtype = kept.pop()
-                config.save_pretrained(output_dir or self.args.output_dir)
+        """The whole model, gathered by all ranks. 16-bit weights are saved as their fp32 masters, and called that."""
+        if self.engine is None:
+            return super()._save(output_dir, state_dict)
+        state = self.engine.full_state_dict()
+        dtypes = {tensor.dtype for tensor in state.values()}
+        super()._save(output_dir, state)
+        if self.args.should_save and hasattr(self.model, "config") and self.model.dtype not in dtypes:
+            self.model.config.dtype = torch.float32
+            self.model.config.save_pretrained(output_dir or self.args.output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir):
         os.makedirs(output_dir, exist_ok=True)

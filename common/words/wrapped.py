@@ -1,7 +1,7 @@
 """A model and an optimizer that other trainers take for torch's own, and that train by an engine.
 
-transformers' Trainer, Accelerate and Fabric know of a model its forward, `no_sync` and attributes; of an optimizer `step`,
-`zero_grad` and `param_groups`. That is what these two have.
+Of a model, transformers' Trainer, Accelerate and Fabric use the forward, `no_sync` and attributes; of an optimizer
+`step`, `zero_grad` and `param_groups`. That is what these two have.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ from torch import nn
 
 from common.errors import InputError
 from common.train import find_engine
-from common.words.deepspeed.initialize import init_distributed, optimizer_and_groups, take_from_rank_0
+from common.words.deepspeed.initialize import init_distributed, take_from_rank_0
+from common.words.optimizers import factory_of
 
 TRIED = {"transformers": "5.24.0", "accelerate": "1.15.0", "peft": "0.21.2", "lightning": "2.6.6"}
 
@@ -48,11 +49,9 @@ def engine_for(name, model, optimizer, options):
         InputError: there are no ranks; or the engine cannot train this model, or with this optimizer.
     """
     init_distributed()
-    if optimizer.state:
-        raise InputError("the optimizer has states already, and the engine would lose them; give it as it was built")
+    make = find_engine(name)
     take_from_rank_0(model)
-    again, groups = optimizer_and_groups(optimizer, None, None, model)
-    return find_engine(name)(model, again, param_groups=groups, **options)
+    return make(model, factory_of(optimizer), param_groups=optimizer.param_groups, **options)
 
 
 class Model(nn.Module):
@@ -121,7 +120,7 @@ class Optimizer(torch.optim.Optimizer):
 
     Args:
         engine: the engine.
-        given: the optimizer that the script built. It keeps the groups, so that a scheduler made with it sets the rates.
+        optimizer: the one that the script built. Its groups are the engine's, so that its scheduler sets the rates.
 
     Attributes:
         step_was_skipped: the last step changed nothing, because a gradient overflowed in fp16.
@@ -129,10 +128,10 @@ class Optimizer(torch.optim.Optimizer):
 
     _is_accelerate_prepared = True
 
-    def __init__(self, engine, given):
-        self.engine, self.given, self.step_was_skipped = engine, given, False
+    def __init__(self, engine, optimizer):
+        self.engine, self.optimizer, self.step_was_skipped = engine, optimizer, False
         self._clip_norm, self._norm = None, torch.tensor(math.nan)
-        given.register_step_pre_hook(_refuse_step)
+        optimizer.register_step_pre_hook(_refuse_step)
         self.share()
 
     param_groups = property(lambda self: self.engine.optimizer.param_groups)
@@ -141,7 +140,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def share(self):
         """One set of rates, whoever changes it. To call after `engine.load`, which makes new groups."""
-        self.given.param_groups = self.engine.optimizer.param_groups
+        self.optimizer.param_groups = self.engine.optimizer.param_groups
 
     def clip(self, max_norm, norm_type=2.0):
         """Have the next step scale its gradient down to this norm.
@@ -166,7 +165,7 @@ class Optimizer(torch.optim.Optimizer):
         self.engine.clip_norm, self._clip_norm = self._clip_norm, None
         result = self.engine.step()
         self.step_was_skipped = result.skipped
-        self.given._opt_called = True  # torch's schedulers ask the optimizer that they were made with
+        self.optimizer._opt_called = True  # torch's schedulers ask the optimizer that they were made with
         if result.norm is not None:
             self._norm.fill_(result.norm)
 
