@@ -13,9 +13,11 @@ import contextlib
 import os
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from common.errors import InputError
+from common.words.deepspeed.initialize import init_distributed
 from common.words.wrapped import Model, Optimizer, engine_for, tried
 
 tried("accelerate")
@@ -85,7 +87,17 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare(*objects, device_placement=device_placement)
 
     def wrap(self, model, optimizer):
-        """Put the engine behind a model and an optimizer, and give the two that stand for them."""
+        """Put the engine behind a model and an optimizer, and give the two that stand for them.
+
+        Raises:
+            InputError: Accelerate knows of other processes than torchrun; each would train on all of the data.
+        """
+        init_distributed()
+        if dist.get_world_size() != self.num_processes:
+            raise InputError(
+                f"torchrun has started {dist.get_world_size()} processes, and Accelerate sees {self.num_processes}: "
+                "without GPUs, give cpu=True, or use_cpu=True to TrainingArguments"
+            )
         around = self.autocast if self.mixed_precision == "bf16" else contextlib.nullcontext
         self.engine = engine_for(self._engine_name, model, optimizer, self._engine_options)
         self._stepping = AtBoundaries(self.engine, optimizer)

@@ -229,13 +229,15 @@ def table(results):
         losses = found["losses"]
         differences = [apart(losses, names) for names in (STAGES[:2], STAGES[2:])]
         told = ["equal" if difference == 0 else f"{difference:.1e}" for difference in differences]
-        ends = f"{losses['stock'][0]:.4f} to {losses['stock'][-1]:.4f}"
-        rows.append((found["library"], found["way"], ends, *told, found["cause"] or ""))
-    head = ("library", "what the script does", "stock losses", "stages 0, 1", "stages 2, 3", "cause")
-    title = f"Losses by these engines beside the stock ones under DDP, {results['world_size']} ranks"
+        last = f"{losses['stock'][-1]:.6f}"
+        rows.append((found["library"], found["way"], last, *told, found["cause"] or ""))
+    head = ("library", "what the script does", "stock, last", "stages 0, 1", "stages 2, 3", "cause")
+    steps = len(results["rows"][0]["losses"]["stock"])
+    title = f"{steps} steps on {results['world_size']} ranks: the stock library's last loss, under DDP, and by how much the "
+    title += "engines' losses differ from its own at most"
     title += f"\n{results['hardware']}"
     note = "\n".join(f"- *{name}*: {words}." for name, words in CAUSES.items())
-    return Table(title, head, rows, words=(0, 1, 2, 5), note=note)
+    return Table(title, head, rows, words=(0, 1, 5), note=note)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def as_by_torchrun(world):
 
 
 class Windows(torch.utils.data.Dataset):
-    """Windows of Python's own source, one byte a token; the first of each are no targets, of some more than of others."""
+    """Windows of Python's source, one byte a token. The first of each are no targets, of some more than of others."""
 
     def __init__(self, count, start=0):
         self.text = torch.tensor(load_text()[start : start + count * WINDOW].copy()).long().view(count, WINDOW)

@@ -19,13 +19,13 @@ def installed():
     pytest.importorskip("lightning.fabric")
 
 
-def fabric_of(world, name, precision="32-true", **options):
+def fabric_of(world, name, precision="32-true", options=None):
     from lightning.fabric import Fabric  # noqa: PLC0415
     from lightning.fabric.strategies import DDPStrategy  # noqa: PLC0415
 
     from common.words.fabric import ZeroStrategy  # noqa: PLC0415
 
-    strategy = DDPStrategy() if name is None else ZeroStrategy(name, **options)
+    strategy = DDPStrategy() if name is None else ZeroStrategy(name, **(options or {}))
     fabric = Fabric(accelerator="cpu", strategy=strategy, devices=world.size, precision=precision)
     fabric.launch()
     return fabric
@@ -136,7 +136,7 @@ REFUSED = {
     "16-bit weights": (lambda fabric, _: fabric, {"precision": "bf16-true"}, "^precision='bf16-true': give"),
     "two precisions": (
         lambda fabric, _: set_up(fabric),
-        {"precision": "bf16-mixed", "engine": {"precision": "bf16"}},
+        {"precision": "bf16-mixed", "options": {"precision": "bf16"}},
         "^'bf16-mixed' is autocast",
     ),
     "a model alone": (lambda fabric, _: fabric.setup(nn.Linear(4, 4)), {}, "without its optimizer"),
@@ -160,7 +160,7 @@ def refusal(world, what, folder):
     act, given, _ = REFUSED[what]
     with hf.as_by_torchrun(world):
         try:
-            act(fabric_of(world, "stage2_grad", given.get("precision", "32-true"), **given.get("engine", {})), folder)
+            act(fabric_of(world, "stage2_grad", **given), folder)
         except (InputError, RuntimeError) as error:
             return str(error)
     return "accepted"
