@@ -233,8 +233,10 @@ def table(results):
         rows.append((found["library"], found["way"], last, *told, found["cause"] or ""))
     head = ("library", "what the script does", "stock, last", "stages 0, 1", "stages 2, 3", "cause")
     steps = len(results["rows"][0]["losses"]["stock"])
-    title = f"{steps} steps on {results['world_size']} ranks: the stock library's last loss, under DDP, and by how much the "
-    title += "engines' losses differ from its own at most"
+    title = (
+        f"{steps} steps on {results['world_size']} ranks: the stock library's last loss, under DDP, and by how much "
+    )
+    title += "the engines' losses differ from its own at most"
     title += f"\n{results['hardware']}"
     note = "\n".join(f"- *{name}*: {words}." for name, words in CAUSES.items())
     return Table(title, head, rows, words=(0, 1, 5), note=note)
