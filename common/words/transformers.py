@@ -110,9 +110,11 @@ class ByEngine:
         state = self.engine.full_state_dict()
         dtypes = {tensor.dtype for tensor in state.values()}
         super()._save(output_dir, state)
-        if self.args.should_save and hasattr(self.model, "config") and self.model.dtype not in dtypes:
+        folder = output_dir or self.args.output_dir
+        written = self.args.should_save and os.path.isfile(os.path.join(folder, "config.json"))
+        if written and self.model.dtype not in dtypes:
             self.model.config.dtype = torch.float32
-            self.model.config.save_pretrained(output_dir or self.args.output_dir)
+            self.model.config.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir):
         os.makedirs(output_dir, exist_ok=True)

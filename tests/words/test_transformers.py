@@ -249,6 +249,58 @@ def test_an_optimizer_and_a_scheduler_of_ones_own(installed, worlds, tmp_path, n
     assert hf.equal(weights, other)
 
 
+def translated(world, folder, engine):
+    """What a Seq2SeqTrainer logs, and what it generates while it evaluates."""
+    import transformers  # noqa: PLC0415
+
+    from common.words.transformers import Seq2SeqTrainer  # noqa: PLC0415
+
+    found = []
+    with hf.as_by_torchrun(world):
+        for name in (None, engine):
+            torch.manual_seed(0)
+            sizes = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+            model = transformers.T5ForConditionalGeneration(
+                transformers.T5Config(vocab_size=256, decoder_start_token_id=0, **sizes)
+            )
+            generates = {"predict_with_generate": True, "generation_max_length": 8}
+            plan = {**hf.QUIET, **hf.USUAL, "max_steps": 4, **generates}
+            arguments = transformers.Seq2SeqTrainingArguments(str(folder), **plan)
+            data = {"train_dataset": hf.Windows(64), "eval_dataset": hf.Windows(10, 100_000)}
+            if name is None:
+                made = transformers.Seq2SeqTrainer(model, arguments, **data)
+            else:
+                made = Seq2SeqTrainer(model, arguments, engine=name, **data)
+            made.train()
+            found.append((hf.logged(made, "loss"), made.predict(hf.Windows(6, 50_000)).predictions))
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SEVEN)
+def test_a_seq2seq_trainer_generates_while_it_evaluates(installed, worlds, tmp_path, name):
+    (stock, generated), (ours, other) = worlds(2).run(translated, tmp_path, name)[0]
+    assert stock == ours
+    assert (generated == other).all()
+
+
+def initialized(world, folder, engine):
+    """The models of two runs of a Trainer that builds its own."""
+    with hf.as_by_torchrun(world):
+        made = hf.trainer(engine, folder, model_init=hf.llama)
+        found = []
+        for _ in range(2):
+            made.train()
+            found.append(hf.weights_of(made))
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SEVEN)
+def test_a_model_built_anew_has_a_new_engine(installed, worlds, tmp_path, name):
+    assert hf.equal(*worlds(2).run(initialized, tmp_path, name)[0])
+
+
 REFUSED = {
     "fsdp": ({"fsdp": "full_shard"}, "^fsdp="),
     "torch_compile": ({"torch_compile": True}, "^torch_compile=True: it is not passed on"),
