@@ -83,6 +83,8 @@ class ByEngine:
             )
         if self.is_distributed_loading_by_transformers:
             raise InputError("the model was sharded by from_pretrained(distributed_config=); load it whole")
+        if "clip_norm" in (self._chosen[1] or {}):
+            raise InputError("engine_options: clip_norm is what max_grad_norm of the arguments says")
         self.accelerator.choose(*self._chosen)
 
     def create_optimizer(self, model=None):

@@ -12,6 +12,7 @@ import warnings
 import torch
 from torch import nn
 
+from common.engine.door import check_numbers
 from common.errors import InputError
 from common.train import find_engine
 from common.words.deepspeed.initialize import init_distributed, take_from_rank_0
@@ -130,7 +131,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, engine, optimizer):
         self.engine, self.optimizer, self.step_was_skipped = engine, optimizer, False
-        self._clip_norm, self._norm = None, torch.tensor(math.nan)
+        self._always, self._asked = (engine.clip_norm, engine.norm_type), None
+        self._norm = torch.tensor(math.nan)
         optimizer.register_step_pre_hook(_refuse_step)
         self.share()
 
@@ -147,22 +149,25 @@ class Optimizer(torch.optim.Optimizer):
 
         Returns:
             The norm before, a scalar tensor: NaN until that step, which computes it and fills it in.
+
+        Raises:
+            InputError: it is no norm above 0, or neither of its type 2 nor infinity.
         """
-        if not max_norm > 0:
-            raise InputError(f"max_norm={max_norm}: give a norm above 0")
-        self._clip_norm, self.engine.norm_type = float(max_norm), float(norm_type)
+        check_numbers(max_norm, norm_type, bucket_mb=1.0)
+        self._asked = float(max_norm), float(norm_type)
         self._norm = torch.tensor(math.nan)
         return self._norm
 
     def step(self, closure=None):
-        """The engine's step, clipped if `clip` was called since the last.
+        """The engine's step, clipped as `clip` has said since the last, or else as the engine was built.
 
         Raises:
             InputError: there is a closure.
         """
         if closure is not None:
             raise InputError("step(closure): engines step once for a gradient; call backward before, and step()")
-        self.engine.clip_norm, self._clip_norm = self._clip_norm, None
+        self.engine.clip_norm, self.engine.norm_type = self._asked or self._always
+        self._asked = None
         result = self.engine.step()
         self.step_was_skipped = result.skipped
         self.optimizer._opt_called = True  # torch's schedulers ask the optimizer that they were made with
@@ -172,6 +177,10 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none=True):
         """Drop the gradients since the last step."""
         self.engine.zero_grad()
+
+    def add_param_group(self, param_group):
+        """Refused, by the engine."""
+        self.engine.optimizer.add_param_group(param_group)
 
     def state_dict(self):
         """Refused: ranks keep shards."""

@@ -133,7 +133,7 @@ REFUSED = {
     "two models": (lambda a: (prepared(a), prepared(a)), {}, "and once"),
     "an optimizer that has stepped": (stepped, {}, "has states already"),
     "values clipped": (lambda a: a.clip_grad_value_([], 1.0), {}, "^clip_grad_value_"),
-    "a norm of 0": (lambda a: prepared(a) and a.clip_grad_norm_([], 0.0), {}, "^max_norm=0.0"),
+    "a norm of 0": (lambda a: prepared(a) and a.clip_grad_norm_([], 0.0), {}, "^clip_norm=0.0"),
     "weights written": (lambda a: prepared(a)[0].load_state_dict({}), {}, "^load_state_dict"),
     "no folder": (lambda a: prepared(a) and a.load_state(), {}, "needs the folder"),
 }

@@ -71,7 +71,7 @@ def built(world, name):
         adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if wrapped:
             rates = torch.optim.lr_scheduler.StepLR(adamw, 2, 0.5)  # of the script's own optimizer
-            engine = engine_for(name, model, adamw, {})
+            engine = engine_for(name, model, adamw, {"clip_norm": 0.5})
             called, optimizer = Model(engine), Optimizer(engine, adamw)
         else:
             engine = called = find_engine(name)(model, partial(torch.optim.AdamW, lr=1e-2), clip_norm=0.5)
@@ -82,15 +82,21 @@ def built(world, name):
             loss = called(torch.randn(4, 16, device=world.device)).square().mean()
             engine.backward(loss)
             if wrapped:
-                norm = optimizer.clip(0.5)
+                norm = optimizer.clip(0.5) if step % 2 else torch.tensor(math.nan)  # else as the engine was built
                 assert math.isnan(norm)
                 optimizer.step()
             else:
                 norm = torch.tensor(engine.step().norm)
             rates.step()
-            losses.append((loss.item(), norm.item(), engine.optimizer.param_groups[0]["lr"]))
+            losses.append((loss.item(), norm.item() if step % 2 else None, engine.optimizer.param_groups[0]["lr"]))
         told.append((losses, engine.full_state_dict()))
-    for act in (adamw.step, optimizer.state_dict, partial(optimizer.step, lambda: loss), partial(optimizer.clip, 0.0)):
+    for act in (
+        adamw.step,
+        optimizer.state_dict,
+        partial(optimizer.step, lambda: loss),
+        partial(optimizer.clip, 0.0),
+        partial(optimizer.clip, 1.0, 3.0),
+    ):
         with pytest.raises(InputError):
             act()
     assert called.get_submodule("0").in_features == 16  # what the model has besides
@@ -103,6 +109,13 @@ def test_a_model_and_an_optimizer_that_stand_for_an_engine_train_as_it_does(worl
     (losses, weights), (ours, other) = worlds(ranks).run(built, name)[0]
     assert losses == ours
     assert hf.equal(weights, other)
+
+
+def test_a_count_of_tokens_is_not_rounded_to_16_bits():
+    engine = mock.Mock(module=nn.Identity())
+    Model(engine)(num_items_in_batch=torch.tensor(1023.0))
+    given = engine.call_args.kwargs["num_items_in_batch"]
+    assert (given.item(), given.is_floating_point()) == (1023, False)
 
 
 # ---- with them -------------------------------------------------------------------------------------------------------

@@ -312,6 +312,7 @@ REFUSED = {
         {"save_only_model": True, "load_best_model_at_end": True, "save_strategy": "steps", **EVALUATED},
         "^save_only_model",
     ),
+    "two norms": ({"engine_options": {"clip_norm": 1.0}}, "max_grad_norm"),
     "an engine unknown": ({"engine": "stage4"}, "unknown engine 'stage4'"),
     "a checkpoint of a stock Trainer": ({"resume": True}, "holds no engine's checkpoint"),
 }
