@@ -236,7 +236,7 @@ def optimizer_of_ones_own(world, folder, engine):
             made = hf.trainer(name, folder, model, optimizers=(optimizer, rates))
             made.train()
             found.append((hf.logged(made, "loss", "learning_rate"), hf.weights_of(made)))
-        with pytest.raises(InputError, match="taken over by an engine"):
+        with pytest.raises((InputError, RuntimeError), match="engine"):
             optimizer.step()
     return found
 
