@@ -1,0 +1,122 @@
+"""Small runs of transformers' Trainer on a rank, stock or by an engine; and of other libraries' loops beside it."""
+
+import contextlib
+import os
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from baseline import sum_in_rank_order
+
+from common.data import load_text
+
+WINDOW = 32
+USUAL = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "optim": "adamw_torch", "max_grad_norm": 0.0}
+QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+
+
+@contextlib.contextmanager
+def as_by_torchrun(world):
+    """In this context the environment says what torchrun's would."""
+    ranks = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
+    told = {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}):
+        yield
+
+
+class Windows(torch.utils.data.Dataset):
+    """Windows of Python's source, one byte a token. The first of each are no targets, of some more than of others."""
+
+    def __init__(self, count, start=0):
+        self.text = torch.tensor(load_text()[start : start + count * WINDOW].copy()).long().view(count, WINDOW)
+
+    def __len__(self):
+        return len(self.text)
+
+    def __getitem__(self, index):
+        labels = self.text[index].clone()
+        labels[: index * 7 % 20] = -100
+        return {"input_ids": self.text[index], "labels": labels}
+
+
+def llama(tied=False):
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 - where it is installed
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=256, max_position_embeddings=64, tie_word_embeddings=tied, **sizes)
+    return LlamaForCausalLM(config)
+
+
+def trainer(engine, folder, model=None, engine_options=None, exact=False, **arguments):
+    """A Trainer: stock if `engine` is None. A stock one's DDP adds in rank order; `exact` norms are in float64."""
+    import transformers  # noqa: PLC0415
+
+    from common.words.transformers import Trainer  # noqa: PLC0415
+
+    transformers.logging.set_verbosity_error()
+    given = {name: arguments.pop(name) for name in ("compute_metrics", "optimizers", "model_init") if name in arguments}
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), **{**QUIET, **USUAL, "max_steps": 4, **arguments}
+    )
+    data = {"train_dataset": Windows(64), "eval_dataset": Windows(10, 100_000), **given}
+    model = None if "model_init" in given else llama() if model is None else model
+    if engine is not None:
+        made = Trainer(model, arguments, engine=engine, engine_options=engine_options, **data)
+    else:
+        made = transformers.Trainer(model, arguments, **data)
+        made.add_callback(in_rank_order(made))
+        if exact:
+            made.accelerator.clip_grad_norm_ = clip_exactly
+    made.remove_callback(transformers.PrinterCallback)
+    return made
+
+
+def in_rank_order(of):
+    from transformers import TrainerCallback  # noqa: PLC0415
+
+    class InRankOrder(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            if hasattr(of.model_wrapped, "register_comm_hook"):
+                of.model_wrapped.register_comm_hook(None, sum_in_rank_order)
+
+    return InRankOrder()
+
+
+def clip_exactly(parameters, max_norm):
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = sum(gradient.double().square().sum() for gradient in gradients).sqrt().float()
+    for gradient in gradients if max_norm < float("inf") else ():
+        gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def weights_of(made):
+    """The whole model, whichever trains it."""
+    engine = getattr(made, "engine", None)
+    return made.model.state_dict() if engine is None else engine.full_state_dict()
+
+
+def logged(made, *names):
+    """The values that a Trainer has logged: {name: [value]}."""
+    return {name: [entry[name] for entry in made.state.log_history if name in entry] for name in names}
+
+
+def equal(one, other):
+    """Whether two models are equal to the bit, and have the same keys."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def apart(one, other):
+    """By how much two models differ: the norm of the difference over the norm."""
+    assert one.keys() == other.keys()
+    pairs = [(one[name].double(), other[name].double()) for name in one]
+    difference = sum((a - b).square().sum() for a, b in pairs).sqrt()
+    return (difference / sum(b.square().sum() for _, b in pairs).sqrt()).item()
+
+
+def shared(folder):
+    """A folder that rank 0 names."""
+    named = [str(folder)]
+    dist.broadcast_object_list(named, 0)
+    return named[0]
