@@ -1,8 +1,6 @@
 """`deepspeed.initialize`, and what scripts call before it."""
 
-import inspect
 import os
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +11,7 @@ from common.measure import tables
 from common.train import find_engine
 from common.words.deepspeed.engine import Engine
 from common.words.deepspeed.settings import optimizer_of, read, scheduler_of, settings
+from common.words.optimizers import factory_of
 
 
 def init_distributed(dist_backend=None, auto_mpi_discovery=True, timeout=None, **rest):
@@ -113,14 +112,7 @@ def optimizer_and_groups(optimizer, model_parameters, asked, model):
         return optimizer_of(*asked.optimizer), groups
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer, groups
-    kind = type(optimizer)
-    taken = inspect.signature(kind).parameters
-    again = partial(kind, **{name: value for name, value in optimizer.defaults.items() if name in taken})
-    try:
-        again([torch.nn.Parameter(torch.zeros(1))])
-    except Exception as error:
-        raise InputError(f"optimizer: {kind.__name__} cannot be built again: {error}; give a function") from error
-    return again, optimizer.param_groups
+    return factory_of(optimizer), optimizer.param_groups
 
 
 def grouped(model_parameters):
