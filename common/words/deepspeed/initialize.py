@@ -67,8 +67,8 @@ def initialize(
     Raises:
         InputError: something is refused, or missing; one line names it.
     """
-    if model is None:
-        raise InputError("initialize() needs model=")
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"initialize() needs model=, an nn.Module, not {model!r}")
     if mpu is not None:
         raise InputError("mpu: these engines are data-parallel alone; a group of your own goes to an engine itself")
     if dist_init_required is not False:
@@ -110,6 +110,8 @@ def optimizer_and_groups(optimizer, model_parameters, asked, model):
         if asked.optimizer is None:
             raise InputError("there is no optimizer: give 'optimizer' in the configuration, or optimizer=")
         return optimizer_of(*asked.optimizer), groups
+    if not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer={optimizer!r}: give one of torch's, or a function of parameters")
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer, groups
     return factory_of(optimizer), optimizer.param_groups
@@ -131,6 +133,8 @@ def scheduler_for(lr_scheduler, asked, optimizer):
         return scheduler_of(*asked.scheduler)(optimizer)
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         return lr_scheduler(optimizer)
+    if lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
+        raise InputError(f"lr_scheduler={lr_scheduler!r}: give one of torch's, or a function of the optimizer")
     return lr_scheduler
 
 
