@@ -271,6 +271,27 @@ def test_unshard_gathers_a_modules_own_unit_and_reshard_frees_it(worlds):
     assert worlds(2).run(whole_and_freed)[0] == [[False, True, False], [False, False, False], [True, False, False]]
 
 
+def resumed(world, folder):
+    """Weights after a step more, of a run that goes on and of one that begins with its checkpoint."""
+    model, optimizer = built()
+    trained(model, optimizer)
+    engine_behind(model).save(folder)
+    weights = []
+    for begins_anew in (False, True):
+        if begins_anew:
+            model, optimizer = built()
+            engine_behind(model).load(folder)
+        trained(model, optimizer)
+        weights.append(engine_behind(model).full_state_dict())
+    return weights
+
+
+def test_a_run_goes_on_from_the_engines_checkpoint(worlds, tmp_path):
+    whole, cut = worlds(2).run(resumed, str(tmp_path / "checkpoint"))[0]
+    assert whole.keys() == cut.keys() == Model().state_dict().keys()
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
 def sent(world, reshard):
     model, optimizer = built(reshard_after_forward=reshard)
     for _ in range(2):

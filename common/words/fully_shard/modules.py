@@ -34,9 +34,7 @@ def fully_shard(
         raise InputError(f"fully_shard takes one module at a time, not a {type(module).__name__}")
     if type(module).forward is nn.Module.forward:
         raise InputError(f"fully_shard: a {type(module).__name__} has no forward of its own; shard what is in it")
-    if any(part.engine is not None for part in parts_of(module).values()) or any(
-        id(parameter) in engine_of for parameter in module.parameters()
-    ):
+    if any(id(parameter) in engine_of for parameter in module.parameters()):
         raise InputError("fully_shard: the engine is built, with the first forward; shard modules before that")
     if part_of(module) is not None:
         raise InputError(f"fully_shard was called on this {type(module).__name__} already")
