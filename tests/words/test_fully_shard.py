@@ -275,6 +275,7 @@ def resumed(world, folder):
     """Weights after a step more, of a run that goes on and of one that begins with its checkpoint."""
     model, optimizer = built()
     trained(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 5e-3
     engine_behind(model).save(folder)
     weights = []
     for begins_anew in (False, True):

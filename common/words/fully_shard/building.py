@@ -9,7 +9,7 @@ from common.engine import door
 from common.engine.misuse import engine_of
 from common.engine.mixed_precision import gradient_norm
 from common.errors import InputError
-from common.words.fully_shard.engine import Sharded, part_of, parts_of
+from common.words.fully_shard.engine import Sharded, copy_options, part_of, parts_of
 from common.words.optimizers import factory_of
 
 
@@ -20,8 +20,7 @@ class Stepped:
         """The engine's step, with the rates that the groups have now; it drops the gradients."""
         if closure is not None:
             raise InputError("step(closure) is refused: call loss.backward() before step()")
-        for group, own in zip(self.param_groups, self.engine.optimizer.param_groups, strict=True):
-            own.update((name, value) for name, value in group.items() if name != "params")
+        copy_options(self, self.engine.optimizer)
         self.engine.step()
         self._opt_called = True
 
@@ -76,7 +75,7 @@ def built(root, part):
     )
     optimizer.__class__ = type(f"Stepped{type(optimizer).__name__}", (Stepped, type(optimizer)), {})
     vars(optimizer).pop("step", None)  # of a scheduler that watches it
-    optimizer.engine = engine
+    optimizer.engine, engine.script_optimizer = engine, optimizer
     return engine
 
 

@@ -42,9 +42,10 @@ class Sharded(find_engine("stage3_param")):
     Attributes:
         shown: gradients are there, and p.grad shows it.
         unsynced: the last backward was one that no step may follow.
+        script_optimizer: whose groups have the rates.
     """
 
-    shown = unsynced = False
+    shown, unsynced, script_optimizer = False, False, None
 
     def make_units(self):
         """A unit for each noted module: the parameters that stand nowhere but in it, and in no other one inside it."""
@@ -99,6 +100,17 @@ class Sharded(find_engine("stage3_param")):
         self.clip_norm = None
         self.show_gradients(False)
 
+    def save(self, path, extra=None, wait=True):
+        """Write a checkpoint, with the rates that the script's optimizer has."""
+        copy_options(self.script_optimizer, self.optimizer)
+        return super().save(path, extra, wait)
+
+    def load(self, path):
+        """Read a checkpoint; the script's optimizer gets its rates, too."""
+        extra = super().load(path)
+        copy_options(self.optimizer, self.script_optimizer)
+        return extra
+
     def heed_zero_grad(self):
         """Where the script has set p.grad to None, as zero_grad() of optimizers and modules does, drop gradients."""
         kept = [parameter.grad is not None for parameter in self.trainable]
@@ -131,6 +143,12 @@ class Gradient(torch.Tensor):
             "p.grad cannot be read or written, since gradients lie in the engine's shards: clip by clip_grad_norm_ of "
             "common.words.fully_shard, drop by zero_grad()"
         )
+
+
+def copy_options(source, target):
+    """Give the groups of an optimizer what those of another one have: rates, decay."""
+    for group, other in zip(source.param_groups, target.param_groups, strict=True):
+        other.update((name, value) for name, value in group.items() if name != "params")
 
 
 def forward(engine, inputs, named):
