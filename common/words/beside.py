@@ -25,7 +25,7 @@ from common.museum import installed, last
 from common.outputs import check_outputs, one_line_errors, parser_of, publish
 
 RELEASE = "0.19.8"
-LIMIT = 1200  # seconds for a run
+LIMIT = 900  # seconds for a library
 ROOT = Path(__file__).parent.parent.parent
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}}
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
@@ -106,7 +106,7 @@ def losses(library, scripts, place, ranks):
     """Rank 0's losses of the program, started by torchrun, [scripts][micro-batches].
 
     Raises:
-        InputError: it failed; the message has its last line.
+        InputError: it failed, and the message has its last line; or it takes too long.
     """
     tables.say(f"{len(scripts)} scripts with {library}")
     environment = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
@@ -116,7 +116,11 @@ def losses(library, scripts, place, ranks):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         program = ["-m", "common.words.program", library, json.dumps(scripts), str(file)]
         options = {"env": environment, "capture_output": True, "text": True, "timeout": LIMIT}
-        ended = subprocess.run([*torchrun, *program], check=False, **options)
+        try:
+            ended = subprocess.run([*torchrun, *program], check=False, **options)
+        except subprocess.TimeoutExpired as error:
+            lock = f"a file called lock in {place / 'built'}, of a run that was killed, makes DeepSpeed wait: remove it"
+            raise InputError(f"{library} takes longer than {LIMIT} s; {lock}") from error
         if ended.returncode:
             raise InputError(f"{library}: {last(ended.stderr)}")
         return json.loads(file.read_text())
