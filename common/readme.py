@@ -76,8 +76,12 @@ def pages():
             "scores": scores_table([_read(path) for path in (ROOT / "results/scores").glob("*.json")]),
         },
     }
-    texts["common/words/README.md"] = {
+    texts["common/words/DEEPSPEED.md"] = {
         "keys": importlib.import_module("common.words.deepspeed.keys").table().markdown(),
+        "beside": _table("common.words.beside", "words_deepspeed.json"),
+    }
+    texts["common/words/FULLY_SHARD.md"] = {
+        "words": importlib.import_module("common.words.fully_shard.words").table().markdown(),
     }
     losses = _table("common.words.beside_hugging_face", "words_hugging_face.json")
     texts["common/words/HUGGING_FACE.md"] = {"losses": losses}

@@ -1,4 +1,4 @@
-"""A script in DeepSpeed's words, which `common.words.beside` runs with DeepSpeed and with these engines."""
+"""Scripts in DeepSpeed's words, which `common.words.beside` runs with DeepSpeed and with these engines."""
 
 import importlib
 import json
@@ -12,20 +12,29 @@ from torch import nn
 STEPS = 12
 
 
-def main(library, configuration, rounded, losses_file):
-    """Train; write this rank's losses, micro-batch by micro-batch.
+def main(library, cases, losses_file):
+    """Train once for each case; rank 0 writes its losses, [cases][micro-batches].
 
     Args:
         library: "deepspeed" or "common.words.deepspeed".
-        configuration: DeepSpeed's JSON, as text.
-        rounded: "rounded": the first weights are such as bf16 has.
+        cases: JSON, [[DeepSpeed's configuration, whether the first weights are such as bf16 has]].
         losses_file: a file for rank 0's.
     """
-    deepspeed, config = importlib.import_module(library), json.loads(configuration)
+    deepspeed = importlib.import_module(library)
     deepspeed.init_distributed(dist_backend="gloo")
+    losses = [train(deepspeed, config, rounded) for config, rounded in json.loads(cases)]
+    if dist.get_rank() == 0:
+        with open(losses_file, "w") as file:
+            json.dump(losses, file)
+    dist.barrier()
+    os._exit(0)  # at an ordinary end a thread of DeepSpeed's aborts the process now and then
+
+
+def train(deepspeed, config, rounded):
+    """The script: this rank's losses, micro-batch by micro-batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 10))
-    if rounded == "rounded":
+    if rounded:
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16().float()
     engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -38,11 +47,7 @@ def main(library, configuration, rounded, losses_file):
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    if dist.get_rank() == 0:
-        with open(losses_file, "w") as file:
-            json.dump(losses, file)
-    dist.barrier()
-    os._exit(0)  # at an ordinary end a thread of DeepSpeed's aborts the process now and then
+    return losses
 
 
 if __name__ == "__main__":

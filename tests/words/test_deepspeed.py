@@ -13,13 +13,15 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from places import ROOT
+from places import LOCAL, ROOT
 from torch import nn
 
 from common.errors import InputError
+from common.museum import installed
 from common.words import deepspeed
+from common.words.beside import RELEASE, compared
 from common.words.deepspeed import keys
+from common.words.deepspeed.ops.adam import DeepSpeedCPUAdam
 from common.words.deepspeed.settings import optimizer_of, scheduler_of, settings
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -194,6 +196,10 @@ BAD = {
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
         "stage 3 all to any",
     ),
+    "a number that is none": ({"train_batch_size": "many"}, "'train_batch_size' is 'many'; give a whole number"),
+    "a number below 0": ({"gradient_clipping": -1}, "'gradient_clipping' is -1; give a number from 0 on"),
+    "a switch that is none": ({"bf16": {"enabled": "yes"}}, "'bf16.enabled' is 'yes'; give true or false"),
+    "a section that is none": ({"optimizer": {"type": "SGD", "params": 3}}, "'optimizer.params' is 3; give an object"),
     "a tier unknown": (
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}},
         "give none, cpu or nvme",
@@ -205,6 +211,11 @@ BAD = {
 def test_what_cannot_be_is_told_in_one_line(what):
     config, words = BAD[what]
     assert re.search(words, refusal({**USUAL, **WARMED, **config}))
+
+
+def test_null_counts_as_left_out():
+    nulls = dict.fromkeys(("scheduler", "fp16", "gradient_clipping", "steps_per_print", "zero_optimization"))
+    assert settings({**USUAL, **nulls}, 2, torch.float32) == settings(USUAL, 2, torch.float32)
 
 
 def test_auto_follows_from_the_rest():
@@ -221,10 +232,10 @@ def test_a_gradient_is_clipped_to_1_unless_the_configuration_says_otherwise():
     assert limits == {"left out": 1.0, "0": float("inf"), "0.5": 0.5}
 
 
-def initialize(world, arguments):
-    model = nn.Linear(4, 4)
+def refused(world, arguments):
+    """What initialize() says."""
     try:
-        deepspeed.initialize(**{"model": model, "config": USUAL, **arguments})
+        deepspeed.initialize(**{"model": nn.Linear(4, 4), "config": USUAL, **arguments})
     except InputError as error:
         return str(error)
     return "accepted"
@@ -238,12 +249,13 @@ def initialize(world, arguments):
         ({"config": __file__}, "is no JSON file"),
         ({"config": {"train_batch_size": 8}}, "there is no optimizer"),
         ({"mpu": object()}, "data-parallel alone"),
+        ({"model": len}, "an nn.Module, not"),
+        ({"optimizer": "adam"}, "optimizer='adam'"),
+        ({"lr_scheduler": "WarmupLR"}, "lr_scheduler='WarmupLR'"),
     ],
 )
-def test_initialize_says_what_it_lacks(arguments, words):
-    alone = {"is_initialized": lambda: True, "get_world_size": lambda: 1, "broadcast": lambda *_: None}
-    with mock.patch.multiple(dist, **alone):
-        said = initialize(None, arguments)
+def test_initialize_says_what_it_lacks(worlds, arguments, words):
+    said = worlds(2).run(refused, arguments)[0]
     assert words in said
     assert len(said.splitlines()) == 1
 
@@ -253,3 +265,54 @@ def test_a_class_of_torchs_is_found_for_the_optimizers_name():
     assert type(made([nn.Parameter(torch.zeros(1))])) is torch.optim.Adam
     assert type(optimizer_of("adam", {"lr": 1})([nn.Parameter(torch.zeros(1))])) is torch.optim.AdamW
     assert type(optimizer_of("SGD", {"lr": 1})([nn.Parameter(torch.zeros(1))])) is torch.optim.SGD
+
+
+# ---- words beside them -----------------------------------------------------------------------------------------------
+
+
+def beside(world):
+    """What scripts import besides: Adams in stage 3, torch.distributed; and what an engine does not have."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    adam = DeepSpeedCPUAdam(model.parameters(), lr=1e-2, adamw_mode=False)
+    engine, shown, _, _ = deepspeed.initialize(
+        model=model, optimizer=adam, config={"train_batch_size": 8, "zero_optimization": {"stage": 3}}
+    )
+    engine.backward(engine(torch.ones(4, 8)).sum())
+    engine.step()
+    said = []
+    for name in ("train_batch", "half", "generate"):
+        with pytest.raises(AttributeError) as error:
+            getattr(engine, name)
+        said.append(str(error.value))
+    return shown is adam, type(adam), deepspeed.comm.get_world_size(), engine.global_steps, said
+
+
+def test_adams_and_comm_are_torchs_and_what_is_missing_is_named(worlds):
+    kept, kind, size, steps, said = worlds(2).run(beside)[0]
+    assert (kept, kind, size, steps) == (True, torch.optim.Adam, 2, 1)
+    for name, line in zip(("train_batch", "half", "generate"), said, strict=True):
+        assert repr(name) in line
+    with pytest.raises(AttributeError, match="'init_inference' is not here"):
+        deepspeed.init_inference()
+
+
+# ---- beside the real one ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def place():
+    """The folder of the real DeepSpeed."""
+    try:
+        return installed("deepspeed", RELEASE, LOCAL / "museum")
+    except InputError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.exhaustive
+def test_losses_are_deepspeeds_and_where_they_part_the_cause_is_known(place):
+    equal = [(2, "fp32", "plain", False), (3, "fp32", "accumulating", False), (1, "bf16", "plain", True)]
+    apart = [(0, "fp32", "clipping", False), (2, "bf16", "accumulating", True), (3, "bf16", "plain", False)]
+    rows = compared([*equal, *apart], place, ranks=2)
+    assert [row["first_apart"] for row in rows[:3]] == [None] * 3
+    assert [row["cause"] for row in rows[3:]] == ["clipping", "micro-batches", "first weights"]
+    assert all(row["largest_difference"] < 5e-3 for row in rows)

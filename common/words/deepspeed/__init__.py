@@ -9,8 +9,24 @@
 It is started by torchrun, as these engines are. `keys.py` says of every key of the JSON what becomes of it here.
 """
 
-from common.words.deepspeed import zero
+from common.words.deepspeed import comm, ops, utils, zero
 from common.words.deepspeed.engine import Engine
 from common.words.deepspeed.initialize import add_config_arguments, init_distributed, initialize
 
-__all__ = ["Engine", "add_config_arguments", "init_distributed", "initialize", "zero"]
+DeepSpeedEngine = Engine
+
+__all__ = [
+    "DeepSpeedEngine",
+    "Engine",
+    "add_config_arguments",
+    "comm",
+    "init_distributed",
+    "initialize",
+    "ops",
+    "utils",
+    "zero",
+]
+
+
+def __getattr__(name):
+    raise AttributeError(f"DeepSpeed's {name!r} is not here: common.words.deepspeed has {', '.join(__all__)}")

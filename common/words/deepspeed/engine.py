@@ -1,6 +1,6 @@
 """An engine with DeepSpeed's methods: it counts micro-batches, divides the loss by their number, steps with the last.
 
-Its numbers are those of the engine behind it. `README.md` says where DeepSpeed's own differ, and why.
+Its numbers are those of the engine behind it. `DEEPSPEED.md` says where DeepSpeed's own differ, and why.
 """
 
 import contextlib
@@ -13,6 +13,10 @@ import torch.distributed as dist
 from common.errors import InputError
 from common.measure import tables
 
+NOT_HERE = {  # words that a model would answer wrongly, or that want something else
+    **dict.fromkeys(("half", "bfloat16", "float", "cuda", "cpu"), "its device and precision are those of initialize()"),
+    **dict.fromkeys(("train_batch", "eval_batch"), "there are no pipelines; write a loop of backward() and step()"),
+}
 COUNTS = ("global_steps", "skipped_steps", "micro_steps", "global_samples")
 
 
@@ -48,7 +52,7 @@ class Engine:
 
     forward = __call__
 
-    def backward(self, loss, scale_wrt_gas=True):
+    def backward(self, loss, *, scale_wrt_gas=True):
         """Backpropagate the loss, divided by the accumulation steps unless `scale_wrt_gas` is false; return it.
 
         As in DeepSpeed, stages 0 and 1 add gradients up on each rank and reduce the sum with the last micro-batch.
@@ -128,6 +132,8 @@ class Engine:
         """What the model has besides, such as methods of its own: they find its weights whole, and may read them."""
         if name.startswith("_"):
             raise AttributeError(name)
+        if name in NOT_HERE:
+            raise AttributeError(f"the engine's {name!r} is not here: {NOT_HERE[name]}")
         found = getattr(self._engine.module, name, None)
         if found is None:
             raise AttributeError(f"neither DeepSpeed's words here nor the model have {name!r}; see common/words")

@@ -1,8 +1,6 @@
 """`deepspeed.initialize`, and what scripts call before it."""
 
-import inspect
 import os
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +11,7 @@ from common.measure import tables
 from common.train import find_engine
 from common.words.deepspeed.engine import Engine
 from common.words.deepspeed.settings import optimizer_of, read, scheduler_of, settings
+from common.words.optimizers import factory_of
 
 
 def init_distributed(dist_backend=None, auto_mpi_discovery=True, timeout=None, **rest):
@@ -68,8 +67,8 @@ def initialize(
     Raises:
         InputError: something is refused, or missing; one line names it.
     """
-    if model is None:
-        raise InputError("initialize() needs model=")
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"initialize() needs model=, an nn.Module, not {model!r}")
     if mpu is not None:
         raise InputError("mpu: these engines are data-parallel alone; a group of your own goes to an engine itself")
     if dist_init_required is not False:
@@ -111,16 +110,11 @@ def optimizer_and_groups(optimizer, model_parameters, asked, model):
         if asked.optimizer is None:
             raise InputError("there is no optimizer: give 'optimizer' in the configuration, or optimizer=")
         return optimizer_of(*asked.optimizer), groups
+    if not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer={optimizer!r}: give one of torch's, or a function of parameters")
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer, groups
-    kind = type(optimizer)
-    taken = inspect.signature(kind).parameters
-    again = partial(kind, **{name: value for name, value in optimizer.defaults.items() if name in taken})
-    try:
-        again([torch.nn.Parameter(torch.zeros(1))])
-    except Exception as error:
-        raise InputError(f"optimizer: {kind.__name__} cannot be built again: {error}; give a function") from error
-    return again, optimizer.param_groups
+    return factory_of(optimizer), optimizer.param_groups
 
 
 def grouped(model_parameters):
@@ -139,6 +133,8 @@ def scheduler_for(lr_scheduler, asked, optimizer):
         return scheduler_of(*asked.scheduler)(optimizer)
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         return lr_scheduler(optimizer)
+    if lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
+        raise InputError(f"lr_scheduler={lr_scheduler!r}: give one of torch's, or a function of the optimizer")
     return lr_scheduler
 
 

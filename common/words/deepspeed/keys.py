@@ -171,6 +171,13 @@ KEYS = [
     ],
 ]
 BY_NAME = {key.name: key for key in KEYS}
+TAKES = {  # types of value -> how they are called, and the obeyed keys that take them, by the ends of their names
+    (bool,): ("true or false", ("enabled", "cpu_offload", "zero_quantized_weights", "zero_quantized_gradients")),
+    (str,): ("a text", ("type", "nvme_path")),
+    (dict,): ("an object", ("params",)),
+    (int,): ("a whole number", ("batch_size", "_gpu", "_steps", "_print", "_power", "_window", "hysteresis", "stage")),
+    (int, float): ("a number", ("bucket_size", "group_size", "partition_size", "_clipping", "_scale")),
+}
 SECTIONS = {name.rsplit(".", depth)[0] for name in BY_NAME for depth in range(1, name.count(".") + 1)}
 
 
@@ -201,17 +208,28 @@ def classified(config):
             raise InputError(f"the configuration's {name!r} is unknown here{hint}")
         if key.kind == REFUSED and not key.asks_for_nothing(value):
             raise InputError(f"the configuration's {name!r}: {value!r} is refused: {key.words}")
-        if key.kind == OBEYED:
+        if key.kind == OBEYED and value is not None:
+            check_value(name, value)
             obeyed[name] = value
-        else:
+        elif key.kind != OBEYED:  # an obeyed one that is null is as good as left out
             harmless.append(name)
     return obeyed, harmless
+
+
+def check_value(name, value):
+    """Refuse a value of another type than an obeyed key takes."""
+    for types, (told, ends) in TAKES.items():
+        if value != AUTO and name.endswith(ends):
+            fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
+            if not fits or (int in types and not value >= 0):
+                least = " from 0 on" if int in types else ""
+                raise InputError(f"the configuration's {name!r} is {value!r}; give {told}{least}")
 
 
 def _flat(section, prefix=""):
     """(dotted name, value) of each key of the table, however deep; of keys that are in none as far as sections go."""
     for name, value in section.items():
-        if f"{prefix}{name}" in SECTIONS and isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
+        if f"{prefix}{name}" in SECTIONS and isinstance(value, dict | None):
+            yield from _flat(value or {}, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
