@@ -9,7 +9,7 @@ import pytest
 from commands import run
 from places import ROOT
 from safetensors.torch import load_file
-from slurm import Slurm, needs_slurm, wait_for
+from slurm import Slurm, on_slurm, wait_for
 
 from common import train
 from common.checkpoint import runs
@@ -71,8 +71,7 @@ def undisturbed(tmp_path_factory):
     return ended
 
 
-@pytest.mark.exhaustive
-@needs_slurm
+@on_slurm
 def test_the_script_trains_on_two_nodes_to_the_bits_of_a_run_without_slurm(slurm, submit, tmp_path, undisturbed):
     job = submit()
     wait_for(lambda: slurm.state(job) == "COMPLETED", within=300)
@@ -91,8 +90,7 @@ def goes_on(slurm, job):
 SAVED, LOST = r"stopped after step \d+, as asked", r"RankLost: rank [23] was lost: rank [01] was in "
 
 
-@pytest.mark.exhaustive
-@needs_slurm
+@on_slurm
 @pytest.mark.parametrize(("how", "said"), [("requeued", SAVED), ("a node is lost", LOST)])
 def test_a_job_that_is_interrupted_goes_on_to_the_same_bits(slurm, submit, tmp_path, undisturbed, how, said):
     job = submit()
@@ -113,8 +111,7 @@ def test_a_job_that_is_interrupted_goes_on_to_the_same_bits(slurm, submit, tmp_p
     assert result(tmp_path / "result.json") == undisturbed(seed=0)
 
 
-@pytest.mark.exhaustive
-@needs_slurm
+@on_slurm
 def test_a_job_whose_slurmd_dies_saves_and_goes_on(slurm, submit, tmp_path):
     job = submit(training=("--steps", ENDLESS))
     wait_for(lambda: saved(tmp_path), within=120)
@@ -133,19 +130,20 @@ def stopped_after(folder):
     return int(step)
 
 
-@pytest.mark.exhaustive
-@needs_slurm
+@on_slurm
 def test_before_the_time_limit_a_job_saves(slurm, submit, tmp_path):
     job = submit("--time=2", "--signal=TERM@30", training=("--steps", ENDLESS))
     wait_for(lambda: slurm.state(job) == "FAILED", within=180)
     assert max(saved(tmp_path)) == stopped_after(tmp_path)
 
 
-@pytest.mark.exhaustive
-@needs_slurm
+@on_slurm
 def test_jobs_of_an_array_share_nodes_and_train_a_run_for_each_seed(slurm, submit, tmp_path, undisturbed):
     array = submit("--array=0-1")
     wait_for(lambda: slurm.state(array) == "RUNNING")  # both of them
+    wait_for(lambda: all(runs.complete(tmp_path / f"runs/{seed}") for seed in range(2)), within=240)
+    listening = [int(port) for port in re.findall(r":(\d+) ", slurm.call("ss", "-Hlnt"))]
+    assert len({port for port in listening if 20_000 <= port < 30_000}) == 2  # each meets at a port of its own
     wait_for(lambda: slurm.state(array) == "COMPLETED", within=400)
     for seed in range(2):
         export(newest(tmp_path / f"runs/{seed}"), tmp_path / "model.safetensors")

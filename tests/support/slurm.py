@@ -20,7 +20,7 @@ from places import ROOT
 from common.ranks.namespaces import ADDRESSES, TwoNodes
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "nsenter", "unshare", "tc")
-needs_slurm = pytest.mark.skipif(
+NEEDS = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or not all(map(shutil.which, PROGRAMS)),
     reason="needs root, iproute2, slurmctld, slurmd, slurm-client and munge",
 )
@@ -101,7 +101,11 @@ class Slurm:
     def _start(self, name, node, *command):
         with open(self.folder / f"{name}.log", "a") as log:
             self.daemons[name] = subprocess.Popen(
-                self._on(node, *command), env=self._environment(), stdout=log, stderr=subprocess.STDOUT
+                self._on(node, *command),
+                env=self._environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the tests, which then end it
             )
 
     def kill_daemon(self, node):
@@ -137,6 +141,11 @@ class Slurm:
     def _environment(self):
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where torchrun is
         return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "SLURM_CONF": f"{self.folder}/slurm.conf"}
+
+
+def on_slurm(test):
+    """Mark a test that runs jobs: part of `make test-all`, with nothing beside it, where there is Slurm."""
+    return pytest.mark.exhaustive(pytest.mark.alone(NEEDS(test)))
 
 
 def wait_for(condition, within=60):
