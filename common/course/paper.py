@@ -398,6 +398,7 @@ def machine(draw):
         for (key, title), row in rows.items()
         if key == offer
     )
+    switches = ", ".join(told[switch == off] for switch, told in PLUS.items())
     given = (
         f"The best split of a machine. {ranks} GPUs, each with {gpu.holds / 1e9:g} GB, of which {USABLE:.0%} can be "
         f"used, train a model of {float(psi):.4g} parameters in bf16 with activation checkpoints; a GPU's micro-batch "
@@ -407,8 +408,8 @@ def machine(draw):
         f"the host, where it has {gpu.host_holds / 1e9:.4g} GB, and {gpu.disk / 1e9:g} GB a second each way to a disk "
         f"that has room for all. It can be had in three ways:\n\n{listed}\n\nBeside model states a GPU "
         f"needs, for what is gathered or under way and for activations:\n\n{beside}\n\nZeRO++ (zeropp/README.md) "
-        f"{', '.join(told[switch == off] for switch, told in PLUS.items())}. A step takes as long as the slowest of computation, collectives, bus and disk, "
-        f"which run beside each other. Of ways that are equally fast take the one that comes first, ZeRO++ last."
+        f"{switches}. A step takes as long as the slowest of computation, collectives, bus and disk, which run "
+        f"beside each other. Of ways that are equally fast take the one that comes first, ZeRO++ last."
     )
     return given, [
         Question(

@@ -85,5 +85,11 @@ def said(path, cell):
     return printed(found)
 
 
+def stored(page, cell):
+    """What a cell printed when its notebook was stored."""
+    (found,) = [each for each in read(ROOT / "notebooks" / f"{page}.ipynb").cells if each.id == cell]
+    return printed(found)
+
+
 def printed(cell):
     return "".join(out.text for out in cell.outputs if out.output_type == "stream" and out.name == "stdout")
