@@ -284,7 +284,7 @@ def test_an_answer_is_judged(capsys):
     check_answer(3.0, 3)
     check_answer((1, 2), (1, 3), [((1, 2), "the second is too small")])
     check_answer(5, 3, [(4, "no")])
-    said = ["not solved yet", "solved", "not yet: the second is too small", "not yet: count it again, kind by kind"]
+    said = ["not solved yet", "solved", "not yet: the second is too small", "not yet: count it again, part by part"]
     assert capsys.readouterr().out.splitlines() == said
 
 
