@@ -199,17 +199,6 @@ def test_what_is_right_is_solved(capsys, check, answer):
     assert "solved" in lines[-1]
 
 
-def nothing(*_):
-    return None
-
-
-@pytest.mark.parametrize("check", [SENT, LEAVING, RING_TIME, HIDDEN, MESSAGES, BATCH])
-def test_what_is_open_is_not_solved_yet(capsys, check):
-    assert all(line.endswith("not solved yet") for line in said(capsys, check, nothing))
-    assert said(capsys, MULTIPLE, None) == ["not solved yet"]
-    assert said(capsys, functools.partial(wire.check_apart, ratio=1, interval=(0, 2)), None) == ["not solved yet"]
-
-
 @pytest.mark.parametrize(
     ("check", "answer", "hint"),
     [
