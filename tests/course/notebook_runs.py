@@ -51,7 +51,8 @@ show = _show_labelled
 # What takes long and shows nothing more is less by default: {notebook: [(what a cell says, what it says then)]}.
 SHORTER = {
     "00_start_here": [("RANKS = 4 ", "RANKS = 2 "), ("--steps 12 ", "--steps 5 ")],
-    "05_throughput": [("ROUNDS = 8 ", "ROUNDS = 3 "), ("STEPS = 40", "STEPS = 8")],
+    "05_throughput": [("ROUNDS = 8 ", "ROUNDS = 3 "), ("STEPS = 40", "STEPS = 8"), ("settings, 7)", "settings, 4)")],
+    "06_memory": [("steps=5)", "steps=2)")],
     "08_offload": [("STEPS, RATES = 40, ", "STEPS, RATES = 10, ")],
     "11_precision": [("STEPS = 160", "STEPS = 24"), ("in (0, 6, 12, 18, 24):", "in (0, 18):")],
 }
