@@ -45,7 +45,7 @@ def check_counts(options, *names):
     for name in names:
         number = getattr(options, name)
         if number is not None and number < 1:
-            raise InputError(f"--{name} {number}: at least 1 is needed")
+            raise InputError(f"--{name.replace('_', '-')} {number}: at least 1 is needed")
 
 
 def check_clone(folder, otherwise=""):

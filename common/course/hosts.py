@@ -13,6 +13,7 @@ import torch
 
 from common import capacity, models
 from common.capacity import give_back_freed_memory, hard_limit, held, ran_out_of_memory
+from common.course.questions import AGAIN, judged
 from common.course.recording import ADAMW, batch
 from common.errors import InputError
 from common.measure.memory import Timeline
@@ -23,6 +24,7 @@ from common.tiers.memory import HERE
 from common.tiers.swap import SwapFile
 from common.train import find_engine, sha256, train_step
 
+WITHIN = 0.005  # that an answer may be off: padding
 LAYERS = 4  # of the GPT whose steps are counted, as wide as that of `common.capacity`
 COUNTS = {"device": "model_state_bytes", "host": "host_state_bytes", "disk": "disk_state_bytes"}
 ROWS = {  # of a trace: what is shown on each, by its label
@@ -163,30 +165,6 @@ def rows_of(trace, rank=0):
     return {row: [(begin - began, end - began, kind) for begin, end, kind in spans] for row, spans in rows.items()}
 
 
-# ---- the questions ----------------------------------------------------------------------------------------------
-
-
-def judged(answer, truth, hints=(), within=0.005):
-    """One line on an answer.
-
-    Args:
-        answer: a number or a tuple of numbers; None while it is open.
-        truth: what it should be.
-        hints: [(a wrong answer, what to think of)].
-        within: relative difference that is left for padding.
-    """
-    if answer is None:
-        return "not solved yet"
-    if _near(answer, truth, within):
-        return "solved"
-    return f"not yet: {next((hint for wrong, hint in hints if _near(answer, wrong, within)), 'count it again')}"
-
-
-def _near(one, other, within):
-    one, other = (value if isinstance(value, tuple | list) else (value,) for value in (one, other))
-    return len(one) == len(other) and all(abs(a - b) <= within * abs(b) for a, b in zip(one, other, strict=True))
-
-
 # ---- 08: offload ------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +182,7 @@ def check_placed(formula, ranks, counted):
             ((2 + 2 / n, 12 / n, 4 / n), "the gradient leaves the device in backward"),
             ((4, 16 / n, 8 / n), "those are the bytes in fp32"),
         ]
-        print(f"{n} ranks: {judged(formula(n), truth, hints)}")
+        print(f"{n} ranks: {judged(formula(n), truth, hints, WITHIN)}")
 
 
 def check_tokens(formula, cases):
@@ -217,7 +195,7 @@ def check_tokens(formula, cases):
             (seconds * flops / 8, "that computes forward twice, as activation checkpoints do"),
             (6 / seconds / flops, "the other way round: the device is to take as long as the host"),
         ]
-        print(f"{title}: {judged(formula(seconds, flops), seconds * flops / 6, hints)}")
+        print(f"{title}: {judged(formula(seconds, flops), seconds * flops / 6, hints, WITHIN)}")
 
 
 def check_reads(formula, warm_up, reads):
@@ -233,7 +211,7 @@ def check_reads(formula, warm_up, reads):
             ),
         ]
         verdict = judged(None if said[0] is None else tuple(said), tuple(truth), hints)
-        if verdict.endswith("count it again"):
+        if verdict.endswith(AGAIN):
             first = next(i for i, (one, other) in enumerate(zip(said, truth, strict=True)) if one != other)
             verdict = f"not yet: iteration {first} reads {truth[first]} updates, and not {said[first]}"
         print(f"w = {w}: {verdict}")
@@ -323,4 +301,4 @@ def check_bandwidth(formula, peak, cases):
             (truth * (1 - efficiency) ** 2 / efficiency**2, "efficiency and what it lacks have changed places"),
             (truth * intensity**2, "a higher intensity needs less bandwidth"),
         ]
-        print(f"{title}: {judged(formula(efficiency, intensity, peak, n), truth, hints)}")
+        print(f"{title}: {judged(formula(efficiency, intensity, peak, n), truth, hints, WITHIN)}")

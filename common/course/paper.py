@@ -24,8 +24,8 @@ from common.errors import InputError
 from common.measure.memory import Timeline
 from common.models.gpt import GPT, GPTConfig
 from common.outputs import one_line_errors, parser_of, write_text
-from common.plan.__main__ import ADVISED, USABLE, fit, of_size
-from common.plan.formulas import WAYS, Rank
+from common.plan.__main__ import ADVISED, USABLE, fit, of_size, ways
+from common.plan.formulas import SWITCHES, WAYS, Rank
 from common.simulate.hardware import PRESETS
 from common.simulate.world import Setting, batch_of, engine_of, simulated_world
 from common.tiers.accounting import STATES
@@ -334,10 +334,18 @@ def links(draw):
 # ---- the best split of a machine --------------------------------------------------------------------------------
 
 
+PLUS = {  # what ZeRO++ does with a switch of it, and without
+    "quantize_weights": ("gathers in int8", "gathers in bf16"),
+    "hierarchical": ("keeps a second shard in each node for backward", "keeps no second shards"),
+    "quantize_gradients": ("and reduces in int4 in two hops", "and reduces in bf16, in one ring"),
+}
+
+
 def machine(draw):
     """Which offer to take, and how to train there, by the planner: drawn until no two answers lie close together."""
     names, order = tuple(way.title for way in WAYS), [*ADVISED, 4]  # of equals ZeRO++ comes last
     obvious = draw.choice((False, True))  # the fastest links are the best offer
+    off = draw.choice((None, *SWITCHES))
     while True:
         gpu, ranks = PRESETS[draw.choice(sorted(PRESETS))], draw.choice((16, 32))
         psi, samples = draw.choice(("3e9", "7e9", "13e9", "20e9", "30e9", "70e9", "175e9")), draw.choice((1, 4, 8))
@@ -346,7 +354,7 @@ def machine(draw):
         for offer, (per_node, rate) in offers.items():
             at = replace(gpu, between=rate * 1e9, ranks_per_node=per_node)
             rank = Rank(of_size(psi), at, ranks, per_node, 1, 1, 2, samples, 2048, checkpoints=True)
-            for way in WAYS:
+            for way in ways([f"{off}=False"] if off else []):
                 row = rank.row(way)
                 budget = USABLE * gpu.holds
                 row["fits"] = fit(gpu, row["device"], row["host"], row["disk"], budget)
@@ -390,6 +398,7 @@ def machine(draw):
         for (key, title), row in rows.items()
         if key == offer
     )
+    switches = ", ".join(told[switch == off] for switch, told in PLUS.items())
     given = (
         f"The best split of a machine. {ranks} GPUs, each with {gpu.holds / 1e9:g} GB, of which {USABLE:.0%} can be "
         f"used, train a model of {float(psi):.4g} parameters in bf16 with activation checkpoints; a GPU's micro-batch "
@@ -398,10 +407,9 @@ def machine(draw):
         f"{gpu.inside / 1e9:g} GB a second inside a node, moves {gpu.bus / 1e9:g} GB a second each way over the bus to "
         f"the host, where it has {gpu.host_holds / 1e9:.4g} GB, and {gpu.disk / 1e9:g} GB a second each way to a disk "
         f"that has room for all. It can be had in three ways:\n\n{listed}\n\nBeside model states a GPU "
-        f"needs, for what is gathered or under way and for activations:\n\n{beside}\n\nZeRO++ (zeropp/README.md) takes "
-        f"all of its switches: it gathers in int8 for forward, keeps a second shard in each node for backward, and "
-        f"reduces in int4 in two hops. A step takes as long as the slowest of computation, collectives, bus and disk, "
-        f"which run beside each other. Of ways that are equally fast take the one that comes first, ZeRO++ last."
+        f"needs, for what is gathered or under way and for activations:\n\n{beside}\n\nZeRO++ (zeropp/README.md) "
+        f"{switches}. A step takes as long as the slowest of computation, collectives, bus and disk, which run "
+        f"beside each other. Of ways that are equally fast take the one that comes first, ZeRO++ last."
     )
     return given, [
         Question(

@@ -28,26 +28,33 @@ HELD_HINTS = {
     },
 }
 
+AGAIN = "count it again, part by part"  # what is said of a wrong answer that nobody has thought of
 
-def check_answer(answer, truth, hints=()):
-    """Print whether an answer is right; else what a wrong one leaves out.
+
+def check_answer(answer, truth, hints=(), within=1e-9):
+    """Print what `judged` says."""
+    print(judged(answer, truth, hints, within))
+
+
+def judged(answer, truth, hints=(), within=1e-9):
+    """Whether an answer is right; else what a wrong one leaves out. One line.
 
     Args:
         answer: a number or a tuple of numbers; None while it is open.
         truth: what was measured, or what the formula gives.
         hints: [(a wrong answer, what to think of)].
+        within: relative difference that is left, for padding.
     """
     if answer is None:
-        print("not solved yet")
-    elif _same(answer, truth):
-        print("solved")
-    else:
-        print("not yet:", next((hint for wrong, hint in hints if _same(answer, wrong)), "count it again, kind by kind"))
+        return "not solved yet"
+    if _near(answer, truth, within):
+        return "solved"
+    return f"not yet: {next((hint for wrong, hint in hints if _near(answer, wrong, within)), AGAIN)}"
 
 
-def _same(one, other):
+def _near(one, other, within):
     one, other = (value if isinstance(value, tuple | list) else (value,) for value in (one, other))
-    return len(one) == len(other) and all(abs(a - b) <= 1e-9 * abs(b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(abs(a - b) <= within * abs(b) for a, b in zip(one, other, strict=True))
 
 
 # ---- 00: all stages ---------------------------------------------------------------------------------------------
@@ -106,8 +113,7 @@ def held(stage, formula, ranks, recorded):
 
     for n, truth in ((ranks, sum(recorded["held"].values())), (64, on(64, *HELD[stage]))):
         hints = [(on(n, *wrong), hint) for wrong, hint in HELD_HINTS[stage].items()]
-        print(n, "ranks: ", end="")
-        check_answer(formula(n, numel), truth, hints)
+        print(f"{n} ranks: {judged(formula(n, numel), truth, hints)}")
 
 
 def sent(formula, ranks, recorded):
@@ -120,8 +126,7 @@ def sent(formula, ranks, recorded):
             (2 * numel * (n - 1) / n, "these are elements; an element has 4 bytes"),
             (12 * numel * (n - 1) / n, "gradients are not all-reduced here: half of that is enough"),
         ]
-        print(n, "ranks: ", end="")
-        check_answer(formula(n, numel), truth, hints)
+        print(f"{n} ranks: {judged(formula(n, numel), truth, hints)}")
 
 
 def ranks_and_floor(answer):

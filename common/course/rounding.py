@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from common import models
-from common.course.questions import check_answer
+from common.course.questions import judged
 from common.course.recording import ADAMW, batch
 from common.errors import InputError
 from common.ranks.namespaces import TwoNodes
@@ -139,14 +139,6 @@ def _first_fault(rounded):
 # ---- 10: questions -----------------------------------------------------------------------------------------------
 
 
-def _near(answer, truth, hints, within=0.03):
-    """`check_answer` with room for padding and scales."""
-    targets = [truth, *(wrong for wrong, _ in hints)]
-    if answer is not None:
-        answer = next((target for target in targets if abs(answer - target) <= within * abs(target)), answer)
-    check_answer(answer, truth, hints)
-
-
 def leaves_a_node(formula, ranks, counted):
     """Hold `formula(numel, nodes, places)`, bytes leaving a node with all three switches, against what was counted."""
     numel = counted["numel"]
@@ -166,8 +158,7 @@ def leaves_a_node(formula, ranks, counted):
             (1.5 * numel, "that is the paper's count, of a ring and many nodes; here every byte goes straight"),
             (truth / places, "that is what one rank sends; all ranks of the node do"),
         ]
-        print(f"{nodes} nodes of {places} ranks: ", end="")
-        _near(formula(numel, nodes, places), truth, hints)
+        print(f"{nodes} nodes of {places} ranks: {judged(formula(numel, nodes, places), truth, hints, within=0.03)}")
 
 
 def second_shards(formula, ranks, counted):
@@ -187,8 +178,7 @@ def second_shards(formula, ranks, counted):
             (16 * numel / n + 4 * numel / p, "the copy is in 16 bits"),
             (16 * numel / n + numel / p, "a node keeps its copy as it computes with it, in 16 bits and not in 8"),
         ]
-        print(f"{n} ranks in nodes of {p}: ", end="")
-        _near(formula(numel, n, p), truth, hints, within=0.01)
+        print(f"{n} ranks in nodes of {p}: {judged(formula(numel, n, p), truth, hints, within=0.01)}")
 
 
 def largest_error(formula):
@@ -201,8 +191,7 @@ def largest_error(formula):
             (largest / 2**bits, "codes go both ways from zero: how many steps lie between 0 and the largest?"),
             (largest / (top + 1) / 2, "nearly: codes go from -127 to 127, so that zero stays zero"),
         ]
-        print(f"{bits} bits: ", end="")
-        check_answer(formula(largest, bits), largest / top / 2, hints)
+        print(f"{bits} bits: {judged(formula(largest, bits), largest / top / 2, hints)}")
 
 
 # ---- 11: questions -----------------------------------------------------------------------------------------------
@@ -220,8 +209,7 @@ def smallest_increase(formula):
             (power * 2**-9, "bf16 has 7 bits after the leading one; half a spacing is 2^-8 of the power of two"),
             (power * 2**-11, "that is fp16, which has 10 bits after the leading one"),
         ]
-        print(f"weight {weight}: ", end="")
-        check_answer(formula(weight), power * 2**-8, hints)
+        print(f"weight {weight}: {judged(formula(weight), power * 2**-8, hints)}")
 
 
 def largest_scale(formula, largest):
@@ -234,8 +222,7 @@ def largest_scale(formula, largest):
             (truth / 2, "twice of that still fits"),
             (2.0**16, "that is where scalers begin; it knows nothing of this gradient"),
         ]
-        print(f"largest gradient {top:.3g}: ", end="")
-        check_answer(formula(top), truth, hints)
+        print(f"largest gradient {top:.3g}: {judged(formula(top), truth, hints)}")
 
 
 # Bytes for each parameter in 16-bit with Adam: (those that every rank holds, those of which it holds an N-th).
@@ -253,5 +240,4 @@ def held(formula, ranks, counted):
         if stage == 1:
             wrongs.append(((8, 8), "those are fp32's bytes: parameters and gradients have 2 each here"))
         hints = [(kept + shared / ranks, hint) for (kept, shared), hint in wrongs]
-        print(f"stage {stage} on {ranks} ranks: ", end="")
-        _near(formula(stage, ranks), found, hints, within=0.01)
+        print(f"stage {stage} on {ranks} ranks: {judged(formula(stage, ranks), found, hints, within=0.01)}")

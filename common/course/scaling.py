@@ -6,7 +6,7 @@
 import math
 from dataclasses import replace
 
-from common.course.questions import check_answer
+from common.course.questions import check_answer, judged
 from common.plan.__main__ import ADVISED, LANDMARKS, USABLE, fit, of_model, of_size
 from common.plan.formulas import WAYS, Rank
 from common.simulate.hardware import preset
@@ -73,8 +73,7 @@ def check_landmarks(answers):
             else (stage, f"stage {stage} takes {show_bytes(round(rows[TITLES[stage]]['device']))} of a GPU")
             for stage in range(4)
         ]
-        print(f"{name}: ", end="")
-        check_answer(answer, truth, hints)
+        print(f"{name}: {judged(answer, truth, hints)}")
 
 
 def check_in_flight(formula, shape, worst):
@@ -86,7 +85,6 @@ def check_in_flight(formula, shape, worst):
     """
     block, rest = (shape.parameters - shape.rest) / shape.layers, shape.rest
     truth = worst["gathered units"] + worst["buckets in flight"]
-    answer = formula(block, rest)
     hints = [
         (2 * (2 * block + rest), "that is what is gathered; what is being reduced meanwhile?"),
         (
@@ -97,9 +95,7 @@ def check_in_flight(formula, shape, worst):
         (2 * (2 * block + 2 * rest), "that has one block too few: count those gathered, and those reduced"),
         (3 * block + 2 * rest, "these are elements; an element has 2 bytes"),
     ]
-    if answer is not None and math.isclose(answer, truth, rel_tol=0.01):
-        answer = truth  # the shards' padding is not in a formula
-    check_answer(answer, truth, hints)
+    check_answer(formula(block, rest), truth, hints, within=0.01)  # the shards' padding is not in a formula
 
 
 def check_gpus(answer):
@@ -153,8 +149,7 @@ def check_crossover(formula):
             (speed / (6 * rate), "how many bytes are sent for each parameter?"),
             (6 * rate / (per_parameter * speed), "turned round: which of the two times grows with tokens?"),
         ]
-        print(f"{name}: ", end="")
-        check_answer(formula(per_parameter, speed, rate), truth, hints)
+        print(f"{name}: {judged(formula(per_parameter, speed, rate), truth, hints)}")
 
 
 def check_decisions(answers):

@@ -137,7 +137,7 @@ def _summary(sources, recorded):
 
 def _code(sources, recorded):
     before, after = sources
-    colored = [_colored(source.lines) for source in sources]
+    colored = [highlighted(source.lines) for source in sources]
     reasons = after.reasons()
     core, edges, same, inherited = [], [], [], []
     folded = {"same": same, "inherited": inherited}
@@ -188,7 +188,7 @@ def _remarks(source):
 
 
 def _class(file, first, last):
-    colored = _colored(file.read_text().splitlines())
+    colored = highlighted(file.read_text().splitlines())
     lines = "".join(_line("beside", number, colored[number - 1]) for number in range(first, last + 1))
     summary = f"<summary>{last - first + 1} lines of {file.parent.name}/{file.name}</summary>"
     return f'<details class="fold">{summary}<div class="lines">{lines}</div></details>'
@@ -254,7 +254,7 @@ def _line(side, number, html):
     )
 
 
-def _colored(code):
+def highlighted(code):
     """The lines of a file as HTML, with a class for each kind of token."""
     lines = [""]
     for kind, text in PythonLexer(stripnl=False).get_tokens("\n".join(code) + "\n"):
@@ -323,7 +323,7 @@ METERS = {  # of an event, in the order that they are shown
 
 def _steps(sources, recorded):
     nodes = has_nodes(recorded)
-    meters = {key for one in recorded for key in meters_of(one, nodes)}
+    meters = dict.fromkeys(key for one in recorded for key in meters_of(one, nodes))
     steps = {side: step(source, one, nodes) for side, source, one in zip(SIDES, sources, recorded, strict=True)}
     for side in SIDES:
         steps[side]["meters"] = [[key, said] for key, said in METERS.items() if key in meters]

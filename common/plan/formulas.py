@@ -89,7 +89,12 @@ class Rank:
         return 12 if self.width == 2 else 8
 
     def row(self, way):
-        """A row of the results."""
+        """A row of the results.
+
+        `device` adds up what is in flight and activations, each at its peak. Where these come at different moments, as
+        in stage 3 with many ranks and a large vocabulary, a step needs less. A gradient before it is packed is left
+        out: with wide blocks a step needs more.
+        """
         device, host, disk = self.states(way)
         sent, out = self.sent(way)
         bus, on_disk = self.moved(way)

@@ -3,7 +3,6 @@
 import statistics
 
 from common.readme import IDEAS
-from common.slides.code import listing
 from common.slides.page import Slide, code_slide
 from common.slides.pictures import bars, legend, table
 from common.slides.records import NAMES, demo, demo_source, record
@@ -11,15 +10,15 @@ from common.train import show_bytes
 
 
 def code_offload():
-    page, before = "offload/minimal.py", "stage2_grad/minimal.py"
-    names = {f"OffloadedOptimizer.{name}": f"ShardedGradients.{name}" for name in ("reduce", "step")}
     return code_slide(
         "ZeRO-Offload: the update moves to the host",
-        f"{page}, beside {before}",
-        listing(page, list(names), (before, names), near=3),
+        "offload/minimal.py",
+        {f"OffloadedOptimizer.{name}": f"ShardedGradients.{name}" for name in ("reduce", "step")},
         "Nobody reads gradients and moments before the update, so they need not lie on the device. Gradients go down "
         "as shards, parameters come up as shards. The CPU steps the masters.",
-        "Stage 2, and the shards cross the bus.",
+        before="stage2_grad/minimal.py",
+        said="Stage 2, but the shards cross the bus.",
+        near=3,
     )
 
 
@@ -51,18 +50,13 @@ def offload():
 
 
 def code_infinity():
-    page, before = "offload/minimal_nvme.py", "stage3_param/minimal.py"
-    names = {
-        "Unit.gather": "Unit.gather",
-        "Unit.reduce_if_complete": "Unit.reduce_if_complete",
-        "Unit.step": "",
-    }
     return code_slide(
         "ZeRO-Infinity: the shards lie on disk",
-        f"{page}, beside {before}",
-        listing(page, list(names), (before, names)),
+        "offload/minimal_nvme.py",
+        {"Unit.gather": "Unit.gather", "Unit.reduce_if_complete": "Unit.reduce_if_complete", "Unit.step": ""},
         "Stage 3, with a read before every gather and a write after every reduction. The step brings one unit's states "
         "at a time. The engine reads ahead and writes behind; this page waits.",
+        before="stage3_param/minimal.py",
         small=True,
     )
 
@@ -85,18 +79,15 @@ def infinity():
 
 
 def code_zeropp():
-    page, before = "zeropp/minimal.py", "stage3_param/minimal.py"
-    names = {
-        "Unit.gather": "Unit.gather",
-        "Unit.gather_in_node": "",
-        "Unit.reduce_if_complete": "Unit.reduce_if_complete",
-    }
+    names = {"Unit.gather": "Unit.gather", "Unit.gather_in_node": ""}
     return code_slide(
         "ZeRO++: fewer bits between nodes",
-        f"{page}, beside {before}",
-        listing(page, list(names), (before, names), gone=False),
+        "zeropp/minimal.py",
+        names | {"Unit.reduce_if_complete": "Unit.reduce_if_complete"},
         "Three changes, each with a switch in the engine. qwZ: parameters travel in 8 bits. hpZ: each node keeps a "
         "copy, so backward's gather stays inside. qgZ: gradients travel in 4 bits, added up inside the node first.",
+        before="stage3_param/minimal.py",
+        gone=False,
         small=True,
     )
 
@@ -117,7 +108,7 @@ def zeropp():
         "ZeRO++ in numbers: what leaves a node",
         bars(rows)
         + f"<p>At {found['rate'].removesuffix('mbit')} Mbit/s a step takes {plain['step_seconds']:.1f} s with stage 3, "
-        f"and {every['step_seconds']:.1f} s with all three. Validation loss: {losses['stage 3']:.3f}, and "
+        f"and {every['step_seconds']:.1f} s with ZeRO++. Validation loss: {losses['stage 3']:.3f}, and "
         f"{losses['all three']:.3f} after rounding.</p>"
         '<p class="ask">When is rounding not worth it?</p>',
         "When the link is fast: packing takes time of its own, and more of it than the wire saves. What usually goes "

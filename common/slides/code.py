@@ -2,12 +2,9 @@
 
 import ast
 import difflib
-from html import escape
 from pathlib import Path
 
-from pygments.lexers import PythonLexer
-
-from common.lessons.page import COLORED
+from common.lessons.page import highlighted
 
 ROOT = Path(__file__).parent.parent.parent
 LINES = 20  # of code on a slide, at most: what the last row can read
@@ -81,13 +78,4 @@ def _marked(before, after, near):
 
 def _line(mark, line):
     indent = len(line) - len(line.lstrip(" "))
-    return f'<span class="line {mark}" style="--indent:{indent}">{colored(line.strip()) or " "}</span>'
-
-
-def colored(line):
-    """A line of Python as HTML, with a class for each kind of token."""
-    html = ""
-    for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(line):
-        name = next((name for family, name in COLORED if kind in family), None)
-        html += f'<span class="{name}">{escape(text)}</span>' if name else escape(text)
-    return html
+    return f'<span class="line {mark}" style="--indent:{indent}">{highlighted([line.strip()])[0] or " "}</span>'

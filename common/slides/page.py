@@ -7,6 +7,7 @@ from pathlib import Path
 from common.lessons.page import inline
 from common.measure.figures import PALETTE
 from common.measure.figures.style import DISK_COLOR, HOST_COLOR
+from common.slides.code import listing
 
 HERE = Path(__file__).parent
 
@@ -28,11 +29,20 @@ class Slide:
     source: str = ""
 
 
-def code_slide(heading, page, html, notes, said="", small=False):
-    """A slide of code."""
+def code_slide(heading, page, names, notes, before=None, said="", small=False, **how):
+    """A slide of code.
+
+    Args:
+        page: of the code, its path from the root.
+        names: its methods; where they are compared with the page `before`, {name here: name there}.
+        said: what stands above the code.
+        small: in smaller letters.
+        how: `near` and `gone` of `listing`.
+    """
+    html = listing(page, list(names), before and (before, names), **how)
     html = html.replace('class="code"', 'class="code small"') if small else html
     lead = f"<p>{said}</p>" if said else ""
-    return Slide(heading, lead + html, notes, page)
+    return Slide(heading, lead + html, notes, f"{page}, beside {before}" if before else page)
 
 
 def document(deck):

@@ -2,7 +2,6 @@
 
 from common.lessons import chart
 from common.readme import IDEAS
-from common.slides.code import listing
 from common.slides.page import Slide, code_slide
 from common.slides.pictures import bars, legend, shards, table
 from common.slides.records import NAMES, PSI, RANKS, STAGES, demo, demo_source, record, states
@@ -71,11 +70,10 @@ def promises():
 
 
 def code_0():
-    page = "stage0_ddp/minimal.py"
     return code_slide(
         "Stage 0: average, then take the same step",
-        page,
-        listing(page, ["DataParallel.backward", "DataParallel.step", "mean_of_my_shard"]),
+        "stage0_ddp/minimal.py",
+        ["DataParallel.backward", "DataParallel.step", "mean_of_my_shard"],
         "Project the whole page and run it: `python -m stage0_ddp.minimal`. The all-reduce is written as its two "
         "halves, because stage 1 needs only the first of them. Python's sum adds in the order of the ranks, so the "
         "bits do not depend on who arrives first.",
@@ -84,7 +82,7 @@ def code_0():
 
 IDEA = {
     "stage1_os": (
-        "Each rank steps its own shard. An all-gather of parameters replaces the one of gradients.",
+        "Each rank steps its own shard. An all-gather of parameters replaces that of gradients.",
         "Columns are ranks, cells are shards; an empty cell is a shard that the rank does not keep. Ask what a rank "
         "needs the other shards' gradients for. Nothing: it steps its own shard alone.",
     ),
@@ -146,52 +144,47 @@ def numbers(engine, question, answer):
 
 
 def code_1():
-    page, before = "stage1_os/minimal.py", "stage0_ddp/minimal.py"
-    names = {
-        "ShardedOptimizer.__init__:2": "DataParallel.__init__:1",
-        "ShardedOptimizer.backward": "DataParallel.backward",
-        "ShardedOptimizer.step": "DataParallel.step",
-    }
     return code_slide(
         "Stage 1: what changes",
-        f"{page}, beside {before}",
-        listing(page, list(names), (before, names), near=3),
+        "stage1_os/minimal.py",
+        {
+            "ShardedOptimizer.__init__:2": "DataParallel.__init__:1",
+            "ShardedOptimizer.backward": "DataParallel.backward",
+            "ShardedOptimizer.step": "DataParallel.step",
+        },
         "Two lines change places. The all-gather moves from backward to step, and from gradients to parameters. The "
         "optimizer is given `self.shard` alone, a view of this rank's part of the parameters.",
-        "The optimizer holds this rank's shard. The all-gather moves behind its step.",
+        before="stage0_ddp/minimal.py",
+        said="The optimizer holds this rank's shard. The all-gather now follows its step.",
+        near=3,
     )
 
 
 def code_2():
-    page, before = "stage2_grad/minimal.py", "stage1_os/minimal.py"
-    names = {
-        "ShardedGradients.__init__:2": "ShardedOptimizer.__init__:2",
-        "ShardedGradients.reduce": "",
-        "ShardedGradients.step": "ShardedOptimizer.step",
-    }
     return code_slide(
         "Stage 2: a hook takes each gradient",
-        f"{page}, beside {before}",
-        listing(page, list(names), (before, names), near=3),
+        "stage2_grad/minimal.py",
+        {
+            "ShardedGradients.__init__:2": "ShardedOptimizer.__init__:2",
+            "ShardedGradients.reduce": "",
+            "ShardedGradients.step": "ShardedOptimizer.step",
+        },
         "`reduce` is a hook that autograd calls when a parameter's gradient is complete. `p.grad` becomes None there, "
         "so the whole gradient is given back while backward still runs. `backward` itself is no more than that call.",
+        before="stage1_os/minimal.py",
+        near=3,
     )
 
 
 def code_3():
-    page, before = "stage3_param/minimal.py", "stage2_grad/minimal.py"
-    names = {
-        "Unit.gather": "",
-        "Unit.free": "",
-        "Unit.reduce_if_complete": "",
-        "ShardedParameters.__init__:5": "",
-    }
+    new = ("Unit.gather", "Unit.free", "Unit.reduce_if_complete", "ShardedParameters.__init__:5")
     return code_slide(
         "Stage 3: gather, free, reduce",
-        f"{page}, beside {before}",
-        listing(page, list(names), (before, names)),
+        "stage3_param/minimal.py",
+        dict.fromkeys(new, ""),
         "All of it is new. The layers' hooks call it: gather before forward, free after it, gather again before "
         "backward. `step` loses its all-gather, because the next forward gathers anyway.",
+        before="stage2_grad/minimal.py",
         small=True,
     )
 

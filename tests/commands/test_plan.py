@@ -110,6 +110,8 @@ def test_where_nothing_fits_it_says_what_takes_least(tmp_path):
         ("--params 7e9 --model gpt-nano", "one of them"),
         ("--params seven", "is no size"),
         ("--params 7e9 --with block=64", "known are quantize_weights"),
+        ("--params 7e9 --world-size 0", "--world-size 0: at least 1"),
+        ("--params 7e9 --per-node 0", "--per-node 0: at least 1"),
         ("--params 7e9 --gpu abacus", "unknown hardware"),
         ("--params 7e9 --world-size 6 --tensor 4", "does not divide it"),
         ("--landmark apollo", "unknown landmark"),

@@ -85,16 +85,28 @@ def filled(exercise, parts):
     return text
 
 
-def one(name, idea, head="", **parts):
-    return Submission(name, 1, idea, parts, head)
+def of(stage, typically=True):
+    """What makes a submission of this exercise: of a name, an idea, and the lines of some methods."""
+
+    def made(name, idea, typical=typically, head="", **parts):
+        return Submission(name, stage, idea, parts, head, typical)
+
+    return made
 
 
-def two(name, idea, head="", **parts):
-    return Submission(name, 2, idea, parts, head)
+one, two, three = of(1), of(2), of(3)
+off, lap = of("offload", typically=False), of("overlap", typically=False)
 
 
-def three(name, idea, head="", **parts):
-    return Submission(name, 3, idea, parts, head)
+def plus(name, idea, typical=False, **parts):
+    """One of ZeRO++; `pack`, `values`, `second` and `reduce` are the parts."""
+    methods = {
+        "pack": "Blocks.pack",
+        "values": "Blocks._values",
+        "second": "SecondShards.second",
+        "reduce": "TwoHops.reduce",
+    }
+    return Submission(name, "zeropp", idea, {methods[part]: body for part, body in parts.items()}, typical=typical)
 
 
 def imports(package):
@@ -364,25 +376,6 @@ SUBMISSIONS = (
 )
 
 # ---- the second half ------------------------------------------------------------------------------------------------
-
-
-def off(name, idea, typical=False, head="", **parts):
-    return Submission(name, "offload", idea, parts, head, typical)
-
-
-def plus(name, idea, typical=False, head="", **parts):
-    """`pack`, `values`, `second` and `reduce` are the parts."""
-    methods = {
-        "pack": "Blocks.pack",
-        "values": "Blocks._values",
-        "second": "SecondShards.second",
-        "reduce": "TwoHops.reduce",
-    }
-    return Submission(name, "zeropp", idea, {methods[part]: body for part, body in parts.items()}, head, typical)
-
-
-def lap(name, idea, typical=False, head="", **parts):
-    return Submission(name, "overlap", idea, parts, head, typical)
 
 
 IN_TWO = "on_host, on_device = layout.cut_in_two(bucket.shard(self.rank), 1 - self.ratio)"

@@ -4,8 +4,7 @@ import ast
 import re
 
 import pytest
-from notebook_runs import printed, read
-from places import ROOT
+from notebook_runs import stored
 
 from common.course import hosts
 
@@ -110,21 +109,16 @@ def test_rows_of_a_trace_are_phases_waits_and_lanes_of_one_rank():
 # ---- what the pages show, as they are stored ----------------------------------------------------------------------
 
 
-def said(page, cell):
-    (found,) = [each for each in read(ROOT / "notebooks" / f"{page}.ipynb").cells if each.id == cell]
-    return printed(found)
-
-
 @pytest.mark.parametrize(("page", "cell"), [("08_offload", "wall-run"), ("09_infinity", "larger-run")])
 def test_behind_the_wall_trains_what_lies_elsewhere_and_nothing_else(page, cell):
-    trials = [line for line in said(page, cell).splitlines() if "layers:" in line]
+    trials = [line for line in stored(page, cell).splitlines() if "layers:" in line]
     assert ["trained" in line for line in trials] == [True, False]
     assert "did not fit" in trials[1]
 
 
 @pytest.mark.parametrize(("page", "cell"), [("08_offload", "bus-run"), ("09_infinity", "moves-run")])
 def test_a_page_counts_the_bytes_that_it_predicts(page, cell):
-    lines = [line for line in said(page, cell).splitlines() if "predicted" in line]
+    lines = [line for line in stored(page, cell).splitlines() if "predicted" in line]
     assert len(lines) >= 4
     for line in lines:
         predicted, counted = re.search(r"([\d,]+) bytes predicted, counted (.*)", line).groups()
@@ -132,6 +126,6 @@ def test_a_page_counts_the_bytes_that_it_predicts(page, cell):
 
 
 def test_every_placement_ends_with_the_bits_of_stage_3():
-    digests = [line.split()[-1] for line in said("09_infinity", "tiers-run").splitlines()]
+    digests = [line.split()[-1] for line in stored("09_infinity", "tiers-run").splitlines()]
     assert len(digests) == 5
     assert len(set(digests)) == 1

@@ -1,6 +1,6 @@
-"""Notebooks run as they are, draw what they say, check their exercises, and are stored with what came out.
+"""Notebooks run, draw what they say, check their exercises, and are stored with what came out.
 
-What runs is a copy in memory: the files in notebooks/ stay as they are.
+What runs is a copy in memory, of some with fewer steps: `make test-all` runs all of them as they are stored.
 """
 
 import ast
@@ -9,11 +9,16 @@ import re
 import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
-from notebook_runs import LABELLED, NOTEBOOKS, START, executed, printed, read
+from notebook_runs import LABELLED, NOTEBOOKS, SHORTER, START, executed, printed, read, said
 from places import ROOT
 
+from common.course import faults
 from common.course.execute import METADATA, digest, execute
 from common.course.quiz import page, questions_of
+from common.train import STAGES
+
+MEMORY, DEBUGGING = NOTEBOOKS[6:8]
+ASKS = ("question-", "exercise-")  # how the ids of cells begin that ask something
 
 
 def test_there_is_a_first_page():
@@ -24,14 +29,18 @@ def test_there_is_a_first_page():
 LONG = ("10_zeropp", "12_scale", "13_when")
 
 
+def runs(path, shorter=True):
+    """A notebook that is executed; by default, unless it is long, or as long as it is stored."""
+    marks = [pytest.mark.exhaustive] if path.stem in LONG or not shorter else []
+    return pytest.param(path, shorter, marks=marks, id=path.stem + ("" if shorter else ", as it is stored"))
+
+
 @pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.exhaustive] if path.stem in LONG else []) for path in NOTEBOOKS],
-    ids=lambda path: path.stem,
+    ("path", "shorter"), [*map(runs, NOTEBOOKS), *(runs(path, False) for path in NOTEBOOKS if path.stem in SHORTER)]
 )
-def test_a_notebook_runs_and_draws_its_pictures(path):
+def test_a_notebook_runs_and_draws_its_pictures(path, shorter):
     pictures = 0
-    for cell in executed(path).cells:
+    for cell in executed(path, shorter).cells:
         if cell.cell_type == "code":
             assert not [out for out in cell.outputs if out.output_type == "error"]
             assert not [out for out in cell.outputs if "\x1b[" in out.get("text", "")]  # a terminal's codes
@@ -42,13 +51,64 @@ def test_a_notebook_runs_and_draws_its_pictures(path):
     assert pictures
 
 
-def test_the_exercises_are_open_and_know_right_from_wrong():
-    *cells, solutions, mistakes = executed(START).cells
-    verdicts = [printed(cell) for cell in cells if cell.cell_type == "code" and "return None" in cell.source]
-    assert [set(re.findall(r"solved|not.*", text)) for text in verdicts] == [{"not solved yet"}] * 3
+@pytest.mark.parametrize(("path", "shorter"), map(runs, NOTEBOOKS))
+def test_questions_are_open(path, shorter):
+    ran, stored = (
+        {cell.id: printed(cell) for cell in cells if cell.cell_type == "code" and cell.id.startswith(ASKS)}
+        for cells in (executed(path, shorter).cells, read(path).cells)
+    )
+    assert len(ran) >= 2
+    for name, text in ran.items():
+        assert text.count("solved") == stored[name].count("not solved yet") == text.count("not solved yet") > 0, name
+
+
+def test_the_exercises_of_the_first_page_know_right_from_wrong():
+    *_, solutions, mistakes = executed(START).cells
     assert re.findall(r"solved|not", printed(solutions)) == ["solved"] * 9
     states, wire = ["solved", "not", "not", "not"], ["solved", "solved", "solved", "not"]
     assert re.findall(r"solved|not", printed(mistakes)) == states + wire + ["not"] * 4
+
+
+@pytest.mark.parametrize(("path", "stage"), zip(NOTEBOOKS[1:4], STAGES[1:], strict=True))
+def test_a_notebook_runs_on_with_the_pages_class_while_lines_are_open(path, stage):
+    assert "not solved yet" in said(path, "check-run")
+    assert f"the class of {stage}/minimal.py, not yours" in said(path, "check-run")
+
+
+def test_the_notebook_on_memory_shows_what_it_says():
+    free, largest = [int(word) for word in said(MEMORY, "holes").splitlines()[0].split() if word.isdigit()]
+    assert free >= 20
+    assert largest <= free / 4
+    trials = [line.split(": ")[1] for line in said(MEMORY, "trials").splitlines()]
+    assert trials == ["trained", "trained", "did not fit"]
+
+
+EVIDENCE = {  # what a cell prints, by what the fault says of itself
+    "a": ("traced", "ranks 0, 2 wait in all_gather of {place}"),
+    "b": ("first-nan", "rank {rank} reads weights that are not finite: ['{place}']"),
+    "c": ("leak", "rank {rank}, bytes more after step 4 than after step 1: {{'activations': 23040}}"),
+    "d": ("distance", "SGD    single parameters on rank 0: 0.333 to 0.333"),
+}
+
+
+@pytest.mark.parametrize("letter", EVIDENCE)
+def test_the_notebook_on_debugging_brings_a_fault_to_light(letter):
+    cell, line = EVIDENCE[letter]
+    truth = faults.FAULTS[letter]().truth
+    assert line.format(rank=truth.rank, place=truth.place) in said(DEBUGGING, cell)
+
+
+def test_the_notebook_on_debugging_shows_which_rank_is_ahead():
+    truth = faults.e().truth
+    rows = [ast.literal_eval(line.split(":", 1)[1]) for line in said(DEBUGGING, "digests").splitlines()]
+    digests = [row.pop(truth.place) for row in rows]
+    assert rows[0] == rows[1] == rows[2]
+    others = [digest for rank, digest in enumerate(digests) if rank != truth.rank]
+    assert others[0] == others[1] != digests[truth.rank]
+
+
+def test_the_notebook_on_debugging_hangs():
+    assert said(DEBUGGING, "hang").startswith("ranks [0, 2] gave no answer")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -61,12 +121,9 @@ def test_a_question_does_not_show_its_answer(path):
 
 
 def test_notebooks_start_in_the_repositorys_root_too():
-    started = nbformat.v4.new_notebook()
-    for path in NOTEBOOKS:
-        cells = [cell for cell in read(path).cells if cell.id in ("setup", "imports")]
-        assert len(cells) == 2, path
-        started.cells += [nbformat.v4.new_code_cell(cell.source) for cell in cells]
-    execute(started, ROOT)
+    (setup,) = {cell.source for path in NOTEBOOKS for cell in read(path).cells if cell.id == "setup"}
+    begun = f'{setup}\nassert Path("common").is_dir() and sys.path[0] == str(Path.cwd())'
+    execute(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(begun)]), ROOT)
 
 
 def test_a_figure_without_names_on_its_axes_is_noticed():

@@ -1,5 +1,6 @@
 """Pencil and paper: a sheet is solved from what it says, by formulas of this file; typical mistakes get their hints."""
 
+import random
 import re
 
 import pytest
@@ -73,6 +74,8 @@ def machine_by_hand(told):
         key: (int(p), 1e9 * float(rate))
         for key, p, rate in re.findall(r"([ABC])  nodes of (\d+), .* ([\d.]+) GB", told)
     }
+    weights = 1 if "gathers in int8" in told else 2
+    second, reduced = "a second shard" in told, 0.5 if "in int4" in told else 2
     room = {title: 1e9 * float(gb) for title, gb in re.findall(r"^    (\S.*?)  +([\d.]+) GB$", told, re.MULTILINE)}
     two, three = (2 * times * psi * (ranks - 1) / ranks for times in (2, 3))
     fitting, first = {}, None
@@ -87,9 +90,12 @@ def machine_by_hand(told):
             "ZeRO-Infinity, host": (0, 16 / ranks * psi, max(three / slowest, three / ranks / bus)),
             "ZeRO-Infinity, disk": (0, 0, max(three / slowest, three / ranks / bus, 34 / ranks * psi / disk)),
             "ZeRO++": (
-                (16 / ranks + 2 / p) * psi,
+                (16 / ranks + 2 / p * second) * psi,
                 0,
-                max((1 + 1 / 2 * (1 - p / ranks)) * psi / slowest, 3.5 * psi / inside),
+                max(
+                    (weights * (2 - second) + reduced * (1 - p / ranks if reduced < 1 else 1)) * psi / slowest,
+                    (weights + (2 if second else weights) + reduced) * psi / inside,
+                ),
             ),
         }
         fits = [
@@ -130,6 +136,15 @@ def test_a_sheet_is_solved_by_what_it_tells(seed, tmp_path, capsys):
     assert run(path) == 0, capsys.readouterr().out
 
 
+def test_the_best_split_is_found_by_hand_whatever_zeropp_switches_off():
+    drawn = set()
+    for seed in range(16):
+        told, questions = paper.machine(random.Random(seed))
+        assert machine_by_hand(told) == {question.name: question.right for question in questions}, seed
+        drawn |= {told.partition("(zeropp/README.md)")[2].partition(". A step")[0]}
+    assert len(drawn) == 4
+
+
 def test_the_sheet_of_the_course_is_as_it_is_drawn_and_open(capsys):
     assert SHEET.read_text() == paper.sheet(SEEDS[0], SHEET.relative_to(ROOT))
     assert run(SHEET) == 1
@@ -151,7 +166,7 @@ MISTAKES = [  # group, question, what a student may make of the right answers, a
     ("links", "bound", lambda of: "computation", "compare the two"),
     ("links", "tokens", lambda of: of["tokens"] * 2, "of its peak"),
     ("machine", "lowest", lambda of: "stage 0, data parallelism", "does not fit"),
-    ("machine", "offer", lambda of: "B", "another is faster"),
+    ("machine", "offer", lambda of: "C", "another is faster"),
     ("machine", "fastest", lambda of: "ZeRO-Infinity, disk", "take longer"),
 ]
 

@@ -13,14 +13,12 @@ import pytest
 from submissions import SUBMISSIONS, within
 
 from common.course.cases import CASES
-from common.course.exercises import ALL, EXERCISES, apart
+from common.course.exercises import ALL, EXERCISES, LATER, apart
 from common.course.grading import grade
 from common.course.parts import ROOT, bare, solutions
 from common.course.release import __main__ as command
 from common.course.release import gradescope
 from common.errors import InputError
-
-FILES, POINTS = ("stage1.py", "stage2.py", "stage3.py"), (18, 18, 20)
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +32,9 @@ def released(tmp_path_factory):
     with zipfile.ZipFile(bundle) as file:
         file.extractall(source)
         modes = {info.filename: info.external_attr >> 16 for info in file.infolist()}
-    for path in (archive, source / archive.name):
+    for path, where in ((archive, out / "unpacked"), (source / f"{command.GRADER}.tar.gz", source)):
         with tarfile.open(path) as file:
-            file.extractall(path.parent / "unpacked" if path == archive else source, filter="data")
+            file.extractall(where, filter="data")
     return SimpleNamespace(tree=out / "unpacked" / command.NAME, autograder=here, modes=modes)
 
 
@@ -51,7 +49,8 @@ def run_in(tree, *arguments, **outside):
 def autograded(autograder, python=sys.executable, **files):
     """What run_autograder writes of files that were handed in."""
     submission = autograder / "submission"
-    submission.mkdir(exist_ok=True)
+    shutil.rmtree(submission, ignore_errors=True)
+    submission.mkdir()
     for name, text in files.items():
         (submission / f"{name}.py").write_text(text)
     outside = {**os.environ, "AUTOGRADER": str(autograder), "GRADER_PYTHON": python}
@@ -105,24 +104,46 @@ def test_an_exercise_as_given_names_its_gaps(released):
     opened = run_in(released.tree, "-m", "common.grade", file)
     assert opened.returncode == 1, opened.stderr
     assert "Still open: part 1, owned; part 2, take_room; part 3, reduce; part 4, update;" in opened.stdout
-    assert f"0 of {POINTS[1]} points" in opened.stdout
+    assert "0 of 18 points" in opened.stdout
+
+
+def mistaken(name, folder):
+    """A submission of the table, as a file."""
+    return next(one for one in SUBMISSIONS if str(one) == name).write(folder)
+
+
+def found_here(worlds, file, exercise):
+    """What the grader of this repository finds first in each promise: where it is broken, or None."""
+    return [finding and finding.where for _, finding in grade(within(worlds), str(file), exercise.key)]
+
+
+def test_recorded_promises_answer_as_the_engines_do(worlds, released, tmp_path):
+    file, report = mistaken("stage 2, room that does not wait", tmp_path), tmp_path / "report.json"
+    run_in(released.tree, "-m", "common.grade", str(file), "--json", str(report))
+    told = [promise["finding"] for promise in json.loads(report.read_text())["promises"]]
+    assert [finding and finding["where"] for finding in told] == found_here(worlds, file, EXERCISES[1])
 
 
 def test_the_bundle_answers_as_the_repository_does(worlds, released, tmp_path):
-    mistake = next(one for one in SUBMISSIONS if str(one) == "stage 2, room that does not wait")
-    file = mistake.write(tmp_path)
-    results = autograded(released.autograder, stage2=file.read_text(), stage3=EXERCISES[2].engine.read_text())
-    wrong, right = ([test for test in results["tests"] if test["name"].startswith(name)] for name in FILES[1:])
-    assert {test["status"] for test in right} == {"passed"}
-    assert sum(test["score"] for test in right) == sum(test["max_score"] for test in right) == POINTS[2]
-    here = [finding for _, finding in grade(within(worlds), str(file), "stage2_grad")]
-    assert [test["status"] for test in wrong] == ["failed" if finding else "passed" for finding in here]
-    assert [test["output"].partition("\n")[0] for test in wrong if test["status"] == "failed"] == [
-        finding.where for finding in here if finding
-    ]
-    points = sum(test["score"] for test in wrong)
-    assert 0 < points < POINTS[1]
-    assert f"stage2.py: {points} of {POINTS[1]} points\nstage3.py" in results["output"]
+    file = mistaken("overlap, room waits for all that travel", tmp_path)
+    results, here = autograded(released.autograder, overlap=file.read_text()), found_here(worlds, file, LATER[-1])
+    tests = results["tests"]
+    assert {test["name"].partition(":")[0] for test in tests} == {"overlap.py"}
+    assert [test["status"] for test in tests] == ["failed" if where else "passed" for where in here]
+    lost = [test for test in tests if test["status"] == "failed"]
+    assert [test["output"].partition("\n")[0] for test in lost] == [where for where in here if where]
+    points = sum(test["score"] for test in tests)
+    assert 0 < points < sum(test["max_score"] for test in tests) == 20
+    assert f"overlap.py: {points} of 20 points" in results["output"]
+
+
+@pytest.mark.exhaustive
+def test_the_bundle_gives_all_that_is_right_all_points(released):
+    right = (EXERCISES[2], *LATER[:2])
+    results = autograded(released.autograder, **{exercise.path.stem: exercise.solution for exercise in right})
+    assert {test["name"].partition(":")[0] for test in results["tests"]} == {one.path.name for one in right}
+    assert {test["status"] for test in results["tests"]} == {"passed"}
+    assert results["output"] == "stage3.py: 20 of 20 points\noffload.py: 18 of 18 points\nzeropp.py: 17 of 17 points"
 
 
 def test_a_grader_that_fails_says_so(released, monkeypatch):
@@ -136,7 +157,7 @@ def test_a_grader_that_fails_says_so(released, monkeypatch):
     monkeypatch.setattr(gradescope, "graded", busy)
     results = gradescope.results_of(ROOT / "notebooks" / "exercises")
     assert (results["score"], results["tests"]) == (0, [])
-    assert results["output"].count("not your fault") == len(EXERCISES)
+    assert results["output"].count("not your fault") == len(ALL)
 
 
 def test_a_submission_under_another_name_is_told_so(tmp_path):

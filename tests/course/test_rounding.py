@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from notebook_runs import printed, read
+from notebook_runs import stored
 from places import ROOT
 
 from common.course import rounding
@@ -173,13 +173,8 @@ def test_where_the_bytes_of_16_bit_lie(capsys, formula, hints):
 # ---- what the pages show, as they are stored ------------------------------------------------------------------------
 
 
-def said(page, cell):
-    (found,) = [each for each in read(ROOT / "notebooks" / f"{page}.ipynb").cells if each.id == cell]
-    return printed(found)
-
-
 def test_the_page_counts_the_bytes_between_nodes_that_it_predicts():
-    lines = said("10_zeropp", "wire-run").splitlines()
+    lines = stored("10_zeropp", "wire-run").splitlines()
     assert len(lines) == len(rounding.SWITCHES)
     for line in lines:
         predicted, counted = re.search(r"([\d,]+) bytes predicted, ([\d,]+) counted", line).groups()
@@ -187,7 +182,7 @@ def test_the_page_counts_the_bytes_between_nodes_that_it_predicts():
 
 
 def test_of_three_ways_to_add_codes_up_only_the_rings_error_grows_with_the_ranks():
-    rows = [re.findall(r"'(\d\.\d+)'", line) for line in said("10_zeropp", "hops-run").splitlines()]
+    rows = [re.findall(r"'(\d\.\d+)'", line) for line in stored("10_zeropp", "hops-run").splitlines()]
     one, two, ring = (list(map(float, column)) for column in zip(*rows, strict=True))
     assert one == sorted(one, reverse=True)
     assert two == sorted(two, reverse=True)
@@ -196,12 +191,12 @@ def test_of_three_ways_to_add_codes_up_only_the_rings_error_grows_with_the_ranks
 
 
 def test_masters_train_as_fp32_does_and_bf16_alone_does_not():
-    exact, masters, alone = (float(line.split()[-1]) for line in said("11_precision", "masters-run").splitlines())
+    exact, masters, alone = (float(line.split()[-1]) for line in stored("11_precision", "masters-run").splitlines())
     assert masters == pytest.approx(exact, rel=2e-3)
     assert alone > 1.01 * exact
 
 
 def test_all_stages_end_with_the_same_bits_on_the_page():
-    digests = [line.split()[-1] for line in said("11_precision", "order-run").splitlines()[1:]]
+    digests = [line.split()[-1] for line in stored("11_precision", "order-run").splitlines()[1:]]
     assert len(digests) == 4
     assert len(set(digests)) == 1

@@ -6,11 +6,10 @@ Chromium comes from the distribution; without it, or without playwright, the tes
 import copy
 import html
 import json
-import os
 import re
-import shutil
 
 import pytest
+from browsing import opening
 from places import ROOT
 
 from common.measure.memory import CLASSES
@@ -111,21 +110,12 @@ def changed(tree):
     return type(tree)(tree * 1.3)
 
 
-def test_in_a_browser_every_slide_fits_and_nothing_is_fetched(deck, tmp_path):
-    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("there is no chromium")
+def test_in_a_browser_every_slide_fits_and_nothing_is_fetched(deck, browser, tmp_path):
     file = tmp_path / "slides.html"
     file.write_text(document(deck))
-    root = hasattr(os, "geteuid") and os.geteuid() == 0
-    asked, wrong = [], []
-    with sync.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=program, args=["--no-sandbox"] if root else [])
-        page = chromium.new_page(viewport={"width": 1280, "height": 720})
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.goto(f"{file.as_uri()}#3")
+    with opening(browser) as (open_page, asked):
+        page = open_page(f"{file.as_uri()}#3")
+        page.set_viewport_size({"width": 1280, "height": 720})
         assert now(page) == 3
         for key, slide in (("ArrowRight", 4), ("Space", 5), ("PageUp", 4), ("End", len(deck)), ("Home", 1)):
             page.keyboard.press(key)
@@ -138,8 +128,6 @@ def test_in_a_browser_every_slide_fits_and_nothing_is_fetched(deck, tmp_path):
             assert one["above"] >= 0, (number, one)
             assert one["prose"] >= 24, (number, one)
             assert one["code"] >= 17, (number, one)
-        chromium.close()
-    assert not wrong
     assert all(url.startswith((file.as_uri(), "data:")) for url in asked)
 
 

@@ -7,8 +7,8 @@ once that is solved, the stage's commands and the notebooks run as they do here,
 to hand in. A later exercise shows no answers of an earlier one: those methods are to be written there as well. The
 pages in minimal.py are written in notebooks; what a notebook printed of a source is taken out.
 
-The grader in the tree holds submissions to recorded promises, see `common.course.promises`. The autograder is the same
-tree, with the two scripts that Gradescope calls.
+The grader in the tree holds submissions to recorded promises, see `common.course.promises`. The autograder is all that
+git tracks, with the two scripts that Gradescope calls: it has the engines, which the later exercises are held to.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from common.course.promises import PROMISES, record
 from common.errors import InputError
 from common.outputs import one_line_errors
 
-NAME = "zero-student"
+NAME, GRADER = "zero-student", "zero-grader"
 HERE = Path(__file__).parent.relative_to(ROOT)
 # Engines that hold methods of the exercises, what shows them, and what needs those.
 LEFT_OUT = (
     *("offload/", "zeropp/", "tests/", "common/lessons/"),
     *(".ci/", ".github/", "Makefile", "CONTRIBUTING.md", "CITATION.cff", "README.md"),
-    *("notebooks/exercises/", f"{HERE}/__main__.py"),
+    *("notebooks/exercises/", f"{HERE}/"),
     *(f"{exercise.package}/{file}" for exercise in EXERCISES for file in ("engine.py", "minimal.py")),
 )
 PAGE = '"""To be written in a notebook: what notebooks/0{number}_*.ipynb builds, under these names."""\n'
@@ -67,33 +67,37 @@ def release(out):
         OSError: a file cannot be written.
     """
     tree, archive, bundle = out / NAME, out / f"{NAME}.tar.gz", out / "autograder.zip"
+    names = tracked()
     shutil.rmtree(tree, ignore_errors=True)
-    copy_files(tree)
+    copy_files(names, tree)
     write_exercises(tree)
     record_promises(tree / PROMISES.relative_to(ROOT))
     with tarfile.open(archive, "w:gz") as file:
         file.add(tree, NAME)
-    with zipfile.ZipFile(bundle, "w") as file:
-        for path in (ROOT / HERE / "setup.sh", ROOT / HERE / "run_autograder", archive):
-            file.write(path, path.name)
+    write_bundle(names, bundle)
     return tree, archive, bundle
 
 
-def copy_files(tree):
-    """What git tracks, less what is left out, and the page that the tree opens with."""
+def tracked():
+    """The paths of what git tracks, from the repository's root on."""
     try:
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise InputError(
             "a release is made of what git tracks: run it in a checkout, where git is installed"
         ) from error
-    for name in listed.strip("\0").split("\0"):
+    return listed.strip("\0").split("\0")
+
+
+def copy_files(names, tree):
+    """These files, less what is left out, and the page that the tree opens with."""
+    for name in names:
         if not name.startswith(LEFT_OUT):
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name)
     for notebook in tree.glob("notebooks/*.ipynb"):
         notebook.write_text(without_sources(notebook.read_text()))
-    shutil.move(tree / HERE / "students.md", tree / "README.md")
+    shutil.copy(ROOT / HERE / "students.md", tree / "README.md")
 
 
 def without_sources(text):
@@ -122,6 +126,18 @@ def page_to_write(package, number):
         node.name for node in page.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name != "train"
     ]
     return PAGE.format(number=number) + "".join(OPEN.format(name=name, package=package) for name in names)
+
+
+def write_bundle(names, bundle):
+    """Gradescope's bundle: its two scripts, and an archive of these files."""
+    with tempfile.NamedTemporaryFile() as packed, zipfile.ZipFile(bundle, "w") as file:
+        with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+            for name in names:
+                archive.add(ROOT / name, f"{GRADER}/{name}")
+        packed.flush()
+        file.write(packed.name, f"{GRADER}.tar.gz")
+        for script in ("setup.sh", "run_autograder"):
+            file.write(ROOT / HERE / script, script)
 
 
 def record_promises(path):

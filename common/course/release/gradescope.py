@@ -1,4 +1,4 @@
-"""Grade what was handed in on Gradescope: a folder with stage1.py, stage2.py or stage3.py, or some of them.
+"""Grade what was handed in on Gradescope: a folder with one exercise or several, such as stage1.py and offload.py.
 
     python -m common.course.release.gradescope submission results.json
 
@@ -10,12 +10,12 @@ import json
 import time
 from pathlib import Path
 
-from common.course.exercises import EXERCISES
+from common.course.exercises import ALL
 from common.course.graded import graded
 from common.errors import InputError
 from common.outputs import one_line_errors, write_text
 
-NOTHING = "Nothing to grade: hand in stage1.py, stage2.py or stage3.py, under these names."
+NOTHING = f"Nothing to grade: hand in files named {', '.join(exercise.path.name for exercise in ALL)}, or some of them."
 FAULT = "That is not your fault, and no answer about your file: have the autograder run again."
 
 
@@ -32,10 +32,10 @@ def main(argv=None):
 def results_of(folder):
     """What Gradescope is told of a folder. Of several files of one name, in folders of it, the first is graded."""
     began, tests, said = time.monotonic(), [], []
-    for exercise in EXERCISES:
+    for exercise in ALL:
         for file in sorted(folder.rglob(exercise.path.name))[:1]:
             try:
-                report = graded(file, exercise.package)
+                report = graded(file, exercise.key)
             except InputError as error:
                 said.append(f"{file.name}: {error}. {FAULT}")
                 continue
