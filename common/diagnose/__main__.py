@@ -250,22 +250,25 @@ def found_of(name, runs, compared):
 
 
 def suspect(parted, runs, compared):
-    """Name what is still to be named: run the suspects, and see which of them an engine follows.
+    """Name what is still to be named: run one suspect after the other, until each engine follows one.
 
     Args:
         parted: {engine: (its row, recording, step, found)}; the rows get their "looks_like".
     """
-    alike = {name: {} for name in parted}
-    for made in SUSPECTS if parted else ():
+    nameless = dict(parted)
+    for made in SUSPECTS:
+        if not nameless:
+            return
         try:
-            theirs = runs(made, steps=max(step for _, _, step, _ in parted.values()))
+            theirs = runs(made, steps=max(step for _, _, step, _ in nameless.values()))
         except (RankFailed, InputError):
             continue
-        for name, (_, other, step, found) in parted.items():
-            alike[name][made] = causes.likeness(compared, other, theirs, step, found)
-    for name, (row, other, step, found) in parted.items():
-        made = causes.nearest(alike[name])
-        row["looks_like"] = f"as if {made.__doc__}" if made else causes.left(compared, other, step, found)
+        for name, (row, other, step, found) in list(nameless.items()):
+            if causes.alike(compared, other, theirs, step, found):
+                row["looks_like"] = f"as if {made.__doc__}"
+                del nameless[name]
+    for row, other, step, found in nameless.values():
+        row["looks_like"] = causes.left(compared, other, step, found)
 
 
 def last_loss(recording):

@@ -43,6 +43,10 @@ def _seen(compared, other, step, found):
         yield _first_values(compared, other, names)
     if what == "losses" and len(one["losses"]) != len(expected["losses"]):
         yield f"a step has {len(one['losses'])} backwards, not {len(expected['losses'])}"
+    if what == "weights" and names <= set(other[0]["buffers"]):
+        yield "buffers alone: ranks keep their own running statistics, where DDP sends rank 0's"
+    if what == "norm" and not names:
+        yield "step() tells another norm, and steps alike"
     if _draws_otherwise(compared, other, step):
         yield "more or fewer random numbers were drawn before, by the engine or by a branch of the function"
     if what == "skipped":
@@ -56,17 +60,17 @@ def left(compared, other, step, found):
     steps = ((compared.reference, step - 1), (other, step), (compared.reference, step))
     before, now, expected = (side[0]["steps"][at]["weights"] for side, at in steps)
     still = [name for name in names & trained if now[name] == before[name] != expected[name]]
-    if found[0].what == "weights" and not names & trained:
-        return "buffers alone: ranks keep their own running statistics, where DDP sends rank 0's"
     if still:
         return f"{len(still)} of {len(trained)} parameters are not stepped: does the optimizer have them?"
     if found[0].what == "losses":
         return "the forward differs at equal weights: other data, another mode (train, eval), or stale weights"
-    if not weights:
-        return "step() tells another norm, and steps alike"
-    worst = max((off for off in weights if off.name in trained), key=lambda off: off.excess)
+    worst = max((off for off in weights if off.name in trained), key=lambda off: off.excess, default=None)
+    if worst is None:
+        return UNKNOWN
     start, end, right = (compared.tensor(side[worst.rank]["steps"][at]["weights"][worst.name]) for side, at in steps)
     way, moved = (right - start).double().flatten(), (end - start).double().flatten()
+    if not way.any():
+        return f"{UNKNOWN}; this step should not have moved it"
     return f"{UNKNOWN}; the step moved it {moved @ way / (way @ way):.3g} times as far as it should"
 
 
@@ -102,45 +106,33 @@ def _draws_otherwise(compared, other, step):
     )
 
 
-def likeness(compared, other, suspect, step, found):
-    """How far a suspect is from a recording, over how far the reference is: 0 is the same, infinity another thing.
+def alike(compared, other, suspect, step, found):
+    """Whether a suspect computes what a recording has, in all that the recording is off.
 
     Args:
         suspect: a recording of one that is wrong in a known way.
         step, found: as `Comparison.parts` returns them.
     """
     if len(suspect[0]["steps"]) <= step:
-        return math.inf
+        return False
     sides = [side[found[0].rank]["steps"][step] for side in (other, suspect, compared.reference)]
     far = []
     for what in {off.what for off in found if off.excess > 1} & {"losses", "norm"}:
         one, theirs, right = (_numbers(side[what]) for side in sides)
         if not one.shape == theirs.shape == right.shape:
-            return math.inf
-        far.append(_over(distance(one, theirs), distance(one, right)))
+            return False
+        far.append((distance(one, theirs), distance(one, right)))
     names = [off.name for off in found if off.what == "weights" and off.excess > 1 and off.rank == found[0].rank]
     if names:
         digests = [[side["weights"].get(name) for name in names] for side in sides]
         if any(None in each for each in digests):
-            return math.inf
+            return False
         one, theirs, right = ([compared.tensor(digest) for digest in each] for each in digests)
-        off, wrong = (math.hypot(*map(distance, one, side)) for side in (theirs, right))
-        far.append(_over(off, wrong))
-    return max(far, default=math.inf)
-
-
-def nearest(likenesses):
-    """The suspect that a recording follows, of {suspect: likeness}; None where none is alike."""
-    best = min(likenesses, key=likenesses.get)
-    return best if likenesses[best] < ALIKE else None
+        far.append(tuple(math.hypot(*map(distance, one, side)) for side in (theirs, right)))
+    return bool(far) and all(off < ALIKE * wrong for off, wrong in far)
 
 
 def _numbers(value):
     return torch.tensor(
         [math.nan if n is None else n for n in (value if isinstance(value, list) else [value])]
     ).double()
-
-
-def _over(off, wrong):
-    found = off / max(wrong, 1e-300)
-    return math.inf if math.isnan(found) else found

@@ -175,7 +175,7 @@ class Recorder:
         clips = {} if given.get("clip_norm") is not None else {"clip_norm": math.inf}
         self.engine = watched(self.made, self)(model, optimizer, **{**given, **clips})
         trained = {name: p for name, p in self.engine.module.named_parameters() if p.requires_grad}
-        self.found["trained"] = list(trained)
+        self.found |= {"trained": list(trained), "buffers": [name for name, _ in self.engine.module.named_buffers()]}
         for name, parameter in trained.items() if self.watches_use else ():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.used.add(name))
         self._note(None, reads=True)

@@ -269,27 +269,27 @@ class GradOutOfSight(AverageAfterBackward):
     """what the function does to .grad after backward has no effect: clip by clip_norm=, drop by engine.zero_grad()"""
 
 
-SUSPECTS = (
+SUSPECTS = (  # the frequent ones first: of several that are alike, the first is named
     GradOutOfSight,
     NoDivision,
     EachForItself,
-    LastBucketDropped,
     OnlyTheLastMicroBatch,
     MeanOfMeans,
-    LocalNorm,
-    NormOfTheFirstGroup,
     ClipsAfterTheStep,
-    DecayOfGroupsIgnored,
-    FirstGroupAlone,
+    LocalNorm,
+    RateOfTheStepBefore,
+    GradientsStay,
     StaleByOneStep,
     NoMaster,
-    StepCountReset,
-    DividesTwice,
     AddsIn16Bit,
-    NoDecay,
     OtherDecay,
-    RateOfTheStepBefore,
+    DecayOfGroupsIgnored,
+    NoDecay,
+    NormOfTheFirstGroup,
+    FirstGroupAlone,
     PassesUnusedBy,
     OneStepMore,
-    GradientsStay,
+    LastBucketDropped,
+    DividesTwice,
+    StepCountReset,
 )
