@@ -82,8 +82,9 @@ class AverageAfterBackward(ExactNorm, Replicated):
     def collect(self):
         """Add gradients up on this rank, in fp32."""
         for parameter in self.masters:
-            self.own[parameter] += parameter.grad
-            parameter.grad.zero_()
+            if parameter.grad is not None:  # as the optimizer's own zero_grad() leaves it
+                self.own[parameter] += parameter.grad
+                parameter.grad.zero_()
 
     def average(self):
         """Add the mean over ranks of what was collected to that of the step's earlier backwards."""
@@ -99,7 +100,7 @@ class AverageAfterBackward(ExactNorm, Replicated):
         self.collect()  # what another engine's backward left
         self.average()  # and what no_sync did
         for parameter, master in self.masters.items():
-            master.grad.copy_(self.total[parameter])
+            master.grad = self.total[parameter].clone()
         return super().step()
 
     def zero_grad(self):

@@ -47,7 +47,11 @@ def clipped(Engine):
 
 
 def sixteen_bit(Engine):
-    loop(Engine(model_of(), ADAMW, precision="bf16"))
+    engine = Engine(model_of(), ADAMW, precision="bf16")
+    for loss in losses(engine):
+        engine.backward(loss)
+        engine.step()
+        engine.optimizer.zero_grad()  # of no use here; scripts have it
 
 
 def accumulated(Engine):
