@@ -122,9 +122,9 @@ def alike(compared, other, suspect, step, found):
         if not one.shape == theirs.shape == right.shape:
             return False
         far.append((distance(one, theirs), distance(one, right)))
-    names = [off.name for off in found if off.what == "weights" and off.excess > 1 and off.rank == found[0].rank]
-    if names:
-        digests = [[side["weights"].get(name) for name in names] for side in sides]
+    if any(off.what == "weights" and off.excess > 1 and off.rank == found[0].rank for off in found):
+        # All of them: a suspect that moves others as well is another one.
+        digests = [[side["weights"].get(name) for name in sides[0]["weights"]] for side in sides]
         if any(None in each for each in digests):
             return False
         one, theirs, right = ([compared.tensor(digest) for digest in each] for each in digests)

@@ -243,9 +243,7 @@ class Recorder:
         """
         steps = len(self.found["steps"]) - 1
         if steps < 1:
-            raise InputError(
-                f"on rank {self.world.rank} the function ends without a step() of the engine that it builds"
-            )
+            raise InputError(f"on rank {self.world.rank} the function ends without a step() of its engine")
         self._tell("ended", "")
         others = [rank for rank in range(self.world.size) if rank != self.world.rank]
         while waiting := [rank for rank in others if not self._path("ended", rank).exists()]:

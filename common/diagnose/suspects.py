@@ -179,22 +179,6 @@ class DividesTwice(AverageAfterBackward):
         return mean_in_rank_order(gradient, factor=1 / dist.get_world_size())
 
 
-class AddsIn16Bit(AverageAfterBackward):
-    """micro-batches are added up in the precision, not in fp32"""
-
-    def collect(self):
-        super().collect()
-        self.round(self.own)
-
-    def average(self):
-        super().average()
-        self.round(self.total)
-
-    def round(self, sums):
-        for parameter, value in sums.items():
-            value.copy_(value.to(parameter.dtype))
-
-
 class NoDecay(AverageAfterBackward):
     """weights do not decay"""
 
@@ -281,7 +265,6 @@ SUSPECTS = (  # the frequent ones first: of several that are alike, the first is
     GradientsStay,
     StaleByOneStep,
     NoMaster,
-    AddsIn16Bit,
     OtherDecay,
     DecayOfGroupsIgnored,
     NoDecay,

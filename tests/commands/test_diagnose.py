@@ -207,10 +207,9 @@ def test_the_command_shows_a_table_writes_json_and_tells_by_its_status(tmp_path,
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("suspect", suspects.SUSPECTS, ids=lambda suspect: suspect.__name__)
-def test_a_suspect_is_itself(found, suspect):
-    """In one of the functions; two of them take what these do not have."""
-    functions = ("plain", "clips_by_hand", "accumulated", "clipped", "sixteen_bit", "scheduled", "groups", "unused")
+def test_a_suspect_is_told_from_the_others(found, suspect):
+    if suspect is suspects.StepCountReset:
+        pytest.skip("it differs where a checkpoint is loaded, and none of these functions loads one")
+    functions = ("clips_by_hand", "in_groups", "accumulated", "unused", "scheduled", "accumulated_in_16_bit", "plain")
     name, said = f"common.diagnose.suspects:{suspect.__name__}", f"as if {suspect.__doc__}"
-    looks = (found(function, (name,))["rows"][0]["looks_like"] for function in functions)
-    elsewhere = suspect in (suspects.StepCountReset,)  # when a checkpoint is loaded
-    assert (said in looks) is not elsewhere
+    assert any(found(function, (name,))["rows"][0]["looks_like"] == said for function in functions)

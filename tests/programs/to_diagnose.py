@@ -54,13 +54,24 @@ def sixteen_bit(Engine):
         engine.optimizer.zero_grad()  # of no use here; scripts have it
 
 
-def accumulated(Engine):
-    engine = Engine(model_of(), SGD)
+def in_groups(Engine):
+    model = model_of()
+    flat, others = ([p for p in model.parameters() if (p.ndim == 1) == is_flat] for is_flat in (True, False))
+    groups = [{"params": others, "weight_decay": 0.0}, {"params": flat, "lr": 0.03}]
+    loop(Engine(model, partial(SGD, weight_decay=0.1), param_groups=groups, clip_norm=0.1))
+
+
+def accumulated(Engine, **options):
+    engine = Engine(model_of(), SGD, **options)
     batches = losses(engine)
     while True:
         for _ in range(2):
             engine.backward(next(batches) / 2)
         engine.step()
+
+
+def accumulated_in_16_bit(Engine):
+    accumulated(Engine, precision="bf16")
 
 
 def scheduled(Engine):
