@@ -159,7 +159,8 @@ class TorchDDP(Replicated):
         self.no_sync = self.ddp.no_sync
 
     def __call__(self, *args, **kwargs):
-        return self.ddp(*self.cast(*args), **kwargs)
+        args, kwargs = self.cast(args, kwargs)
+        return self.ddp(*args, **kwargs)
 
     def backward(self, loss):
         """Backpropagate; DDP averages gradients beside it. Under `no_sync` it adds up 16-bit ones in 16-bit."""

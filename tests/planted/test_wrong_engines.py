@@ -25,7 +25,7 @@ def name_of(engine):
 def first_failure(worlds, wrong, folder):
     """The first crossing of the sample that an engine does not pass, of those that it touches."""
     name = name_of(wrong)
-    for cell in (as_judged(name, cell) for cell in SHOWN if wrong.touches(cell)):
+    for cell in (as_judged(name, cell) for cell in SHOWN if IDEAS[wrong](cell)):
         try:
             ranks = trained(worlds, name, cell, str(folder))
         except RankFailed:

@@ -4,19 +4,16 @@ import inspect
 import math
 import re
 import tempfile
-from pathlib import Path
 
 import torch
 import wrong_engines
 from matrix import baseline_of, trained
-from verdicts import EPS, MULTIPLE, UNITS
 
+from common.diagnose.causes import ALIKE
+from common.diagnose.comparing import EPS, MULTIPLE, UNITS, excess, noises
+from common.diagnose.recording import in_one_line
 from common.ranks.world import RankFailed
 from common.train import find_engine
-
-ALIKE = 0.02  # of what an engine is off it may be off from one that is wrong in the same way
-FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$')
-
 
 # ---- a crash --------------------------------------------------------------------------------------------------------
 
@@ -27,20 +24,8 @@ def hung(failure):
 
 
 def crash(failure, engine):
-    """What a RankFailed says, in one line: the innermost frame in the engine's own file, and the error.
-
-    Where no frame is there, the engine lacks what the suite asked for, or a library below failed at once: then the
-    innermost frame of all.
-    """
-    lines = str(failure).splitlines()
-    frames = [(number, match) for number, match in ((n, FRAME.match(line)) for n, line in enumerate(lines)) if match]
-    if not frames:
-        return " ".join(str(failure).split())
-    own = Path(inspect.getsourcefile(find_engine(engine))).resolve()
-    inside = [match for _, match in frames if Path(match["file"]).resolve() == own] or [frames[-1][1]]
-    said = [line for line in lines[frames[-1][0] + 1 :] if line.strip() and not line.startswith(" ")]
-    frame = inside[-1]
-    return f"{Path(frame['file']).name}:{frame['line']} in {frame['function']}: {' '.join(said[:1])}"
+    """What a RankFailed says, in one line: the innermost frame in the engine's own file, and the error."""
+    return in_one_line(failure, inspect.getsourcefile(find_engine(engine)))
 
 
 # ---- the first difference -------------------------------------------------------------------------------------------
@@ -77,7 +62,7 @@ def _idea(worlds, cell, at, ours, expected):
     """What is wrong, in words, where the engine is as one is that is wrong in a known way: see `wrong_engines`."""
     one, right = (_numbers(side[0]["events"][at][1]) for side in (ours, expected))
     far = {}
-    for idea in (idea for idea in wrong_engines.IDEAS if idea.touches(cell)):
+    for idea in (idea for idea, touches in wrong_engines.IDEAS.items() if touches(cell)):
         with tempfile.TemporaryDirectory() as folder:
             theirs = trained(worlds, f"wrong_engines:{idea.__name__}", cell, folder, traced=True)
         far[idea] = (one - _numbers(theirs[0]["events"][at][1])).norm().nan_to_num(math.inf)
@@ -110,16 +95,17 @@ def _weights_off(ours, expected, rounded, before, buffers):
         before: those expected after the step before; None at first.
         buffers: their names. On other ranks than 0 they are each rank's own, as DDP has it.
     """
-    excess = {
-        (rank, name): _excess(one[name], other, rounded[rank], name, before and before[rank])
+    noise = [noises(*sides, before and before[rank]) for rank, sides in enumerate(zip(expected, rounded, strict=True))]
+    found = {
+        (rank, name): excess(one[name], other[name], noise[rank].get(name, 0.0))
         for rank, (one, other) in enumerate(zip(ours, expected, strict=True))
         for name in one.keys() & other.keys()
         if rank == 0 or name not in buffers
     }
-    off = [where for where, value in excess.items() if value > 1]
+    off = [where for where, value in found.items() if value > 1]
     if not off:
         return None
-    rank, name = max(off, key=excess.get)
+    rank, name = max(off, key=found.get)
     one, other = ours[rank][name].double(), expected[rank][name].double()
     index = torch.unravel_index((one - other).abs().nan_to_num(math.inf).argmax(), one.shape)
     names = {name for _, name in off}
@@ -138,27 +124,6 @@ def _weights_off(ours, expected, rounded, before, buffers):
     return (
         said + f"; the step moved it {((one - start).flatten() @ step / (step @ step)):.2f} times as far as it should"
     )
-
-
-def _excess(one, expected, rounded, name, before):
-    """What a weight is off over what it may be; above 1 it is off."""
-    other = expected[name]
-    if not other.is_floating_point():
-        return 0.0 if torch.equal(one, other) else math.inf
-    off = _distance(one, other)
-    floor = UNITS * EPS["fp32"] * other.double().norm().item()
-    noise = _distance(rounded[name], other)
-    if before is not None:  # a small tensor may happen to be rounded alike: then what all of them are, for their way
-        floating = [key for key, tensor in expected.items() if tensor.is_floating_point()]
-        noises = sum(_distance(rounded[key], expected[key]) for key in floating)
-        ways = sum(_distance(expected[key], before[key]) for key in floating)
-        noise += noises / max(ways, 1e-300) * _distance(other, before[name])
-    ratio = off / max(MULTIPLE * noise + floor, 1e-300)
-    return math.inf if math.isnan(ratio) else ratio
-
-
-def _distance(one, other):
-    return (one.double() - other.double()).norm().item()
 
 
 def _ranks(ranks, size):

@@ -9,17 +9,13 @@ import torch
 from matrix import baseline_of, trained
 from training import same_bits
 
+from common.diagnose.comparing import EPS, MULTIPLE, UNITS
 from common.engine.mixed_precision import DTYPES
 
-# How much more than other rounding alone an engine may be off. Engines that are right need 1.5 at most, measured with
-# torch's DDP and FSDP2 and a plain sharded optimizer; those that are not are off by 5 and more, most by thousands.
-MULTIPLE = 4
-UNITS = 4  # in the last place that any engine may be off, where rounding otherwise happens to change nothing
 ROUNDINGS = ("baseline:OtherRounding", "baseline:SecondRounding", "baseline:ThirdRounding")
 # What an engine that sends 4 bits of each gradient may be off: of the distance trained, and of the losses' size.
 COARSE = {"weights": 0.5, "losses": 0.05}
 PARTS = ("weights", "frozen", "buffers")
-EPS = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
 @functools.cache

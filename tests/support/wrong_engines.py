@@ -1,20 +1,34 @@
 """Engines that are wrong as sharded trainers have been, in silence. A docstring says what is wrong.
 
-Those of `IDEAS` are also what a failure is compared with: an engine that ends where one of them does is wrong as it is.
-Their `touches` says in which cells they can be told from one that is right.
+Those of `IDEAS`, of `common.diagnose.suspects`, are also what a failure is compared with: an engine that ends where one
+of them does is wrong as it is.
 """
 
 import contextlib
-import math
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from baseline import AverageAfterBackward, mean_in_rank_order
+from baseline import AverageAfterBackward
 from first_engine import DataParallel, StepResult, any_cell, clips, several_ranks
 from matrix import OPTIONS
 from torch.func import functional_call
 
+from common.diagnose.suspects import (
+    ClipsAfterTheStep,
+    DecayOfGroupsIgnored,
+    EachForItself,
+    FirstGroupAlone,
+    LastBucketDropped,
+    LocalNorm,
+    MeanOfMeans,
+    NoDivision,
+    NoMaster,
+    NormOfTheFirstGroup,
+    OnlyTheLastMicroBatch,
+    StaleByOneStep,
+    StepCountReset,
+)
 from stage0_ddp import Engine
 from stage2_grad import Engine as ShardedGradients
 
@@ -41,208 +55,21 @@ def resumes(cell):
     return OPTIONS[cell.option].resumed or OPTIONS[cell.option].elsewhere
 
 
-class NoDivision(AverageAfterBackward):
-    """gradients are added over ranks, and not divided by their number"""
-
-    touches = staticmethod(several_ranks)
-
-    def mean(self, gradient):
-        return mean_in_rank_order(gradient, factor=dist.get_world_size())
-
-
-class EachForItself(AverageAfterBackward):
-    """each rank trains for itself"""
-
-    touches = staticmethod(several_ranks)
-
-    def mean(self, gradient):
-        return gradient
-
-
-class LastBucketDropped(AverageAfterBackward):
-    """the last bucket is never reduced: there each rank has its own gradient"""
-
-    touches = staticmethod(several_ranks)
-
-    def average(self):
-        last = [*self.own][-2:]
-        own = [self.own[parameter].clone() for parameter in last]
-        before = [self.total[parameter].clone() for parameter in last]
-        super().average()
-        for parameter, total, gradient in zip(last, before, own, strict=True):
-            self.total[parameter] = total + gradient
-
-
-class OnlyTheLastMicroBatch(AverageAfterBackward):
-    """of several backwards before a step the last alone counts"""
-
-    touches = staticmethod(accumulates)
-
-    def backward(self, loss):
-        self.zero_grad()
-        super().backward(loss)
-
-
-class MeanOfMeans(AverageAfterBackward):
-    """the sum of several backwards is divided by their number, whatever each of them counts for"""
-
-    touches = staticmethod(accumulates)
-
-    backwards = 0
-
-    def backward(self, loss):
-        super().backward(loss)
-        self.backwards += 1
-
-    def step(self):
-        for total in [*self.total.values(), *self.own.values()]:
-            total.div_(self.backwards)
-        self.backwards = 0
-        return super().step()
-
-
-class LocalNorm(AverageAfterBackward):
-    """the norm that clips is that of this rank's own gradient"""
-
-    touches = staticmethod(clips)
-
-    squares = 0.0
-
-    def average(self):
-        squares = sum(own.double().square().sum() for own in self.own.values())
-        self.squares = squares if squares > 0 else self.squares  # in step() there is mostly nothing left
-        super().average()
-
-    def clip(self):
-        norm = (self.squares.sqrt() / (1 if self.loss_scaler is None else self.loss_scaler.scale)).float()
-        for master in self.masters.values():
-            master.grad.mul_((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
-
-
-class NormOfTheFirstGroup(AverageAfterBackward):
-    """the norm that clips is that of the first parameter group alone"""
-
-    touches = staticmethod(clips_groups)
-
-    def clip(self):
-        masters = self.masters
-        self.masters = {master: master for master in self.optimizer.param_groups[0]["params"]}
-        before = [master.grad.clone() for master in self.masters.values()]
-        norm = super().clip()
-        for master, gradient in zip(self.masters.values(), before, strict=True):
-            master.grad.copy_(gradient)
-        self.masters = masters
-        for master in masters.values():
-            master.grad.mul_((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
-
-
-class ClipsAfterTheStep(AverageAfterBackward):
-    """nothing is clipped before the optimizer steps"""
-
-    touches = staticmethod(clips)
-
-    def clip(self):
-        clip_norm, self.clip_norm = self.clip_norm, math.inf
-        norm = super().clip()
-        self.clip_norm = clip_norm
-        return norm
-
-
-class DecayOfGroupsIgnored(AverageAfterBackward):
-    """all parameter groups have the weight decay of the optimizer"""
-
-    touches = staticmethod(has_groups)
-
-    def __init__(self, model, optimizer, **options):
-        super().__init__(model, optimizer, **options)
-        for group in self.optimizer.param_groups:
-            group["weight_decay"] = self.optimizer.defaults["weight_decay"]
-
-
-class FirstGroupAlone(AverageAfterBackward):
-    """the first parameter group alone is stepped"""
-
-    touches = staticmethod(has_groups)
-
-    def __init__(self, model, optimizer, **options):
-        super().__init__(model, optimizer, **options)
-        self.others = [p for group in self.optimizer.param_groups[1:] for p in group["params"]]
-
-    def step(self):
-        before = [parameter.detach().clone() for parameter in self.others]
-        result = super().step()
-        with torch.no_grad():
-            for parameter, value in zip(self.others, before, strict=True):
-                parameter.copy_(value)
-        return result
-
-
-class StaleByOneStep(AverageAfterBackward):
-    """forward and backward read the weights of the step before"""
-
-    touches = staticmethod(any_cell)
-
-    before = None
-
-    def __call__(self, *args, **kwargs):
-        newest = [parameter.data for parameter in self.masters]
-        for parameter, value in zip(self.masters, self.before or newest, strict=True):
-            parameter.data = value.clone()
-        self.newest = newest
-        return super().__call__(*args, **kwargs)
-
-    def backward(self, loss):
-        super().backward(loss)
-        for parameter, value in zip(self.masters, self.newest, strict=True):
-            parameter.data = value
-
-    def step(self):
-        self.before = [parameter.data.clone() for parameter in self.masters]
-        return super().step()
-
-
-class NoMaster(AverageAfterBackward):
-    """in 16-bit there are no fp32 master weights: the rounded ones are stepped"""
-
-    touches = staticmethod(in_16_bit)
-
-    def step(self):
-        with torch.no_grad():
-            for parameter, master in self.masters.items():
-                master.copy_(parameter)
-        return super().step()
-
-
-class StepCountReset(AverageAfterBackward):
-    """the optimizer counts its steps from 0 again when a checkpoint is loaded"""
-
-    touches = staticmethod(resumes)
-
-    def load(self, path):
-        extra = super().load(path)
-        for state in self.optimizer.state.values():
-            if "step" in state:
-                state["step"].zero_()
-        return extra
-
-
-IDEAS = (
-    NoDivision,
-    EachForItself,
-    LastBucketDropped,
-    OnlyTheLastMicroBatch,
-    MeanOfMeans,
-    LocalNorm,
-    NormOfTheFirstGroup,
-    ClipsAfterTheStep,
-    DecayOfGroupsIgnored,
-    FirstGroupAlone,
-    StaleByOneStep,
-    NoMaster,
-    StepCountReset,
-)
+IDEAS = {  # a wrong engine -> whether it can be told from one that is right in a cell
+    NoDivision: several_ranks,
+    EachForItself: several_ranks,
+    LastBucketDropped: several_ranks,
+    OnlyTheLastMicroBatch: accumulates,
+    MeanOfMeans: accumulates,
+    LocalNorm: clips,
+    NormOfTheFirstGroup: clips_groups,
+    ClipsAfterTheStep: clips,
+    DecayOfGroupsIgnored: has_groups,
+    FirstGroupAlone: has_groups,
+    StaleByOneStep: any_cell,
+    NoMaster: in_16_bit,
+    StepCountReset: resumes,
+}
 
 
 # ---- others -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,5 @@
+"""Why a user's own training function ends elsewhere than under plain data parallelism.
+
+`recording` runs it in the ranks and notes what it computes, `comparing` holds two recordings against each other,
+`causes` says what a difference looks like, and `suspects` are engines that are wrong in one way each, to compare with.
+"""

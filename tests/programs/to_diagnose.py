@@ -1,0 +1,219 @@
+"""Training functions for `python -m common.diagnose`, and engines: some are right, in others a fault is planted."""
+
+import random
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import stage1_os
+import stage2_grad
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def model_of(*last):
+    """Weights are the same on all ranks, dropout and data are not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), *last, nn.Linear(16, 4))
+    torch.manual_seed(1 + dist.get_rank())
+    return model
+
+
+def losses(engine, steps=100, samples=8):
+    """A loss per step."""
+    for _ in range(steps):
+        x, target = torch.randn(samples, 8), torch.randint(4, (samples,))
+        yield nn.functional.cross_entropy(engine(x).float(), target)
+
+
+def loop(engine, **how):
+    for loss in losses(engine, **how):
+        engine.backward(loss)
+        engine.step()
+
+
+# ---- right ----------------------------------------------------------------------------------------------------------
+
+
+def plain(Engine):
+    loop(Engine(model_of(), ADAMW))
+
+
+def clipped(Engine):
+    loop(Engine(model_of(), SGD, clip_norm=0.1))
+
+
+def sixteen_bit(Engine):
+    engine = Engine(model_of(), ADAMW, precision="bf16")
+    for loss in losses(engine):
+        engine.backward(loss)
+        engine.step()
+        engine.optimizer.zero_grad()  # of no use here; scripts have it
+
+
+def in_groups(Engine):
+    model = model_of()
+    flat, others = ([p for p in model.parameters() if (p.ndim == 1) == is_flat] for is_flat in (True, False))
+    groups = [{"params": others, "weight_decay": 0.0}, {"params": flat, "lr": 0.03}]
+    loop(Engine(model, partial(SGD, weight_decay=0.1), param_groups=groups, clip_norm=0.1))
+
+
+def accumulated(Engine, **options):
+    engine = Engine(model_of(), SGD, **options)
+    batches = losses(engine)
+    while True:
+        for _ in range(2):
+            engine.backward(next(batches) / 2)
+        engine.step()
+
+
+def accumulated_in_16_bit(Engine):
+    accumulated(Engine, precision="bf16")
+
+
+def scheduled(Engine):
+    engine = Engine(model_of(), SGD)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, gamma=0.5)
+    for loss in losses(engine):
+        engine.backward(loss)
+        engine.step()
+        schedule.step()
+
+
+def dropout(Engine):
+    loop(Engine(model_of(nn.Dropout(0.5)), ADAMW))
+
+
+def compiled(Engine):
+    loop(Engine(torch.compile(model_of(), backend="eager"), ADAMW))
+
+
+def running_statistics(Engine):
+    loop(Engine(model_of(nn.BatchNorm1d(16)), ADAMW))
+
+
+class Unused(nn.Module):
+    """Of two layers it uses the first; with `turns` odd ranks use the second."""
+
+    def __init__(self, turns):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.turns = nn.Linear(8, 4), nn.Linear(8, 4), turns
+        torch.manual_seed(1 + dist.get_rank())
+
+    def forward(self, x):
+        return self.second(x) if self.turns and dist.get_rank() % 2 else self.first(x)
+
+
+def unused(Engine):
+    loop(Engine(Unused(turns=False), ADAMW))
+
+
+def unused_in_turns(Engine):
+    loop(Engine(Unused(turns=True), ADAMW))
+
+
+def same_data(Engine):
+    engine = Engine(model_of(), ADAMW)
+    torch.manual_seed(1)
+    loop(engine)
+
+
+# ---- with a fault ---------------------------------------------------------------------------------------------------
+
+
+def clips_by_hand(Engine):
+    engine = Engine(model_of(), SGD)
+    for loss in losses(engine):
+        engine.backward(loss)
+        nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1)
+        engine.step()
+
+
+def reads_a_weight(Engine):
+    engine = Engine(model_of(), SGD)
+    for loss in losses(engine):
+        engine.backward(loss + 0.1 * engine.module[0].weight.square().sum())
+        engine.step()
+
+
+def draws_by_the_way(Engine):
+    engine = Engine(model_of(), SGD)
+    if hasattr(engine, "comm"):  # of the engines here alone
+        torch.rand(1)
+    loop(engine)
+
+
+def seeds_by_rank(Engine):
+    torch.manual_seed(dist.get_rank())
+    loop(Engine(nn.Linear(8, 4), SGD))
+
+
+def unseeded(Engine):
+    loop(Engine(nn.Linear(8, 4), SGD), samples=random.randint(8, 1000))
+
+
+def unequal_steps(Engine):
+    loop(Engine(model_of(), SGD), steps=1 + dist.get_rank())
+
+
+def never_steps(Engine):
+    engine = Engine(model_of(), SGD)
+    engine.backward(next(losses(engine)))
+
+
+def raises(Engine):
+    engine = Engine(model_of(), SGD)
+    engine(torch.randn(8, 9))
+
+
+def two_engines(Engine):
+    Engine(model_of(), SGD)
+    Engine(model_of(), SGD)
+
+
+def three_arguments(Engine, data, steps):
+    loop(Engine(model_of(), SGD))
+
+
+no_function = 3
+
+
+# ---- engines with a fault -------------------------------------------------------------------------------------------
+
+
+class RoundedFirst(stage1_os.Engine):
+    """Its masters are made of weights that are rounded to bf16, as DeepSpeed's are."""
+
+    def __init__(self, model, optimizer, **options):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16().float()
+        super().__init__(model, optimizer, **options)
+
+
+class DividesBackwards(stage2_grad.Engine):
+    """Its `backward` divides by the number of micro-batches, as DeepSpeed's does."""
+
+    def backward(self, loss):
+        super().backward(loss / 2)
+
+
+class AdamForAdamW(stage1_os.Engine):
+    """It decays by way of the gradient."""
+
+    def __init__(self, model, optimizer, **options):
+        super().__init__(model, partial(torch.optim.Adam, **optimizer.keywords), **options)
+
+
+class StepsLate(stage2_grad.Engine):
+    """It asks the schedule for its rate before the schedule is told of the step."""
+
+    def step(self):
+        (group,) = self.optimizer.param_groups
+        rate, group["lr"] = group["lr"], getattr(self, "before", group["lr"])
+        result = super().step()
+        self.before = group["lr"] = rate
+        return result
