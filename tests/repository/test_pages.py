@@ -7,7 +7,9 @@ from places import ROOT
 
 from common.readme import pages
 
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/README.md")])
+PAGES = sorted(
+    {page for places in ("*.md", "[a-z]*/README.md", "common/*.md", "common/words/*.md") for page in ROOT.glob(places)}
+)
 LINES = 200  # of the first page
 
 

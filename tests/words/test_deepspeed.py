@@ -76,6 +76,30 @@ def test_a_script_keeps_its_optimizer_its_groups_and_its_scheduler(worlds, tmp_p
     assert numbers(said["stage0_ddp"])[-1] < numbers(said["stage0_ddp"])[0]
 
 
+def rates_around_a_checkpoint(world, folder, zero):
+    """The rates that a script's own scheduler sets, and those that the engine has, after it has loaded."""
+    model = nn.Linear(4, 4)
+    own = torch.optim.AdamW(model.parameters(), lr=1.0)
+    halved = torch.optim.lr_scheduler.ExponentialLR(own, 0.5)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=own, lr_scheduler=halved, config=config)
+    rates = []
+    for loads in (False, True, False):
+        if loads:
+            engine.save_checkpoint(folder)
+            engine.load_checkpoint(folder)
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        rates.append((own.param_groups[0]["lr"], engine._engine.optimizer.param_groups[0]["lr"]))
+    return rates
+
+
+@pytest.mark.parametrize("name", list(ZERO))
+def test_a_scripts_scheduler_sets_the_rates_after_loading_too(worlds, tmp_path, name):
+    rates = worlds(2).run(rates_around_a_checkpoint, str(tmp_path), ZERO[name])[0]
+    assert rates == [(0.5, 0.5), (0.25, 0.25), (0.125, 0.125)]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_loss_is_divided_and_the_last_micro_batch_steps(worlds, tmp_path, precision):
     config = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.5, **WARMED}

@@ -252,6 +252,7 @@ class Engine:
             tag = latest.read_text().strip()
         path = str(Path(load_dir, str(tag)))
         own = self._engine.load(path)
+        self.optimizer.param_groups = self._engine.optimizer.param_groups  # loading has made new ones
         vars(self).update(own["counts"])
         if load_lr_scheduler_states and self.lr_scheduler is not None and own["scheduler"] is not None:
             self.lr_scheduler.load_state_dict(own["scheduler"])
@@ -259,7 +260,7 @@ class Engine:
 
     def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin"):
         """Write model.state_dict() in the engine's precision to one file, by torch.save. A collective."""
-        state = self._engine.full_state_dict()
+        state = self._engine.full_state_dict(to_rank=0)
         if self.global_rank == 0:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
             torch.save({name: self._rounded(tensor) for name, tensor in state.items()}, Path(save_dir, save_filename))
