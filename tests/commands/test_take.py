@@ -64,6 +64,7 @@ def test_the_suite_judges_the_copy(tmp_path, name):
     package = tmp_path / "taken_to_be_judged"
     main([name, str(package), "--no-verdict"])
     verdict = judge(package)
-    # ZeRO++ rounds what it sends, and is held to less than all of that: what it fails stands in its verdict.
-    assert verdict.endswith("Nothing fails.") or (name == "zeropp" and " trainings end " in verdict), verdict
+    # Where ZeRO++ rounds a small gradient to the other sign, Adam steps the other way: three crossings that name AdamW
+    # end further off than "coarse" allows.
+    assert verdict.endswith("Nothing fails.") or (name == "zeropp" and verdict.startswith("52 of 55 ")), verdict
     assert verdict in (package / "VERDICT.txt").read_text()
