@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.errors import InputError
-from common.words.deepspeed.initialize import init_distributed
+from common.words.taking import init_distributed
 from common.words.wrapped import Model, Optimizer, engine_for, tried
 
 tried("accelerate")

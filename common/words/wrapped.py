@@ -15,8 +15,7 @@ from torch import nn
 from common.engine.door import check_numbers
 from common.errors import InputError
 from common.train import find_engine
-from common.words.deepspeed.initialize import init_distributed, take_from_rank_0
-from common.words.optimizers import factory_of
+from common.words.taking import factory_of, init_distributed, take_from_rank_0
 
 TRIED = {"transformers": "5.24.0", "accelerate": "1.15.0", "peft": "0.21.2", "lightning": "2.6.6"}
 

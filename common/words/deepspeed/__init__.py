@@ -11,7 +11,8 @@ It is started by torchrun, as these engines are. `keys.py` says of every key of 
 
 from common.words.deepspeed import comm, ops, utils, zero
 from common.words.deepspeed.engine import Engine
-from common.words.deepspeed.initialize import add_config_arguments, init_distributed, initialize
+from common.words.deepspeed.initialize import add_config_arguments, initialize
+from common.words.taking import init_distributed
 
 DeepSpeedEngine = Engine
 

@@ -1,7 +1,5 @@
 """`deepspeed.initialize`, and what scripts call before it."""
 
-import os
-
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
@@ -11,23 +9,7 @@ from common.measure import tables
 from common.train import find_engine
 from common.words.deepspeed.engine import Engine
 from common.words.deepspeed.settings import optimizer_of, read, scheduler_of, settings
-from common.words.optimizers import factory_of
-
-
-def init_distributed(dist_backend=None, auto_mpi_discovery=True, timeout=None, **rest):
-    """Make the default process group of what torchrun says, if there is none: NCCL with GPUs, else gloo.
-
-    Raises:
-        InputError: it was not torchrun that started this.
-    """
-    if dist.is_initialized():
-        return
-    if "RANK" not in os.environ:
-        raise InputError("there are no ranks: start the script by torchrun --nproc-per-node 2 script.py")
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = dist_backend if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend or "nccl", **({} if timeout is None else {"timeout": timeout}))
+from common.words.taking import factory_of, init_distributed, take_from_rank_0
 
 
 def add_config_arguments(parser):
@@ -89,14 +71,6 @@ def initialize(
     if dist.get_rank() == 0 and asked.harmless:
         tables.say(f"DeepSpeed's words, by {asked.engine}; without effect on any number: {', '.join(asked.harmless)}")
     return words, shown, words.training_dataloader, scheduler
-
-
-def take_from_rank_0(model):
-    """Move a model to this rank's device, and give it the values of rank 0's."""
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.data, 0)
 
 
 def optimizer_and_groups(optimizer, model_parameters, asked, model):

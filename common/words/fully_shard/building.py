@@ -10,7 +10,7 @@ from common.engine.misuse import engine_of
 from common.engine.mixed_precision import gradient_norm
 from common.errors import InputError
 from common.words.fully_shard.engine import Sharded, copy_options, part_of, parts_of
-from common.words.optimizers import factory_of
+from common.words.taking import factory_of
 
 
 class Stepped:
