@@ -180,9 +180,7 @@ def rounded(case, found, expected, own):
                 if not came.isnan().all():
                     return Finding("no NaN", f"{where}, and not as NaN.")
                 continue
-            half = (
-                max(top / largest, torch.finfo(torch.float32).tiny) / 2
-            )  # of subnormal numbers as of the smallest normal
+            half = max(top / largest, torch.finfo(torch.float32).tiny) / 2  # no step is subnormal
             if came.isinf().any():
                 return Finding("too large", f"{where}: an infinity that nobody put in.")
             off = (given - came).abs().nan_to_num(torch.inf).max()

@@ -330,8 +330,8 @@ OPEN = {
     "reduce_bucket": (
         "This is how one bucket's gradients leave. Where have you written that before?",
         "As in `reduce` of stage 2, but for one line: what begins the collective is a method of its own here.",
-        "`take_room`, `seal`, then `self.reduce_scatter(bucket)`, its handle kept on the bucket; `local` is None again, "
-        "and the handle goes to `travelling`.",
+        "`take_room`, `seal`, then `self.reduce_scatter(bucket)`, its handle kept on the bucket; `local` is None "
+        "again, and the handle goes to `travelling`.",
     ),
     "reduce_scatter": (
         "What leaves here is the gradients of one bucket. Where have you sent those before?",
