@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-import math
 import reprlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
@@ -23,7 +23,7 @@ class Form:
 
 
 def is_number(answer):
-    return isinstance(answer, Real) and not isinstance(answer, bool) and math.isfinite(answer)
+    return isinstance(answer, Real) and not isinstance(answer, bool) and abs(answer) <= sys.float_info.max
 
 
 def numbers(count, example):
@@ -32,7 +32,7 @@ def numbers(count, example):
     def fits(answer):
         return isinstance(answer, tuple | list) and len(answer) == count and all(map(is_number, answer))
 
-    return Form(f"{count} numbers, such as {example}", fits)
+    return Form(f"a tuple of {count} numbers, such as {example}", fits)
 
 
 def by_name(names):

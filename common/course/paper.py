@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from common import models
+from common.course.answers import is_number
 from common.errors import InputError
 from common.measure.memory import Timeline
 from common.models.gpt import GPT, GPTConfig
@@ -143,7 +144,7 @@ def verdict(answer, question):
         return f'no answer: it is missing; leave it as "{OPEN}" where you do not know'
     if question.names and answer not in question.names:
         return f"no answer: {answer!r}; choose from {', '.join(question.names)}"
-    if not question.names and type(answer) not in (int, float):
+    if not question.names and not is_number(answer):
         return f"no answer: {answer!r} is no number; write 1.5e9, for instance, without quotes"
     if same(answer, question.right):
         return "right"

@@ -4,7 +4,7 @@ It stands here so that no question's cell shows its answer: do not read on befor
 verdict. `recorded` is what `common.course.recording.record_step` returned.
 """
 
-from common.course.answers import NUMBER, Form, asks, is_number, numbers
+from common.course.answers import NUMBER, Form, asks, numbers
 from common.train import show_bytes
 
 # Bytes for each parameter in fp32 with Adam: (those that every rank holds, those of which it holds an N-th).
@@ -58,14 +58,14 @@ def _near(one, other, within):
     return len(one) == len(other) and all(abs(a - b) <= within * abs(b) for a, b in zip(one, other, strict=True))
 
 
-def _stage_on_ranks(answer):
-    if not isinstance(answer, tuple | list) or len(answer) != 2 or not all(map(is_number, answer)):
-        return False
-    return answer[0] in range(4) and answer[1] >= 1
-
-
-STAGE_ON_RANKS = Form("a stage, 0 to 3, and a number of ranks, such as (1, 64)", _stage_on_ranks)
-RANKS_AND_FLOOR = numbers(2, "(8, 50)")
+PAIR = numbers(2, "(8, 50)")
+STAGE_ON_RANKS = Form(
+    "a stage, 0 to 3, and a number of ranks, such as (1, 64)",
+    lambda answer: PAIR.fits(answer) and answer[0] in range(4) and answer[1] >= 1,
+)
+RANKS_AND_FLOOR = Form(
+    "a number of ranks and one of GB, such as (8, 50)", lambda answer: PAIR.fits(answer) and answer[0] >= 1
+)
 
 
 # ---- 00: all stages ---------------------------------------------------------------------------------------------
