@@ -8,7 +8,7 @@ A test compares what is there with what this writes, so that no exercise falls b
 import argparse
 from dataclasses import replace
 
-from common.course.parts import ROOT, Edit, Exercise, Part, bare, methods_of, place, solutions, written
+from common.course.parts import ROOT, Edit, Exercise, Part, bare, methods_of, place, shows, solutions, written
 from common.errors import InputError
 from common.outputs import one_line_errors
 
@@ -277,9 +277,11 @@ def apart(exercises):
         methods, lines = methods_of(exercise.solution)
         for name, method in methods.items():
             body = bare(lines[slice(*place(method, Part(name, ""), lines))])
-            before = [where for text, where in asked if text in body]
+            before = [(text, where) for text, where in asked if shows(body, text)]
             if name not in parts and before:
-                parts[name] = Part(name, f"You have written this before, in {before[-1]}.")
+                text, where = before[-1]
+                but = "" if text in body else ", but for a line"
+                parts[name] = Part(name, f"You have written this before{but}, in {where}.")
         asked += [(text, f"`{name}` of {exercise.path.name}") for name, text in solutions(exercise).items()]
         found.append(replace(exercise, parts=tuple(parts[name] for name in methods if name in parts)))
     return found

@@ -9,6 +9,7 @@ each class says in `truth`, and `check` holds a student's answers against it.
 import itertools
 from dataclasses import dataclass
 
+from common.course.answers import NAME, NUMBER, Form, asks, by_name, is_number, unfit
 from common.train import find_engine
 
 EVERY = "every rank"
@@ -163,17 +164,23 @@ def e():
     return Engine
 
 
+FORMS = {
+    "kind": NUMBER,
+    "rank": Form(f'a rank, or "{EVERY}"', lambda answer: answer == EVERY or is_number(answer)),
+    "place": NAME,
+}
 FAULTS = {"a": a, "b": b, "c": c, "d": d, "e": e}
 
 
-def check(question, answers):
+@asks(by_name(FAULTS), str)
+def check(question, answer):
     """Whether answers are right, a line for each.
 
     Args:
         question: "kind", "rank" or "place".
-        answers: {letter: answer or None}; a kind is its number in KINDS.
+        answer: {letter: answer or None}; a kind is its number in KINDS.
     """
-    return "\n".join(f"{letter}: {_verdict(question, letter, answer)}" for letter, answer in answers.items())
+    return "\n".join(f"{letter}: {_verdict(question, letter, one)}" for letter, one in answer.items())
 
 
 def _verdict(question, letter, answer):
@@ -181,27 +188,38 @@ def _verdict(question, letter, answer):
     right = getattr(truth, question)
     if answer is None:
         return "not solved yet"
+    if line := unfit(answer, FORMS[question]):
+        return line
     if answer == (KINDS.index(right) if question == "kind" else right):
         return "solved"
     return f"not yet: {truth.hints[question]}"
 
 
-def check_probes(kept, unnoticed):
+NAMES = Form(
+    'a list of names, such as ["accounts"]', lambda answer: isinstance(answer, list) and all(map(NAME.fits, answer))
+)
+
+
+@asks(NAMES, str)
+def check_probes(answer, unnoticed):
     """Whether some probes notice all mutants, and no fewer would.
 
     Args:
-        kept: names of probes, or None.
+        answer: names of probes, or None.
         unnoticed: {mutant: {probe: whether the mutant passes it}}.
     """
-    if kept is None:
+    if answer is None:
         return "not solved yet"
+
+    names = next(iter(unnoticed.values()))
+    if not set(answer) <= names.keys():
+        return f"not yet: choose from {', '.join(names)}"
 
     def missed(probes):
         return [mutant for mutant, passes in unnoticed.items() if all(passes[probe] for probe in probes)]
 
-    if missed(kept):
-        return f"not yet: nobody notices that {missed(kept)[0]}"
-    names = next(iter(unnoticed.values()))
-    if any(not missed(fewer) for fewer in itertools.combinations(names, len(set(kept)) - 1)):
+    if missed(answer):
+        return f"not yet: nobody notices that {missed(answer)[0]}"
+    if any(not missed(fewer) for fewer in itertools.combinations(names, len(set(answer)) - 1)):
         return "not yet: all are noticed, but fewer probes would do"
     return "solved"

@@ -180,7 +180,9 @@ def rounded(case, found, expected, own):
                 if not came.isnan().all():
                     return Finding("no NaN", f"{where}, and not as NaN.")
                 continue
-            half = top / largest / 2
+            half = max(top / largest, torch.finfo(torch.float32).tiny) / 2  # no step is subnormal
+            if came.isinf().any():
+                return Finding("too large", f"{where}: an infinity that nobody put in.")
             off = (given - came).abs().nan_to_num(torch.inf).max()
             if off > half * (1 + 1e-5):
                 whole = values[0].abs().max() / largest / 2

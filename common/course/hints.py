@@ -327,6 +327,12 @@ OPEN = {
         "The shards are what `bucket.parameters` is, on each rank its own; `bucket.full` has room for all.",
         "Return the Handle of `self.comm.all_gather` from the one to the other, under the bucket's name.",
     ),
+    "reduce_bucket": (
+        "This is how one bucket's gradients leave. Where have you written that before?",
+        "As in `reduce` of stage 2, but for one line: what begins the collective is a method of its own here.",
+        "`take_room`, `seal`, then `self.reduce_scatter(bucket)`, its handle kept on the bucket; `local` is None "
+        "again, and the handle goes to `travelling`.",
+    ),
     "reduce_scatter": (
         "What leaves here is the gradients of one bucket. Where have you sent those before?",
         "As in `reduce` of stages 1 and 2: of all gradients of the bucket each rank keeps the mean of its shard.",

@@ -13,6 +13,7 @@ import torch
 
 from common import capacity, models
 from common.capacity import give_back_freed_memory, hard_limit, held, ran_out_of_memory
+from common.course.answers import NUMBER, Form, asks, numbers
 from common.course.questions import AGAIN, judged
 from common.course.recording import ADAMW, batch
 from common.errors import InputError
@@ -168,6 +169,7 @@ def rows_of(trace, rank=0):
 # ---- 08: offload ------------------------------------------------------------------------------------------------
 
 
+@asks(numbers(3, "(2, 4, 8)"))
 def check_placed(formula, ranks, counted):
     """Hold `formula(n)`, bytes of a parameter (on the device, on the host, over the bus), against a counted step."""
     held = [sum(counted["held"][tier].values()) / counted["parameters"] for tier in ("device", "host")]
@@ -185,6 +187,7 @@ def check_placed(formula, ranks, counted):
         print(f"{n} ranks: {judged(formula(n), truth, hints, WITHIN)}")
 
 
+@asks(NUMBER)
 def check_tokens(formula, cases):
     """Hold `formula(seconds, flops)`, tokens, against cases {title: (host's seconds for a parameter, operations/s)}."""
     for title, (seconds, flops) in cases.items():
@@ -198,6 +201,7 @@ def check_tokens(formula, cases):
         print(f"{title}: {judged(formula(seconds, flops), seconds * flops / 6, hints, WITHIN)}")
 
 
+@asks(NUMBER)
 def check_reads(formula, warm_up, reads):
     """Hold `formula(i, w)`, updates that iteration i reads, against a run, [reads]; and w = 40 against the rule."""
     for w, truth in ((warm_up, reads), (40, [i if i <= 40 else i - 1 for i in range(60)])):
@@ -210,13 +214,14 @@ def check_reads(formula, warm_up, reads):
                 "iteration w reads all before it",
             ),
         ]
-        verdict = judged(None if said[0] is None else tuple(said), tuple(truth), hints)
+        verdict = judged(None if None in said else tuple(said), tuple(truth), hints)
         if verdict.endswith(AGAIN):
             first = next(i for i, (one, other) in enumerate(zip(said, truth, strict=True)) if one != other)
             verdict = f"not yet: iteration {first} reads {truth[first]} updates, and not {said[first]}"
         print(f"w = {w}: {verdict}")
 
 
+@asks(numbers(2, "(3, 1.5)"))
 def check_rates(answer):
     """Whether (exact, delayed) are the largest learning rates of gradient descent that are stable, in 1/λ."""
     hints = [
@@ -232,6 +237,7 @@ def check_rates(answer):
 # ---- 09: infinity -----------------------------------------------------------------------------------------------
 
 
+@asks(numbers(2, "(4, 8)"))
 def check_moved(formula, ranks, counted):
     """Hold `formula(n)`, bytes of a parameter (read, written) in a step with all on disk, against a counted one."""
     found = [sum(counted["moved"][way].values()) / counted["parameters"] for way in DISK]
@@ -269,6 +275,16 @@ def under_way(events):
     return found
 
 
+def _is_ahead(answer):
+    if not isinstance(answer, tuple | list) or len(answer) != 2 or not isinstance(answer[1], tuple | list):
+        return False
+    return all(isinstance(unit, str) for unit in (answer[0], *answer[1]))
+
+
+AHEAD = Form('a unit and a list of units, such as ("blocks.1", ["blocks.2"])', _is_ahead)
+
+
+@asks(AHEAD)
 def check_ahead(formula, events):
     """Hold `formula(order, i)`, (unit gathered, [units read]) while the i-th of a forward computes, against a step."""
     found = [one for one in under_way(events) if one[0] == "forward"]
@@ -290,6 +306,7 @@ def check_ahead(formula, events):
     print("solved")
 
 
+@asks(NUMBER)
 def check_bandwidth(formula, peak, cases):
     """Hold `formula(efficiency, intensity, peak, n)`, bytes a second, against cases {title: the first, second, n}."""
     for title, (efficiency, intensity, n) in cases.items():

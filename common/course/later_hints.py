@@ -95,8 +95,7 @@ LATER = {
             "Largest absolute value of each block / `self.largest`, but no less than the smallest normal number, so "
             "that nothing is divided by zero. What is written to `scales` is NaN for a block that is not finite.",
             "`part.abs().amax(dim=-1)`; divide it and clamp from below; `torch.where` it is finite the scale, else "
-            "NaN, copied into `scales`; then `part / scale[..., None]`, rounded, clamped to the largest code on both "
-            "sides.",
+            "NaN, copied into `scales`; then `part / scale[..., None]`, rounded: no step is beyond the largest code.",
         ),
         "open Blocks._values": (
             "A code says how many steps; a value is how large they are together.",
@@ -136,9 +135,15 @@ LATER = {
         ),
         "no NaN": (
             "A gradient that overflowed has to be seen by whoever scales the loss. Here it became a number.",
-            "A code cannot say NaN, and a scale can. Which blocks need that?",
+            "A code cannot say NaN: which integer becomes of it depends on the machine. A scale can. Which blocks need "
+            "that?",
             "Where the largest value of a block is not finite, write NaN as its scale: it comes back as NaN "
             "throughout.",
+        ),
+        "too large": (
+            "The largest number that fp32 has went in, and an infinity comes back: a scaler takes it for an overflow.",
+            "Largest code times scale is the largest number of the block, but for rounding. Rounding also goes up.",
+            "In `_values` clamp the product by `largest` on both sides; NaN stays.",
         ),
         "table": (
             "The ranks of a node hold a copy of the bucket together. Between them nothing may be missing or kept "

@@ -4,6 +4,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.course.answers import NUMBER, TRUTH, asks, numbers
 from common.measure.memory import storage_id
 from common.tensors import tensors_in
 
@@ -50,14 +51,19 @@ class Moves(TorchDispatchMode):
         return len(self.moves)
 
 
-def check_batch(answer, room, peaks):
-    """Whether an answer is the largest batch that fits.
+@asks(numbers(2, "(3, 4)"), str)
+def check_batches(answer, room, peaks):
+    """Whether answers are the largest batches that fit, a line for each.
 
     Args:
-        answer: samples per rank, or None.
+        answer: samples per rank, for each of `peaks`; or None.
         room: bytes.
-        peaks: {samples per rank: bytes at the peak}, measured: what lies beyond them is continued as a line.
+        peaks: [{samples per rank: bytes at the peak}], measured: what lies beyond them is continued as a line.
     """
+    return "\n".join(_batch(one, room, of_one) for one, of_one in zip(answer or (None, None), peaks, strict=True))
+
+
+def _batch(answer, room, peaks):
     if answer is None:
         return "not solved yet"
     (few, low), (many, high) = min(peaks.items()), max(peaks.items())
@@ -74,36 +80,38 @@ def check_batch(answer, room, peaks):
     return f"not yet: {answer} samples need {needed / 1e6:.1f} MB, so there is room for more"
 
 
-def check_refused(refused, holes):
-    """Whether `refused(holes, nbytes)` says which requests fragmentation alone refuses.
+@asks(TRUTH, str)
+def check_refused(formula, holes):
+    """Whether `formula(holes, nbytes)` says which requests fragmentation alone refuses.
 
     Args:
-        refused: the student's function.
+        formula: the student's function.
         holes: bytes of each hole.
     """
     free, largest = sum(holes), max(holes)
-    if refused(holes, free) is None:
+    if formula(holes, free) is None:
         return "not solved yet"
-    if refused(holes, free + 1):
+    if formula(holes, free + 1):
         return "not yet: where less is free than is asked for, that alone is the reason"
-    if not refused(holes, largest + 1):
+    if not formula(holes, largest + 1):
         return "not yet: a block lies in one piece, so the largest hole decides, not the sum of all"
-    if refused(holes, largest):
+    if formula(holes, largest):
         return "not yet: what is just as large as the largest hole fits into it"
     return "solved"
 
 
-def check_depths(answer, rows, within=0.15):
+@asks(NUMBER, str)
+def check_depths(formula, rows, within=0.15):
     """Lines that hold a formula for the largest depth against the record of a search below a wall.
 
     Args:
-        answer: the student's function of (stage number, ranks, room in bytes), which returns layers.
+        formula: the student's function of (stage number, ranks, room in bytes), which returns layers.
         rows: {stage number: (ranks, room, layers that trained)}.
         within: of the recorded depth: buckets in flight, activations and the embedding are not in the formula.
     """
     lines = []
     for stage, (ranks, room, layers) in rows.items():
-        said = answer(stage, ranks, room)
+        said = formula(stage, ranks, room)
         if said is None:
             verdict = "not solved yet"
         elif abs(said - layers) <= within * layers:

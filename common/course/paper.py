@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from common import models
+from common.course.answers import is_number
 from common.errors import InputError
 from common.measure.memory import Timeline
 from common.models.gpt import GPT, GPTConfig
@@ -114,42 +115,42 @@ def check(path):
     """Hold a file's answers against what is right.
 
     Returns:
-        {group.name: "right", "open", or "not yet: " and a hint}
+        {group.name: "right", "open", "not yet: " and a hint, or "no answer: " and what one looks like}
 
     Raises:
         InputError: there is no such file, or it is no sheet.
     """
     try:
         found = tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; give a sheet, or write one with --seed 7") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"{path} cannot be read as a sheet: {error}") from error
     if type(found.get("seed")) is not int:
         raise InputError(f"{path} has no seed, so nobody knows its numbers; write a sheet with --seed 7")
     verdicts = {}
     for group, (_, questions) in groups(found["seed"]).items():
-        for question in questions:
-            name, answers = f"{group}.{question.name}", found.get(group, {})
-            if question.name not in answers:
-                raise InputError(f'{path}: {name} is missing; leave it as "{OPEN}" where you do not know')
-            verdicts[name] = verdict(name, answers[question.name], question)
+        answers = found.get(group)
+        answers = answers if isinstance(answers, dict) else {}
+        verdicts |= {f"{group}.{one.name}": verdict(answers.get(one.name), one) for one in questions}
     return verdicts
 
 
-def verdict(name, answer, question):
-    """What there is to say of an answer.
-
-    Raises:
-        InputError: it is none.
-    """
+def verdict(answer, question):
+    """What there is to say of an answer; None is a missing one."""
     if answer == OPEN:
         return "open"
+    if answer is None:
+        return f'no answer: it is missing; leave it as "{OPEN}" where you do not know'
     if question.names and answer not in question.names:
-        raise InputError(f"{name} = {answer!r}: choose from {', '.join(question.names)}")
-    if not question.names and type(answer) not in (int, float):
-        raise InputError(f"{name} = {answer!r} is no number; write 1.5e9, for instance, without quotes")
+        return f"no answer: {answer!r}; choose from {', '.join(question.names)}"
+    if not question.names and not is_number(answer):
+        return f"no answer: {answer!r} is no number; write 1.5e9, for instance, without quotes"
     if same(answer, question.right):
         return "right"
-    hint = next((hint for wrong, hint in question.hints if same(answer, wrong)), "count it again, part by part")
+    powers = [] if question.names else [10.0**power * question.right for power in range(-12, 13)]
+    hints = [*question.hints, *((wrong, "off by a power of ten: check the unit") for wrong in powers)]
+    hint = next((hint for wrong, hint in hints if same(answer, wrong)), "count it again, part by part")
     return f"not yet: {hint}"
 
 

@@ -145,6 +145,13 @@ def bare(lines):
     return "\n".join(line.strip() for line in lines if line.strip())
 
 
+def shows(body, solution):
+    """Whether a body has a part's lines, both as `bare` gives them; of more than two lines, all but one."""
+    lines = solution.splitlines()
+    missing = sum(line not in body.splitlines() for line in lines)
+    return solution in body or (len(lines) > 2 and missing <= 1)
+
+
 def methods_of(text):
     """The methods of a text's classes, in its order, {name: node}, and its lines. An engine's go without its name."""
     found, lines = {}, text.splitlines()

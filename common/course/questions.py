@@ -4,6 +4,7 @@ It stands here so that no question's cell shows its answer: do not read on befor
 verdict. `recorded` is what `common.course.recording.record_step` returned.
 """
 
+from common.course.answers import NUMBER, Form, asks, numbers
 from common.train import show_bytes
 
 # Bytes for each parameter in fp32 with Adam: (those that every rank holds, those of which it holds an N-th).
@@ -57,9 +58,20 @@ def _near(one, other, within):
     return len(one) == len(other) and all(abs(a - b) <= within * abs(b) for a, b in zip(one, other, strict=True))
 
 
+PAIR = numbers(2, "(8, 50)")
+STAGE_ON_RANKS = Form(
+    "a stage, 0 to 3, and a number of ranks, such as (1, 64)",
+    lambda answer: PAIR.fits(answer) and answer[0] in range(4) and answer[1] >= 1,
+)
+RANKS_AND_FLOOR = Form(
+    "a number of ranks and one of GB, such as (8, 50)", lambda answer: PAIR.fits(answer) and answer[0] >= 1
+)
+
+
 # ---- 00: all stages ---------------------------------------------------------------------------------------------
 
 
+@asks(NUMBER)
 def by_stage(formula, results, measured):
     """Hold `formula(stage, n, parameters)` against what `compare` measured in each stage; 0.5 % is left for padding.
 
@@ -77,12 +89,13 @@ def by_stage(formula, results, measured):
         print(f"stage {stage}: {verdict}")
 
 
-def stage_and_ranks(choice):
+@asks(STAGE_ON_RANKS)
+def stage_and_ranks(answer):
     """Whether (stage, ranks) fits into 32 GB, sends no more than stage 0, and takes the fewest ranks."""
-    if choice is None:
+    if answer is None:
         print("not solved yet")
         return
-    stage, n = choice
+    stage, n = answer
     if gigabytes(stage, n) > 32:
         print(f"not yet: {gigabytes(stage, n):.1f} GB on each rank")
     elif stage == 3:
@@ -104,6 +117,7 @@ def gigabytes(stage, n):
 # ---- 01 to 03: a stage ------------------------------------------------------------------------------------------
 
 
+@asks(NUMBER)
 def held(stage, formula, ranks, recorded):
     """Hold `formula(n, numel)`, bytes of model states, against what was counted, and on 64 ranks the stage's own."""
     numel = ranks * sum(recorded["shards"])  # with padding
@@ -116,6 +130,7 @@ def held(stage, formula, ranks, recorded):
         print(f"{n} ranks: {judged(formula(n, numel), truth, hints)}")
 
 
+@asks(NUMBER)
 def sent(formula, ranks, recorded):
     """Hold `formula(n, numel)`, bytes that a rank of stage 1 sends, against what was counted, and on 64 ranks."""
     numel = ranks * sum(recorded["shards"])
@@ -129,6 +144,7 @@ def sent(formula, ranks, recorded):
         print(f"{n} ranks: {judged(formula(n, numel), truth, hints)}")
 
 
+@asks(RANKS_AND_FLOOR)
 def ranks_and_floor(answer):
     """Whether (ranks, GB) are those with which stage 1 comes to 48 GB, and below which it never comes."""
     fewest, floor = next(n for n in range(1, 1000) if gigabytes(1, n) <= 48), 7.5 * (2 + 2)
@@ -142,6 +158,7 @@ def ranks_and_floor(answer):
     check_answer(answer, (fewest, floor), hints)
 
 
+@asks(NUMBER)
 def most_alive(formula, arrivals, ranks, recorded):
     """Hold `formula(arrivals, n)`, bytes of gradients at the worst moment of stage 2, against what was counted."""
     hints = [
@@ -153,6 +170,7 @@ def most_alive(formula, arrivals, ranks, recorded):
     check_answer(formula(arrivals, ranks), max(now["gradients"] for _, now in recorded["operations"]), hints)
 
 
+@asks(NUMBER)
 def sent_accumulating(formula, ranks, k, counted):
     """Hold `formula(n, numel, k)`, bytes that stage 2 sends in k micro-batches, against counted {collective: bytes}."""
     whole = counted["all_gather"]  # once, of all parameters
@@ -166,6 +184,7 @@ def sent_accumulating(formula, ranks, k, counted):
     check_answer(formula(ranks, numel, k), sum(counted.values()), hints)
 
 
+@asks(NUMBER)
 def sent_by_units(formula, ranks, recorded):
     """Hold `formula(n, units)`, bytes that stage 3's page sends, against what was counted."""
     units = [ranks * shard for shard in recorded["shards"]]
@@ -179,6 +198,7 @@ def sent_by_units(formula, ranks, recorded):
     check_answer(formula(ranks, units), sum(recorded["sent"].values()), hints)
 
 
+@asks(NUMBER)
 def most_gathered(formula, ranks, recorded):
     """Hold `formula(units)`, bytes of gathered units at the worst moment of stage 3, against what was counted."""
     units = [ranks * shard for shard in recorded["shards"]]
@@ -190,6 +210,7 @@ def most_gathered(formula, ranks, recorded):
     check_answer(formula(units), max(now["gathered units"] for _, now in recorded["operations"]), hints)
 
 
+@asks(RANKS_AND_FLOOR)
 def trillion(answer):
     """Whether (ranks, GB) are those with which stage 3 trains 1e12 parameters in 40 GB, and stage 2's floor."""
     truth, hints = (16e12 / 40e9, 2e12 / 1e9), []

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from common import models
+from common.course.answers import NUMBER, asks
 from common.course.questions import judged
 from common.course.recording import ADAMW, batch
 from common.errors import InputError
@@ -120,8 +121,9 @@ def _first_fault(rounded):
     except (TypeError, ValueError, RuntimeError) as error:
         return f"not yet: it raises {type(error).__name__}: {error}"
     for bits, found in arrived.items():
-        if found.shape != (4 * 256,):
-            return f"not yet: of {4 * 256} values come {list(found.shape)}"
+        come = list(found.shape) if torch.is_tensor(found) else f"no tensor, but {type(found).__name__}"
+        if come != [4 * 256]:
+            return f"not yet: of {4 * 256} values come {come}"
         steps = values.abs().amax(dim=1, keepdim=True) / (2 ** (bits - 1) - 1)
         codes = found.view(4, 256) / steps
         off = (codes - values / steps).abs().amax(dim=1)
@@ -139,6 +141,7 @@ def _first_fault(rounded):
 # ---- 10: questions -----------------------------------------------------------------------------------------------
 
 
+@asks(NUMBER)
 def leaves_a_node(formula, ranks, counted):
     """Hold `formula(numel, nodes, places)`, bytes leaving a node with all three switches, against what was counted."""
     numel = counted["numel"]
@@ -161,6 +164,7 @@ def leaves_a_node(formula, ranks, counted):
         print(f"{nodes} nodes of {places} ranks: {judged(formula(numel, nodes, places), truth, hints, within=0.03)}")
 
 
+@asks(NUMBER)
 def second_shards(formula, ranks, counted):
     """Hold `formula(numel, n, p)`, bytes of model states in 16-bit with second shards, against what was counted.
 
@@ -181,6 +185,7 @@ def second_shards(formula, ranks, counted):
         print(f"{n} ranks in nodes of {p}: {judged(formula(numel, n, p), truth, hints, within=0.01)}")
 
 
+@asks(NUMBER)
 def largest_error(formula):
     """Whether `formula(largest, bits)` is the most by which a value of a block may be off."""
     for largest, bits in ((1.0, 8), (0.7, 4)):
@@ -197,6 +202,7 @@ def largest_error(formula):
 # ---- 11: questions -----------------------------------------------------------------------------------------------
 
 
+@asks(NUMBER)
 def smallest_increase(formula):
     """Whether `formula(weight)` is half the spacing of bf16 above a weight: what is smaller vanishes."""
     for weight in (1.0, 0.02, 3.0):
@@ -212,6 +218,7 @@ def smallest_increase(formula):
         print(f"weight {weight}: {judged(formula(weight), power * 2**-8, hints)}")
 
 
+@asks(NUMBER)
 def largest_scale(formula, largest):
     """Whether `formula(largest)` is the largest power of two under whose loss scale fp16 does not overflow."""
     for top in (largest, 0.01):
@@ -229,6 +236,7 @@ def largest_scale(formula, largest):
 HELD = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}
 
 
+@asks(NUMBER)
 def held(formula, ranks, counted):
     """Hold `formula(stage, n)`, bytes for each parameter, against counted {stage: bytes for each parameter}."""
     for stage, found in counted.items():

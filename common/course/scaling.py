@@ -6,6 +6,7 @@
 import math
 from dataclasses import replace
 
+from common.course.answers import NAME, NUMBER, Form, asks, by_name, unfit
 from common.course.questions import check_answer, judged
 from common.plan.__main__ import ADVISED, LANDMARKS, USABLE, fit, of_model, of_size
 from common.plan.formulas import WAYS, Rank
@@ -62,9 +63,13 @@ def decision(rows):
 # ---- 12: scale --------------------------------------------------------------------------------------------------
 
 
-def check_landmarks(answers):
+STAGE = Form("a stage, 0 to 3", lambda answer: answer in range(4))
+
+
+@asks(by_name(LANDMARKS))
+def check_landmarks(answer):
     """Whether {landmark: the lowest stage, 0 to 3, that fits} is what the plan says."""
-    for name, answer in answers.items():
+    for name, lowest_stage in answer.items():
         rows = landmark(name)
         truth = TITLES.index(lowest(rows))
         hints = [
@@ -73,9 +78,10 @@ def check_landmarks(answers):
             else (stage, f"stage {stage} takes {show_bytes(round(rows[TITLES[stage]]['device']))} of a GPU")
             for stage in range(4)
         ]
-        print(f"{name}: {judged(answer, truth, hints)}")
+        print(f"{name}: {unfit(lowest_stage, STAGE) or judged(lowest_stage, truth, hints)}")
 
 
+@asks(NUMBER)
 def check_in_flight(formula, shape, worst):
     """Hold `formula(block, rest)`, bytes that come and go in stage 3, against the worst moment of a simulated rank.
 
@@ -98,6 +104,7 @@ def check_in_flight(formula, shape, worst):
     check_answer(formula(block, rest), truth, hints, within=0.01)  # the shards' padding is not in a formula
 
 
+@asks(NUMBER)
 def check_gpus(answer):
     """Whether it is the smallest power of two of H100s on which stage 3 trains gpt-1t."""
     shape, machine = of_model("gpt-1t"), preset("h100-80g")
@@ -134,6 +141,7 @@ def case(name):
     return ways(of_size(size), machine, gpus)
 
 
+@asks(NUMBER)
 def check_crossover(formula):
     """Hold `formula(bytes_per_parameter, flops_per_second, link)`, in tokens, against where the two times are equal."""
     a100, v100 = preset("a100-80g"), preset("v100-32g")
@@ -152,27 +160,31 @@ def check_crossover(formula):
         print(f"{name}: {judged(formula(per_parameter, speed, rate), truth, hints)}")
 
 
-def check_decisions(answers):
+@asks(by_name(CASES))
+def check_decisions(answer):
     """Whether {case: title of a way} are the lowest that fit, with ZeRO++ where links are what a step waits for."""
-    for name, answer in answers.items():
+    for name, title in answer.items():
         rows = case(name)
         truth = decision(rows)
-        if answer is None:
+        if title is None:
             verdict = "not solved yet"
-        elif answer not in rows:
+        elif line := unfit(title, NAME):
+            verdict = line
+        elif title not in rows:
             verdict = f"not yet: choose from {', '.join(rows)}"
-        elif answer == truth:
+        elif title == truth:
             verdict = "solved"
-        elif not rows[answer]["fits"]:
-            verdict = f"not yet: it takes {show_bytes(round(rows[answer]['device']))} of a GPU"
-        elif answer == lowest(rows):
-            seconds, computes = rows[answer]["seconds"]["collectives"], rows[answer]["computes"]
+        elif not rows[title]["fits"]:
+            verdict = f"not yet: it takes {show_bytes(round(rows[title]['device']))} of a GPU"
+        elif title == lowest(rows):
+            seconds, computes = rows[title]["seconds"]["collectives"], rows[title]["computes"]
             verdict = f"not yet: it fits, but sends for {seconds:.2g} s where it computes for {computes:.2g} s"
         else:
             verdict = "not yet: it fits, but so does a lower one that sends or moves less"
         print(f"{name}: {verdict}")
 
 
+@asks(NUMBER)
 def token_factor(answer):
     """Whether it is what a sum over tokens is multiplied by: two ranks, with (10, 30) and (40, 0) tokens."""
     hints = [

@@ -5,12 +5,12 @@ questions print "solved", "not solved yet", or "not yet" with what to look at.
 """
 
 import contextlib
-import math
 import statistics
 import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
+from common.course.answers import NUMBER, TRUTH, asks
 from common.measure.timeline import PHASES
 from common.ranks.collectives import Collectives
 from common.ranks.sockets import bytes_sent_by, own_sockets
@@ -255,6 +255,7 @@ def _end(event):
 # ---- the questions of 04_communication --------------------------------------------------------------------------
 
 
+@asks(NUMBER)
 def check_sent(formula, counts, nbytes):
     """Hold `formula(collective, n, m)`, the bytes that one rank sends, against counts {collective: [from, to]}."""
     for name, matrix in counts.items():
@@ -269,6 +270,7 @@ def check_sent(formula, counts, nbytes):
         print(f"{name}: {verdict(formula(name, n, nbytes), truth, hints=hints)}")
 
 
+@asks(NUMBER)
 def check_multiple(answer, sent, counts, unit):
     """Hold the multiple of (N-1)/N Ψ that stage 2 would send by gloo's own reduce-scatter against what was counted.
 
@@ -292,6 +294,7 @@ def check_multiple(answer, sent, counts, unit):
     print(verdict(answer, truth, within=0.05, hints=hints, unit=(1, "times")))
 
 
+@asks(NUMBER)
 def check_leaving(formula, counts, nbytes):
     """Hold `formula(way, n, p, m)`, the bytes that leave a node of p ranks, against counts {way: [from, to]}."""
     for way, matrix in counts.items():
@@ -307,20 +310,21 @@ def check_leaving(formula, counts, nbytes):
             print(f"{way}, nodes of {p}: {verdict(formula(way, n, p, nbytes), truth, hints=hints)}")
 
 
+@asks(NUMBER)
 def check_ring_time(formula, medians, n):
     """Hold `formula(n, m)`, seconds, against medians {bytes: seconds}: the smallest and the largest gave α and β."""
     smallest, *between, largest = sorted(medians)
+    answers = {size: formula(n, size) for size in medians}
+    if None in answers.values():
+        print("not solved yet")
+        return
     for size in (smallest, largest):
-        answer = formula(n, size)
-        if answer is None:
-            print("not solved yet")
-            return
         hints = {1 / (n - 1): "there are N-1 rounds, one after another", n: "a round sends M/N, and there are N-1"}
-        if (said := verdict(answer, medians[size], within=0.1, hints=hints)) != "solved":
+        if (said := verdict(answers[size], medians[size], within=0.1, hints=hints)) != "solved":
             print(f"{size / 1e6:g} MB: {said}")
             return
     for size in between:  # a factor of two for the machine's moods
-        answer, truth = formula(n, size), medians[size]
+        answer, truth = answers[size], medians[size]
         near = truth / 2 <= answer <= 2 * truth
         print(f"{size / 1e6:g} MB: predicted {1000 * answer:.1f} ms, measured {1000 * truth:.1f} ms")
         print("solved" if near else "not yet: α and β fit, but more than a factor of 2 is missing; measure again")
@@ -329,6 +333,7 @@ def check_ring_time(formula, medians, n):
 # ---- the questions of 05_throughput -----------------------------------------------------------------------------
 
 
+@asks(TRUTH)
 def check_apart(answer, ratio, interval):
     """Whether a difference is more than noise: the interval of the ratio (low, high) does not hold 1."""
     truth = not interval[0] <= 1 <= interval[1]
@@ -339,6 +344,7 @@ def check_apart(answer, ratio, interval):
         print(("solved: " if answer == truth else "not yet: ") + said + ("outside" if truth else "within"))
 
 
+@asks(NUMBER)
 def check_hidden(formula, steps):
     """Hold `formula(ms, share)`, ms that nothing hides, against steps {title: (ms, share beside computation)}."""
     for title, (lasted, share) in steps.items():
@@ -347,6 +353,7 @@ def check_hidden(formula, steps):
         print(f"{title}: {verdict(formula(lasted, share), truth, hints=hints, unit=(1, 'ms'))}")
 
 
+@asks(NUMBER)
 def check_messages(formula, counted):
     """Hold `formula(stage, buckets)` against counted {(stage, buckets): messages of a step}."""
     for (stage, buckets), truth in counted.items():
@@ -360,6 +367,7 @@ def check_messages(formula, counted):
         )
 
 
+@asks(NUMBER)
 def check_batch(formula, medians):
     """Hold `formula(batch)`, seconds of a step, against medians {batch: seconds}, the last of which it did not know."""
     *known, last = sorted(medians)
@@ -369,12 +377,11 @@ def check_batch(formula, medians):
             print(said if said == "not solved yet" else f"batch {batch}: {said}; your line should pass through it")
             return
     answer, truth = formula(last), medians[last]
+    if answer is None:
+        print("not solved yet")
+        return
     print(f"batch {last}: predicted {1000 * answer:.0f} ms, measured {1000 * truth:.0f} ms")
-    print(
-        "solved"
-        if abs(math.log(answer / truth)) < math.log(1.5)
-        else "not yet: more than half of it off; measure again"
-    )
+    print("solved" if truth / 1.5 < answer < 1.5 * truth else "not yet: more than half of it off; measure again")
 
 
 def verdict(answer, truth, *, within=0.02, hints=None, unit=(1e6, "MB")):

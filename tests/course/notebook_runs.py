@@ -1,6 +1,7 @@
 """The notebooks as they are stored, and as they run: what runs is a copy in memory, by default a shorter one."""
 
 import functools
+import re
 
 import nbformat
 from places import ROOT
@@ -29,6 +30,11 @@ questions.by_stage(lambda stage, n, parameters: 8 * (n - 1) / n * parameters, re
 for choice in ((1, 44), (2, 6), (2, 8), (3, 4)):
     questions.stage_and_ranks(choice)
 """
+
+# Cells that ask something, by their ids; where they leave the answer open; and what has the form of none.
+ASKS = ("question-", "exercise-", "factor")
+OPEN = re.compile(r"(return|=|:) None\b")
+UNFIT = ("'text'", "{...}", "(8, 'text')", "[[]]", "float('nan')", "print")
 
 # Run before anything is drawn: a figure says what its axes are, by a label or by names along them.
 LABELLED = """
@@ -73,11 +79,18 @@ def _executed(path, shorter):
     for told, less in SHORTER.get(path.stem, []) if shorter else []:
         (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and told in cell.source]
         cell.source = cell.source.replace(told, less)
+    notebook.cells += [unfit(cell) for cell in notebook.cells if cell.cell_type == "code" and cell.id.startswith(ASKS)]
     if path == START:
         notebook.cells += [nbformat.v4.new_code_cell(source) for source in (SOLUTIONS, MISTAKES)]
     imports = next(number for number, cell in enumerate(notebook.cells) if cell.id == "imports")
     notebook.cells.insert(imports + 1, nbformat.v4.new_code_cell(LABELLED))
     return execute(notebook, path.parent)
+
+
+def unfit(question):
+    """A cell that answers a question's cell in forms that it does not ask for, one after the other."""
+    asked = [OPEN.sub(rf"\1 {answer}", question.source) for answer in UNFIT]
+    return nbformat.v4.new_code_cell("\n\n\n".join(asked), id=f"unfit-{question.id}")
 
 
 def said(path, cell):

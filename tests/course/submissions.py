@@ -497,6 +497,13 @@ SUBMISSIONS += (
     ),
     plus("a block of zeros divides by zero", "zeros", pack=[TOP, "scale = top / self.largest", OR_NAN, ROUNDED]),
     plus("an infinity becomes a number", "no NaN", pack=[TOP, SCALE, "scales.copy_(scale.nan_to_num())", ROUNDED]),
+    plus("a scale is an infinity", "no NaN", True, pack=[TOP, SCALE, "scales.copy_(scale)", ROUNDED]),
+    plus("what rounds past the largest number", "too large", True, values=["return steps.mul_(scales[..., None])"]),
+    plus(
+        "steps that stay in their range are not clamped",
+        "",
+        pack=[TOP, SCALE, OR_NAN, "steps = (part / scale[..., None]).round_()"],
+    ),
     plus("scales are not written", "bound", pack=[TOP, SCALE, ROUNDED]),
     plus("codes come back as they are", "bound", values=["return steps.clamp_(-largest, largest)"]),
     plus(

@@ -12,7 +12,7 @@ from places import ROOT
 
 from common import capacity
 from common.course import faults
-from common.course.memory import Moves, check_batch, check_depths, check_refused
+from common.course.memory import Moves, check_batches, check_depths, check_refused
 from common.train import show_bytes
 
 MEMORY = ROOT / "notebooks" / "06_memory.ipynb"
@@ -90,7 +90,7 @@ def peaks(fixed, per_sample):
 
 
 def test_the_question_of_the_largest_batch_solves_and_knows_its_mistakes():
-    names = {"stage0": peaks(8e6, 3e6), "checkpointed": peaks(6e6, 1e6), "check_batch": check_batch}
+    names = {"stage0": peaks(8e6, 3e6), "checkpointed": peaks(6e6, 1e6), "check_batches": check_batches}
     ask = functools.partial(answered, MEMORY, "question-1", **names)
     assert ask(("return None", "return None")) == ["not solved yet"] * 2
     assert ask(("return None", "return 17, 54")) == ["solved"] * 2
@@ -137,7 +137,10 @@ def test_faults_know_right_from_wrong():
         for letter in truths:
             assert faults.check(question, {letter: None}) == f"{letter}: not solved yet"
             hint = faults.FAULTS[letter]().truth.hints[question]
-            assert faults.check(question, {letter: -1}) == f"{letter}: not yet: {hint}"
+            assert (
+                faults.check(question, {letter: "nowhere" if question == "place" else -1})
+                == f"{letter}: not yet: {hint}"
+            )
 
 
 def test_the_fewest_probes_that_notice_all():
@@ -147,3 +150,4 @@ def test_the_fewest_probes_that_notice_all():
     assert faults.check_probes(["both"], unnoticed) == "solved"
     assert "nobody notices that it leaks" in faults.check_probes(["bits"], unnoticed)
     assert "fewer" in faults.check_probes(["bits", "bytes"], unnoticed)
+    assert faults.check_probes(["speed"], unnoticed) == "not yet: choose from bits, bytes, both"

@@ -9,16 +9,17 @@ import re
 import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
-from notebook_runs import LABELLED, NOTEBOOKS, SHORTER, START, executed, printed, read, said
+from notebook_runs import ASKS, LABELLED, NOTEBOOKS, SHORTER, START, UNFIT, executed, printed, read, said
 from places import ROOT
 
-from common.course import faults
+from common.course import faults, hosts, memory, questions, rounding, scaling, wire
 from common.course.execute import METADATA, digest, execute
 from common.course.quiz import page, questions_of
 from common.train import STAGES
 
 MEMORY, DEBUGGING = NOTEBOOKS[6:8]
-ASKS = ("question-", "exercise-")  # how the ids of cells begin that ask something
+CHECKED = (faults, hosts, memory, questions, rounding, scaling, wire)
+CHECKS = {name for module in CHECKED for name, check in vars(module).items() if hasattr(check, "form")}
 
 
 def test_there_is_a_first_page():
@@ -60,6 +61,25 @@ def test_questions_are_open(path, shorter):
     assert len(ran) >= 2
     for name, text in ran.items():
         assert text.count("solved") == stored[name].count("not solved yet") == text.count("not solved yet") > 0, name
+
+
+@pytest.mark.parametrize(("path", "shorter"), map(runs, NOTEBOOKS))
+def test_an_answer_of_another_form_is_told_which_one_is_asked_for(path, shorter):
+    cells = [cell for cell in executed(path, shorter).cells if cell.id.startswith("unfit-")]
+    assert len(cells) >= 2
+    for cell in cells:
+        told = re.findall(r"not yet: .* is not (?:a|\d|True)", printed(cell))
+        assert len(told) >= len(UNFIT) - 1, (cell.id, printed(cell))  # where names are asked for, text is one
+        assert "solved" not in printed(cell), cell.id
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_check_of_a_question_asks_for_a_form(path):
+    for cell in read(path).cells:
+        if cell.cell_type == "code" and cell.id.startswith(ASKS):
+            calls = [node.func for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)]
+            called = {call.attr if isinstance(call, ast.Attribute) else call.id for call in calls}
+            assert called & CHECKS, cell.id
 
 
 def test_the_exercises_of_the_first_page_know_right_from_wrong():

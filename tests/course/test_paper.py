@@ -160,6 +160,7 @@ MISTAKES = [  # group, question, what a student may make of the right answers, a
     ("bytes", "before_the_step", lambda of: of["after_building"] + of["activations"], "gives activations back"),
     ("bytes", "after_the_step", lambda of: of["after_building"], "has made Adam's moments"),
     ("bytes", "activations", lambda of: of["activations"] / 5, "that is one sample"),
+    ("bytes", "after_the_step", lambda of: of["after_the_step"] / 1e9, "off by a power of ten: check the unit"),
     ("links", "sent", lambda of: of["sent"] / 2, "an element has 2 bytes"),
     ("links", "collectives_seconds", lambda of: of["collectives_seconds"] / 4, "all of the ring's bytes cross"),
     ("links", "computation_seconds", lambda of: of["computation_seconds"] / 4, "that is forward alone"),
@@ -189,9 +190,6 @@ def test_a_typical_mistake_gets_its_hint(group, name, wrong, hint, tmp_path):
     [
         (lambda text: text.replace("seed = 0", ""), "has no seed"),
         (lambda text: text + "[", "cannot be read"),
-        (lambda text: text.replace('tokens = "?"', ""), "links.tokens is missing"),
-        (lambda text: text.replace('sent = "?"', 'sent = "12 GB"'), "is no number"),
-        (lambda text: text.replace('lowest = "?"', 'lowest = "stage 4"'), "choose from"),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
@@ -201,6 +199,30 @@ def test_what_is_no_sheet_is_refused_in_one_line(change, said, tmp_path, capsys)
     assert run(path) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+def test_a_sheet_that_is_not_there_is_one_line(tmp_path, capsys):
+    assert run(tmp_path / "sheet.toml") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("sheet.toml: No such file or directory; give a sheet, or write one with --seed 7")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("links.tokens", lambda text: re.sub(r"tokens = .*", "", text), "it is missing"),
+        ("links.sent", lambda text: re.sub(r"sent = .*", 'sent = "12 GB"', text), "'12 GB' is no number"),
+        ("machine.lowest", lambda text: re.sub(r"lowest = .*", 'lowest = "stage 4"', text), "'stage 4'; choose from"),
+        ("machine.lowest", lambda text: re.sub(r"lowest = .*", "lowest = 4", text), "4; choose from"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_what_is_no_answer_leaves_the_others_checked(name, change, said, tmp_path):
+    path = tmp_path / "sheet.toml"
+    path.write_text(change(answered(SEEDS[0], by_hand(SEEDS[0]))))
+    verdicts = paper.check(path)
+    assert verdicts.pop(name).startswith(f"no answer: {said}")
+    assert set(verdicts.values()) == {"right"}
 
 
 def test_a_sheet_with_answers_is_not_written_over(tmp_path, capsys):

@@ -15,7 +15,7 @@ from submissions import SUBMISSIONS, within
 from common.course.cases import CASES
 from common.course.exercises import ALL, EXERCISES, LATER, apart
 from common.course.grading import grade
-from common.course.parts import ROOT, bare, solutions
+from common.course.parts import ROOT, Part, bare, methods_of, place, shows, solutions
 from common.course.release import __main__ as command
 from common.course.release import gradescope
 from common.errors import InputError
@@ -68,6 +68,16 @@ def test_no_solution_stands_in_the_tree(released):
             shown = [path for path, text in texts.items() if solution in text]
             assert not shown, (exercise.package, method)
             assert solution in bare(exercise.solution.splitlines())  # where it would be found
+
+
+def test_no_method_of_the_tree_shows_all_but_a_line_of_a_part(released):
+    for exercise in EXERCISES:
+        methods, lines = methods_of((released.tree / exercise.path.relative_to(ROOT)).read_text())
+        for name, method in methods.items():
+            body = bare(lines[slice(*place(method, Part(name, ""), lines))])
+            for other in EXERCISES:
+                shown = [part for part, solution in solutions(other).items() if shows(body, solution)]
+                assert not shown, (exercise.key, name, other.key)
 
 
 def seen(path):
