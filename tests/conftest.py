@@ -14,7 +14,9 @@ from training import ENGINES, SEVEN, STAGES
 from trap_models import CASES
 from worlds import HANGS, Worlds, WorldsThatMayHang, hangs
 
+from common.checkpoint.to_universal import RELEASE
 from common.errors import InputError
+from common.museum import installed
 from common.train import find_engine
 
 # The files that take minutes begin, so that of two processes none is left alone with one of them.
@@ -148,6 +150,15 @@ def browser():
     """The distribution's Chromium, headless; without it the test is skipped."""
     with chromium() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def deepspeed_place():
+    """The folder of the real DeepSpeed, which takes the package index; without it the test is skipped."""
+    try:
+        return installed("deepspeed", RELEASE, LOCAL / "museum")
+    except InputError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

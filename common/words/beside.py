@@ -17,16 +17,15 @@ from pathlib import Path
 
 import torch
 
+from common.checkpoint.to_universal import RELEASE
 from common.errors import InputError
 from common.measure import tables
 from common.measure.hardware import hardware
 from common.measure.tables import Table
 from common.museum import installed, last
-from common.outputs import check_outputs, one_line_errors, parser_of, publish
+from common.outputs import ROOT, check_outputs, one_line_errors, parser_of, publish
 
-RELEASE = "0.19.8"
 LIMIT = 900  # seconds for a library
-ROOT = Path(__file__).parent.parent.parent
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}}
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 1e-2}}

@@ -13,13 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
-from places import LOCAL, ROOT
+from places import ROOT
 from torch import nn
 
 from common.errors import InputError
-from common.museum import installed
 from common.words import deepspeed
-from common.words.beside import RELEASE, compared
+from common.words.beside import compared
 from common.words.deepspeed import keys
 from common.words.deepspeed.ops.adam import DeepSpeedCPUAdam
 from common.words.deepspeed.settings import optimizer_of, scheduler_of, settings
@@ -323,20 +322,11 @@ def test_adams_and_comm_are_torchs_and_what_is_missing_is_named(worlds):
 # ---- beside the real one ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def place():
-    """The folder of the real DeepSpeed."""
-    try:
-        return installed("deepspeed", RELEASE, LOCAL / "museum")
-    except InputError as error:
-        pytest.skip(str(error))
-
-
 @pytest.mark.exhaustive
-def test_losses_are_deepspeeds_and_where_they_part_the_cause_is_known(place):
+def test_losses_are_deepspeeds_and_where_they_part_the_cause_is_known(deepspeed_place):
     equal = [(2, "fp32", "plain", False), (3, "fp32", "accumulating", False), (1, "bf16", "plain", True)]
     apart = [(0, "fp32", "clipping", False), (2, "bf16", "accumulating", True), (3, "bf16", "plain", False)]
-    rows = compared([*equal, *apart], place, ranks=2)
+    rows = compared([*equal, *apart], deepspeed_place, ranks=2)
     assert [row["first_apart"] for row in rows[:3]] == [None] * 3
     assert [row["cause"] for row in rows[3:]] == ["clipping", "micro-batches", "first weights"]
     assert all(row["largest_difference"] < 5e-3 for row in rows)
