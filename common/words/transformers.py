@@ -106,10 +106,10 @@ class ByEngine:
     # ---- files --------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir=None, state_dict=None):
-        """The whole model, gathered by all ranks. 16-bit weights are saved as their fp32 masters, and called that."""
+        """The whole model, gathered to whom writes it. 16-bit weights are saved as fp32 masters, and called that."""
         if self.engine is None:
             return super()._save(output_dir, state_dict)
-        state = self.engine.full_state_dict()
+        state = self.engine.full_state_dict(to_rank=None if self.args.save_on_each_node else 0)
         dtypes = {tensor.dtype for tensor in state.values()}
         super()._save(output_dir, state)
         folder = output_dir or self.args.output_dir
