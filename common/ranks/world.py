@@ -62,12 +62,18 @@ def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, han
         What rank 0 returned; under torchrun None on the other ranks.
 
     Raises:
-        InputError: the number of ranks does not fit the machine, or a rank raised one.
+        InputError: the number of ranks does not fit the machine, a rank raised one, or srun started several of these.
         RankFailed: a local rank failed; the others were stopped. Under torchrun a rank that fails shows its
             traceback and exits with status 1 instead, and torchrun stops the others.
     """
     if told_by_torchrun() is not None:
         return _join(function, args, oversubscribe, ranks_per_node, timeout)
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if tasks > 1:
+        raise InputError(
+            f"srun started {tasks} tasks, and each would train a model of its own: have srun start torchrun, "
+            "once on each node (common/CLUSTERS.md)"
+        )
     asked = {"oversubscribe": oversubscribe, "ranks_per_node": ranks_per_node, "timeout": timeout}
     with LocalWorld(nproc, **asked) as local, _handing_on(local) if hand_on else contextlib.nullcontext():
         return local.run(function, *args)[0]

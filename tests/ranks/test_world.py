@@ -319,6 +319,12 @@ def test_a_number_of_ranks_that_does_not_fit_is_answered_with_the_remedy(monkeyp
     assert str(caught.value) == message
 
 
+def test_several_tasks_of_srun_without_torchrun_are_refused(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(InputError, match="srun started 2 tasks, and each would train a model of its own"):
+        launch(describe, nproc=1)
+
+
 def test_oversubscribed_ranks_share_the_cpus(worlds):
     assert worlds(8).run(threads) == [max(1, cpus() // 8)] * 8
 
