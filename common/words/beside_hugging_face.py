@@ -101,8 +101,8 @@ def apart(losses, names):
 class Windows(torch.utils.data.Dataset):
     """Windows of Python's own source as byte tokens; the first of each are no targets, of some more than of others."""
 
-    def __init__(self, count):
-        self.text = torch.tensor(load_text()[: count * WINDOW].copy()).long().view(count, WINDOW)
+    def __init__(self, count, start=0):
+        self.text = torch.tensor(load_text()[start : start + count * WINDOW].copy()).long().view(count, WINDOW)
 
     def __len__(self):
         return len(self.text)

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from baseline import sum_in_rank_order
 
-from common.data import load_text
+from common.words.beside_hugging_face import Windows
 
-WINDOW = 32
 USUAL = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "optim": "adamw_torch", "max_grad_norm": 0.0}
 QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
 
@@ -22,21 +21,6 @@ def as_by_torchrun(world):
     told = {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1}
     with mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}):
         yield
-
-
-class Windows(torch.utils.data.Dataset):
-    """Windows of Python's source, one byte a token. The first of each are no targets, of some more than of others."""
-
-    def __init__(self, count, start=0):
-        self.text = torch.tensor(load_text()[start : start + count * WINDOW].copy()).long().view(count, WINDOW)
-
-    def __len__(self):
-        return len(self.text)
-
-    def __getitem__(self, index):
-        labels = self.text[index].clone()
-        labels[: index * 7 % 20] = -100
-        return {"input_ids": self.text[index], "labels": labels}
 
 
 def llama(tied=False):
