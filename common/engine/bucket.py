@@ -204,7 +204,8 @@ class Bucket(Run, Piece):
         for name in self.slots:
             if name not in self._filled:
                 self._places[name].zero_()
-        self.local[self.numel :].zero_()
+        for gap in self.gaps:
+            self.local[gap].zero_()
         if self.gradients is not None:
             self._resize_gradients(self.gradients.nbytes)
 
