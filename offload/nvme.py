@@ -101,7 +101,7 @@ class InfinityEngine(stage3_param.Engine):
             moves += [(1, "device", g, each), (1, g, beside, mean)]
             moves += [(more, "device", "cpu" if g == "nvme" else g, each)]
             if g == "nvme":
-                looked_at = (self.clip_norm is not None) + (self.loss_scaler is not None)
+                looked_at = self.takes_norm + (self.loss_scaler is not None)
                 moves += [(more, "cpu", g, exact), (min(more, 1), g, "cpu", each), (max(more - 1, 0), g, "cpu", exact)]
                 moves += [(looked_at, g, "cpu", mean)]
             if o == "nvme":

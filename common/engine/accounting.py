@@ -94,7 +94,7 @@ class Accounts:
         if engine.loss_scaler is not None:
             predicted["all_gather"] += 4 * others  # one fp32 flag for the overflow
         first = engine.buckets[0]
-        if engine.clip_norm is not None and length(engine.owned(first).optimizer) < first.padded_numel:
+        if engine.takes_norm and length(engine.owned(first).optimizer) < first.padded_numel:
             predicted["all_gather"] += 8 * others  # one float64 for the norm
         predicted["broadcast"] += backwards * engine.buffers.nbytes * engine.comm.broadcast_copies()
         return {collective: sent for collective, sent in sorted(predicted.items()) if sent}

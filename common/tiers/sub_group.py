@@ -165,14 +165,11 @@ class SubGroup(Piece):
         own: the part, as a slice of the shard.
         begin: where the shard begins in the run.
         tier: where it is stepped.
-
-    Attributes:
-        adds: the next mean is to be added to what lies on disk.
     """
 
     def __init__(self, bucket, own, begin, tier):
         super().__init__(slice(begin + own.start, begin + own.stop), tier)
-        self._bucket, self.own, self.adds, self._lent_mean = weakref.ref(bucket), own, False, None
+        self._bucket, self.own, self._lent_mean = weakref.ref(bucket), own, None
         self._on_disk = bucket.masters_at.tensor is None
         self.master = nn.Parameter(self._nothing() if self._on_disk else bucket.masters_at.tensor[own])
         gradients = bucket.gradients_at.tensor
@@ -223,10 +220,12 @@ class SubGroup(Piece):
             self.carried, self.adds = self.bucket.sums_at, False
 
     @contextlib.contextmanager
-    def mean_at_hand(self):
-        """A context in which the mean gradient is in memory, which it gives."""
+    def mean_at_hand(self, write=False):
+        """See `Piece.mean_at_hand`: a mean on disk is in memory meanwhile."""
         self.lend_mean()
         yield self.mean
+        if write and self.reduced is None:
+            self._mean_at.put_back(self.own)
         self.drop_mean()
 
     def lend_mean(self):
