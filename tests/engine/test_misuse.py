@@ -700,13 +700,13 @@ class Plain:
     def __call__(self, x):
         return self.module(x)
 
-    def backward(self, value):
+    def backward(self, value, retain_graph=False):
         before = {name: p.grad for name, p in self.module.named_parameters()}
         self.module.zero_grad()
-        value.backward()
+        value.backward(retain_graph=retain_graph)
         for name, parameter in self.module.named_parameters():
             pieces = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
-            dist.all_gather(pieces, parameter.grad)
+            dist.all_gather(pieces, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
             parameter.grad = sum(pieces) / len(pieces) + (0 if before[name] is None else before[name])
 
     def step(self):
@@ -752,16 +752,30 @@ def in_parts(world, make):
     return (made.full_state_dict(),)
 
 
+def of_one_graph(world, make):
+    """Two losses of one forward, one of which is taken twice; an evaluation runs between them."""
+    made = make(world)
+    for index in range(2):
+        out = made(inputs(world, index))
+        for _ in range(2):
+            made.backward(loss(out), retain_graph=True)
+        with torch.no_grad():
+            made(inputs(world, index + 10))
+        made.backward(loss(out[:, 0]))
+        made.step()
+    return (made.full_state_dict(),)
+
+
 def ends_as_the_plain_loop(world, engine, loop):
     ended = [loop(world, functools.partial(small_engine, engine=engine, bucket_mb=1e-4))]
     ended.append(loop(world, functools.partial(Plain, engine=None)))
     return all(map(same_bits, *ended))
 
 
-@pytest.mark.parametrize("loop", [gan, in_parts])
+@pytest.mark.parametrize("loop", [gan, in_parts, of_one_graph])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.seven
-def test_zero_grad_of_module_and_optimizer_drops_gradients_since_the_last_step(worlds, engine, size, loop):
+def test_zero_grad_and_retain_graph_do_what_they_do_in_a_plain_loop(worlds, engine, size, loop):
     assert all(worlds(size).run(ends_as_the_plain_loop, engine, loop))
 
 
