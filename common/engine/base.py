@@ -23,6 +23,7 @@ from common.engine.accounting import Accounts
 from common.engine.bucket import Bucket
 from common.engine.buffers import Buffers
 from common.engine.door import BATCH_NORMS
+from common.engine.gradients import gradients
 from common.engine.hooks import Hook, remove_with
 from common.engine.master_weights import alone
 from common.engine.misuse import Guards, engine_of
@@ -240,10 +241,7 @@ class EngineBase(Files, NoModule):
         self.guards.check_parameters()
         self.guards.check_trainable()
         self.guards.check_step()
-        if any(bucket.pending for bucket in self.buckets):  # of another engine's backward, or under no_sync
-            self._flush()
-        if not all(bucket.has_gradient for bucket in self.buckets):
-            raise RuntimeError("step() without a backward() since the last step")
+        self.require_gradients("step")
         self.comm.traffic.phase = "step"
         self.begin_step()
         self.guards.check_scales()
@@ -260,6 +258,17 @@ class EngineBase(Files, NoModule):
     def takes_norm(self):
         """A step takes the norm of its gradient."""
         return self.clip_norm is not None or self.skip_norm is not None
+
+    def require_gradients(self, call):
+        """Have the mean gradient here, of backwards under no_sync and of other engines too.
+
+        Raises:
+            RuntimeError: there was no backward since the last step.
+        """
+        if any(bucket.pending for bucket in self.buckets):
+            self._flush()
+        if not all(bucket.has_gradient for bucket in self.buckets):
+            raise RuntimeError(f"{call}() without a backward() since the last step")
 
     def _flush(self):
         """Reduce what no backward of this engine has."""
@@ -355,6 +364,23 @@ class EngineBase(Files, NoModule):
             InputError: weights were written in a context for reading, or not alike on all ranks.
         """
         return gathered(self, modules, write)
+
+    def gradients(self, *modules, write=False):
+        """A context in which the mean gradient of `modules` (all, if none is named) is whole on every rank.
+
+        A collective, between `backward` and `step`: of all backwards since the last step, unscaled, before clipping.
+
+        Args:
+            write: each rank keeps its part of what its entries are when the context is left, in fp32.
+
+        Yields:
+            {name of a parameter: fp32 tensor of its shape}, to read or, with `write`, to write and replace.
+
+        Raises:
+            RuntimeError: there was no backward since the last step.
+            InputError: what was written differs between ranks, or has not the parameter's shape. Nothing is kept.
+        """
+        return gradients(self, modules, write)
 
     @contextlib.contextmanager
     def at_hand(self, buckets):

@@ -96,6 +96,16 @@ class Bucket(Run, Piece):
                     if name in names:
                         mean[here].zero_()
 
+    def widen_mean(self):
+        """Have the mean gradient in fp32, in the place of 16-bit. Returns whether it was not."""
+        if not self.sixteen_bit or self.is_aside:
+            return False
+        for piece in self.pieces:
+            piece.widen()
+        if self.carried is not None and not self.packs_in_place:
+            self._resize_gradients(0)
+        return True
+
     @property
     def is_aside(self):
         """An earlier backward's mean stands aside, while gradients or their mean arrive in its place."""

@@ -69,6 +69,10 @@ class Piece:
             copied = torch.empty_like if self.gradient_tier is None else self.gradient_tier.empty_like
             self.carried = copied(self.reduced, dtype=torch.float32).copy_(self.reduced)
 
+    def widen(self):
+        """Have the mean in fp32, where it is in 16-bit."""
+        self.set_aside()
+
     def add_up(self):
         """Add a mean that has arrived to those of the step's earlier backwards, in fp32."""
         if self.carried is not None and self.reduced.dtype != torch.float32:

@@ -91,6 +91,11 @@ class TieredBucket(Bucket):
 
     def _add(self, mean, piece):
         """Add a mean to those of the step's earlier backwards, in fp32."""
+        self.lend_sum(piece).add_(mean)
+        self.sums_at.put_back(piece.own)
+
+    def lend_sum(self, piece):
+        """The fp32 sum of the means of a piece, in memory: at first that of its first mean."""
         if self.sums_at is None:
             numel = self.shard_numel
             self.sums_at = self.gradients_at.tier.keep(numel, torch.float32, self.name) if self.sixteen_bit else None
@@ -104,8 +109,7 @@ class TieredBucket(Bucket):
         else:
             total, read = self.sums_at.lend(piece.own)
             read.wait_on_host()
-        total.add_(mean)
-        self.sums_at.put_back(piece.own)
+        return total
 
     def at_rest(self, optimizer):
         """What it keeps between its uses: (state, name of the tier, tensor or place on disk)."""
@@ -218,6 +222,15 @@ class SubGroup(Piece):
             super().add_up()
         elif self.adds:
             self.carried, self.adds = self.bucket.sums_at, False
+
+    def widen(self):
+        """Have the mean in fp32; on disk in the place of sums."""
+        if self.reduced is not None:
+            super().widen()
+            return
+        self.bucket.lend_sum(self)
+        self.carried = self.bucket.sums_at
+        self.carried.put_back(self.own)
 
     @contextlib.contextmanager
     def mean_at_hand(self, write=False):
