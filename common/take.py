@@ -1,11 +1,15 @@
-"""`python -m common.take stage3_param my_project/zero3`: one engine as a package of your own, to read and to change.
+"""`python -m common.take stage3_param my_project/zero3`: an engine as a package of your own, to read and to change.
 
 The package has the engine, the modules of `common/` that it imports, with relative imports, and the licence. So it
 needs nothing of this repository, and no other `common` is in its way:
 
     from my_project.zero3 import Engine
 
-VERDICT.txt beside it says how the suite's quick part judged this very copy: `--no-verdict` saves the minute.
+`python -m common.take words my_project/zero` takes the words for other libraries, with all engines behind them:
+
+    from my_project.zero.common.words import deepspeed
+
+VERDICT.txt beside an engine says how the suite's quick part judged this very copy: `--no-verdict` saves the minute.
 """
 
 import ast
@@ -16,37 +20,40 @@ import sys
 from pathlib import Path
 
 import common
+from common.engines import ENGINES, find_engine
 from common.errors import InputError
 from common.measure.hardware import commit
 from common.outputs import ROOT, check_clone, one_line_errors, parser_of
-from common.train import ENGINES, find_engine
 
 GUARD = "zero_stages"  # looks whose `common` there is; a taken engine has its own
-INIT = '''"""{engine}, taken from zero-stages {version}: see LICENSE. {docstring}"""
-
+WORDS = "words"
+TAKEN = '"""{engine}, taken from zero-stages {version}: see LICENSE. {docstring}"""\n'
+INIT = """
 from .{module} import {named}
 
 __all__ = ["Engine"]
 Engine.reduces_at_once = {reduces_at_once}  # each backward, under no_sync too: what the suite holds it to
-'''
+"""
+BESIDE = ("common.words.beside", "common.words.program")  # what holds words to their libraries
 SILENT = ("stage0_ddp", "stage1_os")  # under no_sync
 
 
 def main(arguments=None):
     """Parse the arguments, copy, have the copy judged, and say what was written."""
     parser = parser_of("common.take", __doc__)
-    parser.add_argument("engine", help=", ".join(ENGINES))
+    parser.add_argument("engine", help=", ".join((*ENGINES, WORDS)))
     parser.add_argument("package", type=Path, help="the folder to write, which is not there yet: a name for imports")
     parser.add_argument("--no-verdict", action="store_true", help="do not run the suite's quick part on it")
     options = parser.parse_args(arguments)
     with one_line_errors():
         check(options.engine, options.package)
-        if not options.no_verdict:
+        judged = options.engine != WORDS and not options.no_verdict
+        if judged:
             check_clone("tests/any_engine", ", or give --no-verdict")
         files = take(options.engine, options.package)
     lines = sum(len(file.read_text().splitlines()) for file in files)
     print(f"{options.package}: {options.engine} in {len(files)} files, {lines:,} lines")
-    if not options.no_verdict:
+    if judged:
         passed = judge(options.package)
         print(f"{options.package / 'VERDICT.txt'}: {passed}")
 
@@ -57,8 +64,8 @@ def check(engine, package):
     Raises:
         InputError: it says which.
     """
-    if engine not in ENGINES:
-        raise InputError(f"{engine}: give one of {', '.join(ENGINES)}")
+    if engine not in (*ENGINES, WORDS):
+        raise InputError(f"{engine}: give one of {', '.join(ENGINES)}, or {WORDS}")
     if not package.name.isidentifier():
         raise InputError(f"{package}: {package.name!r} cannot be imported; give a name of letters, digits and _")
     if package.exists():
@@ -71,12 +78,11 @@ def take(engine, package):
     """Write the package; return its files.
 
     Args:
-        engine: one of ENGINES.
+        engine: one of ENGINES, or WORDS.
         package: a Path.
     """
-    found = find_engine(engine)
-    module = found.__module__
-    files = needed(module)
+    found = None if engine == WORDS else find_engine(engine)
+    files = needed(*modules_of_words()) if found is None else needed(found.__module__, without=package_of(found))
     written = []
     for file in sorted(files):
         place = package / file.relative_to(ROOT)
@@ -84,11 +90,11 @@ def take(engine, package):
         place.write_text(relative(file, files))
         written.append(place)
     (package / "LICENSE").write_text(licence())
-    docstring = (found.__doc__ or "").split("\n")[0]
-    named = "Engine" if found.__name__ == "Engine" else f"{found.__name__} as Engine"
-    version = f"{common.__version__} {commit()}".strip()
-    about = {"docstring": docstring, "module": module, "named": named, "reduces_at_once": engine not in SILENT}
-    said = INIT.format(engine=engine, version=version, **about)
+    docstring = ("Import what is in .common.words" if found is None else found.__doc__ or "").split("\n")[0]
+    said = TAKEN.format(engine=engine, version=f"{common.__version__} {commit()}".strip(), docstring=docstring)
+    if found is not None:
+        named = "Engine" if found.__name__ == "Engine" else f"{found.__name__} as Engine"
+        said += INIT.format(module=found.__module__, named=named, reduces_at_once=engine not in SILENT)
     (package / "__init__.py").write_text(said)
     return [package / "__init__.py", *written]
 
@@ -100,22 +106,29 @@ def licence():
     return importlib.metadata.distribution("zero-stages").read_text("licenses/LICENSE")
 
 
-def needed(module):
-    """The files that a module imports, however far, itself and the packages above included."""
-    found, waiting = set(), [module]
+def modules_of_words():
+    """The modules of all words, and the engines that they find by name."""
+    files = sorted(ROOT.glob("common/words/**/*.py"))
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
+    return [*ENGINES, *(name for name in names if not name.startswith(BESIDE))]
+
+
+def package_of(engine):
+    """The `__init__` of an engine's own package, which may import its neighbours: not taken."""
+    return ROOT / engine.__module__.partition(".")[0] / "__init__.py"
+
+
+def needed(*modules, without=None):
+    """The files that modules import, however far, themselves and the packages above included; one is left out."""
+    found, waiting = set(), list(modules)
     while waiting:
         parts = waiting.pop().split(".")
         for depth in range(1, len(parts) + 1):
             for file in files_of(".".join(parts[:depth])):
-                if file not in found and file.stem != GUARD and not is_above(file, module):
+                if file not in found and file.stem != GUARD and file != without:
                     found.add(file)
                     waiting += [name for node in imports(file) for name in names_in(node)]
     return found
-
-
-def is_above(file, module):
-    """Whether it is the `__init__` of the engine's own package, which may import its neighbours: not taken."""
-    return file == ROOT / module.partition(".")[0] / "__init__.py"
 
 
 def files_of(name):
