@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from common.errors import InputError
 from common.peers.plain import AverageAfterBackward
+from common.ranks.collectives import Collectives
 from common.ranks.nodes import timeout_of
 from common.tensors import tensors_in
 
@@ -213,8 +214,7 @@ class Recorder:
         Raises:
             InputError: they do not.
         """
-        calls = [None] * self.world.size
-        dist.all_gather_object(calls, call, group=beside())
+        calls = beside().gather_objects(call, "what ranks call")
         other = next((rank for rank, theirs in enumerate(calls) if theirs != calls[0]), None)
         if other is not None:
             raise InputError(
@@ -285,8 +285,8 @@ class Recorder:
 
 @functools.cache
 def beside():
-    """A group in which ranks tell each other what they call, beside the collectives that are under way."""
-    return dist.new_group(backend="gloo", timeout=timeout_of(dist.group.WORLD))
+    """Collectives of a group of its own, in which ranks tell each other what they call."""
+    return Collectives(dist.new_group(backend="gloo", timeout=timeout_of(dist.group.WORLD)))
 
 
 def watched(made, recorder):
