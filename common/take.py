@@ -27,8 +27,7 @@ from common.outputs import ROOT, check_clone, one_line_errors, parser_of
 
 GUARD = "zero_stages"  # looks whose `common` there is; a taken engine has its own
 WORDS = "words"
-TAKEN = '"""{engine}, taken from zero-stages {version}: see LICENSE. {docstring}"""\n'
-INIT = """
+EXPORTS = """
 from .{module} import {named}
 
 __all__ = ["Engine"]
@@ -81,8 +80,7 @@ def take(engine, package):
         engine: one of ENGINES, or WORDS.
         package: a Path.
     """
-    found = None if engine == WORDS else find_engine(engine)
-    files = needed(*modules_of_words()) if found is None else needed(found.__module__, without=package_of(found))
+    files, about, exports = of_words() if engine == WORDS else of_engine(engine)
     written = []
     for file in sorted(files):
         place = package / file.relative_to(ROOT)
@@ -90,13 +88,26 @@ def take(engine, package):
         place.write_text(relative(file, files))
         written.append(place)
     (package / "LICENSE").write_text(licence())
-    docstring = ("Import what is in .common.words" if found is None else found.__doc__ or "").split("\n")[0]
-    said = TAKEN.format(engine=engine, version=f"{common.__version__} {commit()}".strip(), docstring=docstring)
-    if found is not None:
-        named = "Engine" if found.__name__ == "Engine" else f"{found.__name__} as Engine"
-        said += INIT.format(module=found.__module__, named=named, reduces_at_once=engine not in SILENT)
+    version = f"{common.__version__} {commit()}".strip()
+    said = f'"""{engine}, taken from zero-stages {version}: see LICENSE. {about}"""\n{exports}'
     (package / "__init__.py").write_text(said)
     return [package / "__init__.py", *written]
+
+
+def of_engine(name):
+    """The files of an engine, what it is in a sentence, and what the package exports, as code."""
+    found = find_engine(name)
+    own = ROOT / found.__module__.partition(".")[0] / "__init__.py"  # may import its neighbours: not taken
+    named = "Engine" if found.__name__ == "Engine" else f"{found.__name__} as Engine"
+    exports = EXPORTS.format(module=found.__module__, named=named, reduces_at_once=name not in SILENT)
+    return needed(found.__module__, without=own), (found.__doc__ or "").split("\n")[0], exports
+
+
+def of_words():
+    """The same of the words, all of them, with the engines that they find by name."""
+    files = (file.relative_to(ROOT).with_suffix("") for file in ROOT.glob("common/words/**/*.py"))
+    modules = [name for name in (".".join(file.parts) for file in files) if not name.startswith(BESIDE)]
+    return needed(*ENGINES, *modules), "Import what is in common.words below.", ""
 
 
 def licence():
@@ -106,20 +117,8 @@ def licence():
     return importlib.metadata.distribution("zero-stages").read_text("licenses/LICENSE")
 
 
-def modules_of_words():
-    """The modules of all words, and the engines that they find by name."""
-    files = sorted(ROOT.glob("common/words/**/*.py"))
-    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
-    return [*ENGINES, *(name for name in names if not name.startswith(BESIDE))]
-
-
-def package_of(engine):
-    """The `__init__` of an engine's own package, which may import its neighbours: not taken."""
-    return ROOT / engine.__module__.partition(".")[0] / "__init__.py"
-
-
 def needed(*modules, without=None):
-    """The files that modules import, however far, themselves and the packages above included; one is left out."""
+    """The files that modules import, however far, themselves and the packages above included; one may be left out."""
     found, waiting = set(), list(modules)
     while waiting:
         parts = waiting.pop().split(".")

@@ -176,8 +176,8 @@ class Runs:
             said += "; ranks here may have no workers: give DataLoader num_workers=0"
         if "imed out" in said:
             said += "; a rank waited in vain: do all make the same collectives, their own ones included?"
-        if "process group twice" in said:
-            said += "; the group is there before the function is called: see torch.distributed.is_initialized()"
+        if "process group twice" in said or "group was destroyed" in said:
+            said += "; the group is there before the function and after it: see torch.distributed.is_initialized()"
         return said
 
     def check_reproducible(self, made, before):
