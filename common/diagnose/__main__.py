@@ -123,7 +123,7 @@ def diagnose(target, names, steps, open_world, against=PLAIN):
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(target, steps, open_world, folder)
         plain = runs.right(PlainDDP)
-        runs.check_reproducible(PlainDDP, plain)
+        runs.check_reproducible(plain)
         runs.every_parameter = not any(unused for rank in plain for unused in rank["unused"])
         rounded = runs.right(PlainOtherwise)
         reference = plain if against == PLAIN else runs.right(engine_of(against))
@@ -180,16 +180,16 @@ class Runs:
             said += "; the group is there before the function and after it: see torch.distributed.is_initialized()"
         return said
 
-    def check_reproducible(self, made, before):
-        """Run it once more.
+    def check_reproducible(self, before):
+        """Run it under plain DDP once more.
 
         Raises:
             InputError: it does not compute the same.
         """
-        _, where = first_difference(before, self.right(made))
+        _, where = first_difference(before, self.right(PlainDDP))
         if where is None:
             return
-        seeded = [self.right(made, seeded=True) for _ in range(2)]
+        seeded = [self.right(PlainDDP, seeded=True) for _ in range(2)]
         if first_difference(*seeded)[1] is None:
             why = (
                 "it draws random numbers (first weights, dropout, shuffled data) that it does not seed: call "

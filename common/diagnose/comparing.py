@@ -56,7 +56,7 @@ def ranks_part(recording):
     for step, expected in enumerate(recording[0]["steps"]):
         for name in recording[0]["trained"]:
             for rank, other in enumerate(recording):
-                if other["steps"][step]["weights"][name] != expected["weights"][name]:
+                if other["steps"][step]["weights"].get(name) != expected["weights"].get(name):
                     return step, name, rank
     return None
 

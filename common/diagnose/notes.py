@@ -39,9 +39,9 @@ def _compiled(plain, steps):
 def _parting(plain, steps):
     """Ranks that step otherwise, by other options of the optimizer or for another reason."""
     for number, ranks in enumerate(steps, 1):
-        for group, options in enumerate(zip(*(rank["options"][-1] for rank in ranks), strict=True)):
+        for group, options in enumerate(zip(*(rank["options"][-1] for rank in ranks), strict=False)):
             for name in options[0]:
-                values = [f"{each.get(name)}" for each in options]
+                values = [each.get(name) for each in options]
                 if len(set(values)) > 1:
                     told = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
                     return (
@@ -51,16 +51,16 @@ def _parting(plain, steps):
     if (parted := ranks_part(plain)) is not None:
         step, name, rank = parted
         return (
-            f"under plain DDP {name} of rank {rank} is not rank 0's after step {step}: does a rank write weights or "
-            ".grad, or build its optimizer, otherwise than another?"
+            f"under plain DDP {name} of rank {rank} is not rank 0's after step {step}: the ranks write weights or "
+            ".grad, or build their optimizers, each in its own way"
         )
 
 
 def _scheduled(plain, steps):
     for number, ranks in enumerate(steps, 1):
         for rank, step in enumerate(ranks):
-            for group, options in enumerate(zip(*step["options"], strict=True)):
-                rates = [f"{each['lr']}" for each in options]
+            for group, options in enumerate(zip(*step["options"], strict=False)):
+                rates = [each.get("lr") for each in options]
                 if len(set(rates)) > 1:
                     return (
                         f"within step {number} lr of parameter group {group} is {rates[0]} in the first backward and "

@@ -246,7 +246,8 @@ class Recorder:
 
     def _note_options(self):
         groups = self.engine.optimizer.param_groups if self.is_plain else ()
-        self.options.append([{name: value for name, value in group.items() if name != "params"} for group in groups])
+        told = [{name: f"{value}" for name, value in group.items() if name != "params"} for group in groups]
+        self.options.append(told)
 
     def _drawn(self):
         """Where generators stand; None for one that nobody has touched, as each process has another one then."""
