@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from common.engine.door import check_numbers
+from common.engines import find_engine
 from common.errors import InputError
-from common.train import find_engine
 from common.words.taking import factory_of, init_distributed, take_from_rank_0
 
 TRIED = {"transformers": "5.24.0", "accelerate": "1.15.0", "peft": "0.21.2", "lightning": "2.6.6"}

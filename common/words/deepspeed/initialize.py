@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
+from common.engines import find_engine
 from common.errors import InputError
 from common.measure import tables
-from common.train import find_engine
 from common.words.deepspeed.engine import Engine
 from common.words.deepspeed.settings import optimizer_of, read, scheduler_of, settings
 from common.words.taking import factory_of, init_distributed, take_from_rank_0

@@ -6,9 +6,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from common.engine import layout, units
+from common.engines import find_engine
 from common.errors import InputError
 from common.tensors import map_tensors, tensors_in
-from common.train import find_engine
 
 
 @dataclass
