@@ -71,6 +71,8 @@ class Accounts:
 
     def held(self):
         """See `EngineBase.model_state_bytes`."""
+        if not self._engine.buckets:  # a frozen model has no update
+            self.before_update()
         return self._held and {**self._held, "optimizer": storage_bytes(self.live()["optimizer"])}
 
     def predicted_held(self):
@@ -97,8 +99,7 @@ class Accounts:
                 predicted[collective] += times * self.sent_once(bucket, collective)
         if engine.loss_scaler is not None:
             predicted["all_gather"] += 4 * others  # one fp32 flag for the overflow
-        first = engine.buckets[0]
-        sharded = length(engine.owned(first).optimizer) < first.padded_numel
+        sharded = any(length(engine.owned(bucket).optimizer) < bucket.padded_numel for bucket in engine.buckets)
         if engine.takes_norm and sharded:
             predicted["all_gather"] += 8 * others  # one float64 for the norm
         for what, bucket, number in self._last_looks:

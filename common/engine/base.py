@@ -14,6 +14,7 @@ What is checked, built, counted and kept in files on the way has modules of its 
 
 import contextlib
 import weakref
+from functools import partial
 
 import torch
 
@@ -47,7 +48,8 @@ class EngineBase(Files, NoModule):
             element, such as `functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)`; it is called several times.
             Engines step shard by shard, and `step` sees each shard alone. So hooks are refused: what they would do,
             clamp weights say, belongs in a `step` of your own, of a subclass or put in place by the factory. What that
-            reads as it goes on stands in `param_groups`.
+            reads as it goes on stands in `param_groups`. A model without trainable parameters, a teacher or a
+            reference, needs none: None.
         param_groups: torch's list of dicts over the model's trainable parameters; None is one group.
         precision: "fp32", "bf16" or "fp16": what parameters built in fp32 are kept and used in, and floating inputs
             are cast to. Parameters built in another dtype keep it; buffers keep theirs. Whatever is 16-bit is stepped
@@ -109,6 +111,8 @@ class EngineBase(Files, NoModule):
         self.clip_norm, self.skip_norm, self.norm_type = clip_norm, skip_norm, norm_type
         self.loss_scaler = LossScaler() if precision == "fp16" else None
         self._module = model
+        if optimizer is None and not any(parameter.requires_grad for parameter in model.parameters()):
+            optimizer = partial(torch.optim.SGD, lr=0.0)  # over an empty group: a frozen model takes no step
         try:
             self.dtype = dtype_of(precision)
             door.check_types(door.types_of_defaults(type(self)), settings)
@@ -239,7 +243,6 @@ class EngineBase(Files, NoModule):
         if self._failed:
             self.zero_grad()
         self.guards.check_parameters()
-        self.guards.check_trainable()
         self.guards.check_step()
         self.require_gradients("step")
         self.comm.traffic.phase = "step"
@@ -265,6 +268,7 @@ class EngineBase(Files, NoModule):
         Raises:
             RuntimeError: there was no backward since the last step.
         """
+        self.guards.check_trainable()
         if any(bucket.pending for bucket in self.buckets):
             self._flush()
         if not all(bucket.has_gradient for bucket in self.buckets):

@@ -194,8 +194,8 @@ def _not_elementwise(why, hence, refusal="the optimizer does not work element by
 
 def check_groups(model, param_groups):
     trainable = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if not trainable:
-        raise InputError("the model has no trainable parameter")
+    if not any(True for _ in model.parameters()):
+        raise InputError("the model has no parameter")
     groups = [{"params": list(trainable)}] if param_groups is None else param_groups
     if not all(isinstance(group, dict) and "params" in group for group in groups):
         raise InputError("param_groups is not a list of dicts that have 'params'; give what torch's optimizers take")

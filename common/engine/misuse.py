@@ -71,12 +71,24 @@ class Guards:
         self._parts = _parts_of(self._modules)
 
     def check_trainable(self):
-        """Refuse what was frozen or thawed: a frozen weight would still be stepped, a thawed one not be trained."""
+        """Refuse what was frozen or thawed: a frozen weight would still be stepped, a thawed one not be trained.
+
+        Gradients that somebody has written to `parameter.grad` are refused too: no step would take them.
+        """
+        for bucket in self._engine.buckets:
+            for name, parameter in bucket.members.items():
+                if parameter.grad is not None:
+                    raise InputError(
+                        f"{name!r} has a .grad of its own, which no step takes; read and write gradients within "
+                        "`with engine.gradients(write=True) as gradients:`, after engine.backward()"
+                    )
         for bucket in self._engine.buckets + self._engine.frozen:
             for name, parameter in bucket.members.items():
                 if parameter.requires_grad != bucket.kind.trainable:
                     was = "trainable" if bucket.kind.trainable else "frozen"
                     raise InputError(f"{name!r} was {was} when the engine was built; build another one to change that")
+        if not self._engine.buckets:
+            raise InputError("no parameter was trainable when the engine was built: it serves forwards alone")
 
     def _before_load_state_dict(self, module, *_):
         bucket_of = self._engine.bucket_of

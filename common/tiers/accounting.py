@@ -45,6 +45,8 @@ class TieredAccounts(Accounts):
 
     def held(self, tier="device"):
         """See `EngineBase.model_state_bytes`; in one of TIERS."""
+        if not self._engine.buckets:  # a frozen model has no update
+            self.before_update()
         return self._held and {**self._held[tier], "optimizer": _bytes(self._at_rest()["optimizer", tier])}
 
     def predicted_held(self, tier="device"):
