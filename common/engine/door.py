@@ -84,7 +84,8 @@ def check_elementwise(optimizer, device, refusal="the optimizer does not work el
         expected, whole = _probed(optimizer, values, gradients, (64,))
         halved, halves = _probed(optimizer, values, gradients, (32,), (32,))
     except Exception as error:
-        raise InputError(_not_elementwise(f"it fails on a flat shard: {error}", OF_SHARDS, refusal)) from error
+        hence = OF_LOSSES if "closure" in str(error) else OF_SHARDS
+        raise InputError(_not_elementwise(f"it fails on a flat shard: {error}", hence, refusal)) from error
     name = type(whole).__name__
     if not _alike(halved[:3], expected[:3]):
         raise InputError(_not_elementwise(f"{name} steps 64 elements otherwise than their two halves", OF_SHARDS))
@@ -108,6 +109,7 @@ SHAPES = (
     ("tensors of four dimensions", (2, 2, 4, 4)),
 )
 OF_SHARDS = "so its step on a shard would depend on what other ranks hold"
+OF_LOSSES = "and engines step without the loss; SAM is some lines with engine.gradients() and gathered(write=True)"
 OF_NORMS = "and would do so on some ranks only; skip_norm= and clip_norm= of the engine look at the whole gradient"
 OF_SHAPES = "and engines step flat shards of several parameters; give what each kind of them needs in param_groups="
 
@@ -171,6 +173,8 @@ def _check_settings(optimizer, device):
         built = optimizer([nn.Parameter(torch.zeros(8, 8, device=device))])  # a matrix, as models have them
     except Exception as error:
         raise InputError(f"the optimizer cannot be built: {error}") from error
+    if not isinstance(built, torch.optim.Optimizer):
+        raise InputError(f"optimizer makes a {type(built).__name__}; give what makes a torch.optim.Optimizer")
     check_hooks(built)
     _check_rates(built.param_groups)
 
@@ -249,7 +253,10 @@ def check_model(model, comm, init, param_groups, dtype):
             )
     for name, parameter in model.named_parameters():
         if id(parameter) in engine_of:
-            raise InputError(f"{name!r} has an engine already; delete that first, or build a model for each engine")
+            raise InputError(
+                f"{name!r} has an engine already; delete that first, or build a model for each engine. Two optimizers "
+                "over shared weights are one class that steps each of param_groups by its own rule"
+            )
         if not parameter.is_meta and hollow(parameter):
             raise InputError(
                 f"{name!r} has no values of its own, as if a stage-3 engine was deleted; build the model anew"

@@ -145,7 +145,6 @@ CASES = {
         "param_groups lists a tensor that is no trainable parameter of the model",
     ),
     "no parameter": (lambda world: {"module": nn.Identity()}, "the model has no parameter"),
-    "no optimizer": (optimizer(None), "optimizer is an optimizer, not a factory"),
     "a meta parameter without init": (on_meta, "'0.weight' is on the meta device; give init=, which fills it, or"),
     "a meta buffer without init": (a_meta_buffer, "'scale' is on the meta device; give init=, which fills it, or"),
     "sparse gradients": (sparse_gradients, "'embedding' makes sparse gradients, .*; set sparse=False"),
