@@ -445,10 +445,16 @@ def test_a_loader_begins_again_and_memory_is_told_when_forced(capsys):
     assert re.search(r"^after a step: at most .* GiB on the host", line)
 
 
+def gathered_for(module):
+    with deepspeed.zero.GatheredParameters(module.weight, fwd_module=module):
+        pass
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: deepspeed.zero.register_external_parameter(nn.Linear(1, 1), None), "register_external_parameter"),
+        (lambda: gathered_for(nn.Linear(1, 1)), "register_external_parameter"),
         (lambda: deepspeed.zero.Init(mpu=1).__enter__(), "mpu"),
         (lambda: deepspeed.initialize(model=nn.Linear(1, 1), mesh_param=(2, 1)), "mesh_param"),
         (lambda: deepspeed.init_distributed(init_method="tcp://"), "init_method"),

@@ -179,6 +179,7 @@ def order(world):
 
     model, optimizer = built()
     loss = model(torch.ones(4, 8)).sum()
+    said["a DTensor, early"] = line(sharded().first.weight.full_tensor)
     said["late"] = line(lambda: fully_shard(model.first))
     loss.backward()
     said["torch's clipping"] = line(lambda: torchs_clip(model.parameters(), 1.0))
@@ -225,6 +226,7 @@ ORDER = {
     "weights": r"engine_behind\(model\).full_state_dict\(\)",
     "a part's weights": r"engine_behind\(model\).full_state_dict\(\)",
     "a copy": r"engine_behind\(model\)",
+    "a DTensor, early": "^full_tensor is refused",
     "a DTensor": "^full_tensor is refused",
     "a shard": "^to_local is refused",
     "a gradient's shard": "^to_local is refused",

@@ -61,7 +61,12 @@ def GatheredParameters(params, modifier_rank=None, fwd_module=None, enabled=True
 
     Args:
         params: a parameter, or several, of one engine or of none yet.
+
+    Raises:
+        InputError: they are to be gathered for another module's forward, too.
     """
+    if fwd_module is not None:
+        register_external_parameter(fwd_module, params)
     params = [params] if isinstance(params, torch.Tensor) else list(params)
     if not enabled or not params:
         yield

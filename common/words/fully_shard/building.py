@@ -10,7 +10,7 @@ from common.engine.misuse import engine_of
 from common.engine.mixed_precision import gradient_norm
 from common.errors import InputError
 from common.words.fully_shard.engine import Sharded, copy_options, part_of, parts_of
-from common.words.fully_shard.words import in_its_words, refusing
+from common.words.fully_shard.words import in_its_words, refuse_dtensors
 from common.words.taking import factory_of
 
 
@@ -80,12 +80,8 @@ def built(root, part):
     optimizer.__class__ = type(f"Stepped{type(optimizer).__name__}", (Stepped, type(optimizer)), {})
     vars(optimizer).pop("step", None)  # of a scheduler that watches it
     optimizer.engine, engine.script_optimizer = engine, optimizer
-    for parameter in root.parameters():
-        parameter.full_tensor, parameter.to_local = full_tensor, to_local
+    refuse_dtensors(root.parameters())  # which to_empty() has made anew
     return engine
-
-
-full_tensor, to_local = refusing("full_tensor"), refusing("to_local")
 
 
 def before_state_dict(module, *_):
@@ -142,4 +138,5 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}")
     engine.clip_norm, engine.norm_type = max_norm, norm_type
+    norm.full_tensor = norm.clone  # FSDP2's is a DTensor, whose whole scripts ask for
     return norm

@@ -11,7 +11,7 @@ from common.errors import InputError
 from common.tensors import map_tensors
 from common.words.fully_shard.building import engine_behind
 from common.words.fully_shard.engine import Part, forward, part_of, parts_of
-from common.words.fully_shard.words import REFUSED, in_its_words, refusal, refusing
+from common.words.fully_shard.words import REFUSED, in_its_words, refusal, refuse_dtensors, refusing
 
 
 def fully_shard(
@@ -56,6 +56,7 @@ def fully_shard(
     device = mesh.device_type if mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
     if not any(tensor.is_meta for tensor in module.parameters()):
         module.to(device)
+    refuse_dtensors(module.parameters())
     module._fully_shard = Part(mesh, reshard_after_forward, policy)
     module.__class__ = class_with_words(type(module))
     return module

@@ -1,6 +1,7 @@
 """What becomes of FSDP2's words here: kept, or refused by name."""
 
 import contextlib
+import functools
 import re
 
 from common.errors import InputError
@@ -64,13 +65,19 @@ def refusal(name):
     return InputError(f"{name} is refused: {REFUSED[name]}")
 
 
+def refuse(name, *_, **__):
+    raise refusal(name)
+
+
 def refusing(name):
     """What stands in the place of a word that is refused."""
+    return functools.partial(refuse, name)
 
-    def refuse(*_, **__):
-        raise refusal(name)
 
-    return refuse
+def refuse_dtensors(parameters):
+    """Have parameters refuse the words that FSDP2's have: those are DTensors."""
+    for parameter in parameters:
+        parameter.full_tensor, parameter.to_local = refusing("full_tensor"), refusing("to_local")
 
 
 @contextlib.contextmanager
