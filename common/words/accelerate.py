@@ -99,7 +99,7 @@ class Accelerator(accelerate.Accelerator):
 
     def free_memory(self, *objects):
         """As Accelerate's; then `prepare` takes another model."""
-        self.engine = self._stepping = None
+        self.use(None, None)
         return super().free_memory(*objects)
 
     def wrap(self, model, optimizer):
@@ -115,9 +115,13 @@ class Accelerator(accelerate.Accelerator):
                 "without GPUs, give cpu=True, or use_cpu=True to TrainingArguments"
             )
         around = self.autocast if self.mixed_precision == "bf16" else contextlib.nullcontext
-        self.engine = engine_for(self._engine_name, model, optimizer, self._engine_options)
-        self._stepping = AtBoundaries(self.engine, optimizer)
-        return Model(self.engine, around, convert_to_fp32), self._stepping
+        engine = engine_for(self._engine_name, model, optimizer, self._engine_options)
+        self.use(engine, AtBoundaries(engine, optimizer))
+        return Model(engine, around, convert_to_fp32), self._stepping
+
+    def use(self, engine, stepping):
+        """Train by this engine, and the optimizer that stands for its own, from now on; by none of None."""
+        self.engine, self._stepping = engine, stepping
 
     def backward(self, loss, *, retain_graph=False):
         """Backpropagate the loss, divided by the accumulation steps, as Accelerate does."""

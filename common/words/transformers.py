@@ -92,6 +92,7 @@ class ByEngine:
         if self.wrapped is None or self.wrapped.module is not self.model:
             given = super().create_optimizer(model)
             self.wrapped, self.optimizer = self.accelerator.wrap(self.model, given)
+        self.accelerator.use(self.engine, self.optimizer)  # training begins with its free_memory()
         return self.optimizer
 
     def _wrap_model(self, model, training=True, dataloader=None):
