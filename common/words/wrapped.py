@@ -153,7 +153,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             InputError: it is no norm above 0, or neither of its type 2 nor infinity.
         """
-        check_numbers(max_norm, norm_type, bucket_mb=1.0)
+        check_numbers(max_norm, None, norm_type, bucket_mb=1.0)
         self._asked = float(max_norm), float(norm_type)
         self._norm = torch.tensor(math.nan)
         return self._norm
