@@ -126,6 +126,9 @@ def freed(world, name):
         for _ in range(2):
             made = prepared(accelerator)
             found.append(loop(accelerator, *made)[0])
+            loss = made[0](torch.arange(4)).sum()
+            accelerator.backward(loss, retain_graph=True)
+            accelerator.backward(loss)
             assert accelerator.free_memory(*made) == [None] * len(made)
         accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True)
     return found
