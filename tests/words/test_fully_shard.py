@@ -152,6 +152,14 @@ def shards(model):
     }
 
 
+def own_gradient(model, optimizer):
+    model(torch.ones(4, 8)).sum().backward()
+    model.first.weight.grad = torch.ones(16, 8)
+    said = line(optimizer.step)
+    optimizer.zero_grad()
+    return said
+
+
 def order(world):
     """What is refused of a model, by the order of calls."""
     said = {"no optimizer": line(lambda: sharded()(torch.ones(4, 8)))}
@@ -186,8 +194,7 @@ def order(world):
     said["a gradient"] = line(model.first.weight.grad.norm)
     said["zeros"] = line(lambda: optimizer.zero_grad(set_to_none=False))
     said["a part"] = line(lambda: clip_grad_norm_([model.first.weight], 1.0))
-    said["states"] = line(optimizer.state_dict)
-    said["weights"] = line(model.state_dict)
+    said |= {"states": line(optimizer.state_dict), "weights": line(model.state_dict)}
     said["a copy"] = line(lambda: copy.deepcopy(model))
     said |= shards(model)
     said["DCP's weights"] = line(lambda: get_model_state_dict(model))
@@ -202,6 +209,7 @@ def order(world):
     said["half dropped"] = line(optimizer.step)
     optimizer.zero_grad()
     model.set_requires_gradient_sync(True)
+    said["a gradient of one's own"] = own_gradient(model, optimizer)
     said["a penalty"] = line((model(torch.ones(4, 8)).sum() + model.first.weight.sum()).backward)
     said["in the end"] = line(lambda: trained(model, optimizer))
     return said
@@ -236,6 +244,7 @@ ORDER = {
     "half in sync": "call it on the root",
     "out of sync": "allow the last one",
     "half dropped": "drop all of them",
+    "a gradient of one's own": "or to others: drop all of them",
     "a penalty": "'first.weight' got a gradient outside of the model's forward",
     "in the end": "accepted",
 }

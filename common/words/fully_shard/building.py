@@ -32,6 +32,7 @@ class Stepped:
         raise InputError("the optimizer's states lie in the engine: engine_behind(model).save(path), or .load(path)")
 
     state_dict = load_state_dict = __deepcopy__ = _refuse
+    state = property(_refuse)
 
     def add_param_group(self, param_group):
         raise InputError("the optimizer takes no parameters after the first forward")

@@ -94,6 +94,7 @@ class Sharded(find_engine("stage3_param")):
         self.heed_zero_grad()
         if self.shown and self.unsynced:
             raise InputError("step() after a backward under set_requires_gradient_sync(False): allow the last one")
+        self.show_gradients(False)
         return super().step()
 
     def zero_grad(self):
@@ -115,17 +116,23 @@ class Sharded(find_engine("stage3_param")):
 
     def heed_zero_grad(self):
         """Where the script has set p.grad to None, as zero_grad() of optimizers and modules does, drop gradients."""
-        kept = [parameter.grad is not None for parameter in self.trainable]
+        kept = [isinstance(parameter.grad, Gradient) for parameter in self.trainable]
         if self.shown and not all(kept):
             if any(kept):
-                raise InputError("some gradients were set to None; drop all of them, by optimizer.zero_grad()")
+                raise InputError(
+                    "some gradients were set to None, or to others: drop all of them, by optimizer.zero_grad(), or "
+                    "write them within engine_behind(model).gradients(write=True)"
+                )
             self.zero_grad()
 
     def show_gradients(self, shown):
         """Have p.grad be something, or nothing."""
         self.shown = shown
         for parameter in self.trainable:
-            parameter.grad = Gradient(parameter) if shown else None
+            if shown:
+                parameter.grad = Gradient(parameter)
+            elif isinstance(parameter.grad, Gradient):  # else the script's own, which the engine refuses
+                parameter.grad = None
 
     def _report_gradient(self, name, parameter):
         """Refuse a gradient that comes by no forward, and say so in the script's words."""
@@ -152,7 +159,7 @@ class Gradient(torch.Tensor):
     def __torch_dispatch__(cls, *_, **__):
         raise InputError(
             "p.grad cannot be read or written, since gradients lie in the engine's shards: clip by clip_grad_norm_ of "
-            "common.words.fully_shard, drop by zero_grad()"
+            "common.words.fully_shard, drop by zero_grad(), read and write by engine_behind(model).gradients()"
         )
 
 
