@@ -176,7 +176,7 @@ class EngineBase(Files, NoModule):
         self.recording, self.running = torch.is_grad_enabled(), True
         try:
             self.begin_forward()
-            self.buffers.broadcast()
+            self.buffers.before_forward()
             out = self._module(*map_tensors(self._cast, args), **map_tensors(self._cast, kwargs))
             self.uses.mark_gradients_in_parts()
             self.end_forward()

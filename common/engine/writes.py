@@ -84,7 +84,7 @@ def gathered(engine, modules, write):
     members = [(b, name, p) for b in buckets for name, p in b.members.items() if p in wanted]
     if write:
         engine.synchronize()
-    with engine.at_hand(buckets):
+    with engine.at_hand(buckets), engine.buffers.apart():
         if write:
             with _kept(engine, members):
                 yield
