@@ -9,7 +9,7 @@ phases this file calls by name:
     step       -> update
 
 What is checked, built, counted and kept in files on the way has modules of its own beside this one: `door`, `misuse`,
-`writes`, `building`, `buffers`, `reentrant`, `accounting`, `no_module`; files are `common.checkpoint`'s.
+`ties`, `writes`, `building`, `buffers`, `reentrant`, `accounting`, `no_module`; files are `common.checkpoint`'s.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from common.checkpoint.files import Files
-from common.engine import building, door, layout
+from common.engine import building, door, layout, ties
 from common.engine.accounting import Accounts
 from common.engine.bucket import Bucket
 from common.engine.buffers import Buffers
@@ -118,7 +118,8 @@ class EngineBase(Files, NoModule):
             door.check_types(door.types_of_defaults(type(self)), settings)
             door.check_numbers(clip_norm, skip_norm, norm_type, bucket_mb)
             self.optimizer_bytes, settings["the optimizer"] = self.check_optimizer(optimizer)
-            self.param_groups = door.check_groups(model, param_groups)
+            ties.check_tensors(model)
+            self.param_groups = door.check_groups(model, param_groups, ties.tie(model))
             settings["param_groups"] = [door.plain(group) for group in self.param_groups]
             self._kept_fp32 = door.check_kept(model, keep_fp32)
             settings["keep_fp32"] = sorted(self._kept_fp32)

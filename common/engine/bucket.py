@@ -9,6 +9,7 @@ from torch import nn
 
 from common.engine.layout import Run
 from common.engine.master_weights import Piece
+from common.errors import InputError
 from common.tensors import end_to_end, length, let_go, within
 
 
@@ -201,6 +202,8 @@ class Bucket(Run, Piece):
 
     def pack(self, name, gradient):
         """Move a gradient to its place in `local`. One that finds another there, left by `no_sync`, adds in fp32."""
+        if gradient.layout is not torch.strided:
+            raise InputError(f"{name!r} got a sparse gradient, which has no place in a bucket; leave sparse=True out")
         if self.handle is not None:  # a second part of the gradient, after the bucket was sent
             self.arrive()
         self._make_room()
