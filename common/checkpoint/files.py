@@ -40,6 +40,7 @@ class Files:
         if to_rank is not None and to_rank not in range(self.world_size):
             ranks = f"0 to {self.world_size - 1}"
             raise InputError(f"to_rank={to_rank}: give a rank, {ranks}, the same on all of them; None gives it to all")
+        self.guards.check_parameters()
         self.synchronize()
         self.buffers.broadcast()
         return whole_state(self, to_rank)
@@ -61,6 +62,7 @@ class Files:
                 failed, while training goes on; call it before the program ends. What is written is the state at this
                 call, of which a copy is held on the host until then. The next save or load waits for it.
         """
+        self.guards.check_parameters()
         self.synchronize()
         self.finish_saving()
         self.buffers.broadcast()

@@ -15,8 +15,8 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.engine.hooks import Hook
+from common.engine.writes import HOW
 from common.errors import InputError
-from common.measure.memory import storage_id
 from common.tensors import length, own_parameters
 
 WHERE_TO_WRITE = "do it in step() of the optimizer that the factory makes, which sees each shard alone"
@@ -39,18 +39,24 @@ class Guards:
                 engine.handles.append(module.register_load_state_dict_pre_hook(Hook(self._before_load_state_dict)))
 
     def check_parameters(self):
-        """Refuse parameters that are no longer those that the engine has made: they would not be trained."""
+        """Refuse parameters that are no longer those that the engine has made: they would not be trained.
+
+        Other data that one was given, by `parameter.data = tensor`, goes to its place where that keeps it.
+        """
         engine = self._engine
         parts = _parts_of(self._modules)
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
             self._check_names()
         for bucket in engine.buckets + engine.frozen:
-            for name, parameter in bucket.members.items():
-                if storage_id(parameter) not in bucket.storages:
-                    raise InputError(
-                        f"{name!r} has left the engine's storage, by model.to() or flatten_parameters() for instance, "
-                        "and would not be trained; build the engine after that"
-                    )
+            bucket.note_strays()
+            strays = [name for name in bucket.members if name in bucket.strays]
+            lost = [name for name in strays if not engine.writes.bring_back(bucket, name)]
+            bucket.strays.clear()
+            for name in lost:
+                raise InputError(
+                    f"{name!r} has left the engine's storage, by model.to(), flatten_parameters() or a write to its "
+                    f".data for instance, and that would be lost; build the engine after it, or {HOW}, between steps"
+                )
         engine.writes.check()
 
     def _check_names(self):
