@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common.checkpoint import tensor_file
+from common.checkpoint import model_state, tensor_file
 from common.checkpoint.index import is_dcp
 from common.errors import InputError
 from common.ranks.agreement import together
@@ -18,7 +18,7 @@ from common.tensors import distinct
 
 
 def load(engine, file):
-    """Read parameters into an engine, and the buffers that the file has. A collective.
+    """Read parameters into an engine, and the buffers and extra state that the file has. A collective.
 
     They are cast to the engine's dtypes: master weights to fp32, of which 16-bit parameters are rounded. No finite
     number becomes infinite by that: where a dtype holds less than the file's, ranks look at all values first, each at
@@ -40,25 +40,28 @@ def load(engine, file):
     """
     with contextlib.ExitStack() as opened:
         with together(engine.comm, f"cannot load weights of {str(file)!r}"):
-            state = engine.state_as_it_stands()
-            source = opened.enter_context(_source(file, state))
-            name_of = names_in(source, state)
+            extra_state = model_state.extra_state(engine)
+            state = {name: value for name, value in engine.state_as_it_stands().items() if name not in extra_state}
+            source = opened.enter_context(_source(file, state, extra_state))
+            name_of = names_in(source, state, extra_state)
+            extra_state = source.extra_state(extra_state)
             _check_range(engine, source, name_of)
         engine.begin_load()
         with together(engine.comm, f"loaded weights of {str(file)!r} in part, build the engine anew"):
             _fill(engine, source, name_of)
+            model_state.set_extra_state(engine, extra_state)
     return name_of.keys()
 
 
-def _source(file, state):
+def _source(file, state, extra_state):
     if is_dcp(Path(file)):
         from common.checkpoint import dcp  # noqa: PLC0415  a second, and only where it is used
 
-        return dcp.Source(file, state)
+        return dcp.Source(file, state, extra_state)
     return tensor_file.SplitSource(file) if str(file).endswith(".json") else tensor_file.Source(file)
 
 
-def names_in(source, state):
+def names_in(source, state, extra_state=()):
     """Which tensor of a file each parameter and buffer is to become: {parameter or buffer: name}.
 
     Raises:
@@ -66,8 +69,7 @@ def names_in(source, state):
     """
     names, name_of = {}, {}  # names: tensor -> all of its names
     for name, tensor in state.items():
-        if torch.is_tensor(tensor):  # modules may keep other things there
-            names.setdefault(tensor, []).append(name)
+        names.setdefault(tensor, []).append(name)
     for tensor, own in names.items():
         there = [name for name in own if name in source.tensors]
         if there:
@@ -81,7 +83,7 @@ def names_in(source, state):
         for other in there[1:]:
             if not torch.equal(source.get_tensor(there[0]), source.get_tensor(other)):
                 raise InputError(f"{there[0]!r} and {other!r} differ there and are one here; leave one of them out")
-    superfluous = sorted(source.tensors.keys() - state.keys())
+    superfluous = sorted(source.tensors.keys() - state.keys() - set(extra_state))
     if superfluous:
         raise InputError(f"{superfluous[0]!r} is not in the model; leave it out")
     return name_of

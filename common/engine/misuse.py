@@ -39,14 +39,17 @@ class Guards:
                 engine.handles.append(module.register_load_state_dict_pre_hook(Hook(self._before_load_state_dict)))
 
     def check_parameters(self):
-        """Refuse parameters that are no longer those that the engine has made: they would not be trained.
-
-        Other data that one was given, by `parameter.data = tensor`, goes to its place where that keeps it.
-        """
+        """Refuse parameters that are no longer those that the engine has made: they would not be trained."""
         engine = self._engine
         parts = _parts_of(self._modules)
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
             self._check_names()
+        self.check_places()
+        engine.writes.check()
+
+    def check_places(self):
+        """Other data that `parameter.data = tensor` has given goes to the parameter's place, or is refused."""
+        engine = self._engine
         for bucket in engine.buckets + engine.frozen:
             bucket.note_strays()
             strays = [name for name in bucket.members if name in bucket.strays]
@@ -57,7 +60,6 @@ class Guards:
                     f"{name!r} has left the engine's storage, by model.to(), flatten_parameters() or a write to its "
                     f".data for instance, and that would be lost; build the engine after it, or {HOW}, between steps"
                 )
-        engine.writes.check()
 
     def _check_names(self):
         """Refuse parameters that came or went. Modules say so only to who asks them all, which takes a while."""
