@@ -11,6 +11,7 @@ from trap_models import WIDTH, Block, step
 
 from common.errors import InputError
 from common.export import export, export_folder
+from zeropp.export import save_int8
 
 
 class Remembering(nn.Linear):
@@ -114,6 +115,8 @@ def test_extra_state_is_exported_and_read_back_or_refused_by_name(worlds, tmp_pa
         else:
             with pytest.raises(InputError, match=r"'1._extra_state' is no tensor, and .*; choose --format dcp"):
                 export(folder, tmp_path / "file")
+            with pytest.raises(InputError, match=r"'1._extra_state' is no tensor"):
+                save_int8(saved, tmp_path / "file")
 
 
 def derived(module, state, prefix, metadata):
