@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint import model_state, tensor_file
+from common.checkpoint import model_state, optimizer_state, tensor_file
 from common.checkpoint.encoding import decode, detached, encode
 from common.checkpoint.index import FILE_NAME, flush, is_dcp, read_index, replace_index
 from common.errors import InputError
@@ -247,14 +247,17 @@ def _dtypes(engine, bucket):
     if not bucket.kind.trainable:
         return {None: bucket.kind.dtype}
     piece = bucket.pieces[0]
-    return {None: piece.master.dtype, **{k: state.dtype for k, state in _states(engine, piece)[0].items()}}
+    return {
+        None: piece.master.dtype,
+        **{k: state.dtype for k, state in optimizer_state.states(engine, piece)[0].items()},
+    }
 
 
 def _index(engine, tensors):
     """What the files hold. Rank 0 writes it, and adds the tensors among scalars and options to its own `tensors`."""
     parameters = {}
     for bucket in engine.buckets + engine.frozen:
-        elementwise, scalars = _states(engine, bucket.pieces[0])
+        elementwise, scalars = optimizer_state.states(engine, bucket.pieces[0])
         dtype = bucket.pieces[0].master.dtype if bucket.kind.trainable else bucket.kind.dtype
         for slot in bucket.slots.values():
             parameters[slot.name] = {
@@ -289,13 +292,6 @@ def _index(engine, tensors):
 def _name_of(optimizer):
     module = type(optimizer).__module__.replace("__mp_main__", "__main__")  # of a script, in ranks that it spawned
     return f"{module}.{type(optimizer).__qualname__}"
-
-
-def _states(engine, piece):
-    """The optimizer's states of a piece: those with a number for each element, and the others, such as `step`."""
-    states = engine.optimizer.state.get(piece.master, {})
-    elementwise = {k: v for k, v in states.items() if torch.is_tensor(v) and v.shape == piece.master.shape}
-    return elementwise, {k: v for k, v in states.items() if k not in elementwise}
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -419,24 +415,15 @@ def _fill_model(engine, index, files):
 
 
 def _fill_optimizer(engine, index, files):
-    optimizer = engine.optimizer
-    optimizer.state.clear()  # so that old and new states are not held at once
-    fresh = optimizer.state_dict()
-    groups = decode(index["groups"], files[0])
-    fresh["param_groups"] = [{**now, **then} for now, then in zip(fresh["param_groups"], groups, strict=True)]
-    place_of = {piece.master: (bucket, piece) for bucket in engine.buckets for piece in bucket.pieces}
-    masters = [master for group in optimizer.param_groups for master in group["params"]]
-    for number, (bucket, piece) in enumerate(place_of[master] for master in masters):
+    def states_of(bucket, piece):
         saved = index["parameters"][next(iter(bucket.slots))]  # all parameters have been stepped equally often
-        states = decode(saved["scalars"], files[0])
-        for name in saved["states"]:
+        fills = {
+            name: lambda target, kind=f"optimizer/{name}": _fill(target, kind, bucket, piece.part, index, files)
+            for name in saved["states"]
+        }
+        return decode(saved["scalars"], files[0]), fills
 
-            def fill(target, kind=f"optimizer/{name}", bucket=bucket, part=piece.part):
-                _fill(target, kind, bucket, part, index, files)
-
-            states[name] = piece.take_state(name, fill)
-        fresh["state"][number] = states
-    optimizer.load_state_dict(fresh)  # moves them to the device
+    optimizer_state.fill(engine, decode(index["groups"], files[0]), states_of)
 
 
 # ---- files ------------------------------------------------------------------------------------------------------

@@ -91,7 +91,9 @@ class Files:
 
     @in_ordinary_mode
     def load_weights(self, file):
-        """Read parameters and buffers by name from a safetensors file; drop gradients. A collective; see `weights.py`.
+        """Read parameters and buffers by name from a safetensors file or a state dict; drop gradients. A collective.
+
+        See `weights.py`.
 
         The optimizer's states stay as they are: begin with a fresh engine, unless they fit the new weights too.
         """

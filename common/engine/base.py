@@ -20,18 +20,18 @@ import torch
 
 from common.checkpoint.files import Files
 from common.engine import building, door, layout, ties
+from common.engine.access import Access
 from common.engine.accounting import Accounts
 from common.engine.bucket import Bucket
 from common.engine.buffers import Buffers
 from common.engine.door import BATCH_NORMS
-from common.engine.gradients import gradients
 from common.engine.hooks import Hook, remove_with
 from common.engine.master_weights import alone
 from common.engine.misuse import Guards, engine_of
 from common.engine.mixed_precision import LossScaler, decide, dtype_of
 from common.engine.no_module import NoModule
 from common.engine.reentrant import Uses
-from common.engine.writes import Writes, gathered
+from common.engine.writes import Writes
 from common.errors import InputError
 from common.measure.memory import HOST, storage_id
 from common.ranks.agreement import check_agreement
@@ -39,7 +39,7 @@ from common.ranks.collectives import Collectives
 from common.tensors import map_tensors
 
 
-class EngineBase(Files, NoModule):
+class EngineBase(Files, Access, NoModule):
     """What the engines share. See a stage's `Engine` for the phases.
 
     Args:
@@ -358,34 +358,6 @@ class EngineBase(Files, NoModule):
     def settle(self):
         """Wait for what is under way, and begin nothing."""
         self.synchronize()
-
-    def gathered(self, *modules, write=False):
-        """A context in which the weights of `modules` (all, if none is named) are whole on every rank, for reading.
-
-        With `write`, a collective, for writing: each rank keeps its shard of what is there when the context is left, in
-        master weights and second shards too. What the optimizer keeps stays.
-
-        Raises:
-            InputError: weights were written in a context for reading, or not alike on all ranks.
-        """
-        return gathered(self, modules, write)
-
-    def gradients(self, *modules, write=False):
-        """A context in which the mean gradient of `modules` (all, if none is named) is whole on every rank.
-
-        A collective, between `backward` and `step`: of all backwards since the last step, unscaled, before clipping.
-
-        Args:
-            write: each rank keeps its part of what its entries are when the context is left, in fp32.
-
-        Yields:
-            {name of a parameter: fp32 tensor of its shape}, to read or, with `write`, to write and replace.
-
-        Raises:
-            RuntimeError: there was no backward since the last step.
-            InputError: what was written differs between ranks, or has not the parameter's shape. Nothing is kept.
-        """
-        return gradients(self, modules, write)
 
     @contextlib.contextmanager
     def at_hand(self, buckets):

@@ -99,12 +99,12 @@ class Guards:
             raise InputError("no parameter was trainable when the engine was built: it serves forwards alone")
 
     def _before_load_state_dict(self, module, *_):
-        bucket_of = self._engine.bucket_of
-        own = [bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of]
-        if any(bucket.loses_writes for bucket in own):
+        bucket_of, writes = self._engine.bucket_of, self._engine.writes
+        own = [p for p in module.parameters(recurse=False) if p in bucket_of and not writes.is_open(p)]
+        if any(bucket_of[parameter].loses_writes for parameter in own):
             raise RuntimeError(
-                "load_state_dict() reaches the model's weights, which this engine only makes from those it keeps; load "
-                "before the engine is built, or use engine.save() and engine.load()"
+                "load_state_dict() reaches the model's weights, and this engine makes them from those it keeps: write "
+                "engine.load_weights(state_dict), or load within `with engine.gathered(write=True):`"
             )
 
     def check_scales(self):
@@ -140,11 +140,11 @@ class Guards:
 
     def _mark_state_dict(self, optimizer, state_dict):
         """A state dict of the optimizer says whose shards its states are of."""
-        state_dict["shard"] = self._own_shard()
+        state_dict["shard"] = self.own_shard()
 
     def _check_state_dict(self, optimizer, state_dict):
         """Refuse the states of other shards: they have the same shapes, and would be taken."""
-        given, own = state_dict.get("shard"), self._own_shard()
+        given, own = state_dict.get("shard"), self.own_shard()
         if given != own:
             told = "{rank} of {world_size} of {engine}"
             raise InputError(
@@ -153,7 +153,8 @@ class Guards:
                 "and engine.load(path), which cut it anew"
             )
 
-    def _own_shard(self):
+    def own_shard(self):
+        """Whose shards this rank's optimizer steps, and how they are cut, as a dict of text and numbers."""
         engine = self._engine
         whole = all(length(engine.owned(bucket).optimizer) == bucket.padded_numel for bucket in engine.buckets)
         pieces = [(list(b.slots), piece.part.start, piece.part.stop) for b in engine.buckets for piece in b.pieces]

@@ -68,6 +68,10 @@ class Writes:
         parameter.data = place
         return True
 
+    def is_open(self, parameter):
+        """Whether a parameter may be written now."""
+        return any(parameter in before for before in self.open)
+
     def check(self):
         """Refuse what was written where it would be lost, or where no other rank would hear of it.
 
@@ -78,7 +82,7 @@ class Writes:
         """
         for bucket in self._buckets:
             for name, parameter in bucket.members.items() if bucket.loses_writes else ():
-                if self.counted(parameter) and not any(parameter in before for before in self.open):
+                if self.counted(parameter) and not self.is_open(parameter):
                     raise InputError(f"{name!r} was written where the engine does not keep it; {HOW}")
             if any(map(self.counted, bucket.masters)):
                 raise InputError(

@@ -129,7 +129,56 @@ def load_weights(world, stage, precision):
 def test_weights_loaded_into_the_model_are_trained_or_refused(worlds, stage, precision):
     for message, loaded in worlds(2).run(load_weights, stage, precision):
         assert loaded == (message is None) == (precision == "fp32" and stage != "stage3_param")
-        assert loaded or message.endswith("load before the engine is built, or use engine.save() and engine.load()")
+        assert loaded or message.endswith("or load within `with engine.gathered(write=True):`")
+
+
+def go_back(world, engine, precision):
+    """Whether weights come back by each way there is, and the step after them; what is said of what does not fit."""
+    made = small_engine(world, engine, precision)
+    step(made, inputs(world, 0))
+    best, kept = made.full_state_dict(), made.snapshot()
+    step(made, inputs(world, 1))
+    after, came_back = made.full_state_dict(), {}
+
+    def load_state_dict():
+        with made.gathered(write=True):
+            made.module.load_state_dict(best)
+
+    ways = {
+        "restore": lambda: made.restore(kept),
+        "restore weights": lambda: made.restore(kept, optimizer=False),
+        "load_weights": lambda: made.load_weights(best),
+        "load_state_dict": load_state_dict,
+    }
+    for name, way in ways.items():
+        made.backward(loss(made(inputs(world, 2))))
+        way()
+        made.zero_grad()
+        found, dtype = made.full_state_dict(), made.dtype if name == "load_state_dict" else torch.float32
+        came_back[name] = all(torch.equal(found[key].to(dtype), value.to(dtype)) for key, value in best.items())
+        step(made, inputs(world, 1))
+        came_back[f"the step after {name}"] = name != "restore" or same_bits(made.full_state_dict(), after)
+    other = small_engine(world, engine, precision, make=FrozenEnds).snapshot()
+    said = [
+        message_in_step(made.load_weights, {**best, "head.bias": torch.full((WIDTH,), 1.0 + world.rank)}),
+        message_in_step(made.load_weights, {"head.bias": best["head.bias"]}),
+        message_in_step(made.restore, other),
+        message_in_step(made.restore, made.snapshot(optimizer=False)),
+    ]
+    return came_back, said
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.seven
+def test_weights_come_back_from_snapshots_and_state_dicts(worlds, engine, size):
+    for precision in ("fp32", "bf16", "fp16"):
+        for came_back, said in worlds(size).run(go_back, engine, precision):
+            assert all(came_back.values()), came_back
+            assert size == 1 or "'head.bias' differs between rank" in said[0]
+            assert "is missing; the names are to be those of model.state_dict()" in said[1]
+            assert "tensor(" not in said[1]
+            assert said[2].startswith("this snapshot is of another engine or rank")
+            assert said[3] == "this snapshot was taken without the optimizer; write restore(snapshot, optimizer=False)"
 
 
 def a_gradient_of_a_gradient(engine, x):
