@@ -215,11 +215,12 @@ class EngineBase(Files, NoModule):
         Bucket.scale_of_backward, self.reducing = self._scale, self.syncing
         try:
             (loss if self.loss_scaler is None else loss.float() * self._scale).backward()
+            Bucket.scale_of_backward = None
+            if self.syncing:
+                self.finish_backward()
         finally:
             # What comes later is of another engine's backward: ranks may disagree on it, so that it waits for step().
             Bucket.scale_of_backward, self.reducing = None, False
-        if self.syncing:
-            self.finish_backward()
         self.accounts.backwards += 1
         self.accounts.reductions += self.syncing
         self._failed = False
@@ -438,6 +439,8 @@ class EngineBase(Files, NoModule):
         return self.dtype if rounded else parameter.dtype
 
     def _report_gradient(self, name, parameter):
+        if parameter.grad is None:  # autograd came by with nothing, as from a reentrant checkpoint of a constant
+            return
         if Bucket.scale_of_backward is None:
             parameter.grad = None
             raise RuntimeError(f"{name!r} got a gradient outside of engine.backward(): write that for loss.backward()")

@@ -36,20 +36,23 @@ class Unit:
         pins: contexts that hold it gathered; found_whole: as the first of them found it.
         depth: its forwards that run now; more than one where a module calls itself.
         inside: the units that were running when it ran, itself among them.
-        ran: the last recorded forward ran it.
-        reached: gradients may reach what its last recorded forward returned.
-        again: it was freed after a checkpoint had run it again, so that its backward gathers it once more.
+        forward_gathers, backward_gathers: how often the forwards since the last step have to gather it, and how often
+            their backwards.
         open: its backward has begun and not ended.
     """
 
     def __init__(self, name, module, buckets, apart=False):
         self.name, self.module, self.buckets, self.apart = name, module, buckets, apart
         self.pins = self.depth = 0
-        self.gathered = self.open = self.found_whole = self.again = False
-        self.ran = self.reached = True
+        self.gathered = self.open = self.found_whole = False
+        self.forward_gathers = self.backward_gathers = 1
         self.inside = weakref.WeakSet()
         for number, bucket in enumerate(buckets):
             bucket.name = (name or "the root") + (f"/{number}" if number else "")
+
+    def beside(self, other):
+        """Neither of them ran inside the other."""
+        return other not in self.inside and self not in other.inside
 
     @property
     def whole(self):
@@ -155,12 +158,16 @@ class Order:
 
     def visit(self, unit):
         """`unit` is needed now. Where that is not what was recorded, what follows is recorded anew."""
-        if self._position and self._recorded[self._position - 1] is unit:
+        if self.now() is unit:
             return
         if self._position == len(self._recorded) or self._recorded[self._position] is not unit:
             del self._recorded[self._position :]
             self._recorded.append(unit)
         self._position += 1
+
+    def now(self):
+        """The unit that was needed last; None before the first."""
+        return self._recorded[self._position - 1] if self._position else None
 
     def ahead(self):
         """The unit that came next the last time; None where that is not known."""
@@ -200,8 +207,8 @@ class _Watch:
         """Before a forward: end what an interrupt left, and surround the hooks that others have added since."""
         for reader in self.readers:
             reader.give_up()
-        if self.engine.recording:  # an evaluation between two steps changes nothing in what they do
-            self.unit.ran = self.unit.again = False
+        if self.engine.recording and not self.engine.accounts.backwards and not self.engine.turns.forwards:
+            self.unit.forward_gathers = self.unit.backward_gathers = 0
         self.surround()
 
     def surround(self):
@@ -218,8 +225,9 @@ class _Watch:
             self.engine.before_recomputation(self.unit)
             return
         self.unit.depth += 1
-        self.unit.ran |= self.engine.recording
         if self.unit.depth == 1 or not self.unit.gathered:  # an exception may have left the depth of another call
+            if self.engine.recording and self.engine.forward_order.now() is not self.unit:
+                self.unit.forward_gathers += 1
             self.engine.before_forward(self.unit)
 
     def after(self, module, args, output):
@@ -233,10 +241,10 @@ class _Watch:
             self.engine.after_forward(unit, traced=bool(tensors))
             if self.engine.recording:
                 turn = self.engine.turns.note(unit, args, tensors)
-                unit.reached = turn is not None and bool(tensors)
+                unit.backward_gathers += turn is not None and turn.gathers and bool(tensors)
         elif unit.apart and not unit.open:  # else a checkpoint that runs it again would gather all of its kind
             self.engine.free(unit)
-            unit.again = not unit.gathered
+            unit.backward_gathers += not unit.gathered
         if torch.is_grad_enabled():
             _watch_backward(self.engine, unit, tensors, turn)
         return output

@@ -21,6 +21,7 @@ from trap_models import (
     Routed,
     TiedByReading,
     around_each,
+    chain,
     loss,
     net,
     step,
@@ -30,7 +31,7 @@ from common import models
 from common.engine.layout import Run
 from common.engine.units import Order, make_units
 from common.tensors import map_tensors
-from common.train import sha256
+from common.train import find_engine, sha256
 from stage3_param import Engine
 
 TWO_GROUPS = {"weight_decay": 0.3}, {"lr": 1e-3}
@@ -386,73 +387,106 @@ def test_a_unit_has_one_run_for_each_kind_of_parameter():
 # ---- ranks whose graphs differ --------------------------------------------------------------------------------------
 
 
-class MayRest(Block):
-    """Returns its input while it rests, as layer drop and an adapter that is given nothing do."""
+class Moody(Block):
+    """Does what it is told to by the loop: rest (layer drop), or end the gradient, or be run without one."""
 
-    rests = False
+    does = None
 
     def forward(self, x):
-        return x if self.rests else super().forward(x)
+        if self.does == "rests":
+            return x
+        return super().forward(x.detach() if self.does == "ends" else x)
 
 
-class Heads(Rooted):
+def with_heads(model, x):
     """Each block's output is one of the model's: deep supervision, early exit."""
+    outputs = [model.stem(x @ model.before)]
+    for block in model.blocks:
+        outputs.append(block(outputs[-1]))
+    return [*outputs[1:], model.head(outputs[-1]) @ model.after]
+
+
+def with_towers(model, x):
+    """Each block is a tower of its own."""
+    x = model.stem(x @ model.before)
+    return [*(block(x) for block in model.blocks), model.head(x) @ model.after]
+
+
+class Many(Rooted):
+    """Has four outputs, by `make(model, x)`, of which each rank's loss takes one."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
 
     def forward(self, x):
-        x, outputs = self.stem(x @ self.before), []
-        for block in self.blocks:
-            x = block(x)
-            outputs.append(x)
-        return [*outputs, self.head(x) @ self.after]
+        return self.make(self, x)
 
 
 def towers(blocks, x):
-    return torch.cat([block(x) for block in blocks]).view(len(blocks), *x.shape).sum(0)
+    outputs = []
+    for block in blocks:
+        with torch.set_grad_enabled(block.does != "is run without gradients"):
+            outputs.append(block(x))
+    return torch.cat(outputs).view(len(blocks), *x.shape).sum(0)
 
 
-def last_rank_rests(number, model):
-    """On the last rank one block rests."""
-
-    def built(rank, size):
-        made = model()
-        made.blocks[number].rests = rank == size - 1
-        return made, lambda outputs, step: loss(outputs)
-
-    return built
+def again_and_again(how, blocks, x):
+    """B A B, with the last block between."""
+    return chain([functools.partial(how, blocks[k]) for k in (0, 1, 0, 2, 1, 0)], x)
 
 
-def another_head(last):
-    """The loss of each rank takes another output in each step; the last rank's takes `last` alone."""
-
-    def built(rank, size):
-        return Heads(), lambda outputs, step: loss(outputs[last if rank == size - 1 else (rank + step) % 4])
-
-    return built
+def plainly(block, x):
+    return block(x)
 
 
-MODELS = {"chain": net(block=MayRest), "towers": net(towers, block=MayRest)}
-MODELS |= {f"{kind} checkpoints": net(around_each, RECOMPUTE[kind], block=MayRest) for kind in RECOMPUTE}
-MODELS |= {"rooted": functools.partial(Rooted, block=MayRest)}
-GRAPHS = {f"{name}: {n} rests": last_rank_rests(n, model) for name, model in MODELS.items() for n in range(3)}
-GRAPHS |= {
-    f"the last rank's loss takes {name}": another_head(n) for n, name in enumerate(("the first", "a", "the last"))
+def frozen_between():
+    made = Net(block=Moody)
+    made.blocks[1].requires_grad_(False)
+    return made
+
+
+MODELS = {"chain": net(block=Moody), "towers": net(towers, block=Moody), "frozen between": frozen_between}
+MODELS |= {f"{kind} checkpoints": net(around_each, RECOMPUTE[kind], block=Moody) for kind in RECOMPUTE}
+MODELS |= {"rooted": functools.partial(Rooted, block=Moody), "B A B": net(again_and_again, plainly, block=Moody)}
+MODELS |= {f"B A B, {kind}": net(again_and_again, RECOMPUTE[kind], block=Moody) for kind in RECOMPUTE}
+MOODS = ("rests", "ends", "is run without gradients")
+GRAPHS = {  # name -> (model, what the last rank's blocks do in turn, or which outputs the losses take)
+    **{f"{name}: a block {does}": (model, does) for name, model in MODELS.items() for does in MOODS[:2]},
+    f"towers: one {MOODS[2]}": (MODELS["towers"], MOODS[2]),
+    "losses take another head": (functools.partial(Many, with_heads), None),
+    "losses take another tower": (functools.partial(Many, with_towers), None),
 }
+OPTIONS_OF = {"B A B: a block rests": {"keep_last": False}, "losses take another head": {"keep_last": False}}
 
 
-def differing(world, engine, lane=None):
-    """Train each of GRAPHS two steps of two backwards; return {name: digest}. Bytes must be as predicted."""
-    ends = {}
+SOME_GRAPHS = ("rooted: a block ends", "B A B, reentrant: a block ends", "losses take another head")
+
+
+def differing(world, engine, graphs=tuple(GRAPHS), lane=None):
+    """Train some of GRAPHS, a step for each of the blocks; return {name: digest}. Bytes must be as predicted.
+
+    A step has two backwards, each of one forward and later of two.
+    """
+    ends, last = {}, world.rank == world.size - 1
     with on_lane(lane, world.rank) if lane else contextlib.nullcontext():
-        for name, built in GRAPHS.items():
+        for name in graphs:
+            model, does = GRAPHS[name]
             torch.manual_seed(0)
-            model, loss_of = built(world.rank, world.size)
-            made = make_engine(engine, model.to(world.device), functools.partial(torch.optim.SGD, lr=0.1))
-            for step in range(2):
+            options = OPTIONS_OF.get(name, {}) if "keep_last" in find_engine(engine).own_options else {}
+            sgd = functools.partial(torch.optim.SGD, lr=0.1)
+            made = make_engine(engine, model().to(world.device), sgd, **options)
+            for step in range(3):
                 made.comm.traffic.reset()
+                for number, block in enumerate(made.module.blocks):
+                    block.does = does if last and number == step else None
                 for micro in range(2):
-                    made.backward(loss_of(made(inputs(world, 2 * step + micro)), step))
+                    outputs = [made(inputs(world, 4 * step + 2 * micro + k)) for k in range(1 + (step > 0))]
+                    if does is None:  # one head of each rank's, another one in each step
+                        outputs = [four[step if last else (world.rank + step + 1) % 4] for four in outputs]
+                    made.backward(sum(loss(out) for out in outputs))
                 made.step()
-            assert made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step(), name
+                assert made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step(), name
             ends[name] = sha256(made.full_state_dict())
             made.comm.lane.finish()
     return ends
@@ -467,4 +501,4 @@ def test_where_gradients_flow_otherwise_on_each_rank_the_bits_are_stage_2s(world
 @pytest.mark.parametrize("lane", ["late", "drowsy"])
 @pytest.mark.parametrize("name", ["stage3_param", "offloaded:OnDisk"])
 def test_where_gradients_flow_otherwise_late_lanes_change_no_bit(worlds, name, lane):
-    assert worlds(2).run(differing, name, lane) == worlds(2).run(differing, name)
+    assert worlds(2).run(differing, name, SOME_GRAPHS, lane) == worlds(2).run(differing, name, SOME_GRAPHS)
