@@ -200,11 +200,11 @@ class InfinityEngine(stage3_param.Engine):
 
     def begin_step(self):
         """Phase 8. Nothing is stepped by a gradient that a disk has lost."""
+        super().begin_step()
         self.disks.agree()
 
     def update(self):
         """Phase 7. Each rank steps its own shards: one sub-group is stepped while others are read and written."""
-        self.free_all()
         sub_groups = [piece for bucket in self.buckets for piece in bucket.pieces]
         sub_groups[0].swap_in(self.optimizer)
         for sub_group, following in zip(sub_groups, [*sub_groups[1:], None], strict=True):

@@ -181,9 +181,7 @@ class Engine(EngineBase):
     def begin_backward(self):
         """Autograd is about to run."""
         self.backward_order.rewind()
-        self.turns.begin_backward()
-        for unit in self.kept:  # which need not be gathered for it
-            unit.backward_gathers -= self.turns.remains(unit)
+        self.turns.begin_backward(self.kept)
         self.kept, self.travelling = [], []
 
     def before_recomputation(self, unit):
@@ -235,7 +233,7 @@ class Engine(EngineBase):
         """
         unit.open = False
         self.free(unit)
-        if self.reducing and not self.turns.remains(unit):
+        if self.reducing and not unit.pins and not self.turns.remains(unit):
             self.reduce(unit)
 
     def take_room(self, bucket):
@@ -280,9 +278,12 @@ class Engine(EngineBase):
 
     # ---- step -------------------------------------------------------------------------------------------------
 
+    def begin_step(self):
+        """What is still gathered is no part of what this rank keeps."""
+        self.free_all()
+
     def update(self):
         """Phase 7. Each rank steps its own shards."""
-        self.free_all()
         for bucket in self.buckets:
             self.step_shard(bucket)
 

@@ -11,6 +11,18 @@ from common.ranks.nodes import ACROSS_NODES, IN_NODE
 from common.tensors import length
 
 
+def state_bytes(piece, engine):
+    """Bytes that the optimizer keeps of a piece, per element and per tensor: as probed until it has kept anything.
+
+    Its options may have changed since: a momentum was switched on.
+    """
+    states = piece.states(engine.optimizer)
+    if not states:
+        return engine.optimizer_bytes
+    each = [state for state in states if state.shape == piece.master.shape]
+    return sum(state.itemsize for state in each), sum(state.nbytes for state in states if state.dim() == 0)
+
+
 class Accounts:
     """What a rank holds, and what it is foreseen to hold and to send.
 
@@ -72,12 +84,12 @@ class Accounts:
     def predicted_held(self):
         """See `EngineBase.predicted_model_state_bytes`."""
         engine, predicted = self._engine, {"parameters": 0, "gradients": 0, "optimizer": 0}
-        per_element, per_tensor = engine.optimizer_bytes
         for bucket in engine.buckets + engine.frozen:
             owned, itemsize = engine.owned(bucket), bucket.kind.dtype.itemsize
             predicted["parameters"] += length(owned.parameters) * itemsize
             if bucket.kind.trainable:
                 stepped, summed = length(owned.optimizer), bucket in self._summed
+                per_element, per_tensor = state_bytes(bucket, engine)
                 predicted["optimizer"] += stepped * ((4 if bucket.sixteen_bit else 0) + per_element) + per_tensor
                 predicted["gradients"] += stepped * 4 if summed else 0
                 if bucket.packs_in_place or not summed:

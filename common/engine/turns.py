@@ -26,11 +26,11 @@ class Turn:
 
     Attributes:
         checkpoint: a number for the reentrant checkpoint that it ran in, within which no graph is made; else None.
-        gathers: backward has to gather the unit for it; else it is whole since a turn before.
+        gathers: backward has to gather the unit for it; else it is whole by then.
     """
 
-    def __init__(self, unit, forward, gathers):
-        self.unit, self.forward, self.gathers = unit, forward, gathers
+    def __init__(self, unit, forward):
+        self.unit, self.forward, self.gathers = unit, forward, not unit.pins
         self.checkpoint = None if torch.is_grad_enabled() else graph_nodes_made()
 
 
@@ -65,7 +65,11 @@ class Turns:
         behind = torch.is_grad_enabled() and any(turn.unit.trainable for turn in self._running)
         if not unit.trainable and not behind and not any(tensor.requires_grad for tensor in tensors):
             return None
-        self._running.append(Turn(unit, self._number, not self._whole_since(unit)))
+        behind = itertools.chain(reversed(self._running), self._waiting())
+        before = next((turn for turn in behind if turn.unit is unit or turn.unit.beside(unit)), None)
+        if before is not None and before.unit is unit:  # from the one turn to the other no unit ends it
+            before.gathers = False
+        self._running.append(Turn(unit, self._number))
         return self._running[-1]
 
     def end_forward(self):
@@ -74,9 +78,11 @@ class Turns:
             self.forwards[self._number] = self._running
             self._running = []
 
-    def begin_backward(self):
-        """No turn was taken yet."""
+    def begin_backward(self, kept):
+        """No turn was taken yet. Units that were `kept` for it are whole."""
         self.now = None
+        for turn in filter(None, map(self.next_of, kept)):
+            turn.gathers = False
 
     def until(self, unit, turn):
         """Autograd has come to a unit: take all turns before its own, and that, one at a time.
@@ -114,8 +120,7 @@ class Turns:
     def next_of(self, unit):
         """A unit's next turn: in the forward that backward goes through, or else in the last one that has any."""
         first = self.forwards.get(self.now, [])
-        behind = itertools.chain(reversed(first), *(reversed(turns) for turns in reversed(self.forwards.values())))
-        return next((turn for turn in behind if turn.unit is unit), None)
+        return next((turn for turn in itertools.chain(reversed(first), self._waiting()) if turn.unit is unit), None)
 
     def remains(self, unit):
         """Whether a unit has another turn."""
@@ -125,12 +130,9 @@ class Turns:
         """The weights of those forwards are gone."""
         self.forwards.clear()
 
-    def _whole_since(self, unit):
-        """Whether a unit that now ends is whole, in backward, since its next turn: none that would end it is between."""
-        for turn in itertools.chain(reversed(self._running), *map(reversed, reversed(self.forwards.values()))):
-            if turn.unit is unit or turn.unit.beside(unit):
-                return turn.unit is unit
-        return False
+    def _waiting(self):
+        """All turns that wait for their backward, the last one first."""
+        return itertools.chain(*map(reversed, reversed(self.forwards.values())))
 
     def _enter(self, forward):
         """Go through this forward from now on; take the turns that the one before has left."""
@@ -143,4 +145,6 @@ class Turns:
         """Take turns of this forward, one at a time, until it is `done` or none is left."""
         turns = self.forwards.get(self.now, [])
         while turns and not done():
-            yield turns.pop().unit
+            turn = turns.pop()
+            turn.unit.backward_gathers += turn.gathers
+            yield turn.unit

@@ -227,7 +227,7 @@ class _Watch:
         self.unit.depth += 1
         if self.unit.depth == 1 or not self.unit.gathered:  # an exception may have left the depth of another call
             if self.engine.recording and self.engine.forward_order.now() is not self.unit:
-                self.unit.forward_gathers += 1
+                self.unit.forward_gathers += not (self.unit.pins and self.unit.forward_gathers)
             self.engine.before_forward(self.unit)
 
     def after(self, module, args, output):
@@ -241,7 +241,8 @@ class _Watch:
             self.engine.after_forward(unit, traced=bool(tensors))
             if self.engine.recording:
                 turn = self.engine.turns.note(unit, args, tensors)
-                unit.backward_gathers += turn is not None and turn.gathers and bool(tensors)
+                if turn is not None and not tensors:
+                    turn.gathers = False  # nothing shows when its backward begins, so that it stays until then
         elif unit.apart and not unit.open:  # else a checkpoint that runs it again would gather all of its kind
             self.engine.free(unit)
             unit.backward_gathers += not unit.gathered
