@@ -11,16 +11,18 @@ from common.ranks.nodes import ACROSS_NODES, IN_NODE
 from common.tensors import length
 
 
-def state_bytes(piece, engine):
-    """Bytes that the optimizer keeps of a piece, per element and per tensor: as probed until it has kept anything.
+def state_bytes(bucket, engine):
+    """What the optimizer keeps of a bucket: bytes of an element of each state, [n, ...], and bytes beside those.
 
-    Its options may have changed since: a momentum was switched on.
+    As probed at the door until it has kept anything; its options may have changed since: a momentum was switched on.
     """
-    states = piece.states(engine.optimizer)
+    optimizer, piece = getattr(engine, "optimizer", None), bucket.pieces[0]
+    states = [] if optimizer is None else piece.states(optimizer)
     if not states:
-        return engine.optimizer_bytes
-    each = [state for state in states if state.shape == piece.master.shape]
-    return sum(state.itemsize for state in each), sum(state.nbytes for state in states if state.dim() == 0)
+        per_element, per_tensor = engine.optimizer_bytes
+        return getattr(engine, "state_bytes", ()) or [per_element], per_tensor
+    each = [state.itemsize for state in states if state.shape == piece.master.shape]
+    return each, sum(state.nbytes for state in states if state.shape != piece.master.shape)
 
 
 class Accounts:
@@ -89,8 +91,8 @@ class Accounts:
             predicted["parameters"] += length(owned.parameters) * itemsize
             if bucket.kind.trainable:
                 stepped, summed = length(owned.optimizer), bucket in self._summed
-                per_element, per_tensor = state_bytes(bucket, engine)
-                predicted["optimizer"] += stepped * ((4 if bucket.sixteen_bit else 0) + per_element) + per_tensor
+                widths, per_tensor = state_bytes(bucket, engine)
+                predicted["optimizer"] += stepped * ((4 if bucket.sixteen_bit else 0) + sum(widths)) + per_tensor
                 predicted["gradients"] += stepped * 4 if summed else 0
                 if bucket.packs_in_place or not summed:
                     predicted["gradients"] += length(owned.gradients) * itemsize
