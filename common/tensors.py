@@ -73,6 +73,13 @@ def inside_backward():
     return torch._C._current_graph_task_id() != -1
 
 
+def unwrapped(tensor):
+    """The tensor that torch.func has wrapped, or the tensor itself. torch has no public way to ask."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def own_parameters(module):
     """The dict {name: parameter or None} in which a module keeps its own. torch has no public way to write there."""
     return module._parameters

@@ -15,7 +15,7 @@ from torch import nn
 from common.engine import layout
 from common.engine.hooks import Guard, Hook
 from common.measure.memory import storage_id
-from common.tensors import inside_backward, map_tensors, own_parameters, tensors_in
+from common.tensors import inside_backward, map_tensors, own_parameters, tensors_in, unwrapped
 
 # A module whose parameters are this part of the largest unit's, or less, is gathered with the root: a message of its
 # own costs more than to hold it.
@@ -352,7 +352,8 @@ def _copy_weights(unit, output):
     own = {storage_id(bucket.full) for bucket in unit.buckets}
 
     def copied(tensor):
-        if tensor.layout is torch.strided and storage_id(tensor) in own:  # sparse ones have no storage
+        inner = unwrapped(tensor)
+        if inner.layout is torch.strided and storage_id(inner) in own:  # sparse ones have no storage
             return tensor.clone()
         return tensor
 
