@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import zlib
 
 import torch
@@ -71,6 +72,17 @@ def graph_nodes_made():
 def inside_backward():
     """Whether autograd is running a backward in this thread. torch has no public way to ask."""
     return torch._C._current_graph_task_id() != -1
+
+
+def past_subclasses(function):
+    """Have a function ask tensors of any class as torch's own, which takes a tenth of the time."""
+
+    @functools.wraps(function)
+    def run(*args):
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args)
+
+    return run
 
 
 def unwrapped(tensor):

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from common.engine.hooks import Hook
 from common.errors import InputError
 from common.measure.memory import storage_id
-from common.tensors import own_parameters
+from common.tensors import own_parameters, past_subclasses
 
 WHERE_TO_WRITE = "do it in step() of the optimizer that the factory makes, which sees each shard alone"
 
@@ -31,6 +31,7 @@ class Guards:
             if any(True for _ in module.parameters(recurse=False)):
                 engine.handles.append(module.register_load_state_dict_pre_hook(Hook(self._before_load_state_dict)))
 
+    @past_subclasses
     def check_parameters(self):
         """Refuse parameters that are no longer those that the engine has made: they would not be trained."""
         engine = self._engine
@@ -63,6 +64,7 @@ class Guards:
         self._modules = list(self._engine._module.modules())
         self._parts = _parts_of(self._modules)
 
+    @past_subclasses
     def check_trainable(self):
         """Refuse what was frozen or thawed: a frozen weight would still be stepped, a thawed one not be trained."""
         for bucket in self._engine.buckets + self._engine.frozen:

@@ -363,8 +363,8 @@ def _copy_weights(unit, output):
 class Nothing:
     """What a bucket's parameters are while they are freed: NaN in their shape, or zeros where they are integers.
 
-    One number stands for all elements of a parameter, so that most operations refuse to write there. Where one does,
-    it reaches no other parameter, and is gone when the bucket is freed anew.
+    One number stands for all elements of a parameter. Where something is written there all the same, it reaches no
+    other parameter, and is gone when the bucket is freed anew. Who asks for the values is refused: see `Freed`.
 
     Attributes:
         views: {name: tensor}.
@@ -372,10 +372,42 @@ class Nothing:
     """
 
     def __init__(self, bucket):
-        self.numbers = bucket.full.new_empty(len(bucket.slots))
+        self.numbers, self._members = bucket.full.new_empty(len(bucket.slots)), bucket.members
         shapes = zip(self.numbers, bucket.slots.values(), strict=True)
         self.views = {slot.name: number.expand(slot.shape) for number, slot in shapes}
 
     def restore(self):
         """Have them read as nothing, whatever was there: whenever the bucket is freed."""
         self.numbers.fill_(float("nan") if self.numbers.is_floating_point() else 0)
+        for name, parameter in self._members.items():
+            if type(parameter) is nn.Parameter:  # a class of somebody else's stays what it is
+                parameter.__class__, parameter.freed_name = Freed, name
+
+
+class Freed(nn.Parameter):
+    """A parameter while it is freed: it tells its shape and the like, and refuses whoever wants its values.
+
+    It is an `nn.Parameter` again when its data are.
+    """
+
+    TELLS = {"__get__", "__set__", "__delete__", "__repr__", "__len__", "__hash__", "size", "dim", "ndimension", "numel"}
+    TELLS |= {"nelement", "stride", "storage_offset", "element_size", "is_contiguous", "is_floating_point", "is_complex"}
+    TELLS |= {"untyped_storage", "data_ptr", "get_device", "type", "detach", "requires_grad_", "register_hook", "to"}
+    TELLS |= {"register_post_accumulate_grad_hook", "is_shared", "is_pinned", "is_inference", "cpu", "cuda"}
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if function.__name__ not in cls.TELLS:
+                freed = next(tensor for tensor in tensors_in([args, kwargs or {}]) if isinstance(tensor, cls))
+                raise RuntimeError(
+                    f"the values of {freed.freed_name!r} are freed outside of its module: read engine.full_state_dict(), "
+                    "or the module within engine.gathered(), with write=True to write"
+                )
+            result, freed = function(*args, **kwargs or {}), args[0]
+            if function.__name__ == "__set__" and function.__self__ is torch.Tensor.data:
+                freed.__class__ = nn.Parameter
+            elif torch.is_tensor(result) and result is not freed and storage_id(result) == storage_id(freed):
+                result = result.as_subclass(cls)
+                result.freed_name = freed.freed_name
+        return result
