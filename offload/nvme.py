@@ -31,8 +31,7 @@ from collections import Counter
 import torch
 
 import stage3_param
-from common.engine import units
-from common.engine.accounting import state_bytes
+from common.engine import accounting, units
 from common.engine.door import check_elementwise, check_swapped
 from common.errors import InputError
 from common.tiers.accounting import STATES, TIERS, TieredAccounts
@@ -106,7 +105,7 @@ class InfinityEngine(stage3_param.Engine):
                 moves += [(more, "cpu", g, exact), (min(more, 1), g, "cpu", each), (max(more - 1, 0), g, "cpu", exact)]
                 moves += [(looked_at, g, "cpu", mean)]
             if o == "nvme":
-                for width in (4, *state_bytes(bucket, self)[0]):  # master weights, and what the optimizer keeps of each
+                for width in (4, *accounting.state_bytes(bucket, self)[0]):  # master weights, and what the optimizer keeps of each
                     nbytes = bucket.shard_numel * width
                     moves += [(1, o, beside, nbytes), (1, beside, o, nbytes)]
             if bucket.masters_are_apart:

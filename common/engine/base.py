@@ -143,7 +143,7 @@ class EngineBase(Files, NoModule):
         self.syncing, self.running, self.recording, self.reducing = True, False, False, False
         self.updates, self._factor = 0, None  # updates in all, kept in checkpoints; what multiplies a step's gradients
         self.naming = self.stepping = self._failed = False
-        self._unfinished = None  # whether the backward that has not come to its end reduces
+        self.unfinished = None  # whether the backward that has not come to its end reduces
         self._initial = building.InitialValues(model, self.param_groups, init, self.comm)
         self.partition()
         self._initial.place_buffers()
@@ -210,13 +210,12 @@ class EngineBase(Files, NoModule):
             raise InputError(f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, by mean() for instance")
         self.comm.traffic.phase = "backward"
         self.guards.check_trainable()
-        self._failed, self._unfinished = True, self.syncing
+        self._failed, self.unfinished = True, self.syncing
         self._begin_gradients()
         self.begin_backward()
         Bucket.scale_of_backward, self.reducing = self._scale, self.syncing
         try:
             (loss if self.loss_scaler is None else loss.float() * self._scale).backward()
-            Bucket.scale_of_backward = None
             if self.syncing:
                 self.finish_backward()
         finally:
@@ -224,7 +223,7 @@ class EngineBase(Files, NoModule):
             Bucket.scale_of_backward, self.reducing = None, False
         self.accounts.backwards += 1
         self.accounts.reductions += self.syncing
-        self._failed, self._unfinished = False, None
+        self._failed, self.unfinished = False, None
         self.uses.forget()
 
     @property
@@ -310,8 +309,7 @@ class EngineBase(Files, NoModule):
 
     def zero_grad(self):
         """Drop the gradients since the last step."""
-        if self._unfinished is not None:
-            self._finish_failed_backward()
+        self.guards.finish_failed_backward()
         if self._failed:  # half way through a step
             self.writes.accept_all()
         for bucket in self.buckets:
@@ -321,15 +319,6 @@ class EngineBase(Files, NoModule):
         self.accounts.forget()
         self.uses.forget()
         self._failed = False
-
-    def _finish_failed_backward(self):
-        """Each rank may have met its exception elsewhere: send what others wait for, and see that all of them met one."""
-        self.reducing, self._unfinished = self._unfinished, None
-        try:
-            self.finish_backward()
-        finally:
-            self.reducing = False
-        self.comm.maximum(self.comm.buffer(1), "the end of a backward that failed")
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -451,10 +440,10 @@ class EngineBase(Files, NoModule):
         return self.dtype if rounded else parameter.dtype
 
     def _report_gradient(self, name, parameter):
-        if parameter.grad is None:  # autograd came by with nothing, as from a reentrant checkpoint of a constant
-            return
+        if parameter.grad is None:
+            return  # autograd came by with nothing, as from a reentrant checkpoint of a constant
         if Bucket.scale_of_backward is None:
-            parameter.grad, self._failed, self._unfinished = None, True, False
+            parameter.grad, self._failed, self.unfinished = None, True, False
             raise RuntimeError(f"{name!r} got a gradient outside of engine.backward(): write that for loss.backward()")
         self.gradient_ready(self.bucket_of[parameter], name, parameter)
         self.comm.lane.follow()  # on CUDA: the bucket's collective waits for this stream, too

@@ -73,6 +73,18 @@ class Guards:
                     was = "trainable" if bucket.kind.trainable else "frozen"
                     raise InputError(f"{name!r} was {was} when the engine was built; build another one to change that")
 
+    def finish_failed_backward(self):
+        """Each rank may have met its exception elsewhere: send what others wait for, and see that all met one."""
+        engine = self._engine
+        if engine.unfinished is None:
+            return
+        engine.reducing, engine.unfinished = engine.unfinished, None
+        try:
+            engine.finish_backward()
+        finally:
+            engine.reducing = False
+        engine.comm.maximum(engine.comm.buffer(1), "the end of a backward that failed")
+
     def _before_load_state_dict(self, module, *_):
         bucket_of = self._engine.bucket_of
         own = [bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of]

@@ -384,29 +384,32 @@ class Nothing:
                 parameter.__class__, parameter.freed_name = Freed, name
 
 
+# What a freed parameter is asked for in peace: its shape and the like, and what Module.to() asks.
+TELLS = {"__get__", "__set__", "__delete__", "__repr__", "__len__", "__hash__", "size", "dim", "numel", "nelement"}
+TELLS |= {"stride", "storage_offset", "element_size", "is_contiguous", "is_floating_point", "is_complex", "get_device"}
+TELLS |= {"untyped_storage", "data_ptr", "is_shared", "is_pinned", "is_inference", "type", "detach", "requires_grad_"}
+TELLS |= {"register_hook", "register_post_accumulate_grad_hook", "_has_compatible_shallow_copy_type"}
+TELLS |= {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
+
+
 class Freed(nn.Parameter):
     """A parameter while it is freed: it tells its shape and the like, and refuses whoever wants its values.
 
-    It is an `nn.Parameter` again when its data are.
+    It is an `nn.Parameter` again when it gets other data.
     """
-
-    TELLS = {"__get__", "__set__", "__delete__", "__repr__", "__len__", "__hash__", "size", "dim", "ndimension", "numel"}
-    TELLS |= {"nelement", "stride", "storage_offset", "element_size", "is_contiguous", "is_floating_point", "is_complex"}
-    TELLS |= {"untyped_storage", "data_ptr", "get_device", "type", "detach", "requires_grad_", "register_hook", "to"}
-    TELLS |= {"register_post_accumulate_grad_hook", "is_shared", "is_pinned", "is_inference", "cpu", "cuda"}
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
-            if function.__name__ not in cls.TELLS:
+            if function.__name__ not in TELLS:
                 freed = next(tensor for tensor in tensors_in([args, kwargs or {}]) if isinstance(tensor, cls))
                 raise RuntimeError(
-                    f"the values of {freed.freed_name!r} are freed outside of its module: read engine.full_state_dict(), "
-                    "or the module within engine.gathered(), with write=True to write"
+                    f"the values of {freed.freed_name!r} are freed outside of its module: read "
+                    "engine.full_state_dict(), or the module within engine.gathered(), with write=True to write"
                 )
             result, freed = function(*args, **kwargs or {}), args[0]
             if function.__name__ == "__set__" and function.__self__ is torch.Tensor.data:
-                freed.__class__ = nn.Parameter
+                freed.__class__ = cls if isinstance(args[1], cls) else nn.Parameter
             elif torch.is_tensor(result) and result is not freed and storage_id(result) == storage_id(freed):
                 result = result.as_subclass(cls)
                 result.freed_name = freed.freed_name
