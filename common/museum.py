@@ -1,7 +1,7 @@
 """`python -m common.museum`: bugs of released trainers, each red in a cell of the suite, and green where it is mended.
 
 Why a baseline? Because these were releases, and nobody was warned: the loss went down, only not as it should. For each
-exhibit two releases of a library are installed, each into a folder of its own beside this environment's torch, and
+exhibit two releases of DeepSpeed are installed, each into a folder of its own beside this environment's torch, and
 held to the same cell of the suite. An adapter here claims what the release's own documentation claims; those of
 `common.peers` leave out what a library cannot do, which would hide the bug.
 
@@ -35,6 +35,16 @@ LIMIT = 600  # seconds for a cell, of which building takes most, once
 # ---- what the releases claim ----------------------------------------------------------------------------------------
 
 
+class Configured:
+    """An adapter that sets `sets` in DeepSpeed's configuration, and `zero` in its "zero_optimization"."""
+
+    zero, sets = {}, {}
+
+    def _config(self, precision, bucket_elements):
+        config = super()._config(precision, bucket_elements)
+        return {**config, **self.sets, "zero_optimization": {**config["zero_optimization"], **self.zero}}
+
+
 class WithoutZero(DeepSpeed1):
     """Stage 0: in 16-bit, its optimizer keeps a master of each parameter."""
 
@@ -53,13 +63,13 @@ class WithoutZero(DeepSpeed1):
     _gradients = _parameters
 
 
-class SumsInFp32(DeepSpeed1):
+class SumsInFp32(Configured, DeepSpeed1):
     """Stage 1 in bf16 that accumulates in fp32: DeepSpeed has an optimizer of its own for that.
 
     Its masters are made of weights in bf16 already, which is no bug: here they get the values that were there before.
     """
 
-    name, follows = "deepspeed1, fp32 sums", ""
+    name, follows, sets = "deepspeed1, fp32 sums", "", {"data_types": {"grad_accum_dtype": "fp32"}}
 
     def __init__(self, model, optimizer, *, init=None, **options):
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -69,33 +79,23 @@ class SumsInFp32(DeepSpeed1):
         for parameter, value in values.items():
             self._deepspeed.utils.safe_set_full_fp32_param(parameter, value)
 
-    def _config(self, precision, bucket_elements):
-        return {**super()._config(precision, bucket_elements), "data_types": {"grad_accum_dtype": "fp32"}}
-
     def _parameters(self):
         return ()
 
     _gradients = _parameters
 
 
-class Offloaded(DeepSpeed2):
+class Offloaded(Configured, DeepSpeed2):
     """Stage 2 with the optimizer on the CPU: torch's own, so that nothing has to be compiled."""
 
     name, follows = "deepspeed2, offloaded", ""
-
-    def _config(self, precision, bucket_elements):
-        config = super()._config(precision, bucket_elements)
-        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        return {**config, "zero_force_ds_cpu_optimizer": False}
+    zero, sets = {"offload_optimizer": {"device": "cpu"}}, {"zero_force_ds_cpu_optimizer": False}
 
 
 class OffloadedInThrees(Offloaded):
     """The same, told that three micro-batches make a step: it counts the calls of step(), one after each of them."""
 
-    name = "deepspeed2, offloaded, three micro-batches"
-
-    def _config(self, precision, bucket_elements):
-        return {**super()._config(precision, bucket_elements), "gradient_accumulation_steps": 3}
+    name, sets = "deepspeed2, offloaded, three micro-batches", {**Offloaded.sets, "gradient_accumulation_steps": 3}
 
     def backward(self, loss):
         """Backpropagate a loss that its user has divided by the number of micro-batches."""
@@ -105,26 +105,16 @@ class OffloadedInThrees(Offloaded):
         self._reduced = self._added = True
 
 
-class NotContiguous(DeepSpeed1):
+class NotContiguous(Configured, DeepSpeed1):
     """Stage 1 that does not copy gradients into one buffer as they come."""
 
-    name, follows = "deepspeed1, not contiguous", ""
-
-    def _config(self, precision, bucket_elements):
-        config = super()._config(precision, bucket_elements)
-        config["zero_optimization"]["contiguous_gradients"] = False
-        return config
+    name, follows, zero = "deepspeed1, not contiguous", "", {"contiguous_gradients": False}
 
 
-class GathersBySum(DeepSpeed3):
+class GathersBySum(Configured, DeepSpeed3):
     """Stage 3 that gathers parameters by an all-reduce: an option that spares the host some copies."""
 
-    name, follows = "deepspeed3, gathers by all-reduce", ""
-
-    def _config(self, precision, bucket_elements):
-        config = super()._config(precision, bucket_elements)
-        config["zero_optimization"]["stage3_use_all_reduce_for_fetch_params"] = True
-        return config
+    name, follows, zero = "deepspeed3, gathers by all-reduce", "", {"stage3_use_all_reduce_for_fetch_params": True}
 
 
 # ---- exhibits -------------------------------------------------------------------------------------------------------
@@ -132,13 +122,12 @@ class GathersBySum(DeepSpeed3):
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A bug: `issue` in its library's tracker, the releases with and without it, and the cell that tells them apart."""
+    """A bug: its `issue`, the releases of DeepSpeed with and without it, and the cell that tells them apart."""
 
     issue: str
     bug: str
     engine: str
     cell: str
-    library: str
     red: str
     green: str
 
@@ -149,7 +138,6 @@ EXHIBITS = [
         "stage 0 in bf16 divides gradients by a loss scale that nobody multiplied by",
         "common.museum:WithoutZero",
         "gpt-tiny, plain, bf16, 2 ranks",
-        "deepspeed",
         "0.18.5",
         "0.18.6",
     ),
@@ -158,7 +146,6 @@ EXHIBITS = [
         "bf16 with sums in fp32: the last micro-batch is added after the reduction, on each rank its own",
         "common.museum:SumsInFp32",
         "gpt-tiny, accumulated under no_sync, bf16, 3 ranks",
-        "deepspeed",
         "0.18.9",
         "0.19.0",
     ),
@@ -168,7 +155,6 @@ EXHIBITS = [
         "offload: of the micro-batches of a step the first and the last alone count",
         "common.museum:OffloadedInThrees",
         "gpt-tiny, accumulated, fp32, 3 ranks",
-        "deepspeed",
         "0.18.6",
         "0.19.0",
     ),
@@ -177,7 +163,6 @@ EXHIBITS = [
         "offload: of several backwards before a step the last alone counts",
         "common.museum:Offloaded",
         "gpt-tiny, accumulated under no_sync, fp32, 3 ranks",
-        "deepspeed",
         "0.18.6",
         "0.19.0",
     ),
@@ -186,7 +171,6 @@ EXHIBITS = [
         "stages 1 and 2 on a CPU, without contiguous_gradients: no gradient is reduced",
         "common.museum:NotContiguous",
         "gpt-tiny, plain, fp32, 2 ranks",
-        "deepspeed",
         "0.19.7",
         "0.19.8",
     ),
@@ -195,7 +179,6 @@ EXHIBITS = [
         "stage 3 that gathers by an all-reduce: padding, which nobody wrote, is added to the next parameter",
         "common.museum:GathersBySum",
         "gpt-tiny, plain, fp32, 3 ranks",
-        "deepspeed",
         "0.19.3",
         "0.19.4",
     ),
@@ -247,7 +230,7 @@ def shown(exhibit, folder):
 
 def held(exhibit, release, folder):
     """Hold a release to the exhibit's cell; return whether it passes, and the first line of what is said if not."""
-    place = installed(exhibit.library, release, folder)
+    place = installed(release, folder)
     cell = f"{CELLS}[{exhibit.engine}-{exhibit.cell}]"
     command = [sys.executable, "-m", "pytest", "-m", "", "--tb=short", "--engine", exhibit.engine, cell]
     environment = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{ROOT}"}
@@ -257,32 +240,31 @@ def held(exhibit, release, folder):
         ended = subprocess.run(command, **options, check=False)
     except subprocess.TimeoutExpired as error:
         raise InputError(
-            f"{exhibit.library} {release} does not end within {LIMIT} s; what it builds may be locked: "
-            f"remove {place / 'built'}"
+            f"DeepSpeed {release} does not end within {LIMIT} s; what it builds may be locked: remove {place / 'built'}"
         ) from error
     if ended.returncode == 0 and re.search(r"\b1 passed\b", ended.stdout):
         return True, ""
     said = re.search(rf"^{re.escape(exhibit.cell)}.*", ended.stdout, re.MULTILINE)
     if ended.returncode != 1 or said is None:
-        raise InputError(f"{exhibit.library} {release} was not held to the cell: {last(ended.stdout + ended.stderr)}")
+        raise InputError(f"DeepSpeed {release} was not held to the cell: {last(ended.stdout + ended.stderr)}")
     return False, said[0]
 
 
-def installed(library, release, folder):
+def installed(release, folder):
     """The folder of a release, installed where it is not yet.
 
     Raises:
         InputError: pip does not get it.
     """
-    place = folder.absolute() / f"{library}-{release}"
-    if not (place / library).exists():
+    place = folder.absolute() / f"deepspeed-{release}"
+    if not (place / "deepspeed").exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", place]
         environment = {**os.environ, "DS_BUILD_OPS": "0"}
         ended = subprocess.run(
-            [*command, f"{library}=={release}", *NEEDS], env=environment, capture_output=True, text=True, check=False
+            [*command, f"deepspeed=={release}", *NEEDS], env=environment, capture_output=True, text=True, check=False
         )
         if ended.returncode:
-            raise InputError(f"pip does not install {library} {release}: {last(ended.stderr)}")
+            raise InputError(f"pip does not install DeepSpeed {release}: {last(ended.stderr)}")
     return place
 
 

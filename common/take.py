@@ -1,11 +1,15 @@
-"""`python -m common.take stage3_param my_project/zero3`: one engine as a package of your own, to read and to change.
+"""`python -m common.take stage3_param my_project/zero3`: an engine as a package of your own, to read and to change.
 
 The package has the engine, the modules of `common/` that it imports, with relative imports, and the licence. So it
 needs nothing of this repository, and no other `common` is in its way:
 
     from my_project.zero3 import Engine
 
-VERDICT.txt beside it says how the suite's quick part judged this very copy: `--no-verdict` saves the minute.
+`python -m common.take words my_project/zero` takes the words for other libraries, with all engines behind them:
+
+    from my_project.zero.common.words import deepspeed
+
+VERDICT.txt beside an engine says how the suite's quick part judged this very copy: `--no-verdict` saves the minute.
 """
 
 import ast
@@ -16,37 +20,39 @@ import sys
 from pathlib import Path
 
 import common
+from common.engines import ENGINES, find_engine
 from common.errors import InputError
 from common.measure.hardware import commit
 from common.outputs import ROOT, check_clone, one_line_errors, parser_of
-from common.train import ENGINES, find_engine
 
 GUARD = "zero_stages"  # looks whose `common` there is; a taken engine has its own
-INIT = '''"""{engine}, taken from zero-stages {version}: see LICENSE. {docstring}"""
-
+WORDS = "words"
+EXPORTS = """
 from .{module} import {named}
 
 __all__ = ["Engine"]
 Engine.reduces_at_once = {reduces_at_once}  # each backward, under no_sync too: what the suite holds it to
-'''
+"""
+BESIDE = ("common.words.beside", "common.words.program")  # what holds words to their libraries
 SILENT = ("stage0_ddp", "stage1_os")  # under no_sync
 
 
 def main(arguments=None):
     """Parse the arguments, copy, have the copy judged, and say what was written."""
     parser = parser_of("common.take", __doc__)
-    parser.add_argument("engine", help=", ".join(ENGINES))
+    parser.add_argument("engine", help=", ".join((*ENGINES, WORDS)))
     parser.add_argument("package", type=Path, help="the folder to write, which is not there yet: a name for imports")
     parser.add_argument("--no-verdict", action="store_true", help="do not run the suite's quick part on it")
     options = parser.parse_args(arguments)
     with one_line_errors():
         check(options.engine, options.package)
-        if not options.no_verdict:
+        judged = options.engine != WORDS and not options.no_verdict
+        if judged:
             check_clone("tests/any_engine", ", or give --no-verdict")
         files = take(options.engine, options.package)
     lines = sum(len(file.read_text().splitlines()) for file in files)
     print(f"{options.package}: {options.engine} in {len(files)} files, {lines:,} lines")
-    if not options.no_verdict:
+    if judged:
         passed = judge(options.package)
         print(f"{options.package / 'VERDICT.txt'}: {passed}")
 
@@ -57,8 +63,8 @@ def check(engine, package):
     Raises:
         InputError: it says which.
     """
-    if engine not in ENGINES:
-        raise InputError(f"{engine}: give one of {', '.join(ENGINES)}")
+    if engine not in (*ENGINES, WORDS):
+        raise InputError(f"{engine}: give one of {', '.join(ENGINES)}, or {WORDS}")
     if not package.name.isidentifier():
         raise InputError(f"{package}: {package.name!r} cannot be imported; give a name of letters, digits and _")
     if package.exists():
@@ -71,12 +77,10 @@ def take(engine, package):
     """Write the package; return its files.
 
     Args:
-        engine: one of ENGINES.
+        engine: one of ENGINES, or WORDS.
         package: a Path.
     """
-    found = find_engine(engine)
-    module = found.__module__
-    files = needed(module)
+    files, about, exports = of_words() if engine == WORDS else of_engine(engine)
     written = []
     for file in sorted(files):
         place = package / file.relative_to(ROOT)
@@ -84,13 +88,26 @@ def take(engine, package):
         place.write_text(relative(file, files))
         written.append(place)
     (package / "LICENSE").write_text(licence())
-    docstring = (found.__doc__ or "").split("\n")[0]
-    named = "Engine" if found.__name__ == "Engine" else f"{found.__name__} as Engine"
     version = f"{common.__version__} {commit()}".strip()
-    about = {"docstring": docstring, "module": module, "named": named, "reduces_at_once": engine not in SILENT}
-    said = INIT.format(engine=engine, version=version, **about)
+    said = f'"""{engine}, taken from zero-stages {version}: see LICENSE. {about}"""\n{exports}'
     (package / "__init__.py").write_text(said)
     return [package / "__init__.py", *written]
+
+
+def of_engine(name):
+    """The files of an engine, what it is in a sentence, and what the package exports, as code."""
+    found = find_engine(name)
+    own = ROOT / found.__module__.partition(".")[0] / "__init__.py"  # may import its neighbours: not taken
+    named = "Engine" if found.__name__ == "Engine" else f"{found.__name__} as Engine"
+    exports = EXPORTS.format(module=found.__module__, named=named, reduces_at_once=name not in SILENT)
+    return needed(found.__module__, without=own), (found.__doc__ or "").split("\n")[0], exports
+
+
+def of_words():
+    """The same of the words, all of them, with the engines that they find by name."""
+    files = (file.relative_to(ROOT).with_suffix("") for file in ROOT.glob("common/words/**/*.py"))
+    modules = [name for name in (".".join(file.parts) for file in files) if not name.startswith(BESIDE)]
+    return needed(*ENGINES, *modules), "Import what is in common.words below.", ""
 
 
 def licence():
@@ -100,22 +117,17 @@ def licence():
     return importlib.metadata.distribution("zero-stages").read_text("licenses/LICENSE")
 
 
-def needed(module):
-    """The files that a module imports, however far, itself and the packages above included."""
-    found, waiting = set(), [module]
+def needed(*modules, without=None):
+    """The files that modules import, however far, themselves and the packages above included; one may be left out."""
+    found, waiting = set(), list(modules)
     while waiting:
         parts = waiting.pop().split(".")
         for depth in range(1, len(parts) + 1):
             for file in files_of(".".join(parts[:depth])):
-                if file not in found and file.stem != GUARD and not is_above(file, module):
+                if file not in found and file.stem != GUARD and file != without:
                     found.add(file)
                     waiting += [name for node in imports(file) for name in names_in(node)]
     return found
-
-
-def is_above(file, module):
-    """Whether it is the `__init__` of the engine's own package, which may import its neighbours: not taken."""
-    return file == ROOT / module.partition(".")[0] / "__init__.py"
 
 
 def files_of(name):

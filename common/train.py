@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 import importlib
-import importlib.util
 import json
 import os
 import statistics
@@ -23,6 +22,7 @@ from common import models
 from common.checkpoint import runs
 from common.data import Batches, load_text
 from common.engine.mixed_precision import dtype_of
+from common.engines import ENGINES, STAGES, find_engine  # noqa: F401  others have them from here
 from common.errors import InputError
 from common.generate import generate
 from common.measure import tables
@@ -37,8 +37,6 @@ from common.report import lines_of
 from common.simulate.beside import estimated
 from common.tiers.activations import HostActivations, predicted_moves
 
-STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
-ENGINES = (*STAGES, "offload", "offload.nvme", "zeropp")
 WARM_UP = 2  # steps that a throughput does not count
 TRACED = 2  # steps in a trace: what one leaves in flight travels beside the next
 
@@ -175,27 +173,6 @@ def make_batches(options):
     """The global batches that the options name."""
     window = models.build(options.model).window
     return Batches(load_text(options.data), window, options.batch, options.seed)
-
-
-def find_engine(name):
-    """The class that a package exports as Engine, or that is called `package.module:Name`.
-
-    Raises:
-        InputError: there is none.
-    """
-    path, _, attribute = name.partition(":")
-    try:
-        found = importlib.util.find_spec(path.partition(".")[0]) and importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if not path.startswith(error.name):  # a module that this one imports
-            raise
-        found = None
-    if not hasattr(found, attribute or "Engine"):
-        raise InputError(
-            f"unknown engine {name!r}; known engines: {', '.join(ENGINES)}; a class of your own is called "
-            "package.module:Name, where Python finds the module: in this folder, or along PYTHONPATH"
-        )
-    return getattr(found, attribute or "Engine")
 
 
 def train(world, name, options, progress=None):

@@ -97,15 +97,15 @@ class InfinityEngine(stage3_param.Engine):
         each, exact = bucket.shard_numel * bucket.kind.dtype.itemsize, bucket.shard_numel * 4
         moves = [(self.sends(bucket, backwards)["all_gather"], p, "device", each)]
         if bucket.kind.trainable:
-            mean = exact if more else each  # of several backwards it is a sum
+            mean = exact if more or self.accounts.became_fp32(bucket) else each  # of several backwards it is a sum
             moves += [(1, "device", g, each), (1, g, beside, mean)]
             moves += [(more, "device", "cpu" if g == "nvme" else g, each)]
             if g == "nvme":
-                looked_at = (self.clip_norm is not None) + (self.loss_scaler is not None)
+                looked_at = self.takes_norm + (self.loss_scaler is not None)
                 moves += [(more, "cpu", g, exact), (min(more, 1), g, "cpu", each), (max(more - 1, 0), g, "cpu", exact)]
-                moves += [(looked_at, g, "cpu", mean)]
+                moves += [(looked_at, g, "cpu", mean), *self.accounts.looks_on_disk(bucket)]
             if o == "nvme":
-                for width in (4, *accounting.state_bytes(bucket, self)[0]):  # master weights, and what the optimizer keeps of each
+                for width in (4, *accounting.state_bytes(bucket, self)[0]):  # master weights, and what is kept of each
                     nbytes = bucket.shard_numel * width
                     moves += [(1, o, beside, nbytes), (1, beside, o, nbytes)]
             if bucket.masters_are_apart:

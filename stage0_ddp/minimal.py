@@ -95,6 +95,7 @@ if __name__ == "__main__":
 
 # What engine.py adds:
 # - buckets: gradients leave in parts, while backward still computes the next ones; here nothing runs beside anything
+# - parameters that begin at multiples of 64 bytes, as kernels for a few rows need them to round alike
 # - 16-bit training with fp32 masters, loss scaling, clipping, accumulation, parameter groups, frozen weights, buffers
 # - checkpoints, models built on the meta device, a count of what is held and sent, beside a prediction
 # - NCCL: collectives on a stream of their own

@@ -156,7 +156,7 @@ def browser():
 def deepspeed_place():
     """The folder of the real DeepSpeed, which takes the package index; without it the test is skipped."""
     try:
-        return installed("deepspeed", RELEASE, LOCAL / "museum")
+        return installed(RELEASE, LOCAL / "museum")
     except InputError as error:
         pytest.skip(str(error))
 

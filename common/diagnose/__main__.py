@@ -22,6 +22,7 @@ import torch
 
 from common.diagnose import causes
 from common.diagnose.comparing import Comparison
+from common.diagnose.notes import notes
 from common.diagnose.recording import in_one_line, record
 from common.diagnose.suspects import SUSPECTS
 from common.errors import InputError
@@ -121,8 +122,8 @@ def diagnose(target, names, steps, open_world, against=PLAIN):
     """
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(target, steps, open_world, folder)
-        plain = runs.right(PlainDDP, watches_use=True)
-        runs.check_reproducible(PlainDDP, plain)
+        plain = runs.right(PlainDDP)
+        runs.check_reproducible(plain)
         runs.every_parameter = not any(unused for rank in plain for unused in rank["unused"])
         rounded = runs.right(PlainOtherwise)
         reference = plain if against == PLAIN else runs.right(engine_of(against))
@@ -154,8 +155,6 @@ class Runs:
         """A run with an engine: [rank] of what `record` returns."""
         if not self.world.alive:
             self.world = self.open_world()
-        for mark in (*Path(self.folder).glob("began.*"), *Path(self.folder).glob("ended.*")):
-            mark.unlink()
         how = {"every_parameter": self.every_parameter, **how}
         return self.world.run(partial(record, **how), self.target, made, steps or self.steps, self.folder)
 
@@ -175,20 +174,22 @@ class Runs:
         said = in_one_line(failure, self.target.rpartition(":")[0])
         if "daemonic processes" in said:
             said += "; ranks here may have no workers: give DataLoader num_workers=0"
-        if "process group twice" in said:
-            said += "; the group is there before the function is called: see torch.distributed.is_initialized()"
+        if "imed out" in said:
+            said += "; a rank waited in vain: do all make the same collectives, their own ones included?"
+        if "process group twice" in said or "group was destroyed" in said:
+            said += "; the group is there before the function and after it: see torch.distributed.is_initialized()"
         return said
 
-    def check_reproducible(self, made, before):
-        """Run it once more.
+    def check_reproducible(self, before):
+        """Run it under plain DDP once more.
 
         Raises:
             InputError: it does not compute the same.
         """
-        _, where = first_difference(before, self.right(made, watches_use=True))
+        _, where = first_difference(before, self.right(PlainDDP))
         if where is None:
             return
-        seeded = [self.right(made, watches_use=True, seeded=True) for _ in range(2)]
+        seeded = [self.right(PlainDDP, seeded=True) for _ in range(2)]
         if first_difference(*seeded)[1] is None:
             why = (
                 "it draws random numbers (first weights, dropout, shuffled data) that it does not seed: call "
@@ -275,34 +276,6 @@ def last_loss(recording):
     """The mean over ranks of the last step's losses."""
     losses = [loss for rank in recording for loss in rank["steps"][-1]["losses"]]
     return sum(losses) / len(losses) if losses else None
-
-
-def notes(plain, rows):
-    """What a user should know of the function, whoever trains it: [sentence]."""
-    said, size = [], len(plain)
-    steps = [set(step) for rank in plain for step in rank["unused"]]
-    unused = sorted(set().union(*steps))
-    if unused:
-        names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if unused[3:] else "")
-        when = "" if all(step == set(unused) for step in steps) else " in some steps or on some ranks"
-        said.append(
-            f"{names} had no gradient{when}. torch's DDP needs find_unused_parameters=True, which it had here. Here a "
-            "zero gradient steps them, so that momentum and weight decay go on; torch's optimizers pass by what has "
-            "None. requires_grad_(False) freezes them everywhere"
-        )
-    if plain[0]["compiled"]:
-        said.append(
-            "the model is compiled, and what is fused otherwise rounds otherwise. Compile before the engine is built; "
-            "TORCH_COMPILE_DISABLE=1 tells rounding from a fault"
-        )
-    if size > 1 and len({repr([step["losses"] for step in rank["steps"]]) for rank in plain}) == 1:
-        said.append(
-            f"all {size} ranks have the same losses. Do they read the same data? Give each its part, by its rank"
-        )
-    for option in sorted({option for row in rows for option in row.get("not_taken", ())}):
-        without = [row["engine"] for row in rows if option in row.get("not_taken", ())]
-        said.append(f"{option}= is no option of {', '.join(without)}, and was left out there")
-    return said
 
 
 def table(results):

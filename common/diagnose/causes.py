@@ -4,13 +4,14 @@ import math
 
 import torch
 
-from common.diagnose.comparing import distance
+from common.diagnose.comparing import distance, ranks_part
 
 ALIKE = 0.02  # of what an engine is off it may be off from a suspect that is wrong in the same way
 EQUAL = "equal to the bit"
 ROUNDING = "rounding alone"
 STALE = "stale weights, which full_state_dict() mends: equal where all are read after every step"
 QUANTIZES = "it quantizes by design: see the losses"
+PARTING = "under plain DDP the ranks part, too: see the note"
 UNKNOWN = "none of the known causes"
 
 
@@ -47,6 +48,8 @@ def _seen(compared, other, step, found):
         yield "buffers alone: ranks keep their own running statistics, where DDP sends rank 0's"
     if what == "norm" and not names:
         yield "step() tells another norm, and steps alike"
+    if (ranks_part(compared.plain) or (math.inf,))[0] <= step:
+        yield PARTING
     if _draws_otherwise(compared, other, step):
         yield "more or fewer random numbers were drawn before, by the engine or by a branch of the function"
     if what == "skipped":

@@ -51,6 +51,16 @@ def ratio(off, allowed):
     return math.inf if math.isnan(found) else found
 
 
+def ranks_part(recording):
+    """Where ranks first have other weights than rank 0: (step, parameter, rank); None if they never have."""
+    for step, expected in enumerate(recording[0]["steps"]):
+        for name in recording[0]["trained"]:
+            for rank, other in enumerate(recording):
+                if other["steps"][step]["weights"].get(name) != expected["weights"].get(name):
+                    return step, name, rank
+    return None
+
+
 @dataclass(frozen=True)
 class Off:
     """Something that differs.

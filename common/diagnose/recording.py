@@ -1,6 +1,7 @@
 """In the ranks: run a user's function with an engine, and note what it computes, step by step."""
 
 import contextlib
+import functools
 import gc
 import hashlib
 import importlib.util
@@ -12,23 +13,26 @@ import pickle
 import random
 import re
 import sys
-import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from common.errors import InputError
+from common.peers.plain import AverageAfterBackward
+from common.ranks.collectives import Collectives
+from common.ranks.nodes import timeout_of
+from common.tensors import tensors_in
 
 MODULE = "diagnosed"  # what the user's file is called among Python's modules
 FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$')
-PAUSE = 0.02  # seconds between two looks at how far others are
 
 
 class Enough(BaseException):
     """Ends a function after the last step that is asked for. It is no Exception, so a function does not catch it."""
 
 
-def record(world, target, made, steps, folder, *, reads=True, seeded=False, every_parameter=True, watches_use=False):
+def record(world, target, made, steps, folder, *, reads=True, seeded=False, every_parameter=True):
     """Run the function of `target` with an engine, on one rank.
 
     Args:
@@ -40,7 +44,6 @@ def record(world, target, made, steps, folder, *, reads=True, seeded=False, ever
         reads: read all weights after every step; else after the last, as reading may mend what is stale.
         seeded: seed all generators first.
         every_parameter: what DDP is told: the model uses each of its parameters in every step.
-        watches_use: note which parameters get a gradient; of an engine that leaves them as they are.
 
     Returns:
         A dict: "steps", what each step computed, of which the first is the engine as it was built; and what is said of
@@ -53,7 +56,7 @@ def record(world, target, made, steps, folder, *, reads=True, seeded=False, ever
         torch.compiler.reset()  # what one run compiled counts towards a limit
     if seeded:
         seed()
-    recorder = Recorder(world, made, steps, Path(folder), reads, every_parameter, watches_use)
+    recorder = Recorder(world, made, steps, Path(folder), reads, every_parameter)
     with the_script(world, target) as function, a_tidy_end():
         try:
             function(recorder.make)
@@ -149,11 +152,11 @@ class Recorder:
         found: what `record` returns.
     """
 
-    def __init__(self, world, made, steps, folder, reads, every_parameter, watches_use):
+    def __init__(self, world, made, steps, folder, reads, every_parameter):
         self.world, self.made, self.steps, self.folder, self.reads = world, made, steps, folder, reads
-        self.every_parameter, self.watches_use = every_parameter, watches_use
-        self.engine, self.losses, self.random, self.used, self.began = None, [], [], set(), 0
-        self.at_first = generators()
+        self.every_parameter, self.is_plain = every_parameter, issubclass(made, AverageAfterBackward)
+        self.engine, self.used, self.at_first = None, set(), generators()
+        self.losses, self.random, self.sizes, self.drawn, self.options = [], [], [], [], []
         self.found = {"steps": [], "unused": []}
 
     def make(self, model, optimizer, **options):
@@ -176,21 +179,48 @@ class Recorder:
         self.engine = watched(self.made, self)(model, optimizer, **{**given, **clips})
         trained = {name: p for name, p in self.engine.module.named_parameters() if p.requires_grad}
         self.found |= {"trained": list(trained), "buffers": [name for name, _ in self.engine.module.named_buffers()]}
-        for name, parameter in trained.items() if self.watches_use else ():
+        for name, parameter in trained.items() if self.is_plain else ():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.used.add(name))
         self._note(None, reads=True)
         return self.engine
 
-    def begins(self):
-        """Before a forward: the others may know how far this rank is."""
-        if self.began < len(self.found["steps"]):
-            self.began = len(self.found["steps"])
-            self._tell("began", str(self.began))
+    @contextlib.contextmanager
+    def running(self, inputs):
+        """A forward."""
+        if self.is_plain and self.found["buffers"]:
+            self.meet("calls engine()")  # which sends them
+        before = self._drawn()
+        yield
+        if torch.is_grad_enabled():
+            self.sizes.append(next((tensor.numel() for tensor in tensors_in(inputs)), 0))
+            self.drawn += [now for now, was in zip(self._drawn(), before, strict=True) if now != was]
 
     def losing(self, loss):
         """Before a backward."""
+        if self.is_plain and self.engine.syncing:
+            self.meet("calls backward()")
         self.losses.append(loss.detach().double().item() if loss.numel() == 1 else math.nan)
         self.random.append(self._drawn())
+        self._note_options()
+
+    def stepping(self):
+        """Before a step."""
+        self.meet("calls step()")
+        self._note_options()
+
+    def meet(self, call):
+        """Before a call in which ranks wait for each other: they all make the same one.
+
+        Raises:
+            InputError: they do not.
+        """
+        calls = beside().gather_objects(call, "what ranks call")
+        other = next((rank for rank, theirs in enumerate(calls) if theirs != calls[0]), None)
+        if other is not None:
+            raise InputError(
+                f"in step {len(self.found['steps'])} rank 0 {calls[0]}, and rank {other} {calls[other]}; give every "
+                "rank as many batches, and have all call the engine alike"
+            )
 
     def stepped(self, result):
         """After a step.
@@ -199,7 +229,7 @@ class Recorder:
             Enough: it was the last.
         """
         self._note(result, reads=self.reads or len(self.found["steps"]) == self.steps)
-        if self.watches_use:
+        if self.is_plain:
             self.found["unused"].append([name for name in self.found["trained"] if name not in self.used])
             self.used.clear()
         if len(self.found["steps"]) > self.steps:
@@ -207,11 +237,17 @@ class Recorder:
 
     def _note(self, result, reads):
         step = {"losses": self.losses, "random": [*self.random, self._drawn()], "weights": None}
+        step |= {"sizes": self.sizes, "drawn": self.drawn, "options": self.options}
         step |= {"norm": getattr(result, "norm", None), "skipped": getattr(result, "skipped", False)}
         if reads:
             step["weights"] = self._weights()
         self.found["steps"].append(step)
-        self.losses, self.random = [], []
+        self.losses, self.random, self.sizes, self.drawn, self.options = [], [], [], [], []
+
+    def _note_options(self):
+        groups = self.engine.optimizer.param_groups if self.is_plain else ()
+        told = [{name: f"{value}" for name, value in group.items() if name != "params"} for group in groups]
+        self.options.append(told)
 
     def _drawn(self):
         """Where generators stand; None for one that nobody has touched, as each process has another one then."""
@@ -236,33 +272,22 @@ class Recorder:
         return path.name
 
     def end(self):
-        """The function has returned, on all ranks or not.
+        """The function has returned.
 
         Raises:
-            InputError: another rank goes on, and would wait for this one; or no step was made.
+            InputError: on another rank it goes on, and would wait for this one; or no step was made.
         """
-        steps = len(self.found["steps"]) - 1
-        if steps < 1:
+        if len(self.found["steps"]) < 2:
             raise InputError(f"on rank {self.world.rank} the function ends without a step() of its engine")
-        self._tell("ended", "")
-        others = [rank for rank in range(self.world.size) if rank != self.world.rank]
-        while waiting := [rank for rank in others if not self._path("ended", rank).exists()]:
-            for rank in waiting:
-                began = self._path("began", rank)
-                if began.exists() and int(began.read_text() or 0) > steps:
-                    raise InputError(
-                        f"ranks make unequal numbers of steps: rank {self.world.rank} ends after {steps}, and rank "
-                        f"{rank} begins another; give every rank as many batches"
-                    )
-            time.sleep(PAUSE)
+        self.meet("returns")
         last = self.found["steps"][-1]
         last["weights"] = last["weights"] or self._weights()
 
-    def _path(self, what, rank):
-        return self.folder / f"{what}.{rank}"
 
-    def _tell(self, what, text):
-        self._path(what, self.world.rank).write_text(text)
+@functools.cache
+def beside():
+    """Collectives of a group of its own, in which ranks tell each other what they call."""
+    return Collectives(dist.new_group(backend="gloo", timeout=timeout_of(dist.group.WORLD)))
 
 
 def watched(made, recorder):
@@ -270,14 +295,15 @@ def watched(made, recorder):
 
     class Watched(made):
         def __call__(self, *args, **kwargs):
-            recorder.begins()
-            return super().__call__(*args, **kwargs)
+            with recorder.running((args, kwargs)):
+                return super().__call__(*args, **kwargs)
 
         def backward(self, loss):
             recorder.losing(loss)
             return super().backward(loss)
 
         def step(self):
+            recorder.stepping()
             result = super().step()
             recorder.stepped(result)
             return result

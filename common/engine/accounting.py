@@ -33,12 +33,15 @@ class Accounts:
 
     Attributes:
         backwards, reductions: the backwards since the last step, and those of them that reduced.
+        looks: what `gradients` has done since the last step: ("read", bucket, bytes of an element),
+            ("written", bucket, whether it became fp32), ("compared", None, so many gradients).
     """
 
     def __init__(self, engine):
         self._engine = weakref.proxy(engine)
         self.backwards = self.reductions = 0
-        self._last_step = (1, 1)  # the same of the last step
+        self.looks = []
+        self._last_step, self._last_looks = (1, 1), []  # the same of the last step
         self._summed = set()  # the buckets in which it added up 16-bit gradients
         self._held = None
 
@@ -54,11 +57,12 @@ class Accounts:
     def note_step(self):
         """What the predictions for a step like this one depend on."""
         self._summed = {b for b in self._engine.buckets if any(piece.carried is not None for piece in b.pieces)}
-        self._last_step = max(1, self.backwards), self.reductions
+        self._last_step, self._last_looks = (max(1, self.backwards), self.reductions), self.looks
 
     def forget(self):
         """The gradients since the last step are gone."""
         self.backwards = self.reductions = 0
+        self.looks = []
 
     def measured(self):
         """All counts of the last step, {name: {class, collective or direction: bytes}}.
@@ -81,6 +85,8 @@ class Accounts:
 
     def held(self):
         """See `EngineBase.model_state_bytes`."""
+        if not self._engine.buckets:  # a frozen model has no update
+            self.before_update()
         return self._held and {**self._held, "optimizer": storage_bytes(self.live()["optimizer"])}
 
     def predicted_held(self):
@@ -107,9 +113,14 @@ class Accounts:
                 predicted[collective] += times * self.sent_once(bucket, collective)
         if engine.loss_scaler is not None:
             predicted["all_gather"] += 4 * others  # one fp32 flag for the overflow
-        first = engine.buckets[0]
-        if engine.clip_norm is not None and length(engine.owned(first).optimizer) < first.padded_numel:
+        sharded = any(length(engine.owned(bucket).optimizer) < bucket.padded_numel for bucket in engine.buckets)
+        if engine.takes_norm and sharded:
             predicted["all_gather"] += 8 * others  # one float64 for the norm
+        for what, bucket, number in self._last_looks:
+            if what == "compared":
+                predicted["all_gather"] += 8 * number * others  # a checksum for each
+            elif what == "read" and sharded:
+                predicted["all_gather"] += bucket.shard_numel * number * others
         predicted["broadcast"] += backwards * engine.buffers.nbytes * engine.comm.broadcast_copies()
         return {collective: sent for collective, sent in sorted(predicted.items()) if sent}
 

@@ -14,7 +14,7 @@ What is checked, built, counted and kept in files on the way has modules of its 
 
 import contextlib
 import weakref
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -24,10 +24,11 @@ from common.engine.accounting import Accounts
 from common.engine.bucket import Bucket
 from common.engine.buffers import Buffers
 from common.engine.door import BATCH_NORMS
+from common.engine.gradients import gradients
 from common.engine.hooks import Hook, remove_with
 from common.engine.master_weights import alone
 from common.engine.misuse import Guards, engine_of
-from common.engine.mixed_precision import LossScaler, dtype_of, gradient_norm, overflow_flag
+from common.engine.mixed_precision import LossScaler, decide, dtype_of
 from common.engine.no_module import NoModule
 from common.engine.reentrant import Uses
 from common.engine.writes import Writes, gathered
@@ -35,20 +36,7 @@ from common.errors import InputError
 from common.measure.memory import HOST, storage_id
 from common.ranks.agreement import check_agreement
 from common.ranks.collectives import Collectives
-from common.tensors import host_value, map_tensors
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step did.
-
-    Attributes:
-        norm: global norm of the mean gradient before clipping, unscaled; None without `clip_norm`.
-        skipped: the step changed nothing, because a gradient overflowed in fp16.
-    """
-
-    norm: float | None
-    skipped: bool
+from common.tensors import map_tensors
 
 
 class EngineBase(Files, NoModule):
@@ -60,12 +48,15 @@ class EngineBase(Files, NoModule):
             element, such as `functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)`; it is called several times.
             Engines step shard by shard, and `step` sees each shard alone. So hooks are refused: what they would do,
             clamp weights say, belongs in a `step` of your own, of a subclass or put in place by the factory. What that
-            reads as it goes on stands in `param_groups`.
+            reads as it goes on stands in `param_groups`. A model without trainable parameters, a teacher or a
+            reference, needs none: None.
         param_groups: torch's list of dicts over the model's trainable parameters; None is one group.
         precision: "fp32", "bf16" or "fp16": what parameters built in fp32 are kept and used in, and floating inputs
             are cast to. Parameters built in another dtype keep it; buffers keep theirs. Whatever is 16-bit is stepped
             by fp32 master weights.
-        clip_norm: scale the gradient down to this global norm; None does not, and does not compute the norm.
+        clip_norm: scale the gradient down to this global norm; None does not.
+        skip_norm: leave a step out, on all ranks, if the gradient's global norm is larger or not finite; `math.inf`
+            leaves out those that are not finite. None takes every step, but for overflows in fp16.
         norm_type: which norm that is: 2.0, or `math.inf` for the largest element.
         bucket_mb: MiB of a gradient bucket, counted in fp32 in every precision.
         process_group: the data-parallel group; None is the default group.
@@ -95,6 +86,7 @@ class EngineBase(Files, NoModule):
         param_groups=None,
         precision="fp32",
         clip_norm=None,
+        skip_norm=None,
         norm_type=2.0,
         bucket_mb=25.0,
         process_group=None,
@@ -108,6 +100,7 @@ class EngineBase(Files, NoModule):
             **{name: getattr(self, name) for name in self.own_options},
             "precision": precision,
             "clip_norm": clip_norm,
+            "skip_norm": skip_norm,
             "norm_type": norm_type,
             "bucket_mb": bucket_mb,
             "deterministic": deterministic,
@@ -115,13 +108,15 @@ class EngineBase(Files, NoModule):
         }
         self.comm = Collectives(process_group, deterministic=deterministic)
         self.rank, self.world_size = self.comm.rank, self.comm.size
-        self.clip_norm, self.norm_type = clip_norm, norm_type
+        self.clip_norm, self.skip_norm, self.norm_type = clip_norm, skip_norm, norm_type
         self.loss_scaler = LossScaler() if precision == "fp16" else None
         self._module = model
+        if optimizer is None and not any(parameter.requires_grad for parameter in model.parameters()):
+            optimizer = partial(torch.optim.SGD, lr=0.0)  # over an empty group: a frozen model takes no step
         try:
             self.dtype = dtype_of(precision)
             door.check_types(door.types_of_defaults(type(self)), settings)
-            door.check_numbers(clip_norm, norm_type, bucket_mb)
+            door.check_numbers(clip_norm, skip_norm, norm_type, bucket_mb)
             self.optimizer_bytes, settings["the optimizer"] = self.check_optimizer(optimizer)
             self.param_groups = door.check_groups(model, param_groups)
             settings["param_groups"] = [door.plain(group) for group in self.param_groups]
@@ -174,6 +169,7 @@ class EngineBase(Files, NoModule):
         if self._failed:
             self.settle()
             self.zero_grad()
+            self.uses.forget()
         self._initial.check_set()
         self.guards.check_parameters()
         self._begin_gradients()
@@ -196,12 +192,16 @@ class EngineBase(Files, NoModule):
     def _cast(self, tensor):
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-    def backward(self, loss):
+    def backward(self, loss, retain_graph=False):
         """Backpropagate a scalar loss; when it returns, the mean gradient is there.
 
         Several backwards before a step add up, in fp32. It does not divide by their number (DeepSpeed's does): scale
         the loss yourself.
         After an exception the gradients since the last step are dropped.
+
+        Args:
+            loss: a scalar tensor.
+            retain_graph: keep the graph for another backward, of this loss or of one that shares a part of it.
 
         Raises:
             InputError: the loss is not a scalar.
@@ -215,7 +215,8 @@ class EngineBase(Files, NoModule):
         self.begin_backward()
         Bucket.scale_of_backward, self.reducing = self._scale, self.syncing
         try:
-            (loss if self.loss_scaler is None else loss.float() * self._scale).backward()
+            scaled = loss if self.loss_scaler is None else loss.float() * self._scale
+            scaled.backward(retain_graph=retain_graph)
             if self.syncing:
                 self.finish_backward()
         finally:
@@ -231,7 +232,7 @@ class EngineBase(Files, NoModule):
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
     def step(self):
-        """Clip, update the parameters, release the gradients. In fp16 all ranks skip it where any has an overflow.
+        """Clip, update the parameters, release the gradients. In fp16 all ranks skip it if any has an overflow.
 
         Returns:
             StepResult.
@@ -243,39 +244,36 @@ class EngineBase(Files, NoModule):
         if self._failed:
             self.zero_grad()
         self.guards.check_parameters()
-        self.guards.check_trainable()
         self.guards.check_step()
-        if any(bucket.pending for bucket in self.buckets):  # of another engine's backward, or under no_sync
-            self._flush()
-        if not all(bucket.has_gradient for bucket in self.buckets):
-            raise RuntimeError("step() without a backward() since the last step")
+        self.require_gradients("step")
         self.comm.traffic.phase = "step"
         self.begin_step()
-        norm, scale, self._factor = None, self._scale, None
-        if any(bucket.scales - {scale} for bucket in self.buckets):
-            raise RuntimeError(
-                "a gradient came under another loss scale than this engine's; in fp16 give each engine a loss of its "
-                "own, and replace loss_scaler right after a step"
-            )
-        if self.loss_scaler is not None:
-            if host_value(overflow_flag(self.buckets, self.comm), 0) > 0:
-                self.loss_scaler.update(overflow=True)
-                self.zero_grad()
-                return StepResult(None, skipped=True)
-            self._factor = 1 / scale
-        if self.clip_norm is not None:
-            norm = gradient_norm(self.buckets, self.comm, self.norm_type) / scale
-            # On the CPU, where a number multiplies a tensor on any device.
-            self._factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0).cpu() / scale
-            norm = host_value(norm, 0.0)
-        self.accounts.before_update()
-        self.update()
-        self.updates += 1
-        self.writes.made(self.buckets)
-        if self.loss_scaler is not None:
-            self.loss_scaler.update(overflow=False)
+        self.guards.check_scales()
+        result, self._factor = decide(self)
+        if not result.skipped:
+            self.accounts.before_update()
+            self.update()
+            self.updates += 1
+            self.writes.made(self.buckets)
         self.zero_grad()
-        return StepResult(norm, skipped=False)
+        return result
+
+    @property
+    def takes_norm(self):
+        """A step takes the norm of its gradient."""
+        return self.clip_norm is not None or self.skip_norm is not None
+
+    def require_gradients(self, call):
+        """Have the mean gradient here, of backwards under no_sync and of other engines too.
+
+        Raises:
+            RuntimeError: there was no backward since the last step.
+        """
+        self.guards.check_trainable()
+        if any(bucket.pending for bucket in self.buckets):
+            self._flush()
+        if not all(bucket.has_gradient for bucket in self.buckets):
+            raise RuntimeError(f"{call}() without a backward() since the last step")
 
     def _flush(self):
         """Reduce what no backward of this engine has."""
@@ -308,7 +306,7 @@ class EngineBase(Files, NoModule):
             self.stepping = False
 
     def zero_grad(self):
-        """Drop the gradients since the last step."""
+        """Drop the gradients since the last step, as `zero_grad` of the optimizer and of the whole module do."""
         self.guards.finish_failed_backward()
         if self._failed:  # half way through a step
             self.writes.accept_all()
@@ -317,7 +315,6 @@ class EngineBase(Files, NoModule):
                 bucket.handle.wait()
             bucket.forget()
         self.accounts.forget()
-        self.uses.forget()
         self._failed = False
 
     @contextlib.contextmanager
@@ -373,6 +370,23 @@ class EngineBase(Files, NoModule):
             InputError: weights were written in a context for reading, or not alike on all ranks.
         """
         return gathered(self, modules, write)
+
+    def gradients(self, *modules, write=False):
+        """A context in which the mean gradient of `modules` (all, if none is named) is whole on every rank.
+
+        A collective, between `backward` and `step`: of all backwards since the last step, unscaled, before clipping.
+
+        Args:
+            write: each rank keeps its part of what its entries are when the context is left, in fp32.
+
+        Yields:
+            {name of a parameter: fp32 tensor of its shape}, to read or, with `write`, to write and replace.
+
+        Raises:
+            RuntimeError: there was no backward since the last step.
+            InputError: what was written differs between ranks, or has not the parameter's shape. Nothing is kept.
+        """
+        return gradients(self, modules, write)
 
     @contextlib.contextmanager
     def at_hand(self, buckets):

@@ -75,12 +75,41 @@ class Bucket(Run, Piece):
         self.sums = {}  # name -> fp32 sum of what earlier backwards left in `local`, and has not travelled
         self.has_gradient = False
         self.handle = None
-        self.scales = set()  # the loss scales under which its gradients came
+        self.scales = set()  # (name, loss scale) of its gradients
         if self.local is not self.gradients:
             self.local = None
         for piece in self.pieces:
             let_go(piece.carried)
             piece.carried = None
+
+    def drop(self, names):
+        """Drop the gradients of some parameters since the last step: they are zeros then, as of unused ones."""
+        if self.handle is not None:
+            self.arrive()
+        self.reported -= names
+        self._filled -= names
+        self.sums = {name: total for name, total in self.sums.items() if name not in names}
+        self.scales = {(name, scale) for name, scale in self.scales if name not in names}
+        for piece in self.pieces if self.has_gradient or self.is_aside else ():
+            with piece.mean_at_hand(write=True) as mean:
+                for name, _, here in self.overlaps(piece.part):
+                    if name in names:
+                        mean[here].zero_()
+
+    def widen_mean(self):
+        """Have the mean gradient in fp32, in the place of 16-bit. Returns whether it was not."""
+        if not self.sixteen_bit or self.is_aside:
+            return False
+        for piece in self.pieces:
+            piece.widen()
+        if self.carried is not None and not self.packs_in_place:
+            self._resize_gradients(0)
+        return True
+
+    @property
+    def is_aside(self):
+        """An earlier backward's mean stands aside, while gradients or their mean arrive in its place."""
+        return any(piece.adds or piece.carried is not None for piece in self.pieces)
 
     @property
     def local(self):
@@ -185,7 +214,7 @@ class Bucket(Run, Piece):
             place.copy_(gradient)
         self._filled.add(name)
         self.reported.add(name)
-        self.scales.add(Bucket.scale_of_backward)
+        self.scales.add((name, Bucket.scale_of_backward))
 
     def _sum_up(self, name, place):
         """Add what lies in a parameter's place to the sum of what lay there before."""
@@ -204,7 +233,8 @@ class Bucket(Run, Piece):
         for name in self.slots:
             if name not in self._filled:
                 self._places[name].zero_()
-        self.local[self.numel :].zero_()
+        for gap in self.gaps:
+            self.local[gap].zero_()
         if self.gradients is not None:
             self._resize_gradients(self.gradients.nbytes)
 

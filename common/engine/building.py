@@ -106,7 +106,11 @@ def shards_of(buckets, param_groups, are_one):
     shards = [[] for _ in param_groups]
     for bucket in buckets:
         shards[bucket.kind.group] += [piece.master for piece in bucket.pieces]
-    return shards[0] if are_one else [{**g, "params": own} for g, own in zip(param_groups, shards, strict=True)]
+    return (
+        shards[0]
+        if are_one and shards[0]
+        else [{**g, "params": own} for g, own in zip(param_groups, shards, strict=True)]
+    )
 
 
 def adopt_states(optimizer, buckets):

@@ -46,11 +46,12 @@ def types_of_defaults(engine):
     return {name: type(option.default) for signature in signatures for name, option in signature.parameters.items()}
 
 
-def check_numbers(clip_norm, norm_type, bucket_mb):
-    if clip_norm is not None:
-        check_types({"clip_norm": float}, {"clip_norm": clip_norm})
-        if not clip_norm > 0:
-            raise InputError(f"clip_norm={clip_norm}: give a norm above 0, or None not to clip")
+def check_numbers(clip_norm, skip_norm, norm_type, bucket_mb):
+    for name, norm, otherwise in (("clip_norm", clip_norm, "not to clip"), ("skip_norm", skip_norm, "to skip none")):
+        if norm is not None:
+            check_types({name: float}, {name: norm})
+            if not norm > 0:
+                raise InputError(f"{name}={norm}: give a norm above 0, or None {otherwise}")
     if norm_type not in (2, math.inf):
         raise InputError(f"norm_type={norm_type}: give 2.0, or math.inf for the largest element")
     if not bucket_mb > 0:
@@ -58,7 +59,10 @@ def check_numbers(clip_norm, norm_type, bucket_mb):
 
 
 def check_elementwise(optimizer, device, refusal="the optimizer does not work element by element"):
-    """Probe that the optimizer steps 64 elements as it steps their two halves, one after the other, as engines do.
+    """Probe that the optimizer steps 64 elements alike whatever parameters hold them, as engines step flat shards.
+
+    After a few ordinary gradients come one with a huge element, and one with a NaN and an infinity: an optimizer that
+    clips or skips by a look at the whole gradient would do so on some ranks only.
 
     Args:
         optimizer: the factory.
@@ -74,27 +78,66 @@ def check_elementwise(optimizer, device, refusal="the optimizer does not work el
             "functools.partial(torch.optim.AdamW, lr=3e-4)"
         )
     _check_settings(optimizer, device)
-    generator = torch.Generator().manual_seed(0)
-    values, *gradients = torch.randn(4, 64, generator=generator).to(device)
-    stepped, state_bytes = {}, {}
-    for length in (64, 32):
-        parts = [nn.Parameter(part.clone()) for part in values.split(length)]
-        try:
-            probe = optimizer(parts)
-            for gradient in gradients:
-                for part, piece in zip(parts, gradient.split(length), strict=True):
-                    part.grad = piece.clone()
-                    with alone(probe, part):
-                        probe.step()
-                    part.grad = None
-        except Exception as error:
-            raise InputError(_not_elementwise(f"it fails on a flat shard: {error}", refusal)) from error
-        stepped[length] = torch.cat([part.detach() for part in parts])
-        state_bytes[length] = storage_bytes(tensors_of_state(probe)) // len(parts)
-    if not host_value((stepped[64] == stepped[32]).all(), True):
-        raise InputError(_not_elementwise(f"{type(probe).__name__} steps 64 elements otherwise than their two halves"))
+    values, *gradients = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    gradients[3][0], gradients[4][0], gradients[4][1] = 1e6, math.nan, math.inf
+    try:
+        expected, whole = _probed(optimizer, values, gradients, (64,))
+        halved, halves = _probed(optimizer, values, gradients, (32,), (32,))
+    except Exception as error:
+        hence = OF_LOSSES if "closure" in str(error) else OF_SHARDS
+        raise InputError(_not_elementwise(f"it fails on a flat shard: {error}", hence, refusal)) from error
+    name = type(whole).__name__
+    if not _alike(halved[:3], expected[:3]):
+        raise InputError(_not_elementwise(f"{name} steps 64 elements otherwise than their two halves", OF_SHARDS))
+    if not _alike(halved, expected):
+        raise InputError(
+            _not_elementwise(f"{name} looks at all of a gradient, where it is huge or not finite", OF_NORMS)
+        )
+    for what, *shapes in SHAPES:
+        if not _alike(_probed(optimizer, values, gradients, *shapes, together=True)[0], expected):
+            raise InputError(_not_elementwise(f"{name} steps {what} otherwise than their elements in a row", OF_SHAPES))
+    state_bytes = {64: storage_bytes(tensors_of_state(whole)), 32: storage_bytes(tensors_of_state(halves)) // 2}
     per_element = (state_bytes[64] - state_bytes[32]) // 32
-    return (per_element, state_bytes[64] - 64 * per_element), f"{type(probe).__name__}{plain(probe.defaults)}"
+    return (per_element, state_bytes[64] - 64 * per_element), f"{name}{plain(whole.defaults)}"
+
+
+# Parameters that hold 64 elements, as models have them.
+SHAPES = (
+    ("two parameters", (32,), (32,)),
+    ("matrices", (8, 8)),
+    ("tensors of three dimensions", (4, 4, 4)),
+    ("tensors of four dimensions", (2, 2, 4, 4)),
+)
+OF_SHARDS = "so its step on a shard would depend on what other ranks hold"
+OF_LOSSES = "and engines step without the loss; SAM is some lines with engine.gradients() and gathered(write=True)"
+OF_NORMS = "and would do so on some ranks only; skip_norm= and clip_norm= of the engine look at the whole gradient"
+OF_SHAPES = "and engines step flat shards of several parameters; give what each kind of them needs in param_groups="
+
+
+def _probed(optimizer, values, gradients, *shapes, together=False):
+    """Step elements that are held by parameters of such shapes, `together` or each alone, as engines do.
+
+    Returns:
+        What they are after each step [steps, elements]; the optimizer.
+    """
+    sizes, found = [math.prod(shape) for shape in shapes], []
+    parts = [nn.Parameter(part.clone().view(shape)) for part, shape in zip(values.split(sizes), shapes, strict=True)]
+    probe = optimizer(parts)
+    for gradient in gradients:
+        for part, piece in zip(parts, gradient.split(sizes), strict=True):
+            part.grad = piece.clone().view_as(part)
+            if not together:
+                with alone(probe, part):
+                    probe.step()
+                part.grad = None
+        if together:
+            probe.step()
+        found.append(torch.cat([part.detach().flatten() for part in parts]))
+    return torch.stack(found), probe
+
+
+def _alike(one, other):
+    return host_value(((one == other) | (one.isnan() & other.isnan())).all(), True)
 
 
 def check_swapped(optimizer):
@@ -130,6 +173,8 @@ def _check_settings(optimizer, device):
         built = optimizer([nn.Parameter(torch.zeros(8, 8, device=device))])  # a matrix, as models have them
     except Exception as error:
         raise InputError(f"the optimizer cannot be built: {error}") from error
+    if not isinstance(built, torch.optim.Optimizer):
+        raise InputError(f"optimizer makes a {type(built).__name__}; give what makes a torch.optim.Optimizer")
     check_hooks(built)
     _check_rates(built.param_groups)
 
@@ -147,17 +192,14 @@ def plain(options):
     return {name: value for name, value in options.items() if isinstance(value, plain) and name != "params"}
 
 
-def _not_elementwise(why, refusal="the optimizer does not work element by element"):
-    return (
-        f"{refusal} ({' '.join(why.split())}), so its step on a shard would "
-        "depend on what other ranks hold; use AdamW, Adam, SGD, Adagrad or RMSprop"
-    )
+def _not_elementwise(why, hence, refusal="the optimizer does not work element by element"):
+    return f"{refusal} ({' '.join(why.split())}), {hence}; use AdamW, Adam, SGD, Adagrad or RMSprop"
 
 
 def check_groups(model, param_groups):
     trainable = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if not trainable:
-        raise InputError("the model has no trainable parameter")
+    if not any(True for _ in model.parameters()):
+        raise InputError("the model has no parameter")
     groups = [{"params": list(trainable)}] if param_groups is None else param_groups
     if not all(isinstance(group, dict) and "params" in group for group in groups):
         raise InputError("param_groups is not a list of dicts that have 'params'; give what torch's optimizers take")
@@ -211,7 +253,10 @@ def check_model(model, comm, init, param_groups, dtype):
             )
     for name, parameter in model.named_parameters():
         if id(parameter) in engine_of:
-            raise InputError(f"{name!r} has an engine already; delete that first, or build a model for each engine")
+            raise InputError(
+                f"{name!r} has an engine already; delete that first, or build a model for each engine. Two optimizers "
+                "over shared weights are one class that steps each of param_groups by its own rule"
+            )
         if not parameter.is_meta and hollow(parameter):
             raise InputError(
                 f"{name!r} has no values of its own, as if a stage-3 engine was deleted; build the model anew"

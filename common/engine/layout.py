@@ -3,8 +3,10 @@
 Index arithmetic alone: nothing here holds a parameter's values or communicates. Stages 0 to 2 pack runs of about
 `bucket_mb` (buckets), stage 3 one run per unit; both then cut a run in the same way:
 
-    run      | a a a a a a a | b b b | c c c c c c | padding |      offsets in elements
-    shards   |   rank 0    |   rank 1    |   rank 2    | rank 3  |      shard_numel each
+    run      | a a a a a a a | b b b | gap | c c c c c | padding |      offsets in elements
+    shards   |    rank 0    |    rank 1    |    rank 2    | rank 3 |      shard_numel each
+
+A gap is padding too: it lets the next parameter begin at an aligned address.
 """
 
 from dataclasses import dataclass
@@ -16,6 +18,10 @@ from common.tensors import length, within
 # A fused optimizer steps the last few elements of a tensor by other instructions than the rest. Shards of whole
 # multiples of this have no such tail, so an element's update does not depend on where its shard begins.
 ALIGNMENT = 32
+# A matrix-vector kernel adds in another order where a matrix begins at an odd address. So every parameter begins at a
+# multiple of a cache line, as a tensor of its own does: at most 60 bytes in fp32 are lost for each, and none where
+# sizes are multiples of 16 elements in fp32, of 32 in 16-bit.
+SLOT_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -51,22 +57,32 @@ class Kind:
     trainable: bool
 
 
+def round_up(number, multiple):
+    """The smallest multiple that is no less than a number."""
+    return -(-number // multiple) * multiple
+
+
 class Run:
-    """Parameters laid end to end and padded, so that the run is `world_size` shards of equal, aligned length.
+    """Parameters in a row, each at an aligned place, padded to `world_size` shards of equal, aligned length.
 
     Attributes:
-        name: what a message calls it, set by whoever cut the model into runs.
+        name: what a message calls it, set when the model is cut into runs.
+        gaps: what belongs to no parameter, as slices of the run.
     """
 
     def __init__(self, named_parameters, kind, world_size):
         self.kind, self.name = kind, ""
-        self.slots, offset = {}, 0  # name -> slot, in order
+        self.slots, end = {}, 0  # name -> slot, in order
         for name, parameter in named_parameters:
+            offset = round_up(end, SLOT_BYTES // kind.dtype.itemsize)
             self.slots[name] = Slot(name, tuple(parameter.shape), parameter.numel(), offset)
-            offset += parameter.numel()
-        self.numel = offset
-        self.shard_numel = -(-max(offset, 1) // (world_size * ALIGNMENT)) * ALIGNMENT
+            end = self.slots[name].end
+        self.numel = end
+        self.shard_numel = round_up(max(end, 1), world_size * ALIGNMENT) // world_size
         self.padded_numel = self.shard_numel * world_size
+        self._cuts = [at for slot in self.slots.values() for at in (slot.offset, slot.end)][1:]  # the first begins at 0
+        gaps = zip(self._cuts[::2], [*self._cuts[1::2], self.padded_numel], strict=True)
+        self.gaps = [slice(begin, end) for begin, end in gaps if begin < end]
 
     def shard(self, rank):
         """The elements of `rank`'s shard, as a slice of the run."""
@@ -83,7 +99,7 @@ class Run:
 
     def cut(self, flat):
         """All of them, {name: view}: made one after another they take a third of the time of views made when needed."""
-        parts = flat[: self.numel].split([slot.numel for slot in self.slots.values()])
+        parts = flat.tensor_split(self._cuts)[::2]
         return {slot.name: part.view(slot.shape) for slot, part in zip(self.slots.values(), parts, strict=True)}
 
     def overlaps(self, part):

@@ -20,7 +20,10 @@ class Piece:
             copy in fp32.
         reduced: where its mean gradient arrives, in the parameters' dtype.
         carried: the sum of the step's earlier means, in fp32, where `reduced` does not hold it.
+        adds: the next mean is to be added to one that lies on disk.
     """
+
+    adds = False
 
     def __init__(self, part=None, tier=None):
         self.part, self.tier = part, tier
@@ -32,8 +35,8 @@ class Piece:
         return self.reduced if self.carried is None else self.carried
 
     @contextlib.contextmanager
-    def mean_at_hand(self):
-        """A context in which the mean gradient can be read, which it gives: here it always can."""
+    def mean_at_hand(self, write=False):
+        """A context in which the mean gradient can be read or, with `write`, changed. It gives the mean."""
         yield self.mean
 
     @property
@@ -65,6 +68,10 @@ class Piece:
         if self.carried is None:
             copied = torch.empty_like if self.gradient_tier is None else self.gradient_tier.empty_like
             self.carried = copied(self.reduced, dtype=torch.float32).copy_(self.reduced)
+
+    def widen(self):
+        """Have the mean in fp32, where it is in 16-bit."""
+        self.set_aside()
 
     def add_up(self):
         """Add a mean that has arrived to those of the step's earlier backwards, in fp32."""

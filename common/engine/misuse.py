@@ -1,16 +1,23 @@
-"""What is refused once an engine is built, because it would train other weights than the engine does, or none."""
+"""What is said to a model or an optimizer once an engine is built: refused if it would train other weights, or none.
 
+`zero_grad` is obeyed: gradients lie in the engine, not in `parameter.grad`, and it drops them.
+"""
+
+import functools
+import hashlib
 import operator
 import types
 import weakref
+from collections import defaultdict
 
+from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.engine.hooks import Hook
 from common.errors import InputError
 from common.measure.memory import storage_id
-from common.tensors import own_parameters, past_subclasses
+from common.tensors import length, own_parameters, past_subclasses
 
 WHERE_TO_WRITE = "do it in step() of the optimizer that the factory makes, which sees each shard alone"
 
@@ -66,12 +73,24 @@ class Guards:
 
     @past_subclasses
     def check_trainable(self):
-        """Refuse what was frozen or thawed: a frozen weight would still be stepped, a thawed one not be trained."""
+        """Refuse what was frozen or thawed: a frozen weight would still be stepped, a thawed one not be trained.
+
+        Gradients that somebody has written to `parameter.grad` are refused too: no step would take them.
+        """
+        for bucket in self._engine.buckets:
+            for name, parameter in bucket.members.items():
+                if parameter.grad is not None:
+                    raise InputError(
+                        f"{name!r} has a .grad of its own, which no step takes; read and write gradients within "
+                        "`with engine.gradients(write=True) as gradients:`, after engine.backward()"
+                    )
         for bucket in self._engine.buckets + self._engine.frozen:
             for name, parameter in bucket.members.items():
                 if parameter.requires_grad != bucket.kind.trainable:
                     was = "trainable" if bucket.kind.trainable else "frozen"
                     raise InputError(f"{name!r} was {was} when the engine was built; build another one to change that")
+        if not self._engine.buckets:
+            raise InputError("no parameter was trainable when the engine was built: it serves forwards alone")
 
     def finish_failed_backward(self):
         """Each rank may have met its exception elsewhere: send what others wait for, and see that all met one."""
@@ -94,13 +113,62 @@ class Guards:
                 "before the engine is built, or use engine.save() and engine.load()"
             )
 
+    def check_scales(self):
+        """Refuse gradients of another loss scale than the engine's: they would be divided by the wrong one."""
+        scale = self._engine._scale
+        if any(given != scale for bucket in self._engine.buckets for _, given in bucket.scales):
+            raise RuntimeError(
+                "a gradient came under another loss scale than this engine's; in fp16 give each engine a loss of its "
+                "own, and replace loss_scaler right after a step"
+            )
+
+    def drop_gradients(self, parameters):
+        """Drop the gradients of some of the model's parameters, of those of all engines."""
+        engine = self._engine
+        named = {b: {n for n, p in b.members.items() if p in parameters} for b in engine.buckets}
+        if all(len(names) == len(bucket.slots) for bucket, names in named.items()):
+            engine.zero_grad()
+            return
+        for bucket, names in named.items():
+            if names:
+                bucket.drop(names)
+
     def take_optimizer(self):
         """Look after the engine's optimizer too: it is as it was built, and hears no hooks."""
-        optimizer = self._engine.optimizer
+        optimizer, drop = self._engine.optimizer, Hook(self._engine.zero_grad)
+        optimizer.zero_grad = lambda set_to_none=True: drop()
+        optimizer.register_state_dict_post_hook(Hook(self._mark_state_dict))
+        optimizer.register_load_state_dict_pre_hook(Hook(self._check_state_dict))
         optimizer.register_step_pre_hook(Hook(self.before_optimizer))
         optimizer.register_step_pre_hook = optimizer.register_step_post_hook = _refuse_hook
         optimizer.add_param_group = _refuse_group
         self._own_step = _watched(optimizer.step)
+
+    def _mark_state_dict(self, optimizer, state_dict):
+        """A state dict of the optimizer says whose shards its states are of."""
+        state_dict["shard"] = self._own_shard()
+
+    def _check_state_dict(self, optimizer, state_dict):
+        """Refuse the states of other shards: they have the same shapes, and would be taken."""
+        given, own = state_dict.get("shard"), self._own_shard()
+        if given != own:
+            told = "{rank} of {world_size} of {engine}"
+            raise InputError(
+                f"this state of the optimizer is from {told.format(**given) if given else 'no engine'}, and here is "
+                f"{told.format(**own)}, cut in its own way; load what this rank has saved, or write engine.save(path) "
+                "and engine.load(path), which cut it anew"
+            )
+
+    def _own_shard(self):
+        engine = self._engine
+        whole = all(length(engine.owned(bucket).optimizer) == bucket.padded_numel for bucket in engine.buckets)
+        pieces = [(list(b.slots), piece.part.start, piece.part.stop) for b in engine.buckets for piece in b.pieces]
+        return {
+            "engine": f"{engine.__class__.__module__}.{engine.__class__.__qualname__}",
+            "world_size": engine.world_size,
+            "rank": "any rank" if whole else f"rank {engine.rank}",
+            "cut": hashlib.sha256(repr(pieces).encode()).hexdigest(),
+        }
 
     def rest_optimizer(self):
         """Have the optimizer's own step do nothing, where pieces step by themselves. Schedulers still watch it."""
@@ -158,3 +226,22 @@ def _refuse_other_optimizers(optimizer, *_):
 
 
 register_optimizer_step_pre_hook(_refuse_other_optimizers)
+
+
+def _heard_by_engines(zero_grad):
+    """nn.Module's `zero_grad`, of which torch tells no hook: engines drop the gradients of the module's parameters."""
+
+    @functools.wraps(zero_grad)
+    def drop(module, set_to_none=True):
+        zero_grad(module, set_to_none)
+        found = defaultdict(set)
+        for parameter in module.parameters():
+            if id(parameter) in engine_of:
+                found[engine_of[id(parameter)]].add(parameter)
+        for engine, parameters in found.items():
+            engine.guards.drop_gradients(parameters)
+
+    return drop
+
+
+nn.Module.zero_grad = _heard_by_engines(nn.Module.zero_grad)

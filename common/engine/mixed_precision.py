@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from common.errors import InputError
-from common.tensors import end_to_end, length
+from common.tensors import end_to_end, host_value, length
 
 CHUNK = 2**20  # elements of a gradient whose squares are added at a time: a float64 copy of 8 MB
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,6 +27,19 @@ def dtype_of(precision):
     if precision not in DTYPES:
         raise InputError(f"unknown precision {precision!r}; choose one of: {', '.join(DTYPES)}")
     return DTYPES[precision]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did.
+
+    Attributes:
+        norm: global norm of the mean gradient before clipping, unscaled; None without `clip_norm` and `skip_norm`.
+        skipped: the step changed nothing, because a gradient overflowed in fp16, or for its norm: see `skip_norm`.
+    """
+
+    norm: float | None
+    skipped: bool
 
 
 @dataclass
@@ -79,6 +92,30 @@ class LossScaler:
     def load_state_dict(self, state):
         """Become what a checkpoint holds."""
         vars(self).update(state)
+
+
+def decide(engine):
+    """Find out whether a step is to be taken, and what multiplies its gradients: the same on every rank.
+
+    Returns:
+        Its StepResult; the factor, a number or a scalar tensor on the CPU, where it multiplies tensors on any device.
+        None multiplies nothing.
+    """
+    scale, factor, scaler = 1.0, None, engine.loss_scaler
+    if scaler is not None:
+        scale, overflow = scaler.scale, host_value(overflow_flag(engine.buckets, engine.comm), 0) > 0
+        scaler.update(overflow)
+        if overflow:
+            return StepResult(None, skipped=True), None
+        factor = 1 / scale
+    if not engine.takes_norm:
+        return StepResult(None, skipped=False), factor
+    norm = gradient_norm(engine.buckets, engine.comm, engine.norm_type) / scale
+    if engine.clip_norm is not None:
+        factor = (engine.clip_norm / (norm + 1e-6)).clamp(max=1.0).cpu() / scale
+    norm = host_value(norm, 0.0)
+    skipped = engine.skip_norm is not None and not (math.isfinite(norm) and norm <= engine.skip_norm)
+    return StepResult(norm, skipped), factor
 
 
 def overflow_flag(buckets, comm):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from common import models
-from common.engine.base import StepResult
+from common.engine import StepResult
 from common.peers.base import Peer, blocks, regroup
 from common.ranks.collectives import Collectives
 from common.tensors import map_tensors, tensors_of_state

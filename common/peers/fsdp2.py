@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import models
-from common.engine.base import StepResult
+from common.engine import StepResult
 from common.engine.door import BATCH_NORMS
 from common.peers.base import Peer, blocks, regroup
 from common.ranks.collectives import Collectives

@@ -4,9 +4,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from common import models
-from common.engine.base import StepResult
 from common.engine.door import BATCH_NORMS
-from common.engine.mixed_precision import LossScaler, dtype_of
+from common.engine.mixed_precision import LossScaler, StepResult, dtype_of
 from common.peers.base import Peer, regroup
 from common.ranks.collectives import Collectives
 from common.tensors import host_value, map_tensors, tensors_of_state

@@ -63,7 +63,7 @@ def _part(comm, ranks):
     if len(ranks) == comm.size:
         return comm.group
     with small_send_buffers():
-        return new_group(comm, ranks, timeout=_timeout(comm.group))
+        return new_group(comm, ranks, timeout=timeout_of(comm.group))
 
 
 def new_group(comm, ranks, **options):
@@ -81,7 +81,7 @@ def new_group(comm, ranks, **options):
     return dist.new_group(ranks, use_local_synchronization=True, **options)
 
 
-def _timeout(group):
+def timeout_of(group):
     """How long a group waits for a rank; None where its backend waits for nobody. torch has no public name for it."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     options = getattr(group._get_backend(device), "options", None)

@@ -45,6 +45,8 @@ class TieredAccounts(Accounts):
 
     def held(self, tier="device"):
         """See `EngineBase.model_state_bytes`; in one of TIERS."""
+        if not self._engine.buckets:  # a frozen model has no update
+            self.before_update()
         return self._held and {**self._held[tier], "optimizer": _bytes(self._at_rest()["optimizer", tier])}
 
     def predicted_held(self, tier="device"):
@@ -61,6 +63,20 @@ class TieredAccounts(Accounts):
                 moved["read"] += times * padded(nbytes) * (source == "nvme")
                 moved["write"] += times * padded(nbytes) * (target == "nvme")
         return moved
+
+    def looks_on_disk(self, bucket):
+        """The moves of what the last step's `gradients` read of a bucket on disk, and wrote there; see `moves`."""
+        each, exact = bucket.shard_numel * bucket.kind.dtype.itemsize, bucket.shard_numel * 4
+        for what, looked_at, number in self._last_looks:
+            if looked_at is bucket and what == "read":
+                yield 1, "nvme", "cpu", bucket.shard_numel * number
+            elif looked_at is bucket:
+                yield from [(number, "nvme", "cpu", each), (number, "cpu", "nvme", exact)]  # as it became fp32
+                yield from [(1, "nvme", "cpu", exact), (1, "cpu", "nvme", exact)]
+
+    def became_fp32(self, bucket):
+        """Whether the last step's `gradients` left fp32 of a bucket in the place of 16-bit."""
+        return any(other is bucket and what == "written" and number for what, other, number in self._last_looks)
 
     def kept(self):
         """The model states on the device, by class."""

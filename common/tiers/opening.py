@@ -68,10 +68,11 @@ def check_room(engine, buckets):
         return
     trained = [bucket for bucket in buckets if bucket.kind.trainable]
     needed = sum(predicted_in("cpu", engine, buckets).values())
-    needed += max(bucket.shard_numel * 4 * bucket.sixteen_bit for bucket in trained)  # in which gradients become fp32
+    in_fp32 = [bucket.shard_numel * 4 * bucket.sixteen_bit for bucket in trained]  # gradients on their way to a step
+    needed += max(in_fp32, default=0)
     on_device = sum(predicted_in("device", engine, buckets).values())
     on_device -= storage_bytes(parameter for bucket in buckets for parameter in bucket.members.values())  # give way
-    in_flight = sorted(bucket.padded_numel * bucket.kind.dtype.itemsize for bucket in trained)[-2:]
+    in_flight = [0, *sorted(bucket.padded_numel * bucket.kind.dtype.itemsize for bucket in trained)[-2:]]
     on_device = max(0, on_device) + sum(in_flight) + min(in_flight[-1] // comm.size, SEGMENT) * (comm.size > 1)
     left, problem = private_left() if comm.device.type == "cpu" else None, None
     if left is not None and on_device > left:

@@ -91,6 +91,11 @@ class TieredBucket(Bucket):
 
     def _add(self, mean, piece):
         """Add a mean to those of the step's earlier backwards, in fp32."""
+        self.lend_sum(piece).add_(mean)
+        self.sums_at.put_back(piece.own)
+
+    def lend_sum(self, piece):
+        """The fp32 sum of the means of a piece, in memory: at first that of its first mean."""
         if self.sums_at is None:
             numel = self.shard_numel
             self.sums_at = self.gradients_at.tier.keep(numel, torch.float32, self.name) if self.sixteen_bit else None
@@ -104,8 +109,7 @@ class TieredBucket(Bucket):
         else:
             total, read = self.sums_at.lend(piece.own)
             read.wait_on_host()
-        total.add_(mean)
-        self.sums_at.put_back(piece.own)
+        return total
 
     def at_rest(self, optimizer):
         """What it keeps between its uses: (state, name of the tier, tensor or place on disk)."""
@@ -165,14 +169,11 @@ class SubGroup(Piece):
         own: the part, as a slice of the shard.
         begin: where the shard begins in the run.
         tier: where it is stepped.
-
-    Attributes:
-        adds: the next mean is to be added to what lies on disk.
     """
 
     def __init__(self, bucket, own, begin, tier):
         super().__init__(slice(begin + own.start, begin + own.stop), tier)
-        self._bucket, self.own, self.adds, self._lent_mean = weakref.ref(bucket), own, False, None
+        self._bucket, self.own, self._lent_mean = weakref.ref(bucket), own, None
         self._on_disk = bucket.masters_at.tensor is None
         self.master = nn.Parameter(self._nothing() if self._on_disk else bucket.masters_at.tensor[own])
         gradients = bucket.gradients_at.tensor
@@ -222,11 +223,22 @@ class SubGroup(Piece):
         elif self.adds:
             self.carried, self.adds = self.bucket.sums_at, False
 
+    def widen(self):
+        """Have the mean in fp32; on disk in the place of sums."""
+        if self.reduced is not None:
+            super().widen()
+            return
+        self.bucket.lend_sum(self)
+        self.carried = self.bucket.sums_at
+        self.carried.put_back(self.own)
+
     @contextlib.contextmanager
-    def mean_at_hand(self):
-        """A context in which the mean gradient is in memory, which it gives."""
+    def mean_at_hand(self, write=False):
+        """See `Piece.mean_at_hand`: a mean on disk is in memory meanwhile."""
         self.lend_mean()
         yield self.mean
+        if write and self.reduced is None:
+            self._mean_at.put_back(self.own)
         self.drop_mean()
 
     def lend_mean(self):

@@ -28,6 +28,7 @@ from accelerate.utils import DistributedType, convert_to_fp32  # noqa: E402
 
 TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 CHECKPOINT = "engine"  # the engine's folder in a checkpoint
+TOGETHER = "prepare() takes one model that trains, together with its one optimizer, and once until free_memory()"
 
 
 class Accelerator(accelerate.Accelerator):
@@ -76,15 +77,30 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             InputError: they do not.
         """
-        new = [o for o in objects if not isinstance(o, (Model, Optimizer))]
-        models = [o for o in new if isinstance(o, nn.Module) and any(p.requires_grad for p in o.parameters())]
-        optimizers = [o for o in new if isinstance(o, torch.optim.Optimizer)]
+        models, optimizers = [o for o in objects if trains(o)], [o for o in objects if steps(o)]
         if models or optimizers:
             if (len(models), len(optimizers), self.engine) != (1, 1, None):
-                raise InputError("prepare() takes one model that trains, together with its one optimizer, and once")
+                raise InputError(TOGETHER)
             taken = dict(zip(map(id, models + optimizers), self.wrap(*models, *optimizers), strict=True))
             objects = [taken.get(id(o), o) for o in objects]
         return super().prepare(*objects, device_placement=device_placement)
+
+    def prepare_model(self, model, device_placement=None, evaluation_mode=False):
+        """As Accelerate's, of a model that does not train, or not yet; else it is refused, as DDP would train it."""
+        if trains(model) and not evaluation_mode:
+            raise InputError(f"prepare_model: {TOGETHER}")
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def prepare_optimizer(self, optimizer, device_placement=None):
+        """Refused: it is prepared with its model."""
+        if steps(optimizer):
+            raise InputError(f"prepare_optimizer: {TOGETHER}")
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def free_memory(self, *objects):
+        """As Accelerate's; then `prepare` takes another model."""
+        self.use(None, None)
+        return super().free_memory(*objects)
 
     def wrap(self, model, optimizer):
         """Put the engine behind a model and an optimizer, and give the two that stand for them.
@@ -99,13 +115,17 @@ class Accelerator(accelerate.Accelerator):
                 "without GPUs, give cpu=True, or use_cpu=True to TrainingArguments"
             )
         around = self.autocast if self.mixed_precision == "bf16" else contextlib.nullcontext
-        self.engine = engine_for(self._engine_name, model, optimizer, self._engine_options)
-        self._stepping = AtBoundaries(self.engine, optimizer)
-        return Model(self.engine, around, convert_to_fp32), self._stepping
+        engine = engine_for(self._engine_name, model, optimizer, self._engine_options)
+        self.use(engine, AtBoundaries(engine, optimizer))
+        return Model(engine, around, convert_to_fp32), self._stepping
 
-    def backward(self, loss, **named):
+    def use(self, engine, stepping):
+        """Train by this engine, and the optimizer that stands for its own, from now on; by none of None."""
+        self.engine, self._stepping = engine, stepping
+
+    def backward(self, loss, *, retain_graph=False):
         """Backpropagate the loss, divided by the accumulation steps, as Accelerate does."""
-        self.engine.backward(loss / self.gradient_accumulation_steps, **named)
+        self.engine.backward(loss / self.gradient_accumulation_steps, retain_graph=retain_graph)
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
         """Have the next step clip. The norm that it gives is NaN until then: clipping is a part of an engine's step."""
@@ -154,6 +174,17 @@ class Accelerator(accelerate.Accelerator):
             yield
         finally:
             self._models, self._optimizers = kept
+
+
+def trains(thing):
+    """Whether this is a model that no engine has, and that has what to train."""
+    is_new = isinstance(thing, nn.Module) and not isinstance(thing, Model)
+    return is_new and any(parameter.requires_grad for parameter in thing.parameters())
+
+
+def steps(thing):
+    """Whether this is an optimizer of the script's own."""
+    return isinstance(thing, torch.optim.Optimizer) and not isinstance(thing, Optimizer)
 
 
 class AtBoundaries(Optimizer):

@@ -52,7 +52,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     with one_line_errors():
         check_outputs(options)
-        place = installed("deepspeed", RELEASE, options.folder)
+        place = installed(RELEASE, options.folder)
         rows = compared(cases(), place, options.nproc)
     machine = f"{hardware(torch.device('cpu'))}; deepspeed {RELEASE}"
     results = {"world_size": options.nproc, "hardware": machine, "rows": rows}

@@ -19,6 +19,7 @@ tried("lightning")
 
 from lightning.fabric.plugins.precision import MixedPrecision, Precision  # noqa: E402
 from lightning.fabric.strategies import DDPStrategy  # noqa: E402
+from lightning.fabric.wrappers import _FabricModule  # noqa: E402
 
 REST = "rest.ckpt"  # what a checkpoint holds besides models and optimizers
 
@@ -80,12 +81,12 @@ class ZeroStrategy(DDPStrategy):
         """Refused."""
         raise InputError("setup_optimizers: write fabric.setup(model, optimizer)")
 
-    def backward(self, tensor, module, *inputs, **named):
+    def backward(self, tensor, module, *, retain_graph=False):
         """Backpropagate by the module's engine; with several, fabric.backward(loss, model=model) says which."""
         if module is None and len(self._stepping) != 1:
             raise InputError(f"there are {len(self._stepping)} engines; write fabric.backward(loss, model=model)")
         engine = module.engine if module is not None else next(iter(self._stepping))
-        engine.backward(tensor, *inputs, **named)
+        engine.backward(tensor, retain_graph=retain_graph)
 
     def optimizer_step(self, optimizer, **named):
         """The engine's step. What `clip_gradients_norm` was to refuse shows here."""
@@ -159,3 +160,10 @@ class BackwardSync:
 def is_autocast(precision):
     """Whether this is Fabric's autocast to bf16."""
     return isinstance(precision, MixedPrecision) and precision.precision == "bf16-mixed"
+
+
+def _zero_grad(self, set_to_none=True):
+    self._forward_module.zero_grad(set_to_none)
+
+
+_FabricModule.zero_grad = _zero_grad  # torch's looks for p.grad, and an engine's gradients lie elsewhere

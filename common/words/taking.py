@@ -11,7 +11,7 @@ from common.engine.misuse import check_hooks
 from common.errors import InputError
 
 
-def init_distributed(dist_backend=None, auto_mpi_discovery=True, timeout=None, **rest):
+def init_distributed(dist_backend=None, timeout=None):
     """Make the default process group of what torchrun says, if there is none: NCCL with GPUs, else gloo.
 
     Raises:

@@ -92,6 +92,7 @@ class ByEngine:
         if self.wrapped is None or self.wrapped.module is not self.model:
             given = super().create_optimizer(model)
             self.wrapped, self.optimizer = self.accelerator.wrap(self.model, given)
+        self.accelerator.use(self.engine, self.optimizer)  # training begins with its free_memory()
         return self.optimizer
 
     def _wrap_model(self, model, training=True, dataloader=None):
@@ -111,7 +112,12 @@ class ByEngine:
             return super()._save(output_dir, state_dict)
         state = self.engine.full_state_dict(to_rank=None if self.args.save_on_each_node else 0)
         dtypes = {tensor.dtype for tensor in state.values()}
-        super()._save(output_dir, state)
+        # peft asks the modules that it saves whole for their keys, on the rank that writes.
+        asked = [
+            m for m in self.model.modules() if isinstance(getattr(m, "modules_to_save", None), torch.nn.ModuleDict)
+        ]
+        with self.engine.gathered(*asked) if asked else contextlib.nullcontext():
+            super()._save(output_dir, state)
         folder = output_dir or self.args.output_dir
         written = self.args.should_save and os.path.isfile(os.path.join(folder, "config.json"))
         if written and self.model.dtype not in dtypes:

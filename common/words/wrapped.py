@@ -8,13 +8,14 @@ import contextlib
 import importlib.metadata
 import math
 import warnings
+from functools import partial
 
 import torch
 from torch import nn
 
 from common.engine.door import check_numbers
+from common.engines import find_engine
 from common.errors import InputError
-from common.train import find_engine
 from common.words.taking import factory_of, init_distributed, take_from_rank_0
 
 TRIED = {"transformers": "5.24.0", "accelerate": "1.15.0", "peft": "0.21.2", "lightning": "2.6.6"}
@@ -132,7 +133,7 @@ class Optimizer(torch.optim.Optimizer):
         self.engine, self.optimizer, self.step_was_skipped = engine, optimizer, False
         self._always, self._asked = (engine.clip_norm, engine.norm_type), None
         self._norm = torch.tensor(math.nan)
-        optimizer.register_step_pre_hook(_refuse_step)
+        take_over(optimizer, engine)
         self.share()
 
     param_groups = property(lambda self: self.engine.optimizer.param_groups)
@@ -152,7 +153,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             InputError: it is no norm above 0, or neither of its type 2 nor infinity.
         """
-        check_numbers(max_norm, norm_type, bucket_mb=1.0)
+        check_numbers(max_norm, None, norm_type, bucket_mb=1.0)
         self._asked = float(max_norm), float(norm_type)
         self._norm = torch.tensor(math.nan)
         return self._norm
@@ -190,5 +191,16 @@ class Optimizer(torch.optim.Optimizer):
         raise InputError("optimizer.load_state_dict: its states are shards; write engine.load(path)")
 
 
-def _refuse_step(*_):
-    raise InputError("this optimizer was taken over by an engine; step the one that was given back for it")
+def take_over(optimizer, engine):
+    """Have an optimizer of the script's drop the engine's gradients, and refuse what the engine does in its place."""
+    optimizer.register_step_pre_hook(_refuse)
+    optimizer.state_dict = optimizer.load_state_dict = _refuse
+    optimizer.zero_grad = partial(_drop, engine)
+
+
+def _drop(engine, set_to_none=True):
+    engine.zero_grad()
+
+
+def _refuse(*_, **__):
+    raise InputError("this optimizer was taken over by an engine; use the one that was given back for it")

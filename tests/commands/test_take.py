@@ -1,4 +1,4 @@
-"""An engine that is taken away needs nothing of this repository, and is the engine."""
+"""Engines and words that are taken away need nothing of this repository, and are the engines and the words."""
 
 import subprocess
 import sys
@@ -15,11 +15,16 @@ import torch, torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, sys.argv[1])
+import common  # the project's own
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+CONFIG["optimizer"] = {"type": "SGD", "params": {"lr": 0.001}}
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-for package in sys.argv[2:]:
+for package in ("words_taken.common.words.deepspeed", *sys.argv[2:]):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    engine = importlib.import_module(package).Engine(model, torch.optim.SGD)
+    taken = importlib.import_module(package)
+    words = hasattr(taken, "initialize")
+    engine = taken.initialize(model=model, config=CONFIG)[0] if words else taken.Engine(model, torch.optim.SGD)
     losses = []
     for _ in range(3):
         loss = engine(torch.ones(2, 4)).square().mean()
@@ -28,11 +33,13 @@ for package in sys.argv[2:]:
         losses.append(loss.item())
     assert losses[2] < losses[0], losses
 ours = ("common", "offload", "zeropp", "stage3_param", "zero_stages")
-assert not [name for name in sys.modules if name.split(".")[0] in ours]
+assert [name for name in sys.modules if name.split(".")[0] in ours] == ["common"]
 """
 
 
-def test_every_engine_trains_where_there_is_no_other_common(tmp_path):
+def test_every_engine_and_the_words_train_beside_another_common(tmp_path):
+    (tmp_path / "common.py").write_text("")
+    main(["words", str(tmp_path / "words_taken")])
     packages = {name: name.replace(".", "_") + "_taken" for name in ENGINES}
     for name, package in packages.items():
         main([name, str(tmp_path / package), "--no-verdict"])

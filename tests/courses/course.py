@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common import models
-from common.engine.base import StepResult
+from common.engine import StepResult
 from common.errors import InputError
 from common.peers.base import Peer, regroup
 from common.ranks.collectives import Collectives

@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 from training import ADAMW, STAGES, batch, make_engine, message_of, same_bits, small_engine, train_step
 from training import inputs as inputs_of
-from trap_models import Net
+from trap_models import FewRows, Net
 
 from common import models
+from common.engine.units import hollow as is_freed
 
 
 def sent_under_no_sync(world, stage):
@@ -373,3 +374,30 @@ def compiled(world, stage, compiles):
 def test_a_compiled_model_trains_to_the_bits_of_the_plain_one(worlds, stage):
     plain, ours = (worlds(2).run(compiled, stage, compiles)[0] for compiles in (False, True))
     assert all(torch.equal(one, other) for one, other in zip(plain, ours, strict=True))
+
+
+def addresses_of_weights(world, engine):
+    """Where the weights of a model of odd sizes begin, modulo 64: in forward, in backward and within gathered()."""
+    found = set()
+    for precision in ("fp32", "bf16"):
+        made = small_engine(world, engine, precision, make=FewRows)
+        weights = list(made.module.parameters())
+
+        def note(*_, weights=weights):
+            found.update(weight.data_ptr() % 64 for weight in weights if weight.numel() and not is_freed(weight))
+
+        for module in made.module.modules():
+            module.register_forward_hook(note)
+            module.register_full_backward_hook(note)
+        for step in range(2):
+            made.backward(made(inputs_of(world, step)).float().square().mean())
+            made.step()
+        with made.gathered():
+            note()
+    return found
+
+
+@pytest.mark.seven
+def test_a_weight_begins_at_a_multiple_of_64_bytes_where_it_is_read(worlds, engine):
+    """As a tensor of its own does: kernels for a few rows round by the address. `few rows` holds the bits to DDP's."""
+    assert worlds(2).run(addresses_of_weights, engine) == [{0}, {0}]

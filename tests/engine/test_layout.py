@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from common.engine.layout import ALIGNMENT, Run, buckets, kinds
+from common.engine.layout import ALIGNMENT, SLOT_BYTES, Run, buckets, kinds
 
 DIMENSION = st.integers(0, 40)
 SHAPES = st.one_of(st.just(()), st.tuples(DIMENSION), st.tuples(DIMENSION, DIMENSION), st.just((7, 15)))
@@ -120,7 +120,7 @@ def test_buckets_come_in_the_order_in_which_backward_fills_them(members, bucket_
 
 @settings(deadline=None)
 @given(MEMBERS, WORLD_SIZES)
-def test_views_are_the_parameters_end_to_end(members, world_size):
+def test_parameters_and_gaps_fill_a_run_and_parameters_begin_at_cache_lines(members, world_size):
     named, groups, dtype_of = make(members)
     for kind, same in kinds(named, groups, dtype_of).items():
         run = Run(same, kind, world_size)
@@ -128,21 +128,25 @@ def test_views_are_the_parameters_end_to_end(members, world_size):
         assert list(run.cut(flat)) == [name for name, _ in same]
         laid = run.cut(flat).values()
         assert [view.shape for view in laid] == [parameter.shape for _, parameter in same]
-        assert torch.equal(torch.cat([view.flatten() for view in laid]), flat[: run.numel])
+        assert all(torch.equal(view, run.view(flat, name)) for name, view in run.cut(flat).items())
+        parts = [*(view.flatten() for view in laid), *(flat[gap] for gap in run.gaps)]
+        assert torch.equal(torch.cat(parts).sort().values, flat)
+        assert all(slot.offset * kind.dtype.itemsize % SLOT_BYTES == 0 for slot in run.slots.values())
         assert all(view.untyped_storage()._cdata == flat.untyped_storage()._cdata for view in laid)
 
 
 def test_a_shard_holds_parts_of_several_parameters():
-    (kind, named), *_ = kinds(*of_sizes(56, 24, 48)).items()
+    (kind, named), *_ = kinds(*of_sizes(50, 30, 32)).items()
     run = Run(named, kind, 4)
     assert (run.shard_numel, run.padded_numel, run.numel) == (32, 128, 128)
     laid = [[(s.name, s.start, s.stop, s.at) for s in run.segments(rank)] for rank in range(4)]
     assert laid == [
         [("p0", 0, 32, 0)],
-        [("p0", 32, 56, 0), ("p1", 0, 8, 24)],
-        [("p1", 8, 24, 0), ("p2", 0, 16, 16)],
-        [("p2", 16, 48, 0)],
+        [("p0", 32, 50, 0)],
+        [("p1", 0, 30, 0)],
+        [("p2", 0, 32, 0)],
     ]
+    assert run.gaps == [slice(50, 64), slice(94, 96)]
 
 
 @pytest.mark.parametrize("world_size", [3, 8])
@@ -180,7 +184,7 @@ def test_a_parameter_larger_than_a_bucket_is_alone_between_its_neighbours():
 def test_a_hundred_tiny_parameters_share_a_bucket():
     (run,) = buckets(*of_sizes(*[1] * 100), 2**20, 3)
     assert list(run.slots) == [f"p{index}" for index in reversed(range(100))]
-    assert run.padded_numel == 192
+    assert run.padded_numel == 1632  # each begins a cache line, and there are three shards
 
 
 def test_a_kind_that_begins_early_and_fills_late_comes_late():

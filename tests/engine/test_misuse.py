@@ -12,8 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler
-from training import ADAMW, ENGINES, STAGES, UNFUSED, inputs, make_engine, message_in_step, same_bits, small_engine
+from training import (
+    ADAMW,
+    ENGINES,
+    STAGES,
+    UNFUSED,
+    inputs,
+    make_engine,
+    message_in_step,
+    message_of,
+    same_bits,
+    small_engine,
+)
 from trap_models import WIDTH, Block, FrozenEnds, Net, loss, step
+
+from common.engine.door import check_elementwise
+from common.errors import InputError
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
 
@@ -52,7 +66,21 @@ def a_step_of_a_part_of_the_model(engine, x):
     torch.optim.Adam(engine.module.head.parameters()).step()
 
 
+def a_gradient_by_hand_before_the_step(engine, x):
+    engine.backward(loss(engine(x)))
+    engine.module.head.bias.grad = torch.ones(WIDTH)
+    engine.step()
+
+
+def a_gradient_by_hand_before_backward(engine, x):
+    out = loss(engine(x))
+    engine.module.head.bias.grad = torch.ones(WIDTH)
+    engine.backward(out)
+
+
 MISUSES = {
+    a_gradient_by_hand_before_the_step: r"^'head.bias' has a .grad of its own, .* engine.gradients\(write=True\)",
+    a_gradient_by_hand_before_backward: r"^'head.bias' has a .grad of its own, .* engine.gradients\(write=True\)",
     backward_of_an_old_graph: "modified by an inplace operation",
     backward_past_the_engine: r"^'.*' got a gradient outside of engine.backward\(\): write that for loss.backward\(\)$",
     optimizer_by_hand: r"^this SGD is over parameters that an engine trains, .* write engine.step\(\)$",
@@ -68,6 +96,7 @@ def misuse(world, stage, call):
     made = small_engine(world, stage)
     message = message_in_step(call, made, inputs(world, 0))
     made.zero_grad()
+    made.module.head.bias.grad = None
     step(made, inputs(world, 1))
     weights, clean = made.full_state_dict(), small_engine(world, stage)
     for index in range(2 - good, 2):
@@ -76,9 +105,9 @@ def misuse(world, stage, call):
 
 
 @pytest.mark.parametrize("call", MISUSES, ids=lambda call: call.__name__)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_loop_that_would_not_train_is_told_what_to_write(worlds, stage, call):
-    for message, clean in worlds(2).run(misuse, stage, call):
+@pytest.mark.seven
+def test_a_loop_that_would_not_train_is_told_what_to_write(worlds, engine, call):
+    for message, clean in worlds(2).run(misuse, engine, call):
         with pytest.raises(RuntimeError, match=MISUSES[call]):
             raise RuntimeError(message)
         assert clean
@@ -276,7 +305,8 @@ def second_engine(world, stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_has_one_engine_at_a_time(worlds, stage):
     for second, of_a_part, later in worlds(2).run(second_engine, stage):
-        assert second == "'stem.weight' has an engine already; delete that first, or build a model for each engine"
+        assert second.startswith("'stem.weight' has an engine already; delete that first, or build a model for each")
+        assert second.endswith("one class that steps each of param_groups by its own rule")
         assert of_a_part.startswith("'0.up.weight' has an engine already")
         if stage == "stage3_param":
             assert later.startswith("'stem.weight' has no values of its own, as if a stage-3 engine was deleted")
@@ -403,10 +433,114 @@ def small_engine_with(world, stage, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", [CountsInItsGroup, ClipsEachCall])
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_optimizer_that_counts_or_clips_by_the_call_is_refused(worlds, stage, optimizer):
-    for message in worlds(2).run(door, stage, functools.partial(optimizer, lr=0.1)):
+@pytest.mark.seven
+def test_an_optimizer_that_counts_or_clips_by_the_call_is_refused(worlds, engine, optimizer):
+    for message in worlds(2).run(door, engine, functools.partial(optimizer, lr=0.1)):
         assert f"{optimizer.__name__} steps 64 elements otherwise than their two halves" in message
+
+
+class ByShape(torch.optim.SGD):
+    """Subtracts the mean from gradients of so many dimensions: gradient centralization."""
+
+    def __init__(self, params, dimensions, lr=0.1):
+        super().__init__(params, lr)
+        self.dimensions = dimensions
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None and parameter.dim() == self.dimensions:
+                parameter.grad -= parameter.grad.mean(-1, keepdim=True)
+        super().step()
+
+
+class ByAllGradients(torch.optim.SGD):
+    """Leaves a step out if `refuses` says so of the norm of all gradients."""
+
+    def __init__(self, params, refuses, lr=0.1):
+        super().__init__(params, lr)
+        self.refuses = refuses
+
+    def step(self, closure=None):
+        gradients = [p.grad for p in self.param_groups[0]["params"] if p.grad is not None]
+        if not self.refuses(nn.utils.get_total_norm(gradients)):
+            super().step()
+
+
+class ByTheOthers(torch.optim.SGD):
+    """Steps by its rate over the number of parameters that have a gradient."""
+
+    def step(self, closure=None):
+        for parameter in (parameters := [p for p in self.param_groups[0]["params"] if p.grad is not None]):
+            parameter.grad /= len(parameters)
+        super().step()
+
+
+def decays_matrices_alone(params):
+    flat, others = ([p for p in params if (p.dim() < 2) == is_flat] for is_flat in (True, False))
+    return torch.optim.AdamW([{"params": flat, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.1}])
+
+
+class ByTheLoss(torch.optim.SGD):
+    """Evaluates the loss again, as SAM and LBFGS do."""
+
+    def step(self, closure=None):
+        assert closure is not None, "a closure is needed"
+
+
+LOOKS_BEYOND = {
+    "loss": (ByTheLoss, "a closure is needed.*, and engines step without the loss; SAM is some lines with"),
+    "no optimizer": (lambda parameters: None, "^optimizer makes a NoneType; give what makes a torch.optim.Optimizer$"),
+    "decay for matrices": (
+        decays_matrices_alone,
+        "steps matrices otherwise .* give what .* in param_groups=; use AdamW",
+    ),
+    **{
+        f"{n} dimensions": (functools.partial(ByShape, dimensions=n), f"ByShape steps {what} otherwise")
+        for n, what in ((2, "matrices"), (3, "tensors of three dimensions"), (4, "tensors of four dimensions"))
+    },
+    "NaN": (functools.partial(ByAllGradients, refuses=torch.isnan), r"ByAllGradients looks at all .* skip_norm= and"),
+    "not finite": (functools.partial(ByAllGradients, refuses=lambda n: not n.isfinite()), "looks at all of a gradient"),
+    "large": (functools.partial(ByAllGradients, refuses=lambda n: n > 100), "looks at all of a gradient"),
+    "others": (ByTheOthers, "ByTheOthers steps two parameters otherwise than their elements in a row"),
+}
+
+
+@pytest.mark.parametrize("case", LOOKS_BEYOND)
+def test_an_optimizer_that_looks_beyond_an_element_is_refused_with_what_to_write(case):
+    """By shape, at other parameters, or at the whole gradient. Every engine's door asks this."""
+    factory, message = LOOKS_BEYOND[case]
+    with pytest.raises(InputError, match=message):
+        check_elementwise(factory, torch.device("cpu"))
+
+
+def states_of_the_optimizer(world, engine):
+    """What each rank's optimizer says to its own states, to rank 0's, and to those of another cut."""
+    made = small_engine(world, engine, **({"tiers": "cpu"} if engine == "offload.nvme" else {}))
+    step(made, inputs(world, 0))
+    given = [made.optimizer.state_dict()]
+    dist.broadcast_object_list(given, 0)
+    other = small_engine(world, "stage1_os" if engine != "stage1_os" else "stage2_grad")
+    step(other, inputs(world, 0))
+    foreign = other.optimizer.state_dict()
+    foreign.pop("shard")
+    said = [
+        message_of(made.optimizer.load_state_dict, state) for state in (given[0], other.optimizer.state_dict(), foreign)
+    ]
+    before = made.full_state_dict()
+    assert message_of(made.optimizer.load_state_dict, made.optimizer.state_dict()) is None
+    step(made, inputs(world, 1))
+    return said, not same_bits(before, made.full_state_dict())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.seven
+def test_a_state_dict_of_the_optimizer_is_loaded_by_the_rank_and_engine_that_made_it_alone(worlds, engine, size):
+    """It is a shard, but for stage 0, where every rank's is whole and the same."""
+    for rank, (said, moved) in enumerate(worlds(size).run(states_of_the_optimizer, engine)):
+        assert moved
+        assert (said[0] is None) == (rank == 0 or engine == "stage0_ddp")
+        assert all(m and m.endswith("engine.load(path), which cut it anew") for m in said[1:]), said
+        assert said[0] is None or f"rank 0 of {size}" in said[0]
 
 
 # ---- steps of one's own ---------------------------------------------------------------------------------------------
@@ -578,6 +712,116 @@ def adversaries(world, engine):
 def test_gradients_of_another_engines_backward_wait_for_the_step(worlds, stage):
     first = worlds(2).run(adversaries, "stage0_ddp")[0]
     assert all(same_bits(rank, first) for rank in worlds(2).run(adversaries, stage))
+
+
+class Plain:
+    """A loop without an engine, on every rank: each backward's gradients are averaged in rank order, and added up."""
+
+    def __init__(self, world, engine, seed=0):
+        torch.manual_seed(seed)
+        self.module = Net().to(world.device)
+        self.optimizer = UNFUSED(self.module.parameters())
+
+    def __call__(self, x):
+        return self.module(x)
+
+    def backward(self, value, retain_graph=False):
+        before = {name: p.grad for name, p in self.module.named_parameters()}
+        self.module.zero_grad()
+        value.backward(retain_graph=retain_graph)
+        for name, parameter in self.module.named_parameters():
+            pieces = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+            dist.all_gather(pieces, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            parameter.grad = sum(pieces) / len(pieces) + (0 if before[name] is None else before[name])
+
+    def step(self):
+        self.optimizer.step()
+        self.module.zero_grad()
+
+    def full_state_dict(self):
+        return {name: value.clone() for name, value in self.module.state_dict().items()}
+
+
+DROPS = (
+    lambda made: made.module.zero_grad(),
+    lambda made: (made(torch.ones(1, 1, WIDTH)), made.module.zero_grad()),
+    lambda made: made.optimizer.zero_grad(set_to_none=False),
+    lambda made: nn.ModuleList([made.module]).zero_grad(),
+)
+
+
+def gan(world, make):
+    """The loop of DCGAN: what the generator's loss has left in the critic is dropped before the critic's own."""
+    generator, critic = (make(world, seed=seed) for seed in range(2))
+    for index, drop in enumerate(DROPS):
+        x, real = inputs(world, index), inputs(world, index + 10)
+        drop(critic)
+        critic.backward(loss(critic(real)))
+        critic.backward(loss(critic(generator(x).detach())))
+        critic.step()
+        drop(generator)
+        generator.backward(loss(critic(generator(x))))
+        generator.step()
+    return generator.full_state_dict(), critic.full_state_dict()
+
+
+def in_parts(world, make):
+    """Of two losses the first leaves no gradient in some modules."""
+    made = make(world)
+    for index in range(2):
+        made.backward(loss(made(inputs(world, index))))
+        for part in (made.module.head, made.module.blocks[1].up):
+            part.zero_grad()
+        made.backward(loss(made(inputs(world, index + 10))))
+        made.step()
+    return (made.full_state_dict(),)
+
+
+def of_one_graph(world, make):
+    """Two losses of one forward, one of which is taken twice; an evaluation runs between them."""
+    made = make(world)
+    for index in range(2):
+        out = made(inputs(world, index))
+        for _ in range(2):
+            made.backward(loss(out), retain_graph=True)
+        with torch.no_grad():
+            made(inputs(world, index + 10))
+        made.backward(loss(out[:, 0]))
+        made.step()
+    return (made.full_state_dict(),)
+
+
+def ends_as_the_plain_loop(world, engine, loop):
+    ended = [loop(world, functools.partial(small_engine, engine=engine, bucket_mb=1e-4))]
+    ended.append(loop(world, functools.partial(Plain, engine=None)))
+    return all(map(same_bits, *ended))
+
+
+@pytest.mark.parametrize("loop", [gan, in_parts, of_one_graph])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.seven
+def test_zero_grad_and_retain_graph_do_what_they_do_in_a_plain_loop(worlds, engine, size, loop):
+    assert all(worlds(size).run(ends_as_the_plain_loop, engine, loop))
+
+
+def dropped_before_they_were_reduced(world, engine):
+    """Which weights move in a step if another engine's backward left them gradients, and some were dropped."""
+    generator, critic = (
+        small_engine(world, engine, precision, seed=seed, bucket_mb=1e-4)
+        for seed, precision in enumerate(("fp32", "bf16"))
+    )
+    before, critic.optimizer.param_groups[0]["weight_decay"] = critic.full_state_dict(), 0.0
+    generator.backward(loss(critic(generator(inputs(world, 0)))))
+    critic.module.head.zero_grad()
+    critic.step()
+    return {name for name, value in critic.full_state_dict().items() if not torch.equal(value, before[name])}
+
+
+@pytest.mark.seven
+def test_zero_grad_of_a_part_drops_what_was_not_reduced_yet(worlds, engine):
+    for moved in worlds(2).run(dropped_before_they_were_reduced, engine):
+        assert moved
+        assert not {name for name in moved if name.startswith("head")}
 
 
 def distilled(world, engine):

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 from formulas import bytes_held
-from training import STAGES, batch, make_engine, message_of, same_bits, train_step
+from training import STAGES, batch, inputs, make_engine, message_of, same_bits, small_engine, train_step
+from trap_models import loss as loss_of
 
 from common import models
 from common.engine.mixed_precision import LossScaler
@@ -106,6 +107,40 @@ def test_an_overflow_on_any_rank_skips_the_step_on_all_and_changes_nothing(world
 def test_after_a_skipped_step_all_stages_go_on_with_the_same_bits(worlds):
     first, *others = [worlds(3).run(skip, stage, math.inf, (1,))[0][3] for stage in STAGES]
     assert all(same_bits(first, other) for other in others)
+
+
+SKIPS = {  # what multiplies rank 1's loss in a step that is left out, and the option that says so
+    "not a number": (math.nan, {"skip_norm": math.inf}),
+    "infinite": (math.inf, {"skip_norm": math.inf, "clip_norm": 0.5}),
+    "too large": (1e4, {"skip_norm": 1e2}),
+    "too large, by the largest": (1e4, {"skip_norm": 1e2, "norm_type": math.inf}),
+}
+
+
+def left_out(world, engine, precision, case):
+    """Steps around one whose gradient is bad on rank 1; and the same without that one."""
+    poison, options = SKIPS[case]
+    ended, results = [], []
+    for bad in (True, False):
+        made = small_engine(world, engine, precision, **options)
+        for index in range(3):
+            if index == 1 and bad:
+                made.backward(loss_of(made(inputs(world, 7))) * (poison if world.rank == 1 else 1.0))
+                results.append(made.step())
+            made.backward(loss_of(made(inputs(world, index))))
+            results.append(made.step())
+        ended.append(made.full_state_dict())
+    return [result.skipped for result in results], results[1].norm, same_bits(*ended)
+
+
+@pytest.mark.parametrize("case", SKIPS)
+@pytest.mark.seven
+def test_a_step_whose_norm_is_not_finite_or_too_large_is_left_out_by_all_ranks(worlds, engine, case):
+    for precision in ("fp32", "bf16"):
+        for skipped, norm, same in worlds(2).run(left_out, engine, precision, case):
+            assert skipped == [False, True, False, False, False, False, False]
+            assert same
+            assert not norm <= SKIPS[case][1]["skip_norm"] or not math.isfinite(norm)
 
 
 def scale_found(world, stage):

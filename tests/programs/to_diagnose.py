@@ -122,6 +122,60 @@ def same_data(Engine):
     loop(engine)
 
 
+# ---- as DDP would do it, and hardly what is meant --------------------------------------------------------------------
+
+
+def rates_by_rank(Engine):
+    engine = Engine(model_of(), SGD)
+    for loss in losses(engine):
+        engine.optimizer.param_groups[0]["lr"] = 0.1 / (1 + dist.get_rank())
+        engine.backward(loss)
+        engine.step()
+
+
+def writes_by_rank(Engine):
+    engine = Engine(model_of(), SGD)
+    for number, loss in enumerate(losses(engine), 1):
+        engine.backward(loss)
+        engine.step()
+        if number == 1 and dist.get_rank() == 1:
+            engine.module[-1].bias.data.zero_()
+
+
+def scheduled_by_micro_batch(Engine):
+    engine = Engine(model_of(), SGD)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, gamma=0.5)
+    for number, loss in enumerate(losses(engine)):
+        engine.backward(loss / 2)
+        if number % 2:
+            engine.step()
+        schedule.step()
+
+
+def dropout_seeded_alike(Engine):
+    engine = Engine(model_of(nn.Dropout(0.5)), ADAMW)
+    batches = [torch.randn(8, 8) for _ in range(9)]
+    torch.manual_seed(1)
+    for x in batches:
+        engine.backward(engine(x).square().mean())
+        engine.step()
+
+
+def unequal_batches(Engine):
+    loop(Engine(model_of(), SGD), samples=8 - dist.get_rank())
+
+
+def unequal_accumulation(Engine):
+    engine = Engine(model_of(), SGD)
+    batches = losses(engine)
+    while True:
+        with engine.no_sync():
+            for _ in range(dist.get_rank()):
+                engine.backward(next(batches))
+        engine.backward(next(batches))
+        engine.step()
+
+
 # ---- with a fault ---------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +212,27 @@ def unseeded(Engine):
 
 def unequal_steps(Engine):
     loop(Engine(model_of(), SGD), steps=1 + dist.get_rank())
+
+
+def misses(call, *last):
+    """A function in which rank 1 leaves one call out."""
+
+    def train(Engine):
+        engine = Engine(model_of(*last), SGD)
+        for number, loss in enumerate(losses(engine), 1):
+            left_out = call if (number, dist.get_rank()) == (2, 1) else None
+            if left_out == "both":
+                continue
+            if left_out != "backward":
+                engine.backward(loss)
+            if left_out != "step":
+                engine.step()
+
+    return train
+
+
+misses_a_step, misses_a_backward = misses("step"), misses("backward")
+misses_both_with_buffers = misses("both", nn.BatchNorm1d(16))
 
 
 def never_steps(Engine):

@@ -127,6 +127,38 @@ class Hundred(nn.Module):
         return x * torch.stack(list(self.scales)).mean()
 
 
+class SpectralNorm(nn.Linear):
+    """Divides its weight by an estimate of its largest singular value."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight / (self.weight @ (self.weight.t() @ self.bias)).norm(), self.bias)
+
+
+class FewRows(nn.Module):
+    """Matrices and vectors meet, one row or a few at a time; their odd sizes put what follows at odd places.
+
+    The kernels that multiply them round by the addresses where a weight begins.
+    """
+
+    WIDTHS = (WIDTH, 61, 47, 129)
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.normed = nn.GRUCell(WIDTH, 33), SpectralNorm(33, 35)
+        self.layers = nn.ModuleList(nn.Linear(n, m) for n, m in zip(self.WIDTHS, self.WIDTHS[1:], strict=False))
+        self.value, self.out = nn.Linear(129, 1), nn.Linear(35, WIDTH, bias=False)
+
+    def forward(self, x):
+        rows = torch.cat([self.through(x.reshape(-1, WIDTH)[:n]) for n in (1, 2, 3, 6)])
+        return x + self.out(self.normed(self.cell(rows))).mean(0)
+
+    def through(self, rows):
+        deep = rows
+        for layer in self.layers:
+            deep = torch.tanh(layer(deep))
+        return rows * self.value(deep)
+
+
 class MixedDtypes(Net):
     """Built with blocks in bf16 between layers in fp32."""
 
@@ -702,6 +734,7 @@ CASES = {  # name -> (factory of a model, one step of a loop)
     "branches": (Branches, step),
     "tiny": (Tiny, step),
     "a hundred scalars": (Hundred, step),
+    "few rows": (FewRows, step),
     "mixed dtypes": (MixedDtypes, step),
     "buffers": (net(block=Counting), step),
     "odd buffers": (net(block=OddBuffers), step),

@@ -118,9 +118,36 @@ def test_a_loop_goes_on_from_a_saved_state(installed, worlds, tmp_path, name):
     assert finite
 
 
+def freed(world, name):
+    """The losses of a loop, and of another after `free_memory`; a model to evaluate is prepared alone."""
+    found = []
+    with hf.as_by_torchrun(world):
+        accelerator = accelerator_of(name)
+        for _ in range(2):
+            made = prepared(accelerator)
+            found.append(loop(accelerator, *made)[0])
+            loss = made[0](torch.arange(4)).sum()
+            accelerator.backward(loss, retain_graph=True)
+            accelerator.backward(loss)
+            assert accelerator.free_memory(*made) == [None] * len(made)
+        accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True)
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SEVEN)
+def test_a_new_model_is_prepared_once_memory_is_freed(installed, worlds, name):
+    one, other = worlds(2).run(freed, name)[0]
+    assert one == other
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters())
+
+
 def stepped(accelerator, model=None):
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = adamw(model)
     model(torch.ones(2)).sum().backward()
     optimizer.step()
     accelerator.prepare(model, optimizer)
@@ -131,6 +158,8 @@ REFUSED = {
     "two precisions": (prepared, {"mixed_precision": "bf16", "engine_options": {"precision": "bf16"}}, "choose one"),
     "a model alone": (lambda a: a.prepare(nn.Linear(2, 2)), {}, "together with its one optimizer"),
     "two models": (lambda a: (prepared(a), prepared(a)), {}, "and once"),
+    "prepare_model": (lambda a: a.prepare_model(nn.Linear(2, 2)), {}, "^prepare_model: .* its one optimizer"),
+    "prepare_optimizer": (lambda a: a.prepare_optimizer(adamw(nn.Linear(2, 2))), {}, "^prepare_optimizer: "),
     "an optimizer that has stepped": (stepped, {}, "has states already"),
     "values clipped": (lambda a: a.clip_grad_value_([], 1.0), {}, "^clip_grad_value_"),
     "a norm of 0": (lambda a: prepared(a) and a.clip_grad_norm_([], 0.0), {}, "^clip_norm=0.0"),

@@ -1,7 +1,10 @@
 """DeepSpeed's words: its scripts run unchanged, and each key of its JSON is obeyed, harmless or refused by name."""
 
 import contextlib
+import functools
+import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -11,16 +14,20 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from places import ROOT
 from torch import nn
 
+from common.engine.mixed_precision import gradient_norm
 from common.errors import InputError
 from common.words import deepspeed
 from common.words.beside import compared
-from common.words.deepspeed import keys
+from common.words.deepspeed import Engine, get_accelerator, keys
 from common.words.deepspeed.ops.adam import DeepSpeedCPUAdam
+from common.words.deepspeed.runtime.lr_schedules import KINDS
+from common.words.deepspeed.runtime.utils import see_memory_usage
 from common.words.deepspeed.settings import optimizer_of, scheduler_of, settings
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -307,7 +314,13 @@ def beside(world):
         with pytest.raises(AttributeError) as error:
             getattr(engine, name)
         said.append(str(error.value))
-    return shown is adam, type(adam), deepspeed.comm.get_world_size(), engine.global_steps, said
+    return (
+        shown.param_groups is adam.param_groups,
+        type(adam),
+        deepspeed.comm.get_world_size(),
+        engine.global_steps,
+        said,
+    )
 
 
 def test_adams_and_comm_are_torchs_and_what_is_missing_is_named(worlds):
@@ -317,6 +330,201 @@ def test_adams_and_comm_are_torchs_and_what_is_missing_is_named(worlds):
         assert repr(name) in line
     with pytest.raises(AttributeError, match="'init_inference' is not here"):
         deepspeed.init_inference()
+
+
+STRAY = "got a gradient outside of engine.backward"
+
+
+def refused_by(call, *arguments, **named):
+    """What it says who refuses a call, in one line."""
+    with pytest.raises((InputError, RuntimeError, AttributeError)) as error:
+        call(*arguments, **named)
+    (line,) = str(error.value).splitlines()
+    return line
+
+
+def norm_of(engine):
+    """Of the gradient that there is."""
+    return gradient_norm(engine._engine.buckets, engine._engine.comm).item()
+
+
+def words_of_an_engine(world, zero, folder):
+    """What a script asks of the engine and the optimizer beside the loop; and norms, however gradients were dropped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    model[0].bias.requires_grad_(False)
+    own = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    rates = torch.optim.lr_scheduler.StepLR(own, 1, 0.5)
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": zero}
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=own, lr_scheduler=rates, config=config)
+    x, norms = torch.full((4, 8), 1.0 + world.rank), []
+    for drop in (None, engine.zero_grad, optimizer.zero_grad, own.zero_grad):
+        if drop is not None:
+            engine.backward(engine(3 * x).square().sum())
+            drop()
+        engine.backward(engine(x).square().sum())
+        norms.append(norm_of(engine))
+        engine.zero_grad()
+    loss = engine(x).square().sum()
+    engine.backward(loss, retain_graph=True)
+    engine.backward(loss)
+    norms.append(norm_of(engine) / 2)
+    engine.zero_grad()
+    said = {
+        "loss.backward": refused_by(engine(x).sum().backward),
+        "optimizer.step": refused_by(optimizer.step),
+        "own.step": refused_by(own.step),
+        "optimizer.state_dict": refused_by(optimizer.state_dict),
+        "optimizer.load_state_dict": refused_by(optimizer.load_state_dict, {}),
+        "own.state_dict": refused_by(own.state_dict),
+        "optimizer.refresh_fp32_params": refused_by(lambda: optimizer.refresh_fp32_params),
+        "engine.state_dict": refused_by(lambda: engine.state_dict),
+        "save_checkpoint": refused_by(engine.save_checkpoint, folder, exclude_frozen_parameters=True),
+        "load_checkpoint": refused_by(engine.load_checkpoint, folder, custom_load_fn=print),
+        "module_state_dict": refused_by(engine.module_state_dict, keep_vars=True),
+    }
+    engine.backward(engine(x).square().sum())
+    engine.step(lr_kwargs={"epoch": 2})
+    applied = engine.was_step_applied()
+    asked = [engine.dp_world_size, engine.get_mom(), engine.gradient_clipping(), optimizer.cur_scale]
+    asked += [engine.bfloat16_enabled(), engine.fp16_enabled(), engine.loss_scale(), engine.get_lr(), applied]
+    engine.save_checkpoint(folder, client_state={"best": np.float32(0.5), "seen": [np.int64(3)]})
+    _, client = engine.load_checkpoint(folder)
+    whole, state = engine._engine.full_state_dict(), engine.module_state_dict()
+    assert whole.keys() == state.keys()
+    assert all(torch.equal(whole[name], state[name]) for name in whole)
+    engine.save_16bit_model(folder, "trained.bin", exclude_frozen_parameters=True)
+    engine.destroy()
+    kept = [*torch.load(f"{folder}/trained.bin"), *engine.module_state_dict(exclude_frozen_parameters=True)]
+    return norms, said, asked, client, kept
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_words_beside_the_loop_do_what_they_say_or_are_refused(worlds, tmp_path, name):
+    norms, said, asked, client, kept = worlds(2).run(words_of_an_engine, ZERO[name], str(tmp_path))[0]
+    assert norms == pytest.approx([norms[0]] * 5, rel=1e-3 if name == "zeropp" else 0)
+    assert STRAY in said.pop("loss.backward")
+    assert all(re.search("refused|taken over|not here|shards|reads all", line) for line in said.values()), said
+    assert asked == [2, [0.9], 0.0, 1.0, False, False, 0, [0.1 / 4], True]
+    assert client == {"best": 0.5, "seen": [3]}
+    assert kept == ["0.weight", "2.weight", "2.bias"] * 2
+
+
+def test_a_step_that_overflows_is_not_applied_and_halves_the_scale(worlds):
+    assert worlds(2).run(overflowing)[0] == [(False, True, 2.0), (True, False, 2.0)]
+
+
+def overflowing(world):
+    """Of two steps, the first with an overflow: whether it was applied, whether it overflowed, and the scale then."""
+    model, told = nn.Linear(4, 4), []
+    fp16 = {"enabled": True, "initial_scale_power": 2, "hysteresis": 1}
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, config={**USUAL, "fp16": fp16})
+    for factor in (1e6, 1.0):
+        engine.backward(engine(torch.ones(2, 4)).float().sum() * factor)
+        engine.step()
+        told.append((engine.was_step_applied(), optimizer.overflow, optimizer.cur_scale))
+    return told
+
+
+def test_the_accelerator_is_this_ranks_device():
+    accelerator = get_accelerator()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert accelerator.device_name() == torch.device(accelerator.current_device_name()).type == device
+    assert accelerator.communication_backend_name() == {"cpu": "gloo", "cuda": "nccl"}[device]
+    assert accelerator.device_count() > 0
+    accelerator.set_device(0)
+    assert "create_graph is not here" in refused_by(lambda: accelerator.create_graph)
+
+
+def test_a_loader_begins_again_and_memory_is_told_when_forced(capsys):
+    loader = deepspeed.utils.RepeatingLoader([1, 2])
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+    see_memory_usage("not this")
+    see_memory_usage("after a step", force=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.search(r"^after a step: at most .* GiB on the host", line)
+
+
+def gathered_for(module):
+    with deepspeed.zero.GatheredParameters(module.weight, fwd_module=module):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: deepspeed.zero.register_external_parameter(nn.Linear(1, 1), None), "register_external_parameter"),
+        (lambda: gathered_for(nn.Linear(1, 1)), "register_external_parameter"),
+        (lambda: deepspeed.zero.Init(mpu=1).__enter__(), "mpu"),
+        (lambda: deepspeed.initialize(model=nn.Linear(1, 1), mesh_param=(2, 1)), "mesh_param"),
+        (lambda: deepspeed.init_distributed(init_method="tcp://"), "init_method"),
+        (lambda: deepspeed.init_distributed(rank=0), "rank='0'"),
+        (lambda: DeepSpeedCPUAdam([], fp32_optimizer_states=False), "fp32_optimizer_states"),
+        (lambda: DeepSpeedCPUAdam([], amsgrad=True), "amsgrad"),
+    ],
+)
+def test_an_argument_that_asks_for_what_is_not_here_is_refused(call, words):
+    assert re.search(rf"{words}.* is refused", refused_by(call))
+
+
+# ---- schedulers ------------------------------------------------------------------------------------------------------
+
+WARM = {"warmup_num_steps": 1000, "warmup_type": "log", "last_batch_iteration": -1}
+DEFAULTS = {  # DeepSpeed 0.19.8's
+    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, **WARM},
+    "WarmupDecayLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.001, **WARM},
+    "WarmupCosineLR": {"warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001, **WARM},
+}
+OTHERS = {"warmup_min_lr": [1e-4, 2e-4], "warmup_max_lr": [0.02, 0.3], "warmup_num_steps": 3, "warmup_type": "linear"}
+OTHERS |= {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.2}
+
+
+def schedules():
+    """(scheduler, arguments): each subset of those that are left out, in warm-ups of 4 steps."""
+    for name, defaults in DEFAULTS.items():
+        needed = {} if name == "WarmupLR" else {"total_num_steps": 9}
+        ways = [argument for argument in defaults if argument in OTHERS]
+        for given in itertools.chain.from_iterable(
+            itertools.combinations(ways, count) for count in range(len(ways) + 1)
+        ):
+            yield name, {**needed, **{argument: OTHERS[argument] for argument in given}}
+
+
+def rates(name, arguments):
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (0.5, 0.03)]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    scheduler, told = scheduler_of(name, arguments)(optimizer), []
+    for _ in range(12):
+        told.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    return told
+
+
+def test_an_argument_of_a_scheduler_that_is_left_out_is_deepspeeds():
+    signatures = {name: inspect.signature(kind).parameters.values() for name, kind in KINDS.items()}
+    assert {
+        name: {argument.name: argument.default for argument in arguments if argument.default is not argument.empty}
+        for name, arguments in signatures.items()
+    } == DEFAULTS
+    assert max(rates("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 3})) == [0.001, 0.001]
+    assert rates("WarmupLR", {"warmup_num_steps": 3, "warmup_max_lr": [0.2, 0.4]})[-1] == [0.2, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"warmup_max_lr": [0.1]}, "'scheduler.params.warmup_max_lr' has 1 values for 2 groups"),
+        ({"warmup_min_lr": "low"}, "'scheduler.params.warmup_min_lr' is 'low'; give a number"),
+        ({"warmup_num_steps": 0}, "above 0"),
+        ({"warmup_num_steps": 1.5}, "a whole number"),
+        ({"warmup_type": "cubic"}, "give log or linear"),
+        ({"last_batch_iteration": 3}, "last_batch_iteration' is refused"),
+        ({"after": 1}, "'after'"),
+    ],
+)
+def test_an_argument_of_a_scheduler_that_cannot_be_is_named(arguments, words):
+    assert words in refused_by(rates, "WarmupLR", arguments)
 
 
 # ---- beside the real one ---------------------------------------------------------------------------------------------
@@ -330,3 +538,47 @@ def test_losses_are_deepspeeds_and_where_they_part_the_cause_is_known(deepspeed_
     assert [row["first_apart"] for row in rows[:3]] == [None] * 3
     assert [row["cause"] for row in rows[3:]] == ["clipping", "micro-batches", "first weights"]
     assert all(row["largest_difference"] < 5e-3 for row in rows)
+
+
+MODULES = ["utils", "zero", "comm", "ops", "ops.adam", "accelerator", "runtime"]
+MODULES = ["deepspeed", *(f"deepspeed.{name}" for name in MODULES)]
+MODULES += [f"deepspeed.runtime.{name}" for name in ("dataloader", "utils", "lr_schedules")]
+WORDS = """initialize add_config_arguments init_distributed get_accelerator utils.log_dist utils.log_dist_once zero.Init
+utils.RepeatingLoader zero.GatheredParameters zero.register_external_parameter runtime.utils.see_memory_usage
+comm.init_distributed ops.adam.FusedAdam ops.adam.DeepSpeedCPUAdam runtime.lr_schedules.WarmupLR
+runtime.lr_schedules.WarmupDecayLR runtime.lr_schedules.WarmupCosineLR"""
+OTHERWISE = {
+    "distributed_port",
+    "client_state",
+    "timeout",
+    "tensor_overrides",
+    "parser",
+}  # defaults, which change nothing
+
+
+@pytest.mark.exhaustive
+def test_words_have_deepspeeds_arguments_and_rates_and_what_is_missing_is_named(deepspeed_place):
+    methods = sorted(name for name, word in vars(Engine).items() if inspect.isfunction(word) and name[0] != "_")
+    methods.remove("to")  # of torch, where it takes anything
+    paths, cases = [f"deepspeed.{word}" for word in WORDS.split()], list(schedules())
+    environment = {**os.environ, "PYTHONPATH": str(deepspeed_place), "DS_ACCELERATOR": "cpu"}
+    words = [*paths, *(f"Engine.{name}" for name in methods)]
+    command = [sys.executable, SCRIPTS / "deepspeed_itself.py", *map(json.dumps, (MODULES, words, cases))]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    theirs = json.loads(told.splitlines()[-1])
+    for path, arguments in theirs["arguments"].items():
+        ours = inspect.signature(found(path)).parameters
+        assert [name for name in ours if name != "self"] == [name for name, _ in arguments], path
+        for name, default in arguments:
+            assert name in OTHERWISE or repr(ours[name].default) == default, (path, name)
+    for path, names in theirs["names"].items():
+        thing = found(path) if path != "Engine" else Engine(mock.Mock(module=nn.Identity()), *[mock.Mock()] * 3)
+        for name in names:
+            if not hasattr(thing, name):
+                assert re.search(rf"\b{name}\b.* not here|have '{name}'", refused_by(getattr, thing, name))
+    assert [rates(*case) for case in cases] == theirs["rates"]
+
+
+def found(path):
+    first, *rest = path.split(".")
+    return functools.reduce(getattr, rest, {"deepspeed": deepspeed, "Engine": Engine}[first])

@@ -116,6 +116,32 @@ def test_a_loop_goes_on_from_a_checkpoint(installed, worlds, tmp_path, name):
     assert left == {}
 
 
+def dropped(world, name):
+    """Norms of a gradient: alone, after another one that was dropped, and added to another one of the same graph."""
+    found = []
+    with hf.as_by_torchrun(world):
+        for drops in (None, "model", "optimizer", "twice"):
+            fabric = fabric_of(world, name)
+            model, optimizer, _ = set_up(fabric)
+            loss = model(torch.arange(8)).square().mean()
+            if drops is not None:
+                fabric.backward(loss, retain_graph=True)
+            if drops in ("model", "optimizer"):
+                {"model": model, "optimizer": optimizer}[drops].zero_grad()
+            fabric.backward(loss)
+            norm = fabric.clip_gradients(model, optimizer, max_norm=1e9)
+            optimizer.step()
+            found.append(norm.item())
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SEVEN)
+def test_gradients_are_dropped_by_the_model_and_the_optimizer_and_a_graph_is_kept(installed, worlds, name):
+    once, *others = worlds(2).run(dropped, name)[0]
+    assert others == pytest.approx([once, once, 2 * once], rel=1e-2 if name == "zeropp" else 1e-5)
+
+
 def two_models(fabric, folder):
     one, other = set_up(fabric), set_up(fabric)
     x = torch.arange(8)

@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grad_norm_ as torchs_clip
 
 from common.words import fully_shard as words
 from common.words.fully_shard import MixedPrecisionPolicy, clip_grad_norm_, engine_behind, fully_shard
+from common.words.fully_shard.engine import Gradient
 from common.words.fully_shard.words import KEPT, REFUSED
 
 SCRIPT = Path(__file__).parent / "scripts/fsdp2.py"
@@ -113,6 +114,8 @@ def refusals(world):
     model, mesh = sharded(), init_device_mesh("cpu", (1, world.size), mesh_dim_names=("a", "b"))
     said = {name: line(getattr(model, name)) for name in REFUSED if hasattr(model, name)}
     said |= {name: line(getattr(words, name)) for name in REFUSED if hasattr(words, name)}
+    gradient = Gradient(model.first.weight)
+    said |= {name: line(getattr(gradient, name)) for name in ("full_tensor", "to_local")}
     arguments = {
         "mesh": mesh,
         "reshard_after_forward": 2,
@@ -136,6 +139,25 @@ def test_what_is_refused_is_named_in_one_line(worlds):
         assert name in words_of_it
         assert "refused" in words_of_it
         assert len(words_of_it.splitlines()) == 1
+
+
+def shards(model):
+    """What is refused of what is sharded, where FSDP2 has DTensors."""
+    weight = model.first.weight
+    return {
+        "a part's weights": line(model.first.state_dict),
+        "a DTensor": line(lambda: [parameter.full_tensor() for parameter in model.parameters()]),
+        "a shard": line(weight.to_local),
+        "a gradient's shard": line(weight.grad.to_local),
+    }
+
+
+def own_gradient(model, optimizer):
+    model(torch.ones(4, 8)).sum().backward()
+    model.first.weight.grad = torch.ones(16, 8)
+    said = line(optimizer.step)
+    optimizer.zero_grad()
+    return said
 
 
 def order(world):
@@ -165,16 +187,16 @@ def order(world):
 
     model, optimizer = built()
     loss = model(torch.ones(4, 8)).sum()
+    said["a DTensor, early"] = line(sharded().first.weight.full_tensor)
     said["late"] = line(lambda: fully_shard(model.first))
     loss.backward()
     said["torch's clipping"] = line(lambda: torchs_clip(model.parameters(), 1.0))
     said["a gradient"] = line(model.first.weight.grad.norm)
     said["zeros"] = line(lambda: optimizer.zero_grad(set_to_none=False))
     said["a part"] = line(lambda: clip_grad_norm_([model.first.weight], 1.0))
-    said["states"] = line(optimizer.state_dict)
-    said["weights"] = line(model.state_dict)
+    said |= {"states": line(optimizer.state_dict), "weights": line(model.state_dict)}
     said["a copy"] = line(lambda: copy.deepcopy(model))
-    said["a DTensor"] = line(lambda: [p.full_tensor() for p in model.parameters()])
+    said |= shards(model)
     said["DCP's weights"] = line(lambda: get_model_state_dict(model))
     optimizer.zero_grad()
     said["DCP's states"] = line(lambda: get_optimizer_state_dict(model, optimizer))
@@ -187,6 +209,7 @@ def order(world):
     said["half dropped"] = line(optimizer.step)
     optimizer.zero_grad()
     model.set_requires_gradient_sync(True)
+    said["a gradient of one's own"] = own_gradient(model, optimizer)
     said["a penalty"] = line((model(torch.ones(4, 8)).sum() + model.first.weight.sum()).backward)
     said["in the end"] = line(lambda: trained(model, optimizer))
     return said
@@ -208,16 +231,21 @@ ORDER = {
     "zeros": r"drop by zero_grad\(\)",
     "a part": "takes all parameters",
     "states": r"engine_behind\(model\).save",
-    "weights": r"engine.full_state_dict\(\)",
+    "weights": r"engine_behind\(model\).full_state_dict\(\)",
+    "a part's weights": r"engine_behind\(model\).full_state_dict\(\)",
     "a copy": r"engine_behind\(model\)",
-    "a DTensor": "full_tensor",
-    "DCP's weights": r"engine.full_state_dict\(\)",
+    "a DTensor, early": "^full_tensor is refused",
+    "a DTensor": "^full_tensor is refused",
+    "a shard": "^to_local is refused",
+    "a gradient's shard": "^to_local is refused",
+    "DCP's weights": r"engine_behind\(model\).full_state_dict\(\)",
     "DCP's states": r"engine_behind\(model\).save",
     "no gradients": r"after loss.backward\(\)",
     "half in sync": "call it on the root",
     "out of sync": "allow the last one",
     "half dropped": "drop all of them",
-    "a penalty": "'first.weight' got a gradient outside",
+    "a gradient of one's own": "or to others: drop all of them",
+    "a penalty": "'first.weight' got a gradient outside of the model's forward",
     "in the end": "accepted",
 }
 
@@ -246,13 +274,49 @@ def ways(world):
         drop()
     (model(x).sum() + model(x).sum()).backward()
     norms.append(clip_grad_norm_(model.parameters(), 1.0).item() / 2)
+    optimizer.zero_grad()
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    norms.append(clip_grad_norm_(model.parameters(), 1.0).item() / 2)
     return norms
 
 
 def test_gradients_are_dropped_as_scripts_drop_them_and_add_up_over_forwards(worlds):
     norms = worlds(2).run(ways)[0]
     assert norms[:3] == [norms[0]] * 3
-    assert norms[3] == pytest.approx(norms[0])
+    assert norms[3:] == pytest.approx(norms[:2])
+
+
+def adversaries(world):
+    """The last losses of a GAN, by torch's DDP and by these words, whose optimizers or models drop gradients."""
+    told = []
+    for how in ("DDP", "optimizer", "model"):
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)]
+        models = [nn.parallel.DistributedDataParallel(m) if how == "DDP" else fully_shard(m) for m in models]
+        critic, maker = models
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        drops = models if how == "model" else optimizers
+        for step in range(4):
+            torch.manual_seed(10 * step + world.rank)
+            real, noise = torch.randn(4, 8), torch.randn(4, 8)
+            drops[0].zero_grad()
+            judged = (critic(torch.cat([maker(noise).detach(), -real]))).square().mean()
+            judged.backward()
+            optimizers[0].step()
+            drops[1].zero_grad()
+            made = -critic(maker(noise)).square().mean()
+            made.backward()
+            optimizers[1].step()
+        told.append((judged.item(), made.item()))
+    return told
+
+
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_a_gan_ends_as_under_ddp(worlds, size):
+    stock, *ours = worlds(size).run(adversaries)[0]
+    assert ours == [pytest.approx(stock, rel=1e-6)] * 2
 
 
 def whole_and_freed(world):

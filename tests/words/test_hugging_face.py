@@ -104,6 +104,41 @@ def built(world, name):
     return told
 
 
+def adversaries(world, name):
+    """The weights of a GAN after some steps: what its maker's loss leaves in the critic is dropped by the zero_grad of
+    the engine, the model, the optimizer, or the one that the script has built.
+    """
+    told = []
+    for drops in ("engine", "model", "optimizer", "own"):
+        torch.manual_seed(0)
+        critic, maker = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
+        made = []
+        for model in (critic, maker):
+            own = torch.optim.SGD(model.parameters(), lr=0.1)
+            engine = engine_for(name, model, own, {})
+            made.append({"model": Model(engine), "optimizer": Optimizer(engine, own), "own": own, "engine": engine})
+        judge, draw = made
+        for step in range(3):
+            torch.manual_seed(10 * step + world.rank)
+            real, noise = torch.randn(4, 8), torch.randn(4, 8)
+            judge[drops].zero_grad()
+            with torch.no_grad():
+                false = draw["model"](noise)
+            judge["engine"].backward((judge["model"](false) - judge["model"](real)).mean())
+            judge["optimizer"].step()
+            draw[drops].zero_grad()
+            draw["engine"].backward(-judge["model"](draw["model"](noise)).mean())
+            draw["optimizer"].step()
+        told.append([*judge["engine"].full_state_dict().values(), *draw["engine"].full_state_dict().values()])
+    return told
+
+
+@pytest.mark.parametrize("name", SEVEN)
+def test_a_gan_drops_gradients_by_whichever_zero_grad_it_has(worlds, name):
+    first, *others = worlds(2).run(adversaries, name)[0]
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (1, 3))])
 @pytest.mark.parametrize("name", SEVEN)
 def test_a_model_and_an_optimizer_that_stand_for_an_engine_train_as_it_does(worlds, name, ranks):

@@ -126,17 +126,17 @@ def test_from_pretrained_reads_what_a_trainer_saves(installed, worlds, tmp_path,
         assert hf.equal(*files)
 
 
-def lora(world, folder, name):
+def lora(world, folder, name, saved):
     """The adapter's losses and files, stock and by an engine; what a resumed run and a loaded adapter give."""
     from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model  # noqa: PLC0415
 
-    found = {}
+    found, whole = {}, {"task_type": "CAUSAL_LM", "modules_to_save": saved}
     with hf.as_by_torchrun(world):
         folder = hf.shared(folder)
         hf.llama().save_pretrained(Path(folder, "base")) if world.rank == 0 else None
         for engine, path in ((None, None), (name, None), (name, "checkpoint-2")):
             torch.manual_seed(0)
-            config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+            config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, **whole)
             model = get_peft_model(hf.llama(), config)
             into = Path(folder, str(engine))
             made = hf.trainer(engine, into, model, save_strategy="steps", save_steps=2)
@@ -148,11 +148,12 @@ def lora(world, folder, name):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("saved", [None, ["lm_head"]], ids=["", "modules_to_save"])
 @pytest.mark.parametrize("name", SEVEN)
-def test_adapters_train_save_load_and_resume(installed, worlds, tmp_path, name):
+def test_adapters_train_save_load_and_resume(installed, worlds, tmp_path, name, saved):
     from safetensors.torch import load_file  # noqa: PLC0415
 
-    found, read, _ = worlds(2).run(lora, tmp_path, name)[0]
+    found, read, _ = worlds(2).run(lora, tmp_path, name, saved)[0]
     (losses, weights), (ours, other), (again, resumed) = found.values()
     assert (losses, again[-2:]) == (ours, ours[-2:])
     assert hf.equal(weights, other)

@@ -4,12 +4,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
+from common.engines import find_engine
 from common.errors import InputError
 from common.measure import tables
-from common.train import find_engine
+from common.words.deepspeed.comm import init_distributed
 from common.words.deepspeed.engine import Engine
+from common.words.deepspeed.optimizer import Optimizer
+from common.words.deepspeed.refusals import DATA_PARALLEL, refuse_arguments
 from common.words.deepspeed.settings import optimizer_of, read, scheduler_of, settings
-from common.words.taking import factory_of, init_distributed, take_from_rank_0
+from common.words.taking import factory_of, take_from_rank_0
 
 
 def add_config_arguments(parser):
@@ -32,6 +35,7 @@ def initialize(
     dist_init_required=None,
     collate_fn=None,
     config=None,
+    mesh_param=None,
     config_params=None,
 ):
     """DeepSpeed's four: the engine, an optimizer, a loader of `training_data` and a scheduler; None for what is not.
@@ -51,8 +55,7 @@ def initialize(
     """
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"initialize() needs model=, an nn.Module, not {model!r}")
-    if mpu is not None:
-        raise InputError("mpu: these engines are data-parallel alone; a group of your own goes to an engine itself")
+    refuse_arguments("initialize", f"{DATA_PARALLEL}, over all ranks", mpu=mpu, mesh_param=mesh_param)
     if dist_init_required is not False:
         init_distributed()
     given = next((some for some in (config, config_params, getattr(args, "deepspeed_config", None)) if some), None)
@@ -63,8 +66,7 @@ def initialize(
     engine = find_engine(asked.engine)(model, made, param_groups=groups, **asked.options)
     if asked.scaler is not None:
         engine.loss_scaler = asked.scaler()
-    shown = optimizer if isinstance(optimizer, torch.optim.Optimizer) else engine.optimizer
-    shown.param_groups = engine.optimizer.param_groups  # one set of rates, whoever changes it
+    shown = Optimizer(engine, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
     scheduler = scheduler_for(lr_scheduler, asked, shown)
     words = Engine(engine, asked, shown, scheduler)
     words.training_dataloader = loader_of(training_data, asked.batch.micro, collate_fn)

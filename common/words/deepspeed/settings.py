@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from common.engine.mixed_precision import LossScaler
 from common.errors import InputError
 from common.words.deepspeed.keys import AUTO, ZERO, classified
+from common.words.deepspeed.runtime.lr_schedules import KINDS
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
 OFF = (None, "none", False)
@@ -43,6 +43,7 @@ class Settings:
         optimizer: (type, arguments), or None.
         scheduler: the same.
         scaler: what makes the loss scaler of fp16, or None.
+        loss_scale: the fixed scale of fp16; 0 adapts it.
         steps_per_print: or None.
         harmless: names of the keys that change nothing.
     """
@@ -54,6 +55,7 @@ class Settings:
     optimizer: tuple | None
     scheduler: tuple | None
     scaler: object
+    loss_scale: float
     steps_per_print: int | None
     harmless: list
 
@@ -107,6 +109,7 @@ def settings(config, world_size, built_in):
         typed(get, "optimizer"),
         typed(get, "scheduler"),
         scaler_of(get) if precision == "fp16" else None,
+        get("fp16.loss_scale", 0, auto=0),
         get("steps_per_print", None),
         harmless,
     )
@@ -270,67 +273,10 @@ def scheduler_of(name, arguments):
     Raises:
         InputError: there is no such scheduler, or it takes no such argument.
     """
-    kinds = {"WarmupLR": warmup, "WarmupDecayLR": warmup_decay, "WarmupCosineLR": warmup_cosine}
-    if name not in kinds:
-        raise InputError(f"'scheduler.type' {name!r} is unknown here; give {', '.join(kinds)}, or pass lr_scheduler=")
+    if name not in KINDS:
+        raise InputError(f"'scheduler.type' {name!r} is unknown here; give {', '.join(KINDS)}, or pass lr_scheduler=")
     try:
-        inspect.signature(kinds[name]).bind(None, **arguments)
+        inspect.signature(KINDS[name]).bind(None, **arguments)
     except TypeError as error:
         raise InputError(f"'scheduler.params' of {name}: {error}") from error
-    return partial(kinds[name], **arguments)
-
-
-# Step n of training, from 0, is made at the rate of iteration n - 1: DeepSpeed's schedulers begin one before the first.
-
-
-def rising(iteration, steps, kind):
-    """From 0 to 1 in so many steps, on a logarithmic scale or "linear"."""
-    steps = max(2, steps)
-    if iteration >= steps:
-        return 1.0
-    return iteration / steps if kind == "linear" else math.log(iteration + 1) / math.log(steps)
-
-
-def warmup(
-    optimizer, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type="log", after=lambda n: 1.0
-):
-    """The rate rises, and is then `after(iteration)` of the highest."""
-    highest = [group["lr"] if warmup_max_lr is None else warmup_max_lr for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 1.0  # LambdaLR multiplies it
-
-    def rate(step, most):
-        if step == 0:
-            return warmup_min_lr
-        gamma = rising(step - 1, warmup_num_steps, warmup_type)
-        gamma = after(step - 1) if step - 1 >= max(2, warmup_num_steps) else gamma
-        return warmup_min_lr + (most - warmup_min_lr) * gamma
-
-    return LambdaLR(optimizer, [partial(rate, most=most) for most in highest])
-
-
-def warmup_decay(optimizer, total_num_steps, warmup_num_steps=1000, **arguments):
-    """The rate rises, and then sinks to the lowest in a straight line."""
-    length = max(1.0, total_num_steps - max(2, warmup_num_steps))
-
-    def after(iteration):
-        return max(0.0, (total_num_steps - iteration) / length)
-
-    return warmup(optimizer, warmup_num_steps=warmup_num_steps, after=after, **arguments)
-
-
-def warmup_cosine(
-    optimizer, total_num_steps, warmup_min_ratio=0.0, warmup_num_steps=1000, cos_min_ratio=0.0001, warmup_type="log"
-):
-    """The rate rises, and then sinks by half a cosine; all of it as a part of the optimizer's own."""
-    first = max(2, warmup_num_steps)
-
-    def ratio(step):
-        if step == 0:
-            return 0.0
-        if step - 1 < first:
-            return warmup_min_ratio + (1 - warmup_min_ratio) * rising(step - 1, first, warmup_type)
-        done = min(1.0, (step - first) / max(1, total_num_steps - first))
-        return cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2
-
-    return LambdaLR(optimizer, ratio)
+    return partial(KINDS[name], **arguments)

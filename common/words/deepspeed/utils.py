@@ -1,9 +1,15 @@
-"""`deepspeed.utils`: its logger. The rest is not here."""
+"""`deepspeed.utils`: its logger, and a loader that begins again. The rest is not here."""
 
+import functools
 import logging
 
 import torch.distributed as dist
 
+from common.words.deepspeed.refusals import missing
+from common.words.deepspeed.runtime.dataloader import RepeatingLoader
+
+__all__ = ["RepeatingLoader", "log_dist", "log_dist_once", "logger"]
+__getattr__ = missing("utils")
 logger = logging.getLogger("deepspeed")
 
 
@@ -12,3 +18,11 @@ def log_dist(message, ranks=None, level=logging.INFO):
     rank = dist.get_rank() if dist.is_initialized() else -1
     if ranks is None or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %s] %s", rank, message)
+
+
+def log_dist_once(message, ranks=None, level=logging.INFO):
+    """The same, each message once."""
+    _once(message, None if ranks is None else tuple(ranks), level)
+
+
+_once = functools.cache(log_dist)

@@ -5,17 +5,19 @@ import gc
 import torch
 from torch.optim import Optimizer
 
-from common.engine import door
+from common.engine import door, units
 from common.engine.misuse import engine_of
 from common.engine.mixed_precision import gradient_norm
 from common.errors import InputError
 from common.words.fully_shard.engine import Sharded, copy_options, part_of, parts_of
+from common.words.fully_shard.words import in_its_words, refuse_dtensors
 from common.words.taking import factory_of
 
 
 class Stepped:
     """An optimizer of the script's, whose parameters an engine trains: that steps in its place."""
 
+    @in_its_words()
     def step(self, closure=None):
         """The engine's step, with the rates that the groups have now; it drops the gradients."""
         if closure is not None:
@@ -30,6 +32,7 @@ class Stepped:
         raise InputError("the optimizer's states lie in the engine: engine_behind(model).save(path), or .load(path)")
 
     state_dict = load_state_dict = __deepcopy__ = _refuse
+    state = property(_refuse)
 
     def add_param_group(self, param_group):
         raise InputError("the optimizer takes no parameters after the first forward")
@@ -64,6 +67,8 @@ def built(root, part):
         raise InputError("the model is on the meta device: call to_empty(device=...) and set its values before forward")
     optimizer = optimizer_over(root)
     precision = "bf16" if torch.bfloat16 in (part.policy.param_dtype, next(root.parameters()).dtype) else "fp32"
+    for module in root.modules():
+        module.register_state_dict_pre_hook(before_state_dict)
     engine = Sharded(
         root,
         factory_of(optimizer),
@@ -76,7 +81,19 @@ def built(root, part):
     optimizer.__class__ = type(f"Stepped{type(optimizer).__name__}", (Stepped, type(optimizer)), {})
     vars(optimizer).pop("step", None)  # of a scheduler that watches it
     optimizer.engine, engine.script_optimizer = engine, optimizer
+    refuse_dtensors(root.parameters())  # which to_empty() has made anew
     return engine
+
+
+def before_state_dict(module, *_):
+    """Refuse the state of a module whose parameters are sharded, before the engine does in words of its own."""
+    for parameter in module.parameters(recurse=False):
+        engine = engine_of.get(id(parameter))
+        if engine is not None and units.hollow(parameter) and not engine.naming:
+            raise InputError(
+                "state_dict() of what is sharded is refused: engine_behind(model).full_state_dict() has the whole "
+                "model, and within engine_behind(model).gathered() modules have their own"
+            )
 
 
 def optimizer_over(root):
@@ -102,6 +119,7 @@ def optimizer_over(root):
     return over[0]
 
 
+@in_its_words()
 @torch.no_grad()
 def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
     """Have the next step scale the gradient down to this global norm; return the norm, a scalar. A collective.
@@ -116,9 +134,10 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
     engine.heed_zero_grad()
     if not engine.shown:
         raise InputError("clip_grad_norm_: there are no gradients; call it after loss.backward()")
-    door.check_numbers(max_norm, norm_type, bucket_mb=1)
+    door.check_numbers(max_norm, None, norm_type, bucket_mb=1)
     norm = gradient_norm(engine.buckets, engine.comm, norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}")
     engine.clip_norm, engine.norm_type = max_norm, norm_type
+    norm.full_tensor = norm.clone  # FSDP2's is a DTensor, whose whole scripts ask for
     return norm

@@ -6,9 +6,11 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from common.engine import layout, units
+from common.engine.bucket import Bucket
+from common.engines import find_engine
 from common.errors import InputError
 from common.tensors import map_tensors, tensors_in
-from common.train import find_engine
+from common.words.fully_shard.words import in_its_words, refusing
 
 
 @dataclass
@@ -76,14 +78,14 @@ class Sharded(find_engine("stage3_param")):
         if self.recording:
             self.kept += [u for u in self.units if part_of(u.module).reshard is False and u not in self.kept]
 
-    def backward(self, loss):
+    def backward(self, loss, retain_graph=False):
         """Backpropagate; then p.grad shows that there are gradients."""
         syncing = {part.syncing for part in parts_of(self._module).values()}
         if len(syncing) > 1:
             raise InputError("set_requires_gradient_sync says different things to two modules; call it on the root")
         self.heed_zero_grad()
         self.show_gradients(False)
-        super().backward(loss)
+        super().backward(loss, retain_graph)
         self.show_gradients(True)
         self.unsynced = syncing == {False}
 
@@ -92,6 +94,7 @@ class Sharded(find_engine("stage3_param")):
         self.heed_zero_grad()
         if self.shown and self.unsynced:
             raise InputError("step() after a backward under set_requires_gradient_sync(False): allow the last one")
+        self.show_gradients(False)
         return super().step()
 
     def zero_grad(self):
@@ -113,17 +116,30 @@ class Sharded(find_engine("stage3_param")):
 
     def heed_zero_grad(self):
         """Where the script has set p.grad to None, as zero_grad() of optimizers and modules does, drop gradients."""
-        kept = [parameter.grad is not None for parameter in self.trainable]
+        kept = [isinstance(parameter.grad, Gradient) for parameter in self.trainable]
         if self.shown and not all(kept):
             if any(kept):
-                raise InputError("some gradients were set to None; drop all of them, by optimizer.zero_grad()")
+                raise InputError(
+                    "some gradients were set to None, or to others: drop all of them, by optimizer.zero_grad(), or "
+                    "write them within engine_behind(model).gradients(write=True)"
+                )
             self.zero_grad()
 
     def show_gradients(self, shown):
         """Have p.grad be something, or nothing."""
         self.shown = shown
         for parameter in self.trainable:
-            parameter.grad = Gradient(parameter) if shown else None
+            if shown:
+                parameter.grad = Gradient(parameter)
+            elif isinstance(parameter.grad, Gradient):  # else the script's own, which the engine refuses
+                parameter.grad = None
+
+    def _report_gradient(self, name, parameter):
+        """Refuse a gradient that comes by no forward, and say so in the script's words."""
+        if Bucket.scale_of_backward is None:
+            parameter.grad = None
+            raise InputError(f"{name!r} got a gradient outside of the model's forward: read weights in that alone")
+        super()._report_gradient(name, parameter)
 
     @property
     def trainable(self):
@@ -133,6 +149,8 @@ class Sharded(find_engine("stage3_param")):
 class Gradient(torch.Tensor):
     """What p.grad is after a backward: it has a shape, and refuses whatever reads or writes it."""
 
+    full_tensor, to_local = refusing("full_tensor"), refusing("to_local")
+
     @staticmethod
     def __new__(cls, parameter):
         return torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -141,7 +159,7 @@ class Gradient(torch.Tensor):
     def __torch_dispatch__(cls, *_, **__):
         raise InputError(
             "p.grad cannot be read or written, since gradients lie in the engine's shards: clip by clip_grad_norm_ of "
-            "common.words.fully_shard, drop by zero_grad()"
+            "common.words.fully_shard, drop by zero_grad(), read and write by engine_behind(model).gradients()"
         )
 
 
@@ -181,5 +199,7 @@ class Border(torch.autograd.Function):
             came = [
                 (t * gradient).sum() for t, gradient in zip(ctx.inner, gradients, strict=True) if gradient is not None
             ]
-            ctx.engine.backward(sum(came))
+            # torch has no public name for what backward() was told of the graph.
+            with in_its_words():
+                ctx.engine.backward(sum(came), torch._C._autograd._get_current_graph_task_keep_graph())
         return None, None, None

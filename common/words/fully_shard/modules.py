@@ -11,7 +11,7 @@ from common.errors import InputError
 from common.tensors import map_tensors
 from common.words.fully_shard.building import engine_behind
 from common.words.fully_shard.engine import Part, forward, part_of, parts_of
-from common.words.fully_shard.words import REFUSED, refusal
+from common.words.fully_shard.words import REFUSED, in_its_words, refusal, refuse_dtensors, refusing
 
 
 def fully_shard(
@@ -56,6 +56,7 @@ def fully_shard(
     device = mesh.device_type if mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
     if not any(tensor.is_meta for tensor in module.parameters()):
         module.to(device)
+    refuse_dtensors(module.parameters())
     module._fully_shard = Part(mesh, reshard_after_forward, policy)
     module.__class__ = class_with_words(type(module))
     return module
@@ -84,6 +85,7 @@ def class_with_words(kind):
 class FSDPModule:
     """A module that was `fully_shard`-ed: it stays what it was, and has these words."""
 
+    @in_its_words()
     def __call__(self, *inputs, **named):
         part = part_of(self)
         if part is None:  # a slice of a Sequential
@@ -120,17 +122,10 @@ class FSDPModule:
         """Nothing: each backward waits for its reductions."""
 
 
-def _refusing(name):
-    def refuse(*_, **__):
-        raise refusal(name)
-
-    return refuse
-
-
 for _name in REFUSED:
     if _name.startswith(("set_", "reset_")):
-        setattr(FSDPModule, _name, _refusing(_name))
-register_fsdp_forward_method, share_comm_ctx = map(_refusing, ("register_fsdp_forward_method", "share_comm_ctx"))
+        setattr(FSDPModule, _name, refusing(_name))
+register_fsdp_forward_method, share_comm_ctx = map(refusing, ("register_fsdp_forward_method", "share_comm_ctx"))
 
 
 def own_unit(engine, module):

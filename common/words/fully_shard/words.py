@@ -1,5 +1,9 @@
 """What becomes of FSDP2's words here: kept, or refused by name."""
 
+import contextlib
+import functools
+import re
+
 from common.errors import InputError
 from common.measure.tables import Table
 
@@ -10,7 +14,7 @@ KEPT = {  # as what
     "mp_policy.param_dtype": "None or float32: precision fp32. bfloat16: bf16, with fp32 masters. One for all modules",
     "mp_policy.reduce_dtype": "None or float32: sums are in fp32 either way, and the mean is rounded to param_dtype",
     "mp_policy.output_dtype": "what the root returns is cast to it",
-    "loss.backward()": "the engine's backward, once for each forward that the loss is made of",
+    "loss.backward()": "the engine's backward, once for each forward that the loss is made of; retain_graph is kept",
     "optimizer.step()": "the engine's step, by an optimizer over model.parameters() built before the first forward",
     "clip_grad_norm_": "import this one in place of torch's; it takes all parameters at once",
     "zero_grad()": "the optimizer's, the model's, or p.grad = None for all. step() drops gradients, too",
@@ -45,6 +49,8 @@ REFUSED = {  # methods, arguments, functions; and why
     "dp_mesh_dims": "parameters are no DTensors here",
     "register_fsdp_forward_method": "under torch.no_grad() other methods find weights whole; else call the module",
     "share_comm_ctx": "an engine has collectives of its own",
+    "full_tensor": "of a parameter or its gradient; engine_behind(model).full_state_dict() has the whole weights",
+    "to_local": "of a parameter or its gradient; shards lie in the engine: engine_behind(model).save(path) writes them",
 }
 
 
@@ -57,3 +63,28 @@ def table():
 
 def refusal(name):
     return InputError(f"{name} is refused: {REFUSED[name]}")
+
+
+def refuse(name, *_, **__):
+    raise refusal(name)
+
+
+def refusing(name):
+    """What stands in the place of a word that is refused."""
+    return functools.partial(refuse, name)
+
+
+def refuse_dtensors(parameters):
+    """Have parameters refuse the words that FSDP2's have: those are DTensors."""
+    for parameter in parameters:
+        parameter.full_tensor, parameter.to_local = refusing("full_tensor"), refusing("to_local")
+
+
+@contextlib.contextmanager
+def in_its_words():
+    """What an engine refuses in this context names what such a script has in the place of `engine`."""
+    try:
+        yield
+    except (InputError, RuntimeError) as error:
+        error.args = tuple(re.sub(r"(?<![\w.])engine\.", "engine_behind(model).", str(said)) for said in error.args)
+        raise

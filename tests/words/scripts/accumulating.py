@@ -1,12 +1,15 @@
 """Micro-batches: the loss is not divided, step is called after each, and the script asks for the boundary."""
 
+import os
 import sys
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-deepspeed.init_distributed(dist_backend="nccl")
+get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
 engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])

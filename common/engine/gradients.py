@@ -1,0 +1,80 @@
+"""The mean gradient between backward and step, whole on every rank: to be read, or written."""
+
+import contextlib
+
+import torch
+
+from common.errors import InputError
+from common.ranks.agreement import check_agreement
+from common.tensors import checksum, end_to_end
+
+
+@contextlib.contextmanager
+def gradients(engine, modules, write):
+    """See `EngineBase.gradients`."""
+    engine.require_gradients("gradients")
+    engine.comm.traffic.phase = "gradients"
+    wanted = {parameter for module in modules or [engine._module] for parameter in module.parameters()}
+    places = {}  # name -> (bucket, its mean gradient as it is)
+    for bucket in engine.buckets:
+        if not wanted.isdisjoint(bucket.members.values()):
+            whole = _whole_mean(engine, bucket).float() / engine._scale
+            places |= {n: (bucket, bucket.view(whole, n)) for n, p in bucket.members.items() if p in wanted}
+    found = {name: place.clone() if write else place for name, (_, place) in places.items()}
+    yield found
+    if write:
+        _agree(engine, places, found)
+        _keep(engine, places, found)
+
+
+@torch.no_grad()
+def _whole_mean(engine, bucket):
+    """A bucket's mean gradient over all ranks, of the loss as it was scaled, [padded_numel]. A collective."""
+    parts = []
+    for piece in bucket.pieces:
+        with piece.mean_at_hand() as mean:
+            parts.append(mean.clone())
+    kept = end_to_end(parts, engine.comm.device)
+    engine.accounts.looks.append(("read", bucket, kept.itemsize))
+    if len(kept) == bucket.padded_numel:
+        return kept
+    whole = torch.empty(bucket.padded_numel, dtype=kept.dtype, device=kept.device)
+    engine.comm.all_gather(kept, whole, bucket.name).wait()
+    return whole
+
+
+@torch.no_grad()
+def _agree(engine, places, found):
+    """Refuse, on every rank, what is no gradient of these parameters, and what differs between ranks."""
+    comm, agreed = engine.comm, []
+    for name, (_, place) in places.items():
+        given, how = found.get(name), "write the same on every rank; nothing of it is kept"
+        fits = torch.is_tensor(given) and given.shape == place.shape
+        agreed.append((f"the gradient of {name!r}", checksum(given) if fits else -1, how))
+        if not fits:
+            how = f"write a tensor of the shape {tuple(place.shape)}"
+            agreed = InputError(f"what was written as the gradient of {name!r} is no gradient of it; {how}")
+            break
+    fits = isinstance(agreed, list)
+    sums = torch.tensor([line[1] for line in agreed] if fits else [-1] * len(places), device=comm.device)
+    everyone = comm.buffer(comm.size * len(sums), dtype=sums.dtype)
+    comm.all_gather(sums, everyone, "what was written").wait()
+    engine.accounts.looks.append(("compared", None, len(sums)))
+    if not fits or (everyone.view(comm.size, -1) != sums).any():
+        check_agreement(agreed, comm, "what was written")
+
+
+@torch.no_grad()
+def _keep(engine, places, found):
+    """Have each piece keep its part of what was written, in fp32."""
+    written = {}  # bucket -> {name: flat}
+    for name, (bucket, place) in places.items():
+        if not torch.equal(found[name], place):
+            written.setdefault(bucket, {})[name] = found[name].detach().float().reshape(-1) * engine._scale
+    for bucket, of_name in written.items():
+        engine.accounts.looks.append(("written", bucket, bucket.widen_mean()))
+        for piece in bucket.pieces:
+            with piece.mean_at_hand(write=True) as mean:
+                for name, there, here in bucket.overlaps(piece.part):
+                    if name in of_name:
+                        mean[here] = of_name[name][there].to(mean.device)

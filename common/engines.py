@@ -1,0 +1,32 @@
+"""The engines by name."""
+
+import importlib
+import importlib.util
+
+from common.errors import InputError
+
+STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
+ENGINES = (*STAGES, "offload", "offload.nvme", "zeropp")
+HERE = __name__.removesuffix("common.engines")  # empty here; "my_project.zero." where `common.take` wrote a copy
+
+
+def find_engine(name):
+    """The class that a package exports as Engine, or that is called `package.module:Name`.
+
+    Raises:
+        InputError: there is none.
+    """
+    path, _, attribute = name.partition(":")
+    path = HERE + path if name in ENGINES else path
+    try:
+        found = importlib.util.find_spec(path.partition(".")[0]) and importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if not path.startswith(error.name):  # a module that this one imports
+            raise
+        found = None
+    if not hasattr(found, attribute or "Engine"):
+        raise InputError(
+            f"unknown engine {name!r}; known engines: {', '.join(ENGINES)}; a class of your own is called "
+            "package.module:Name, where Python finds the module: in this folder, or along PYTHONPATH"
+        )
+    return getattr(found, attribute or "Engine")
