@@ -139,6 +139,7 @@ class EngineBase(Files, Access, NoModule):
         self.syncing, self.running, self.recording, self.reducing = True, False, False, False
         self.updates, self._factor = 0, None  # updates in all, kept in checkpoints; what multiplies a step's gradients
         self.naming = self.stepping = self._failed = False
+        self.unfinished = None  # whether the backward that has not come to its end reduces
         self._initial = building.InitialValues(model, self.param_groups, init, self.comm)
         self.partition()
         self._initial.place_buffers()
@@ -210,21 +211,21 @@ class EngineBase(Files, Access, NoModule):
             raise InputError(f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, by mean() for instance")
         self.comm.traffic.phase = "backward"
         self.guards.check_trainable()
-        self._failed = True
+        self._failed, self.unfinished = True, self.syncing
         self._begin_gradients()
         self.begin_backward()
         Bucket.scale_of_backward, self.reducing = self._scale, self.syncing
         try:
             scaled = loss if self.loss_scaler is None else loss.float() * self._scale
             scaled.backward(retain_graph=retain_graph)
+            if self.syncing:
+                self.finish_backward()
         finally:
             # What comes later is of another engine's backward: ranks may disagree on it, so that it waits for step().
             Bucket.scale_of_backward, self.reducing = None, False
-        if self.syncing:
-            self.finish_backward()
         self.accounts.backwards += 1
         self.accounts.reductions += self.syncing
-        self._failed = False
+        self._failed, self.unfinished = False, None
         self.uses.forget()
 
     @property
@@ -307,6 +308,7 @@ class EngineBase(Files, Access, NoModule):
 
     def zero_grad(self):
         """Drop the gradients since the last step, as `zero_grad` of the optimizer and of the whole module do."""
+        self.guards.finish_failed_backward()
         if self._failed:  # half way through a step
             self.writes.accept_all()
         for bucket in self.buckets:
@@ -425,8 +427,10 @@ class EngineBase(Files, Access, NoModule):
         return self.dtype if rounded else parameter.dtype
 
     def _report_gradient(self, name, parameter):
+        if parameter.grad is None:
+            return  # autograd came by with nothing, as from a reentrant checkpoint of a constant
         if Bucket.scale_of_backward is None:
-            parameter.grad = None
+            parameter.grad, self._failed, self.unfinished = None, True, False
             raise RuntimeError(f"{name!r} got a gradient outside of engine.backward(): write that for loss.backward()")
         self.gradient_ready(self.bucket_of[parameter], name, parameter)
         self.comm.lane.follow()  # on CUDA: the bucket's collective waits for this stream, too

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from common.engine.hooks import Hook
 from common.engine.writes import HOW
 from common.errors import InputError
-from common.tensors import length, own_parameters
+from common.tensors import length, own_parameters, past_subclasses
 
 WHERE_TO_WRITE = "do it in step() of the optimizer that the factory makes, which sees each shard alone"
 
@@ -38,6 +38,7 @@ class Guards:
             if any(True for _ in module.parameters(recurse=False)):
                 engine.handles.append(module.register_load_state_dict_pre_hook(Hook(self._before_load_state_dict)))
 
+    @past_subclasses
     def check_parameters(self):
         """Refuse parameters that are no longer those that the engine has made: they would not be trained."""
         engine = self._engine
@@ -47,6 +48,7 @@ class Guards:
         self.check_places()
         engine.writes.check()
 
+    @past_subclasses
     def check_places(self):
         """Other data that `parameter.data = tensor` has given goes to the parameter's place, or is refused."""
         engine = self._engine
@@ -78,6 +80,7 @@ class Guards:
         self._modules = list(self._engine._module.modules())
         self._parts = _parts_of(self._modules)
 
+    @past_subclasses
     def check_trainable(self):
         """Refuse what was frozen or thawed: a frozen weight would still be stepped, a thawed one not be trained.
 
@@ -97,6 +100,18 @@ class Guards:
                     raise InputError(f"{name!r} was {was} when the engine was built; build another one to change that")
         if not self._engine.buckets:
             raise InputError("no parameter was trainable when the engine was built: it serves forwards alone")
+
+    def finish_failed_backward(self):
+        """Each rank may have met its exception elsewhere: send what others wait for, and see that all met one."""
+        engine = self._engine
+        if engine.unfinished is None:
+            return
+        engine.reducing, engine.unfinished = engine.unfinished, None
+        try:
+            engine.finish_backward()
+        finally:
+            engine.reducing = False
+        engine.comm.maximum(engine.comm.buffer(1), "the end of a backward that failed")
 
     def _before_load_state_dict(self, module, *_):
         bucket_of, writes = self._engine.bucket_of, self._engine.writes

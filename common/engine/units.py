@@ -15,7 +15,7 @@ from torch import nn
 from common.engine import layout
 from common.engine.hooks import Guard, Hook
 from common.measure.memory import storage_id
-from common.tensors import inside_backward, map_tensors, own_parameters, tensors_in
+from common.tensors import inside_backward, map_tensors, own_parameters, tensors_in, unwrapped
 
 # A module whose parameters are this part of the largest unit's, or less, is gathered with the root: a message of its
 # own costs more than to hold it.
@@ -36,20 +36,23 @@ class Unit:
         pins: contexts that hold it gathered; found_whole: as the first of them found it.
         depth: its forwards that run now; more than one where a module calls itself.
         inside: the units that were running when it ran, itself among them.
-        ran: the last recorded forward ran it.
-        reached: gradients may reach what its last recorded forward returned.
-        again: it was freed after a checkpoint had run it again, so that its backward gathers it once more.
+        forward_gathers, backward_gathers: how often the forwards since the last step have to gather it, and how often
+            their backwards.
         open: its backward has begun and not ended.
     """
 
     def __init__(self, name, module, buckets, apart=False):
         self.name, self.module, self.buckets, self.apart = name, module, buckets, apart
         self.pins = self.depth = 0
-        self.gathered = self.open = self.found_whole = self.again = False
-        self.ran = self.reached = True
+        self.gathered = self.open = self.found_whole = False
+        self.forward_gathers = self.backward_gathers = 1
         self.inside = weakref.WeakSet()
         for number, bucket in enumerate(buckets):
             bucket.name = (name or "the root") + (f"/{number}" if number else "")
+
+    def beside(self, other):
+        """Neither of them ran inside the other."""
+        return other not in self.inside and self not in other.inside
 
     @property
     def whole(self):
@@ -155,12 +158,16 @@ class Order:
 
     def visit(self, unit):
         """`unit` is needed now. Where that is not what was recorded, what follows is recorded anew."""
-        if self._position and self._recorded[self._position - 1] is unit:
+        if self.now() is unit:
             return
         if self._position == len(self._recorded) or self._recorded[self._position] is not unit:
             del self._recorded[self._position :]
             self._recorded.append(unit)
         self._position += 1
+
+    def now(self):
+        """The unit that was needed last; None before the first."""
+        return self._recorded[self._position - 1] if self._position else None
 
     def ahead(self):
         """The unit that came next the last time; None where that is not known."""
@@ -200,8 +207,8 @@ class _Watch:
         """Before a forward: end what an interrupt left, and surround the hooks that others have added since."""
         for reader in self.readers:
             reader.give_up()
-        if self.engine.recording:  # an evaluation between two steps changes nothing in what they do
-            self.unit.ran = self.unit.again = False
+        if self.engine.recording and not self.engine.accounts.backwards and not self.engine.turns.forwards:
+            self.unit.forward_gathers = self.unit.backward_gathers = 0
         self.surround()
 
     def surround(self):
@@ -218,8 +225,9 @@ class _Watch:
             self.engine.before_recomputation(self.unit)
             return
         self.unit.depth += 1
-        self.unit.ran |= self.engine.recording
         if self.unit.depth == 1 or not self.unit.gathered:  # an exception may have left the depth of another call
+            if self.engine.recording and self.engine.forward_order.now() is not self.unit:
+                self.unit.forward_gathers += not (self.unit.pins and self.unit.forward_gathers)
             self.engine.before_forward(self.unit)
 
     def after(self, module, args, output):
@@ -233,10 +241,11 @@ class _Watch:
             self.engine.after_forward(unit, traced=bool(tensors))
             if self.engine.recording:
                 turn = self.engine.turns.note(unit, args, tensors)
-                unit.reached = turn is not None and bool(tensors)
+                if turn is not None and not tensors:
+                    turn.gathers = False  # nothing shows when its backward begins, so that it stays until then
         elif unit.apart and not unit.open:  # else a checkpoint that runs it again would gather all of its kind
             self.engine.free(unit)
-            unit.again = not unit.gathered
+            unit.backward_gathers += not unit.gathered
         if torch.is_grad_enabled():
             _watch_backward(self.engine, unit, tensors, turn)
         return output
@@ -343,7 +352,8 @@ def _copy_weights(unit, output):
     own = {storage_id(bucket.full) for bucket in unit.buckets}
 
     def copied(tensor):
-        if tensor.layout is torch.strided and storage_id(tensor) in own:  # sparse ones have no storage
+        inner = unwrapped(tensor)
+        if inner.layout is torch.strided and storage_id(inner) in own:  # sparse ones have no storage
             return tensor.clone()
         return tensor
 
@@ -353,8 +363,8 @@ def _copy_weights(unit, output):
 class Nothing:
     """What a bucket's parameters are while they are freed: NaN in their shape, or zeros where they are integers.
 
-    One number stands for all elements of a parameter, so that most operations refuse to write there. Where one does,
-    it reaches no other parameter, and is gone when the bucket is freed anew.
+    One number stands for all elements of a parameter. Where something is written there all the same, it reaches no
+    other parameter, and is gone when the bucket is freed anew. Who asks for the values is refused: see `Freed`.
 
     Attributes:
         views: {name: tensor}.
@@ -362,10 +372,45 @@ class Nothing:
     """
 
     def __init__(self, bucket):
-        self.numbers = bucket.full.new_empty(len(bucket.slots))
+        self.numbers, self._members = bucket.full.new_empty(len(bucket.slots)), bucket.members
         shapes = zip(self.numbers, bucket.slots.values(), strict=True)
         self.views = {slot.name: number.expand(slot.shape) for number, slot in shapes}
 
     def restore(self):
         """Have them read as nothing, whatever was there: whenever the bucket is freed."""
         self.numbers.fill_(float("nan") if self.numbers.is_floating_point() else 0)
+        for name, parameter in self._members.items():
+            if type(parameter) is nn.Parameter:  # a class of somebody else's stays what it is
+                parameter.__class__, parameter.freed_name = Freed, name
+
+
+# What a freed parameter is asked for in peace: its shape and the like, and what Module.to() asks.
+TELLS = {"__get__", "__set__", "__delete__", "__repr__", "__len__", "__hash__", "size", "dim", "numel", "nelement"}
+TELLS |= {"stride", "storage_offset", "element_size", "is_contiguous", "is_floating_point", "is_complex", "get_device"}
+TELLS |= {"untyped_storage", "data_ptr", "is_shared", "is_pinned", "is_inference", "type", "detach", "requires_grad_"}
+TELLS |= {"register_hook", "register_post_accumulate_grad_hook", "_has_compatible_shallow_copy_type"}
+TELLS |= {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
+
+
+class Freed(nn.Parameter):
+    """A parameter while it is freed: it tells its shape and the like, and refuses whoever wants its values.
+
+    It is an `nn.Parameter` again when it gets other data.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if function.__name__ not in TELLS:
+                freed = next(tensor for tensor in tensors_in([args, kwargs or {}]) if isinstance(tensor, cls))
+                raise RuntimeError(
+                    f"the values of {freed.freed_name!r} are freed outside of its module: read "
+                    "engine.full_state_dict(), or the module within engine.gathered(), with write=True to write"
+                )
+            result, freed = function(*args, **kwargs or {}), args[0]
+            if function.__name__ == "__set__" and function.__self__ is torch.Tensor.data:
+                freed.__class__ = cls if isinstance(args[1], cls) else nn.Parameter
+            elif torch.is_tensor(result) and result is not freed and storage_id(result) == storage_id(freed):
+                result = result.as_subclass(cls)
+                result.freed_name = freed.freed_name
+        return result

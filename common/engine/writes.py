@@ -18,7 +18,7 @@ import torch
 from common.errors import InputError
 from common.measure.memory import storage_id
 from common.ranks.agreement import check_agreement
-from common.tensors import checksum, host_value
+from common.tensors import checksum, host_value, past_subclasses
 
 HOW = "write weights within `with engine.gathered(module, write=True):`"
 
@@ -38,12 +38,14 @@ class Writes:
         self._buckets, self.open, self.changes, self._versions = buckets, [], 0, {}
         self.accept_all()
 
+    @past_subclasses
     def made(self, buckets):
         """The engine itself has changed buckets. A backward of a graph from before raises, as without an engine."""
         self.changes += 1
         torch.autograd.graph.increment_version([p for bucket in buckets for p in bucket.members.values()])
         self.accept(tensor for bucket in buckets for tensor in (*bucket.members.values(), *bucket.masters))
 
+    @past_subclasses
     def accept(self, tensors):
         """What these parameters and master weights hold now is right."""
         self._versions.update((tensor, tensor._version) for tensor in tensors)
