@@ -12,8 +12,8 @@ from torch import nn
 from common.engine.master_weights import alone
 from common.engine.misuse import check_hooks, engine_of
 from common.engine.mixed_precision import DTYPES
+from common.engine.readers import Freed
 from common.engine.ties import extent
-from common.engine.units import hollow
 from common.errors import InputError
 from common.measure.memory import storage_bytes
 from common.tensors import checksum, host_value, tensors_of_state
@@ -265,7 +265,7 @@ def check_model(model, comm, init, param_groups, dtype):
                 f"{name!r} has an engine already; delete that first, or build a model for each engine. Two optimizers "
                 "over shared weights are one class that steps each of param_groups by its own rule"
             )
-        if not parameter.is_meta and hollow(parameter) and host_value(parameter.isnan().all(), True):
+        if isinstance(parameter, Freed):
             raise InputError(
                 f"{name!r} has no values of its own, as if a stage-3 engine was deleted; build the model anew"
             )

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from common.engine import layout
-from common.engine.hooks import Guard, Hook
-from common.measure.memory import storage_id
-from common.tensors import inside_backward, map_tensors, own_parameters, tensors_in, unwrapped
+from common.engine.hooks import Hook
+from common.engine.readers import Freed, Reader, copy_weights
+from common.tensors import inside_backward, tensors_in
 
 # A module whose parameters are this part of the largest unit's, or less, is gathered with the root: a message of its
 # own costs more than to hold it.
@@ -187,10 +187,12 @@ def watch(engine, units):
     """
     watches = {unit: _Watch(engine, unit) for unit in units}
     unit_of = {parameter: unit for unit in units for bucket in unit.buckets for parameter in bucket.members.values()}
+    for bucket in (bucket for unit in units for bucket in unit.buckets):
+        bucket.nothing.mover = Mover(engine, bucket)
     weakref.finalize(engine, _leave_hollow, weakref.ref(engine._module)).atexit = False
     for path, module in engine._module.named_modules():
         for unit in dict.fromkeys(unit_of[parameter] for parameter in module.parameters(recurse=False)):
-            watches[unit].readers.append(_Reader(engine, unit, path, module))
+            watches[unit].readers.append(Reader(engine, unit, path, module))
     return list(watches.values())
 
 
@@ -231,7 +233,7 @@ class _Watch:
             self.engine.before_forward(self.unit)
 
     def after(self, module, args, output):
-        unit, output = self.unit, _copy_weights(self.unit, output)
+        unit, output = self.unit, copy_weights(self.unit, output)
         turn = self.engine.turns.next_of(unit)
         tensors = tensors_in(output)
         if not inside_backward():
@@ -249,63 +251,6 @@ class _Watch:
         if torch.is_grad_enabled():
             _watch_backward(self.engine, unit, tensors, turn)
         return output
-
-
-class _Reader:
-    """Looks after a module that reads weights of a unit at times when the unit does not run.
-
-    The module may run alone, inside generate() for instance: then the unit is held as long as it does. Its state_dict
-    may be asked for, or a copy of it: then the unit must be whole already, and the state_dict holds copies.
-    """
-
-    def __init__(self, engine, unit, path, module):
-        self.engine, self.unit, self.path = weakref.proxy(engine), unit, path
-        self.alone = 0  # its runs now, since the unit is held for them
-        engine.handles.append(module.register_state_dict_pre_hook(Guard(self.before_state_dict)))
-        engine.handles.append(module.register_state_dict_post_hook(Hook(self.after_state_dict)))
-        if module is not unit.module:
-            engine.handles.append(module.register_forward_pre_hook(Hook(self.before), prepend=True))
-            engine.handles.append(module.register_forward_hook(Hook(self.after), always_call=True))
-
-    def before(self, module, args):
-        if self.alone:  # it calls itself
-            self.alone += 1
-        elif not (self.unit.whole and (self.unit.depth or self.unit.pins or inside_backward())):
-            if torch.is_grad_enabled() and any(t.requires_grad for t in [*module.parameters(), *tensors_in(args)]):
-                raise RuntimeError(
-                    f"{self.path!r} runs outside the forward of {self.unit.name or 'the model'!r}, to which its "
-                    "parameters belong, and backward would miss them: call that module, use torch.no_grad(), or hold "
-                    "it by engine.gathered() until backward ends"
-                )
-            self.engine.hold(self.unit)
-            self.alone = 1
-
-    def after(self, module, args, output):
-        if self.alone:
-            self.alone -= 1
-            output = _copy_weights(self.unit, output)
-            if self.alone == 0:
-                self.engine.release(self.unit)
-        return output
-
-    def give_up(self):
-        """Release what a run holds that never ended: Ctrl-C passes by hooks."""
-        if self.alone:
-            self.alone = 0
-            self.engine.release(self.unit)
-
-    def before_state_dict(self, *_):
-        if not (self.unit.whole or self.engine.naming):
-            raise RuntimeError(
-                f"the parameters of {self.path or 'the model'!r} are sharded: read engine.full_state_dict(), or the "
-                "module within engine.gathered()"
-            )
-
-    def after_state_dict(self, module, state, prefix, *_):
-        for name, parameter in own_parameters(module).items():
-            value = state.get(prefix + name)
-            if value is not None and value is not parameter and value.layout is torch.strided:
-                state[prefix + name] = value.clone()
 
 
 def hollow(parameter):
@@ -347,17 +292,49 @@ def _watch_backward(engine, unit, tensors, turn):
                 made.register_hook(before_backward)
 
 
-def _copy_weights(unit, output):
-    """`output`, with copies for the unit's own weights: those are freed while the caller may still read them."""
-    own = {storage_id(bucket.full) for bucket in unit.buckets}
+class Mover:
+    """Moves a bucket whose weights are read where its unit does not run, as T5's head reads the embedding's.
 
-    def copied(tensor):
-        inner = unwrapped(tensor)
-        if inner.layout is torch.strided and storage_id(inner) in own:  # sparse ones have no storage
-            return tensor.clone()
-        return tensor
+    The unit that is running takes it, if it is around the bucket's own, and gathers it from then on; else the root, as
+    with weights that two units share. All ranks read it at the same place of a forward.
+    """
 
-    return map_tensors(copied, output)
+    def __init__(self, engine, bucket):
+        self._engine, self._bucket = weakref.ref(engine), weakref.ref(bucket)
+
+    def __call__(self):
+        engine, bucket = self._engine(), self._bucket()
+        if engine is None or inside_backward():
+            return False
+        running = [unit for unit in engine.units if unit.depth]
+        if not (running or engine.running):
+            return False
+        first, reader = bucket.unit, max(running, key=lambda unit: len(unit.name), default=None)
+        if reader is None or first.module not in reader.module.modules():
+            reader = next((unit for unit in engine.units if unit.module is engine._module), None) or _add_root(engine)
+        if reader is first:
+            return False
+        watch_of = dict(zip(engine.units, engine.watches, strict=True))
+        for of_module in watch_of[first].readers:
+            if not set(bucket.members.values()).isdisjoint(of_module.module.parameters(recurse=False)):
+                of_module.look_after(reader)
+        first.buckets.remove(bucket)
+        bucket.unit, alone = reader, Unit(f"{reader.name or 'the root'}/{bucket.name}", reader.module, [bucket])
+        alone.gathered = first.gathered
+        engine.use(alone, Order())
+        reader.buckets.append(bucket)
+        return True
+
+
+def _add_root(engine):
+    """A unit of the model's own, which has none so far and is running."""
+    root = Unit("", engine._module, [])
+    engine.units.append(root)
+    engine.watches.append(_Watch(engine, root))
+    root.depth, root.gathered = 1, True
+    for unit in engine.units:
+        unit.inside.add(root)
+    return root
 
 
 class Nothing:
@@ -371,6 +348,8 @@ class Nothing:
         numbers: what those are views of, a number for each parameter.
     """
 
+    mover = None  # a `Mover`, once the engine runs
+
     def __init__(self, bucket):
         self.numbers, self._members = bucket.full.new_empty(len(bucket.slots)), bucket.members
         shapes = zip(self.numbers, bucket.slots.values(), strict=True)
@@ -381,36 +360,4 @@ class Nothing:
         self.numbers.fill_(float("nan") if self.numbers.is_floating_point() else 0)
         for name, parameter in self._members.items():
             if type(parameter) is nn.Parameter:  # a class of somebody else's stays what it is
-                parameter.__class__, parameter.freed_name = Freed, name
-
-
-# What a freed parameter is asked for in peace: its shape and the like, and what Module.to() asks.
-TELLS = {"__get__", "__set__", "__delete__", "__repr__", "__len__", "__hash__", "size", "dim", "numel", "nelement"}
-TELLS |= {"stride", "storage_offset", "element_size", "is_contiguous", "is_floating_point", "is_complex", "get_device"}
-TELLS |= {"untyped_storage", "data_ptr", "is_shared", "is_pinned", "is_inference", "type", "detach", "requires_grad_"}
-TELLS |= {"register_hook", "register_post_accumulate_grad_hook", "_has_compatible_shallow_copy_type"}
-TELLS |= {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
-
-
-class Freed(nn.Parameter):
-    """A parameter while it is freed: it tells its shape and the like, and refuses whoever wants its values.
-
-    It is an `nn.Parameter` again when it gets other data.
-    """
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunctionSubclass():
-            if function.__name__ not in TELLS:
-                freed = next(tensor for tensor in tensors_in([args, kwargs or {}]) if isinstance(tensor, cls))
-                raise RuntimeError(
-                    f"the values of {freed.freed_name!r} are freed outside of its module: read "
-                    "engine.full_state_dict(), or the module within engine.gathered(), with write=True to write"
-                )
-            result, freed = function(*args, **kwargs or {}), args[0]
-            if function.__name__ == "__set__" and function.__self__ is torch.Tensor.data:
-                freed.__class__ = cls if isinstance(args[1], cls) else nn.Parameter
-            elif torch.is_tensor(result) and result is not freed and storage_id(result) == storage_id(freed):
-                result = result.as_subclass(cls)
-                result.freed_name = freed.freed_name
-        return result
+                parameter.__class__, parameter.freed_name, parameter.nothing = Freed, name, self
