@@ -69,9 +69,14 @@ def graph_nodes_made():
     return torch._C._autograd._get_sequence_nr()
 
 
+def graph_task():
+    """The number of the backward that autograd runs in this thread, or -1. torch has no public way to ask."""
+    return torch._C._current_graph_task_id()
+
+
 def inside_backward():
-    """Whether autograd is running a backward in this thread. torch has no public way to ask."""
-    return torch._C._current_graph_task_id() != -1
+    """Whether autograd is running a backward in this thread."""
+    return graph_task() != -1
 
 
 def past_subclasses(function):

@@ -207,7 +207,8 @@ class OffloadEngine(EngineBase):
     def settle(self):
         """Wait for the gathers under way, and let no delayed update land."""
         for bucket in self.buckets:
-            bucket.land()
+            if bucket.land():
+                self.writes.note_bits(bucket)
 
     # ---- between a delayed update and the next step -----------------------------------------------------------
 

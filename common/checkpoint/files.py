@@ -23,6 +23,7 @@ class Files:
 
     def begin_load(self):
         """A phase: before the parameters change otherwise than by a step."""
+        self.writes.forget_bits(self.buckets)
 
     @in_ordinary_mode
     def full_state_dict(self, to_rank=None):

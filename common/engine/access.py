@@ -54,3 +54,14 @@ class Access:
             InputError: it is of another engine or rank; or it has no states of the optimizer.
         """
         snapshots.restore(self, snapshot, optimizer)
+
+    def continue_from(self, old):
+        """Take over weights and optimizer states from the engine of a model that this one's was made of; a collective.
+
+        What has the same name and shape goes on with the old master weights and states. What is new keeps its first
+        values, and begins with states of zeros beside the step count of the others. Options are this engine's own.
+
+        Args:
+            old: an engine, of any stage, over the same ranks.
+        """
+        snapshots.continue_from(self, old)

@@ -19,6 +19,10 @@ from common.engine.writes import HOW
 from common.errors import InputError
 from common.tensors import length, own_parameters, past_subclasses
 
+HOW_TO_CHANGE = (
+    "to change the model, copy.deepcopy(engine.module) within `with engine.gathered():`, change the copy, build an "
+    "engine of it, and write engine.continue_from(old_engine)"
+)
 WHERE_TO_WRITE = "do it in step() of the optimizer that the factory makes, which sees each shard alone"
 
 engine_of = weakref.WeakValueDictionary()  # id of a parameter -> its engine, which holds the parameter
@@ -69,11 +73,11 @@ class Guards:
         names = {parameter: name for name, parameter in engine._module.named_parameters()}
         for parameter, name in names.items():
             if parameter not in engine.bucket_of:
-                raise InputError(f"{name!r} is new, and would not be trained; build the engine after that")
+                raise InputError(f"{name!r} is new, and would not be trained; {HOW_TO_CHANGE}")
         if len(names) < len(engine.bucket_of):
             members = (pair for bucket in engine.buckets + engine.frozen for pair in bucket.members.items())
             gone = next(name for name, parameter in members if parameter not in names)
-            raise InputError(f"{gone!r} is no part of the model any more; build the engine after that")
+            raise InputError(f"{gone!r} is no part of the model any more; {HOW_TO_CHANGE}")
         self._note_parts()
 
     def _note_parts(self):
@@ -97,7 +101,7 @@ class Guards:
             for name, parameter in bucket.members.items():
                 if parameter.requires_grad != bucket.kind.trainable:
                     was = "trainable" if bucket.kind.trainable else "frozen"
-                    raise InputError(f"{name!r} was {was} when the engine was built; build another one to change that")
+                    raise InputError(f"{name!r} was {was} when the engine was built; {HOW_TO_CHANGE}")
         if not self._engine.buckets:
             raise InputError("no parameter was trainable when the engine was built: it serves forwards alone")
 
@@ -195,6 +199,8 @@ class Guards:
         put = vars(self._engine.optimizer).get("step")  # None where it is that of the class
         if put is not None and _watched(put) is not self._own_step:
             raise InputError(f"engine.optimizer.step was replaced after the engine was built; {WHERE_TO_WRITE}")
+        for piece in (piece for bucket in self._engine.buckets for piece in bucket.pieces):
+            piece.check_states(self._engine.optimizer.state.get(piece.master, {}))
 
     def before_optimizer(self, *_):
         """A hook of the engine's optimizer: refuse a step that the engine does not make."""

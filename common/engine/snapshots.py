@@ -1,7 +1,8 @@
-"""Snapshots in memory: each rank copies what it keeps, and goes back to it, for early stopping or an LR finder."""
+"""From one state of an engine to another, in memory: back to a snapshot, or on with a model that has changed."""
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -80,10 +81,65 @@ def _take_over(engine, bucket, values):
     owned = engine.owned(bucket)
     part = owned.optimizer if bucket.kind.trainable else owned.parameters
     if length(part) < length(owned.parameters):
-        part, shard = bucket.whole(), values.to(engine.comm.device)
-        values = torch.empty(bucket.padded_numel, dtype=shard.dtype, device=shard.device)
-        engine.comm.all_gather(shard, values, bucket.name).wait()
+        part, values = bucket.whole(), _whole(engine, bucket, values)
     bucket.take_over(owned.parameters, lambda target, wanted: target.copy_(values[within(wanted, part)]))
+
+
+def _whole(engine, bucket, shard):
+    """The shards of all ranks, [padded_numel]: a collective, unless it is all of it."""
+    if len(shard) == bucket.padded_numel:
+        return shard
+    shard = shard.to(engine.comm.device)
+    whole = torch.empty(bucket.padded_numel, dtype=shard.dtype, device=shard.device)
+    engine.comm.all_gather(shard, whole, bucket.name).wait()
+    return whole
+
+
+@torch.no_grad()
+def continue_from(engine, old):
+    """See `EngineBase.continue_from`."""
+    engine.zero_grad()
+    engine.synchronize()
+    engine.begin_load()
+    home = {name: bucket for bucket in old.buckets + old.frozen for name in bucket.slots}
+    of_buckets = {}
+    for bucket in engine.buckets + engine.frozen:
+        known = {n: home[n] for n, slot in bucket.slots.items() if n in home and home[n].slots[n].shape == slot.shape}
+        values = _values(old, known, None)
+        bucket.take_over(engine.owned(bucket).parameters, partial(_fill_known, bucket, values))
+        stepped = [one for one in dict.fromkeys(known.values()) if one.kind.trainable] if bucket.kind.trainable else []
+        flat, others = {}, {}
+        for one in stepped:
+            elementwise, others = optimizer_state.states(old, one.pieces[0])
+            for state in elementwise:
+                own = flat.setdefault(state, torch.zeros(length(engine.owned(bucket).optimizer)))
+                values = _values(old, {name: home for name, home in known.items() if home is one}, state)
+                _fill_known(bucket, values, own, engine.owned(bucket).optimizer)
+        of_buckets[bucket] = flat, others
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
+    optimizer_state.fill(engine, groups, lambda bucket, piece: _states_of(engine, bucket, piece, *of_buckets[bucket]))
+    engine.writes.made(engine.buckets + engine.frozen)
+
+
+def _values(old, known, state):
+    """A state of an engine's parameters, or their values for None: {name: flat}. A collective.
+
+    Args:
+        old: the engine.
+        known: {name: its bucket}.
+    """
+    values = {}
+    for bucket in dict.fromkeys(known.values()):
+        whole = _whole(old, bucket, bucket.read(state, old.optimizer))
+        values |= {n: bucket.view(whole, n).flatten().clone() for n, own in known.items() if own is bucket}
+    return values
+
+
+def _fill_known(bucket, values, target, part):
+    """Write into elements `part` of a run those of the parameters whose values are given."""
+    for name, there, here in bucket.overlaps(part):
+        if name in values:
+            target[here] = values[name][there].to(target.device, target.dtype)
 
 
 def _states_of(engine, bucket, piece, flat, others):

@@ -11,6 +11,7 @@ a checkpoint around several units, whether backward comes there at all.
 """
 
 import itertools
+from collections import Counter
 
 import torch
 
@@ -46,7 +47,7 @@ class Turns:
 
     def __init__(self):
         self.forwards, self.now = {}, None
-        self._running = []
+        self._running, self._runs, self._task = [], Counter(), None
 
     def begin_forward(self):
         """Units run from now on; those of a forward that failed are forgotten."""
@@ -81,6 +82,7 @@ class Turns:
     def begin_backward(self, kept):
         """No turn was taken yet. Units that were `kept` for it are whole."""
         self.now = None
+        self._runs.clear()
         for turn in filter(None, map(self.next_of, kept)):
             turn.gathers = False
 
@@ -121,6 +123,21 @@ class Turns:
         """A unit's next turn: in the forward that backward goes through, or else in the last one that has any."""
         first = self.forwards.get(self.now, [])
         return next((turn for turn in itertools.chain(reversed(first), self._waiting()) if turn.unit is unit), None)
+
+    def of_run(self, unit):
+        """The turn of a unit that is computed again: in a reentrant checkpoint its first run has its first turn."""
+        turn = self.next_of(unit)
+        if turn is None or turn.checkpoint is None:
+            return turn
+        place = unit, turn.checkpoint
+        same = [other for other in self.forwards[turn.forward] if (other.unit, other.checkpoint) == place]
+        self._runs[place] += 1
+        return same[min(self._runs[place], len(same)) - 1]
+
+    def is_begun(self, task):
+        """Whether turns are taken for this backward, which torch.autograd.grad has begun, already."""
+        begun, self._task = task == self._task, task
+        return begun
 
     def remains(self, unit):
         """Whether a unit has another turn."""

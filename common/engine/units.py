@@ -15,7 +15,7 @@ from torch import nn
 from common.engine import layout
 from common.engine.hooks import Hook
 from common.engine.readers import Freed, Reader, copy_weights
-from common.tensors import inside_backward, tensors_in
+from common.tensors import graph_task, inside_backward, tensors_in
 
 # A module whose parameters are this part of the largest unit's, or less, is gathered with the root: a message of its
 # own costs more than to hold it.
@@ -234,8 +234,7 @@ class _Watch:
 
     def after(self, module, args, output):
         unit, output = self.unit, copy_weights(self.unit, output)
-        turn = self.engine.turns.next_of(unit)
-        tensors = tensors_in(output)
+        tensors, turn = tensors_in(output), None
         if not inside_backward():
             unit.depth -= 1
             if unit.depth > 0:  # a module called itself: the outermost call counts
@@ -245,9 +244,11 @@ class _Watch:
                 turn = self.engine.turns.note(unit, args, tensors)
                 if turn is not None and not tensors:
                     turn.gathers = False  # nothing shows when its backward begins, so that it stays until then
-        elif unit.apart and not unit.open:  # else a checkpoint that runs it again would gather all of its kind
-            self.engine.free(unit)
-            unit.backward_gathers += not unit.gathered
+        else:
+            turn = self.engine.turns.of_run(unit)
+            if unit.apart and not unit.open:  # else a checkpoint that runs it again would gather all of its kind
+                self.engine.free(unit)
+                unit.backward_gathers += not unit.gathered
         if torch.is_grad_enabled():
             _watch_backward(self.engine, unit, tensors, turn)
         return output
@@ -280,6 +281,9 @@ def _watch_backward(engine, unit, tensors, turn):
                 f"create_graph=True reads the weights of {unit.name or 'the model'!r} again when they are freed: "
                 "do it, and engine.backward() of what comes of it, within engine.gathered()"
             )
+        by_autograd = engine.bucket.scale_of_backward is None  # torch.autograd.grad, and no engine's backward
+        if by_autograd and not engine.turns.is_begun(graph_task()):
+            engine.begin_backward()
         engine.before_backward(unit, turn)
 
     for tensor in tensors:

@@ -36,6 +36,7 @@ class Writes:
 
     def __init__(self, buckets):
         self._buckets, self.open, self.changes, self._versions = buckets, [], 0, {}
+        self._bits = {}  # bucket -> the sum of the bits of its parameters as they came from where they are kept
         self.accept_all()
 
     @past_subclasses
@@ -49,6 +50,15 @@ class Writes:
     def accept(self, tensors):
         """What these parameters and master weights hold now is right."""
         self._versions.update((tensor, tensor._version) for tensor in tensors)
+
+    def note_bits(self, bucket):
+        """The parameters have come from masters elsewhere: their bits tell of writes that torch does not count."""
+        self._bits[bucket] = _sum_of_bits(bucket)
+
+    def forget_bits(self, buckets):
+        """The engine changes their parameters otherwise than by a step."""
+        for bucket in buckets:
+            self._bits.pop(bucket, None)
 
     def accept_all(self):
         """What all of them hold is right."""
@@ -82,6 +92,10 @@ class Writes:
         Raises:
             InputError: it names the parameter.
         """
+        for bucket, bits in self._bits.items():
+            if not self.open and bits != _sum_of_bits(bucket):
+                first = next(iter(bucket.members))
+                raise InputError(f"{first!r} or another weight of {bucket.name} was written past the engine; {HOW}")
         for bucket in self._buckets:
             for name, parameter in bucket.members.items() if bucket.loses_writes else ():
                 if self.counted(parameter) and not self.is_open(parameter):
@@ -214,6 +228,7 @@ def _take_over(engine, members, before):
         bucket.take_over(engine.owned(bucket).parameters, fill)
         engine.writes.changes += 1
         engine.writes.accept(bucket.masters)
+        engine.writes.forget_bits([bucket])
     engine.writes.accept(parameter for _, _, parameter in members)
 
 
