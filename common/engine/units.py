@@ -14,6 +14,7 @@ from torch import nn
 
 from common.engine import layout
 from common.engine.hooks import Guard, Hook
+from common.errors import InputError
 from common.measure.memory import storage_id
 from common.tensors import inside_backward, map_tensors, own_parameters, tensors_in, unwrapped
 
@@ -403,7 +404,7 @@ class Freed(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if function.__name__ not in TELLS:
                 freed = next(tensor for tensor in tensors_in([args, kwargs or {}]) if isinstance(tensor, cls))
-                raise RuntimeError(
+                raise InputError(
                     f"the values of {freed.freed_name!r} are freed outside of its module: read "
                     "engine.full_state_dict(), or the module within engine.gathered(), with write=True to write"
                 )
