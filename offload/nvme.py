@@ -190,9 +190,8 @@ class InfinityEngine(stage3_param.Engine):
 
     def reduce_scatter(self, bucket):
         """Phase 5. This rank's shard of the mean over ranks goes down to where gradients lie."""
-        mean = bucket.local[bucket.shard(self.rank)]
-        if not bucket.gradients_at.tier.on_host:
-            mean = bucket.gradients_at.tensor
+        there = bucket.gradients_at
+        mean = bucket.local[bucket.shard(self.rank)] if there.tier.on_host else there.tensor
         reduction = self.comm.reduce_scatter(bucket.local, mean, bucket.name)
         return bucket.receive(mean, reduction, self.bus, self.tier["cpu"].lane)
 
@@ -205,6 +204,7 @@ class InfinityEngine(stage3_param.Engine):
 
     def update(self):
         """Phase 7. Each rank steps its own shards: one sub-group is stepped while others are read and written."""
+        self.free_all()
         sub_groups = [piece for bucket in self.buckets for piece in bucket.pieces]
         sub_groups[0].swap_in(self.optimizer)
         for sub_group, following in zip(sub_groups, [*sub_groups[1:], None], strict=True):

@@ -132,6 +132,7 @@ class Engine(stage3_param.Engine):
 
     def update(self):
         """Phase 7. Each rank steps its own shards. What nodes keep of the parameters before is out of date."""
+        self.free_all()
         for bucket in self.buckets:
             bucket.comes_by.outdate(bucket)
             bucket.goes_by.take(bucket)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from common.engine.hooks import Guard, Hook
+from common.errors import InputError
 from common.measure.memory import storage_id
 from common.tensors import inside_backward, map_tensors, own_parameters, tensors_in, unwrapped
 
@@ -126,7 +127,7 @@ class Freed(nn.Parameter):
                 return function(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if not tells:
-                raise RuntimeError(
+                raise InputError(
                     f"the values of {freed[0].freed_name!r} are freed outside of its module: read "
                     "engine.full_state_dict(), or the module within engine.gathered(), with write=True to write"
                 )

@@ -157,8 +157,8 @@ class Engine(EngineBase):
         """Give a unit's full parameters back; its shards stay.
 
         Setting `parameter.data` alone would free nothing, as autograd holds views of the buffer: its storage itself
-        shrinks to nothing, and those views come alive when it is gathered again. Until then the weights read NaN,
-        so that a use outside the unit's module shows in the loss.
+        shrinks to nothing, and those views come alive when it is gathered again. Until then whoever wants the
+        weights' values is refused: see `units.Freed`.
         """
         if unit.pins or not unit.gathered:
             return
@@ -266,8 +266,8 @@ class Engine(EngineBase):
         gradient, parameter.grad = parameter.grad, None
         if not bucket.unit.gathered:
             raise RuntimeError(
-                f"{name!r} was read outside the forward of {bucket.unit.name or 'the model'!r}, where it is NaN: call "
-                "that module, or hold it by gathered() until backward ends"
+                f"{name!r} was read outside the forward of {bucket.unit.name or 'the model'!r}, and is freed by now: "
+                "call that module, or hold it by gathered() until backward ends"
             )
         self.take_room(bucket)
         bucket.pack(name, gradient)
@@ -326,11 +326,13 @@ class Engine(EngineBase):
     # ---- step -------------------------------------------------------------------------------------------------
 
     def begin_step(self):
-        """What is still gathered is no part of what this rank keeps."""
-        self.free_all()
+        """What a forward without backward left whole is no part of what this rank keeps."""
+        for unit in self.kept:
+            self.free(unit)
 
     def update(self):
         """Phase 7. Each rank steps its own shards."""
+        self.free_all()
         for bucket in self.buckets:
             self.step_shard(bucket)
 
