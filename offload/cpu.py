@@ -207,8 +207,7 @@ class OffloadEngine(EngineBase):
     def settle(self):
         """Wait for the gathers under way, and let no delayed update land."""
         for bucket in self.buckets:
-            if bucket.land():
-                self.writes.note_bits(bucket)
+            bucket.land()
 
     # ---- between a delayed update and the next step -----------------------------------------------------------
 

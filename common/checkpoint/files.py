@@ -23,7 +23,8 @@ class Files:
 
     def begin_load(self):
         """A phase: before the parameters change otherwise than by a step."""
-        self.writes.forget_bits(self.buckets)
+        for bucket in self.buckets:
+            bucket.bits = None
 
     @in_ordinary_mode
     def full_state_dict(self, to_rank=None):

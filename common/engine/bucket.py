@@ -11,7 +11,7 @@ from common.engine.layout import Run
 from common.engine.master_weights import Piece
 from common.errors import InputError
 from common.measure.memory import storage_id
-from common.tensors import end_to_end, length, let_go, within
+from common.tensors import end_to_end, host_value, length, let_go, within
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,11 @@ class Bucket(Run, Piece):
         views, nothing: what each parameter, by name, is where `full` holds it, and a `units.Nothing` for where it does
             not.
         storages: what its parameters lie in, as `storage_id` has it.
+        bits: `sum_of_bits` of parameters that have come from masters elsewhere; None where that is not looked at.
         strays: names of parameters that were found to lie elsewhere, after `parameter.data = tensor`.
     """
 
-    scale_of_backward = None
+    scale_of_backward = bits = None
 
     def __init__(self, named_parameters, kind, world_size):
         Run.__init__(self, named_parameters, kind, world_size)
@@ -177,6 +178,10 @@ class Bucket(Run, Piece):
     def at_hand(self):
         """The whole run of parameters where this rank has it: flat, and with anything in it while it is freed."""
         return self.parameters if self.full is None else self.full
+
+    def sum_of_bits(self):
+        """A number that tells whether something was written to whole parameters, at the cost of reading them once."""
+        return host_value(self.at_hand.view(torch.int64).sum(), 0)
 
     def values_at_hand(self):
         """A context in which this rank's part of the values can be read: here it always can."""

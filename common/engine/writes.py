@@ -36,7 +36,6 @@ class Writes:
 
     def __init__(self, buckets):
         self._buckets, self.open, self.changes, self._versions = buckets, [], 0, {}
-        self._bits = {}  # bucket -> the sum of the bits of its parameters as they came from where they are kept
         self.accept_all()
 
     @past_subclasses
@@ -50,15 +49,6 @@ class Writes:
     def accept(self, tensors):
         """What these parameters and master weights hold now is right."""
         self._versions.update((tensor, tensor._version) for tensor in tensors)
-
-    def note_bits(self, bucket):
-        """The parameters have come from masters elsewhere: their bits tell of writes that torch does not count."""
-        self._bits[bucket] = _sum_of_bits(bucket)
-
-    def forget_bits(self, buckets):
-        """The engine changes their parameters otherwise than by a step."""
-        for bucket in buckets:
-            self._bits.pop(bucket, None)
 
     def accept_all(self):
         """What all of them hold is right."""
@@ -92,10 +82,6 @@ class Writes:
         Raises:
             InputError: it names the parameter.
         """
-        for bucket, bits in self._bits.items():
-            if not self.open and bits != _sum_of_bits(bucket):
-                first = next(iter(bucket.members))
-                raise InputError(f"{first!r} or another weight of {bucket.name} was written past the engine; {HOW}")
         for bucket in self._buckets:
             for name, parameter in bucket.members.items() if bucket.loses_writes else ():
                 if self.counted(parameter) and not self.is_open(parameter):
@@ -106,6 +92,9 @@ class Writes:
                     f"them, and no other rank hears of it; {HOW}, and what each step is to do in step() of the "
                     "optimizer that the factory makes"
                 )
+            if bucket.bits is not None and not self.open and bucket.bits != bucket.sum_of_bits():
+                first = next(iter(bucket.members))
+                raise InputError(f"{first!r} or another weight of {bucket.name} was written past the engine; {HOW}")
 
 
 @contextlib.contextmanager
@@ -123,15 +112,10 @@ def gathered(engine, modules, write):
                 yield
         else:
             engine.writes.accept(parameter for _, _, parameter in members)
-            changes, before = engine.writes.changes, {bucket: _sum_of_bits(bucket) for bucket in buckets}
+            changes, before = engine.writes.changes, {bucket: bucket.sum_of_bits() for bucket in buckets}
             yield
-            unseen = [b for b in buckets if changes == engine.writes.changes and before[b] != _sum_of_bits(b)]
+            unseen = [b for b in buckets if changes == engine.writes.changes and before[b] != b.sum_of_bits()]
             _check_read_only(engine.writes, members, unseen)
-
-
-def _sum_of_bits(bucket):
-    """A number that tells whether something was written to whole parameters, at the cost of reading them once."""
-    return host_value(bucket.at_hand.view(torch.int64).sum(), 0)
 
 
 def _check_read_only(writes, members, unseen):
@@ -228,7 +212,7 @@ def _take_over(engine, members, before):
         bucket.take_over(engine.owned(bucket).parameters, fill)
         engine.writes.changes += 1
         engine.writes.accept(bucket.masters)
-        engine.writes.forget_bits([bucket])
+        bucket.bits = None
     engine.writes.accept(parameter for _, _, parameter in members)
 
 
