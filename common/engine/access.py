@@ -28,7 +28,7 @@ class Access:
             write: each rank keeps its part of what its entries are when the context is left, in fp32.
 
         Yields:
-            {name of a parameter: fp32 tensor of its shape}, to read or, with `write`, to write and replace.
+            {name of a parameter: fp32 tensor of its shape}, in the model's order, to read or, with `write`, to write.
 
         Raises:
             RuntimeError: there was no backward since the last step.
@@ -44,11 +44,11 @@ class Access:
         return snapshots.snapshot(self, optimizer)
 
     def restore(self, snapshot, optimizer=True):
-        """Go back to a snapshot of this engine, a collective; drop gradients.
+        """Go back to a snapshot of this engine; a collective.
 
         Args:
             snapshot: what `snapshot` returned on this rank.
-            optimizer: go back to its states and options too; else they stay as they are.
+            optimizer: go back to its states and options too, and drop gradients; else all these stay as they are.
 
         Raises:
             InputError: it is of another engine or rank; or it has no states of the optimizer.

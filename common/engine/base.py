@@ -52,7 +52,7 @@ class EngineBase(Files, Access, NoModule):
             reference, needs none: None.
         param_groups: torch's list of dicts over the model's trainable parameters; None is one group.
         precision: "fp32", "bf16" or "fp16": what parameters built in fp32 are kept and used in, and floating inputs
-            are cast to. Parameters built in another dtype keep it; buffers keep theirs. Whatever is 16-bit is stepped
+            are cast to. Parameters built in bf16 or fp16 keep it, frozen ones any dtype, and so do buffers. Whatever is 16-bit is stepped
             by fp32 master weights.
         clip_norm: scale the gradient down to this global norm; None does not.
         skip_norm: leave a step out, on all ranks, if the gradient's global norm is larger or not finite; `math.inf`

@@ -272,7 +272,9 @@ def check_model(model, comm, init, param_groups, dtype):
         if not parameter.is_meta and parameter.numel() > extent(parameter):
             raise InputError(f"{name!r} is expanded: several of its elements are one in memory; copy it by clone()")
         if parameter.requires_grad and parameter.dtype not in DTYPES.values():
-            raise InputError(f"{name!r} is {parameter.dtype}; build the model in float32")
+            raise InputError(
+                f"{name!r} is {parameter.dtype}, and engines train fp32, bf16 and fp16; build it in float32"
+            )
     built = {parameter.dtype for parameter in model.parameters()}
     if built.isdisjoint({torch.float32, dtype}):
         names = ", ".join(map(str, built))

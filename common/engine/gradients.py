@@ -15,11 +15,11 @@ def gradients(engine, modules, write):
     engine.require_gradients("gradients")
     engine.comm.traffic.phase = "gradients"
     wanted = {parameter for module in modules or [engine._module] for parameter in module.parameters()}
-    places = {}  # name -> (bucket, its mean gradient as it is)
+    places = {name: None for name, p in engine._module.named_parameters() if p in wanted and p.requires_grad}
     for bucket in engine.buckets:
         if not wanted.isdisjoint(bucket.members.values()):
             whole = _whole_mean(engine, bucket).float() / engine._scale
-            places |= {n: (bucket, bucket.view(whole, n)) for n, p in bucket.members.items() if p in wanted}
+            places |= {n: (bucket, bucket.view(whole, n)) for n in bucket.members if n in places}  # as it is
     found = {name: place.clone() if write else place for name, (_, place) in places.items()}
     yield found
     if write:

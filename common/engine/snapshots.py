@@ -57,7 +57,8 @@ def restore(engine, kept, optimizer):
         raise InputError("this snapshot is of another engine or rank; use engine.save(path) and engine.load(path)")
     if optimizer and kept.steps is None:
         raise InputError("this snapshot was taken without the optimizer; write restore(snapshot, optimizer=False)")
-    engine.zero_grad()
+    if optimizer:
+        engine.zero_grad()
     engine.synchronize()
     engine.begin_load()
     for bucket, values in zip(engine.buckets + engine.frozen, kept.weights, strict=True):

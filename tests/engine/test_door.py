@@ -148,7 +148,10 @@ CASES = {
     "a meta parameter without init": (on_meta, "'0.weight' is on the meta device; give init=, which fills it, or"),
     "a meta buffer without init": (a_meta_buffer, "'scale' is on the meta device; give init=, which fills it, or"),
     "sparse gradients": (sparse_gradients, "'embedding' makes sparse gradients, .*; set sparse=False"),
-    "another dtype": (cast_to(torch.float64), "'0.weight' is torch.float64; build the model in float32"),
+    "another dtype": (
+        cast_to(torch.float64),
+        "'0.weight' is torch.float64, and engines train fp32, bf16 and fp16; build it in float32",
+    ),
     "another precision": (
         cast_to(torch.float16),
         "the model is built in torch.float16, but its inputs are cast to torch.float32; give its own precision=",

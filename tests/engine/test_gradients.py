@@ -1,10 +1,13 @@
 """The mean gradient between backward and step: the same in every engine, read and written, to the byte."""
 
 import functools
+import itertools
+import re
 from contextlib import nullcontext
 
 import pytest
 import torch
+from places import ROOT
 from training import inputs, message_in_step, same_bits, small_engine
 from trap_models import WIDTH, Rooted, loss
 
@@ -106,3 +109,33 @@ def test_clipping_by_hand_is_clip_norm_and_bad_writes_are_refused_on_every_rank(
         assert said["another shape"] == said["lost"]
         assert said["lost"].endswith(f"write a tensor of the shape ({WIDTH},)")
         assert said["no backward"] == "gradients() without a backward() since the last step"
+
+
+PAGE = ROOT / "common/words/YOUR_SCRIPT.md"
+
+
+def by_the_page(world, engine, precision):
+    """Weights after a step by each function that the page prints."""
+    (code,) = re.findall(r"```python\n(def sam_step.*?)```", PAGE.read_text(), re.DOTALL)
+    page = {"torch": torch}
+    exec(compile(code, str(PAGE), "exec"), page)
+    made = small_engine(world, engine, precision, make=Rooted, scale=2.0**4)
+    before, x = made.full_state_dict(), inputs(world, 0)
+    ended = [before]
+    page["sam_step"](made, lambda: loss(made(x)))
+    ended.append(made.full_state_dict())
+    out = made(x)
+    page["surgery_step"](made, [loss(out), -loss(out[:, :2])])
+    page["noisy_step"](made, loss(made(x)), 0.1, torch.Generator().manual_seed(3))
+    norms = page["adaptively_clipped_step"](made, loss(made(x)))
+    return [*ended, made.full_state_dict()], norms
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.seven
+def test_what_the_page_prints_does_the_same_in_all_engines(worlds, engine, precision):
+    expected, norms = worlds(2).run(by_the_page, "stage0_ddp", precision)[0]
+    for ended, own in worlds(2).run(by_the_page, engine, precision):
+        assert own == norms
+        assert all(map(same_bits, ended, expected))
+        assert not any(same_bits(one, other) for one, other in itertools.pairwise(ended))
