@@ -52,8 +52,8 @@ class EngineBase(Files, Access, NoModule):
             reference, needs none: None.
         param_groups: torch's list of dicts over the model's trainable parameters; None is one group.
         precision: "fp32", "bf16" or "fp16": what parameters built in fp32 are kept and used in, and floating inputs
-            are cast to. Parameters built in bf16 or fp16 keep it, frozen ones any dtype, and so do buffers. Whatever is 16-bit is stepped
-            by fp32 master weights.
+            are cast to. Parameters built in bf16 or fp16 keep that, frozen ones and buffers any dtype. Whatever is
+            16-bit is stepped by fp32 master weights.
         clip_norm: scale the gradient down to this global norm; None does not.
         skip_norm: leave a step out, on all ranks, if the gradient's global norm is larger or not finite; `math.inf`
             leaves out those that are not finite. None takes every step, but for overflows in fp16.
