@@ -42,7 +42,7 @@ class Finding:
     """What is wrong.
 
     Attributes:
-        idea: a key of `hints.HINTS`.
+        idea: a key of hints.toml.
         where: the smallest case that shows it, in sentences.
     """
 

@@ -32,7 +32,7 @@ class Submission:
     Attributes:
         name: what is done.
         stage: 1, 2 or 3, or the name of a later exercise.
-        idea: what the answer is about, a key of `hints.HINTS`; "" for a submission that passes.
+        idea: what the answer is about, a key of hints.toml; "" for a submission that passes.
         parts: {method: its lines}.
         head: what stands in the place of the class, if anything.
         typical: it runs by default, and the others of later exercises where all is tried.
