@@ -369,7 +369,7 @@ def _idea_of_weights(case, step, found, expected, own):
     name = next(name for name, other in CASES.items() if other is case)
     if name in ("three", "elsewhere", "three places", "in two"):  # the same training was right before
         return IDEAS[name]
-    if case.given and any(one["sent"] != other["sent"] for one, other in zip(found, expected, strict=True)):
+    if case.classes and any(one["sent"] != other["sent"] for one, other in zip(found, expected, strict=True)):
         return "one hop"
     sends = [[sum(seen["sent"].values()) for seen in side] for side in (found, expected)]
     own_are_right = not any((wrong & own).any() for wrong, own in zip(off, mine, strict=True))

@@ -9,7 +9,7 @@ ERROR = re.compile(r"^[\w.]+(?:Error|Exception|Exit|Interrupt|Imported).*", re.M
 
 # What an error says, and the idea that it is about: the first that is found.
 SAID = (
-    ("has no attribute 'Engine'", "import"),
+    ("module 'submission' has no attribute", "import"),
     ("SolutionImported", "solution"),
     ("PastTheMeterError", "past the meter"),
     ("'NoneType' object has no attribute 'wait'", "no handle"),
