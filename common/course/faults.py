@@ -9,7 +9,7 @@ each class says in `truth`, and `check` holds a student's answers against it.
 import itertools
 from dataclasses import dataclass
 
-from common.course.answers import NAME, NUMBER, Form, asks, by_name, is_number, unfit
+from common.course.answers import NAME, NUMBER, Form, asks, by_name, is_number, judge, unfit
 from common.train import find_engine
 
 EVERY = "every rank"
@@ -185,14 +185,8 @@ def check(question, answer):
 
 def _verdict(question, letter, answer):
     truth = FAULTS[letter]().truth
-    right = getattr(truth, question)
-    if answer is None:
-        return "not solved yet"
-    if line := unfit(answer, FORMS[question]):
-        return line
-    if answer == (KINDS.index(right) if question == "kind" else right):
-        return "solved"
-    return f"not yet: {truth.hints[question]}"
+    right = KINDS.index(truth.kind) if question == "kind" else getattr(truth, question)
+    return unfit(answer, FORMS[question]) or judge(answer, right, otherwise=truth.hints[question])
 
 
 NAMES = Form(
