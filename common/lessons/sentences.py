@@ -24,7 +24,7 @@ def sentence(event, before, nbytes):
         fields |= {"names": listed(event.names), "Names": _first(listed(event.names))}
         fields["states"] = listed([STATES.get(name, name) for name in event.names])
     if before:
-        ways = {way: nbytes - before.moved[way] for way, nbytes in event.moved.items()}
+        ways = {way: moved - before.moved[way] for way, moved in event.moved.items()}
         sizes = {"sent": event.sent - before.sent, "moved": ways.get(event.kind, 0), "written": ways.get("write", 0)}
     if about in nbytes:
         size, ranks = nbytes[about], len(event.cells[about][0]) - len(event.beside)
