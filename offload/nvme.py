@@ -31,7 +31,7 @@ from collections import Counter
 import torch
 
 import stage3_param
-from common.engine import units
+from common.engine import accounting, units
 from common.engine.door import check_elementwise, check_swapped
 from common.errors import InputError
 from common.tiers.accounting import STATES, TIERS, TieredAccounts
@@ -105,7 +105,7 @@ class InfinityEngine(stage3_param.Engine):
                 moves += [(more, "cpu", g, exact), (min(more, 1), g, "cpu", each), (max(more - 1, 0), g, "cpu", exact)]
                 moves += [(looked_at, g, "cpu", mean), *self.accounts.looks_on_disk(bucket)]
             if o == "nvme":
-                for width in (4, *self.state_bytes):  # master weights, and what the optimizer keeps of each
+                for width in (4, *accounting.state_bytes(bucket, self)[0]):  # master weights, and what is kept of each
                     nbytes = bucket.shard_numel * width
                     moves += [(1, o, beside, nbytes), (1, beside, o, nbytes)]
             if bucket.masters_are_apart:
@@ -190,9 +190,8 @@ class InfinityEngine(stage3_param.Engine):
 
     def reduce_scatter(self, bucket):
         """Phase 5. This rank's shard of the mean over ranks goes down to where gradients lie."""
-        mean = bucket.local[bucket.shard(self.rank)]
-        if not bucket.gradients_at.tier.on_host:
-            mean = bucket.gradients_at.tensor
+        there = bucket.gradients_at
+        mean = bucket.local[bucket.shard(self.rank)] if there.tier.on_host else there.tensor
         reduction = self.comm.reduce_scatter(bucket.local, mean, bucket.name)
         return bucket.receive(mean, reduction, self.bus, self.tier["cpu"].lane)
 
@@ -200,6 +199,7 @@ class InfinityEngine(stage3_param.Engine):
 
     def begin_step(self):
         """Phase 8. Nothing is stepped by a gradient that a disk has lost."""
+        super().begin_step()
         self.disks.agree()
 
     def update(self):

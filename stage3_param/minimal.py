@@ -129,6 +129,6 @@ if __name__ == "__main__":
 # What engine.py adds:
 # - prefetch: the next unit is gathered while this one computes; here each waits for its parameters
 # - what runs twice, inside another unit, in another order, in a checkpoint, or not at all; outputs of any shape
-# - freed weights read as NaN; here a use outside the unit's forward ends the process
+# - reading freed weights is refused; here a use outside the unit's forward ends the process
 # - the units that end the forward stay for their backward, which saves their second gather
 # - all that the end of stage2_grad/minimal.py lists

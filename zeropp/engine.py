@@ -127,6 +127,7 @@ class Engine(stage3_param.Engine):
     # ---- step -------------------------------------------------------------------------------------------------
 
     def begin_step(self):
+        super().begin_step()
         self.ways.begin_step()
 
     def update(self):

@@ -90,9 +90,10 @@ def _trained(world, make, case, lane):
         if watched:
             seen["peaks"] = {kind: timeline.peak_of(kind) for kind in TRANSIENT}
         if case.written:
-            seen["nan"][step] = {n: bool(p.isnan().all()) for n, p in model.named_parameters()}
-            for parameter in model.parameters():
-                parameter.data.fill_(5.0)
+            with torch._C.DisableTorchFunctionSubclass():  # past the refusal to read and write freed weights
+                seen["nan"][step] = {n: bool(p.isnan().all()) for n, p in model.named_parameters()}
+                for parameter in model.parameters():
+                    parameter.data.fill_(5.0)
         else:
             seen["weights"].append(weights(engine))
     if case.beside:

@@ -9,7 +9,9 @@ from torch import nn
 
 from common.engine.layout import Run
 from common.engine.master_weights import Piece
-from common.tensors import end_to_end, length, let_go, within
+from common.errors import InputError
+from common.measure.memory import storage_id
+from common.tensors import end_to_end, host_value, length, let_go, within
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,11 @@ class Bucket(Run, Piece):
         views, nothing: what each parameter, by name, is where `full` holds it, and a `units.Nothing` for where it does
             not.
         storages: what its parameters lie in, as `storage_id` has it.
+        bits: `sum_of_bits` of parameters that have come from masters elsewhere; None where that is not looked at.
+        strays: names of parameters that were found to lie elsewhere, after `parameter.data = tensor`.
     """
 
-    scale_of_backward = None
+    scale_of_backward = bits = None
 
     def __init__(self, named_parameters, kind, world_size):
         Run.__init__(self, named_parameters, kind, world_size)
@@ -47,7 +51,7 @@ class Bucket(Run, Piece):
         self.cut_into = ()  # pieces
         self.parameters = self.gradients = self.local = None
         self.full = self.handle = self.gathering = self._unit = self.views = self.nothing = None
-        self.storages = set()
+        self.storages, self.strays = set(), set()
         self.fires_in_parts = False  # reentrant checkpoints give a weight they share its gradient in parts
         self.forget()
 
@@ -175,6 +179,10 @@ class Bucket(Run, Piece):
         """The whole run of parameters where this rank has it: flat, and with anything in it while it is freed."""
         return self.parameters if self.full is None else self.full
 
+    def sum_of_bits(self):
+        """A number that tells whether something was written to whole parameters, at the cost of reading them once."""
+        return host_value(self.at_hand.view(torch.int64).sum(), 0)
+
     def values_at_hand(self):
         """A context in which this rank's part of the values can be read: here it always can."""
         return contextlib.nullcontext()
@@ -201,6 +209,8 @@ class Bucket(Run, Piece):
 
     def pack(self, name, gradient):
         """Move a gradient to its place in `local`. One that finds another there, left by `no_sync`, adds in fp32."""
+        if gradient.layout is not torch.strided:
+            raise InputError(f"{name!r} got a sparse gradient, which has no place in a bucket; leave sparse=True out")
         if self.handle is not None:  # a second part of the gradient, after the bucket was sent
             self.arrive()
         self._make_room()
@@ -244,8 +254,15 @@ class Bucket(Run, Piece):
                 piece.set_aside()
         self.has_gradient = False
 
+    def note_strays(self):
+        """Find parameters that lie elsewhere, before they are made views of what is here."""
+        if self.storages:
+            self.strays.update(name for name, p in self.members.items() if storage_id(p) not in self.storages)
+
     def land(self):
         """Wait for the all-gather under way. Returns whether there was one."""
+        if self.full is not None:
+            self.note_strays()
         if self.gathering is None:
             return False
         self.gathering.wait()

@@ -49,6 +49,9 @@ class Piece:
         """The master weights are a copy, and no part of the parameters."""
         return self.master.dtype != self.stepped.dtype
 
+    def check_states(self, states):
+        """Refuse what was written to the optimizer's states, {name: state}, and would be lost: here nothing is."""
+
     def adopt(self, states):
         """Take states that the optimizer has made, {name: state}, to where they are to lie: here they do."""
 

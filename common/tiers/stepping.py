@@ -27,6 +27,13 @@ class SteppedBucket(Bucket):
             placed = engine.placed(self)["optimizer"]
             self.cut_into = [SteppedPiece(part, tier, self.parameters[part], whole[part]) for part, tier in placed]
 
+    def land(self):
+        """See `Bucket.land`. What torch does not count of later writes, which would be lost, the bits tell."""
+        landed = super().land()
+        if landed:
+            self.bits = self.sum_of_bits()
+        return landed
+
     @property
     def masters(self):
         """See `Bucket.masters`."""

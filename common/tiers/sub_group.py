@@ -321,6 +321,15 @@ class SubGroup(Piece):
         else:
             bus.carry("up", self.bucket.name, target, source).wait_on_host()
 
+    def check_states(self, states):
+        """See `Piece.check_states`: what stands for a state on disk has not been written."""
+        for name, value in states.items():
+            if _is_nothing(value) and value._version:
+                raise InputError(
+                    f"{name!r} of engine.optimizer was written, and its values lie on disk: place the optimizer by "
+                    "tiers= on 'cpu' or 'device', or do it in step() of the optimizer that the factory makes"
+                )
+
     # ---- at rest ------------------------------------------------------------------------------------------------
 
     def adopt(self, states):

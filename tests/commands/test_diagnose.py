@@ -34,7 +34,7 @@ PLANTED = {  # function -> engine -> (step, on rank, what differs first, the par
     "clips_by_hand": dict.fromkeys(EXACT, (1, 0, "norm", None, "to .grad after backward has no effect")),
     "reads_a_weight": {
         "stage2_grad": (None, None, None, None, causes.EQUAL),
-        "stage3_param": (1, 0, "losses", None, "not a number: is a weight read where it is freed?"),
+        "stage3_param": (None, None, None, None, "refuses: the values of '0.weight' are freed outside of its module"),
     },
     "draws_by_the_way": {"stage3_param": (1, 0, "losses", None, "more or fewer random numbers were drawn")},
     "seeds_by_rank": {

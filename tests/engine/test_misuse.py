@@ -24,7 +24,7 @@ from training import (
     same_bits,
     small_engine,
 )
-from trap_models import WIDTH, Block, FrozenEnds, Net, loss, step
+from trap_models import WIDTH, Block, FrozenEnds, Net, chain, loss, step
 
 from common.engine.door import check_elementwise
 from common.errors import InputError
@@ -129,7 +129,192 @@ def load_weights(world, stage, precision):
 def test_weights_loaded_into_the_model_are_trained_or_refused(worlds, stage, precision):
     for message, loaded in worlds(2).run(load_weights, stage, precision):
         assert loaded == (message is None) == (precision == "fp32" and stage != "stage3_param")
-        assert loaded or message.endswith("load before the engine is built, or use engine.save() and engine.load()")
+        assert loaded or message.endswith("or load within `with engine.gathered(write=True):`")
+
+
+def go_back(world, engine, precision):
+    """Whether weights come back by each way there is, and the step after them; what is said of what does not fit."""
+    made = small_engine(world, engine, precision)
+    step(made, inputs(world, 0))
+    best, kept = made.full_state_dict(), made.snapshot()
+    step(made, inputs(world, 1))
+    after, came_back = made.full_state_dict(), {}
+
+    def load_state_dict():
+        with made.gathered(write=True):
+            made.module.load_state_dict(best)
+
+    ways = {
+        "restore": lambda: made.restore(kept),
+        "restore weights": lambda: made.restore(kept, optimizer=False),
+        "load_weights": lambda: made.load_weights(best),
+        "load_state_dict": load_state_dict,
+    }
+    for name, way in ways.items():
+        made.backward(loss(made(inputs(world, 2))))
+        way()
+        made.zero_grad()
+        found, dtype = made.full_state_dict(), made.dtype if name == "load_state_dict" else torch.float32
+        came_back[name] = all(torch.equal(found[key].to(dtype), value.to(dtype)) for key, value in best.items())
+        step(made, inputs(world, 1))
+        came_back[f"the step after {name}"] = name != "restore" or same_bits(made.full_state_dict(), after)
+    other = small_engine(world, engine, precision, make=FrozenEnds).snapshot()
+    said = [
+        message_in_step(made.load_weights, {**best, "head.bias": torch.full((WIDTH,), 1.0 + world.rank)}),
+        message_in_step(made.load_weights, {"head.bias": best["head.bias"]}),
+        message_in_step(made.restore, other),
+        message_in_step(made.restore, made.snapshot(optimizer=False)),
+    ]
+    return came_back, said
+
+
+@pytest.mark.parametrize(("size", "precision"), [(1, "fp16"), (2, "bf16"), (3, "fp32")])
+@pytest.mark.seven
+def test_weights_come_back_from_snapshots_and_state_dicts(worlds, engine, size, precision):
+    for came_back, said in worlds(size).run(go_back, engine, precision):
+        assert all(came_back.values()), came_back
+        assert size == 1 or "'head.bias' differs between rank" in said[0]
+        assert "is missing; the names are to be those of model.state_dict()" in said[1]
+        assert "tensor(" not in said[1]
+        assert said[2].startswith("this snapshot is of another engine or rank")
+        assert said[3] == "this snapshot was taken without the optimizer; write restore(snapshot, optimizer=False)"
+
+
+class EachItsOwn(Net):
+    """Ranks run other layers, or leave early: stochastic depth."""
+
+    def forward(self, x):
+        blocks = [block for index, block in enumerate(self.blocks) if (index + dist.get_rank()) % 2]
+        return self.head(chain(blocks[: 1 + dist.get_rank()], self.stem(x)))
+
+
+class Rare(nn.Module):
+    """Tokens that are rare on some ranks: torch's own loss runs a tail only where it has a token of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.out = nn.Linear(WIDTH, 16), nn.AdaptiveLogSoftmaxWithLoss(16, 40, cutoffs=[4, 12, 24])
+
+    def forward(self, x):
+        targets = torch.arange(x.shape[0] * x.shape[1], device=x.device) * (7 if dist.get_rank() else 1) % 40
+        return self.out(self.stem(x).flatten(0, 1), targets % (40 if dist.get_rank() else 4)).loss
+
+
+def unequal_layers(world, engine):
+    """Weights after steps within gathered() in which ranks run other layers, or the model unequally often."""
+    ended = {}
+    for make in (EachItsOwn, Rare, Net):
+        made = small_engine(world, engine, make=make)
+        for index in range(3):
+            with made.gathered():
+                episodes = range(1 + (make is Net) * (world.rank + index))
+                made.backward(sum(loss(made(inputs(world, 10 * index + episode))) for episode in episodes))
+            made.step()
+        ended |= {f"{make.__name__}.{name}": value for name, value in made.full_state_dict().items()}
+    return ended
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.seven
+def test_within_gathered_ranks_may_run_other_layers_and_train(worlds, engine, size):
+    """Gradients leave when backward ends. Equal numbers of backward and step are all that ranks have to share."""
+    expected = worlds(size).run(unequal_layers, "stage0_ddp")[0]
+    assert all(same_bits(ended, expected) for ended in worlds(size).run(unequal_layers, engine))
+
+
+def frozen(world, engine):
+    """What a frozen model's engine computes, holds and says; and a student's weights behind a frozen teacher."""
+    torch.manual_seed(0)
+    plain = Net().to(world.device).requires_grad_(False)
+    teacher = make_engine(engine, copy.deepcopy(plain), None)
+    student = small_engine(world, engine, seed=1)
+    same = torch.equal(teacher(inputs(world, 0)), plain(inputs(world, 0)))
+    for index in range(3):
+        student.backward(loss(teacher(student(inputs(world, index)))))
+        student.step()
+    with torch.no_grad():
+        teacher(inputs(world, 0))  # after which no unit waits for a backward
+    held = teacher.model_state_bytes()
+    calls = (lambda: teacher.backward(loss(teacher(inputs(world, 0).requires_grad_()))), teacher.step)
+    said = [message_in_step(call) for call in calls]
+    return same and held == teacher.predicted_model_state_bytes(), held, said, student.full_state_dict()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.seven
+def test_a_frozen_model_has_an_engine_that_serves_forwards_and_holds_no_more_than_weights(worlds, engine, size):
+    expected = worlds(size).run(frozen, "stage0_ddp")[0][3]
+    for as_foreseen, held, said, student in worlds(size).run(frozen, engine):
+        assert as_foreseen
+        assert (held["gradients"], held["optimizer"]) == (0, 0)
+        assert said == ["no parameter was trainable when the engine was built: it serves forwards alone"] * 2
+        assert same_bits(student, expected)
+
+
+@torch.no_grad()
+def clamped(engine):
+    for parameter in engine.module.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
+
+
+def zeroed(engine):
+    for state in engine.optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+PAST = {  # what is written between steps -> the engines that keep it
+    clamped: ("stage0_ddp", "stage1_os", "stage2_grad"),
+    zeroed: (*STAGES, "offload", "quantized:Copies"),
+}
+
+
+def written_past(world, engine, write):
+    made = small_engine(world, engine)
+    step(made, inputs(world, 0))
+    message = message_in_step(lambda: (write(made), step(made, inputs(world, 1))))
+    return message, made.full_state_dict()
+
+
+@pytest.mark.parametrize("write", PAST, ids=lambda write: write.__name__)
+@pytest.mark.seven
+def test_weights_and_states_written_between_steps_are_kept_or_refused(worlds, engine, write):
+    expected = worlds(2).run(written_past, "stage0_ddp", write)[0][1]
+    for message, weights in worlds(2).run(written_past, engine, write):
+        assert (message is None) == (engine in PAST[write])
+        assert same_bits(weights, expected) if message is None else "written" in message or "freed" in message
+
+
+def grow(world, engine, other, precision):
+    """Whether a copy of the model, and one with another block, go on where the old engine stood."""
+    old = small_engine(world, engine, precision)
+    for index in range(2):
+        step(old, inputs(world, index))
+    with old.gathered():
+        model = copy.deepcopy(old.module)
+    same = make_engine(other, copy.deepcopy(model), UNFUSED, precision=precision, bucket_mb=1e-4)
+    model.blocks.append(Block())
+    grown = make_engine(other, model, UNFUSED, precision=precision, bucket_mb=1e-4)
+    for made in (same, grown):
+        if precision == "fp16":
+            made.loss_scaler = copy.deepcopy(old.loss_scaler)
+        made.continue_from(old)
+    kept = old.full_state_dict()
+    same_weights = all(torch.equal(grown.full_state_dict()[name], value) for name, value in kept.items())
+    for made in (old, same, grown):
+        step(made, inputs(world, 5))
+    moved = grown.full_state_dict()
+    return (
+        same_weights,
+        same_bits(old.full_state_dict(), same.full_state_dict()),
+        not torch.equal(moved["head.bias"], kept["head.bias"]),
+    )
+
+
+@pytest.mark.parametrize(("size", "precision"), [(1, "fp16"), (2, "bf16"), (3, "fp32")])
+@pytest.mark.seven
+def test_an_engine_goes_on_from_another_ones_weights_and_states_by_name(worlds, engine, size, precision):
+    for other in {engine, "stage1_os"}:
+        assert worlds(size).run(grow, engine, other, precision) == [(True, True, True)] * size
 
 
 def a_gradient_of_a_gradient(engine, x):
@@ -212,6 +397,10 @@ def flattened(module):
         parameter.data = parameter.data.clone()
 
 
+def double_and_float(module):
+    module.double().float()
+
+
 def assigned(module):
     module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
 
@@ -221,15 +410,15 @@ def another_layer(module):
 
 
 MOVED = "has left the engine's storage, by model.to"
-NEW = "is new, and would not be trained; build the engine after that"
+CHANGE = "to change the model, copy.deepcopy(engine.module) within `with engine.gathered():`, change the copy, build"
+NEW = f"is new, and would not be trained; {CHANGE}"
 LEAVING = {
     "assigned": (assigned, "convolution.weight", NEW),
     "another layer": (another_layer, "convolution.weight", NEW),
     "weight_norm": (lambda module: nn.utils.weight_norm(module.convolution), "convolution.weight_g", NEW),
     "deleted": (lambda module: delattr(module.convolution, "bias"), "convolution.bias", "is no part of the model any"),
     "another memory format": (lambda module: module.to(memory_format=torch.channels_last), "convolution.weight", MOVED),
-    "there and back": (lambda module: module.double().float(), "", MOVED),
-    "flattened": (flattened, "rnn.", MOVED),
+    "in another precision": (lambda module: module.double(), "", MOVED),
 }
 
 
@@ -249,6 +438,22 @@ def test_parameters_that_left_the_engine_are_refused_by_name(worlds, stage, how)
         for message in messages:
             assert message.startswith(f"'{name}")
             assert why in message
+
+
+def come_back(world, stage, move):
+    """The weights after two steps, between which parameters get other storage for the same values."""
+    made = small_engine(world, stage, make=Convolution)
+    for index in range(2):
+        step(made, inputs(world, index))
+        move(made.module)
+    return made.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", STAGES[:3])
+def test_parameters_that_come_back_as_they_were_train_on(worlds, stage):
+    expected = worlds(2).run(come_back, stage, nn.Module.train)[0]
+    for move in (flattened, double_and_float):
+        assert all(same_bits(weights, expected) for weights in worlds(2).run(come_back, stage, move)), move
 
 
 def leave_while_sharded(world):
@@ -285,8 +490,8 @@ def freeze_and_thaw(world, stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_who_freezes_or_thaws_parameters_cannot_train_them(worlds, stage):
     for frozen, thawed, between in worlds(2).run(freeze_and_thaw, stage):
-        assert frozen == "'blocks.0.a.weight' was trainable when the engine was built; build another one to change that"
-        assert thawed == "'head.weight' was frozen when the engine was built; build another one to change that"
+        assert frozen.startswith(f"'blocks.0.a.weight' was trainable when the engine was built; {CHANGE}")
+        assert thawed.startswith(f"'head.weight' was frozen when the engine was built; {CHANGE}")
         assert between is None
 
 

@@ -10,7 +10,7 @@ import torch
 from a_rank_that_dies import train
 from places import ROOT, importing
 from training import ENGINES, inputs, make_engine, same_bits, small_engine
-from trap_models import step
+from trap_models import RECOMPUTE, around_two, loss, net, step
 
 from common.ranks.collectives import RankLost
 from common.ranks.world import LocalWorld, RankFailed
@@ -119,6 +119,48 @@ def test_ranks_that_call_unequally_are_told_who_waits_for_whom_and_the_cure(name
     for rank, complaint in enumerate(said):
         waits = f"the ranks part: rank {rank} waits for rank {1 - rank} in {IN}, and rank {1 - rank} waits in {IN}; "
         assert re.fullmatch(waits + r"call the engine equally often .+ within engine\.gathered\(\)", complaint)
+
+
+def checkpoint_around_two(world):
+    """No gradient comes to it on the last rank."""
+    made = small_engine(world, "stage3_param", make=net(around_two, RECOMPUTE["not reentrant"]))
+    if world.rank:
+        made.module.blocks[2].register_forward_pre_hook(lambda block, args: (args[0].detach(),))
+    step(made, inputs(world, 0))
+
+
+def exception_on_one_rank(world):
+    """It is caught there, and the other rank knows nothing of it."""
+    made = small_engine(world, "stage0_ddp")
+    out = made(inputs(world, 0))
+    if world.rank:
+        out.register_hook(lambda gradient: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        made.backward(loss(out))
+        made.step()
+    step(made, inputs(world, 1))
+
+
+def complaint_of(world, run):
+    with pytest.raises(RankLost) as caught:
+        run(world)
+    return str(caught.value)
+
+
+PARTING = {  # what ranks do in backward -> what they are told
+    checkpoint_around_two: r"their graphs differ at the turn of that unit in backward: .+",
+    exception_on_one_rank: r"call the engine equally often .+",
+}
+
+
+@pytest.mark.parametrize("run", PARTING)
+def test_ranks_that_part_in_backward_are_told_where_and_that_their_graphs_differ(run):
+    with LocalWorld(2, oversubscribe=True, timeout=4) as world:
+        said = world.run(complaint_of, run, timeout=WITHIN)
+        world.close(kill=True)
+    for rank, complaint in enumerate(said):
+        waits = f"the ranks part: rank {rank} waits for rank {1 - rank} in {IN}, and rank {1 - rank} waits in {IN}; "
+        assert re.fullmatch(waits + PARTING[run], complaint), complaint
 
 
 @pytest.mark.parametrize("name", [*ENGINES, "zeropp"])

@@ -246,6 +246,41 @@ class NeverCalled(Net):
         return F.linear(self.run(self.blocks, self.stem(x)), self.head.weight)
 
 
+class Reading(Block):
+    """Reads the weight of a module that runs elsewhere, too."""
+
+    def forward(self, x):
+        return super().forward(x) @ self.stem().weight
+
+
+class ReadBySiblings(Net):
+    """All blocks read the stem's weight, and the model does so again at its end."""
+
+    def __init__(self):
+        super().__init__(block=Reading)
+        for block in self.blocks:
+            block.stem = lambda: self.stem
+
+    def forward(self, x):
+        return super().forward(x) @ torch.cat([self.stem.weight, self.head.weight]).mT[:, :WIDTH].clamp(-1, 1)
+
+
+def shared_layers(how, blocks, x):
+    """As ALBERT has them: two layers, over and over, within one checkpoint."""
+    return how(lambda y: chain([blocks[0], blocks[1], blocks[0], blocks[1]], y), blocks[2](x))
+
+
+def siamese(how, blocks, x):
+    return how(lambda y: chain(blocks[:2], y) + chain(blocks[:2], 2 * y), blocks[2](x))
+
+
+def runge_kutta(how, blocks, x):
+    """Two steps of the second order, each within one checkpoint."""
+    for _ in range(2):
+        x = how(lambda y: y + chain(blocks[:2], y + 0.5 * chain(blocks[:2], y)), x)
+    return blocks[2](x)
+
+
 class Prompted(nn.Module):
     """A module stands in two places, and another one has its weight, as in prompt tuning of a GPT by peft."""
 
@@ -681,6 +716,15 @@ def tied_by_hand(engine, x):
     engine.step()
 
 
+def gradients_of_inputs(engine, x):
+    """Two gradients of one graph, as surgery on them takes, before the backward."""
+    x = x.clone().requires_grad_()
+    out = engine(x)
+    one, other = (torch.autograd.grad(value, x, retain_graph=True)[0] for value in (loss(out), out.sum()))
+    engine.backward(loss(out) * (one * other).sum().sign())
+    engine.step()
+
+
 def gradient_of_inputs(engine, x):
     value = loss(engine(x.requires_grad_()))
     (gradient,) = torch.autograd.grad(value, x, retain_graph=True)
@@ -745,6 +789,9 @@ CASES = {  # name -> (factory of a model, one step of a loop)
     "borrowing": (Borrowing, step),
     "tied": (Tied, step),
     "tied by hand": (TiedByReading, tied_by_hand),
+    "tied by reading": (TiedByReading, step),
+    "read and never called": (NeverCalled, step),
+    "read by siblings": (ReadBySiblings, step),
     "prompt tuning": (Prompted, step),
     "changed in place": (ChangedInPlace, step),
     "appending": (net(run_appending, block=Appending), step),
@@ -780,6 +827,7 @@ CASES = {  # name -> (factory of a model, one step of a loop)
     "generate": (Rooted, generate),
     "gathered before and in backward": (Rooted, gathered_before_and_in_backward),
     "gradient of inputs": (Net, gradient_of_inputs),
+    "gradients of inputs": (Net, gradients_of_inputs),
     "twice differentiated": (Net, twice_differentiated),
     "fails in forward": (Rooted, functools.partial(failing, "forward")),
     "fails in backward": (Rooted, functools.partial(failing, "gradient")),
@@ -802,6 +850,9 @@ for kind, how in RECOMPUTE.items():
         f"{kind}: recursive": (net(around_two, how, block=Recursive), step),
         f"{kind}: tied": (net(around_two, how, model=Tied), step),
         f"{kind}: two forwards": (net(around_two, how), two_forwards),
+        f"{kind}: shared layers": (net(shared_layers, how), step),
+        f"{kind}: siamese": (net(siamese, how), step),
+        f"{kind}: Runge-Kutta": (net(runge_kutta, how), step),
         f"{kind}: fails in recomputation": (net(around_two, how), functools.partial(failing, "recomputation")),
     }
 

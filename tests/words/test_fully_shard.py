@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torchs
 from torch.nn.utils import clip_grad_norm_ as torchs_clip
+from training import message_of
 
 from common.words import fully_shard as words
 from common.words.fully_shard import MixedPrecisionPolicy, clip_grad_norm_, engine_behind, fully_shard
@@ -327,7 +328,7 @@ def whole_and_freed(world):
     seen = []
     for act in (model.blocks[0].unshard, model.blocks[0].reshard, model.unshard(async_op=True).wait):
         act()
-        seen.append([not weight.isnan().any().item() for weight in weights])
+        seen.append([message_of(weight.sum) is None for weight in weights])
     return seen
 
 
