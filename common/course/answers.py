@@ -1,4 +1,4 @@
-"""The form of an answer: every check of a notebook's question goes through `asks`, and takes no other form."""
+"""Answers: every check of a notebook's question goes through `asks`, and takes no other form, and `judge` judges it."""
 
 import functools
 import inspect
@@ -97,6 +97,40 @@ def _fitting(formula, form):
         return answer
 
     return fitting
+
+
+AGAIN = "count it again, part by part"  # what is said of a wrong answer that nobody has thought of
+
+
+def judge(answer, truth, hints=(), within=1e-9, unit=None, otherwise=AGAIN):
+    """Whether an answer is right; else what a wrong one leaves out. One line.
+
+    Args:
+        answer: a number, a name or a tuple of those; None while it is open.
+        truth: what was measured, or what the formula gives.
+        hints: [(a wrong answer, what to think of)].
+        within: relative difference that is left, for padding.
+        unit: how large, and its name, where both numbers are to be shown in it.
+        otherwise: what is said of a wrong answer without a hint, unless its number is shown.
+    """
+    if answer is None:
+        return "not solved yet"
+    if near(answer, truth, within):
+        return "solved"
+    hint = next((hint for wrong, hint in hints if near(answer, wrong, within)), None)
+    if unit is None:
+        return f"not yet: {hint or otherwise}"
+    size, name = unit
+    shown = f"{answer / size:.4g} {name} by your formula, {truth / size:.4g} measured"
+    return f"not yet: {shown}; {hint}" if hint else f"not yet: {shown}"
+
+
+def near(one, other, within):
+    """Whether they are the same name, or numbers that differ by no more than this part; of tuples, each."""
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    one, other = (value if isinstance(value, tuple | list) else (value,) for value in (one, other))
+    return len(one) == len(other) and all(abs(a - b) <= within * abs(b) for a, b in zip(one, other, strict=True))
 
 
 def _shown(answer):

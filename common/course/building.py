@@ -1,13 +1,15 @@
 """Is what a student built the stage's engine, bit for bit?
 
 A class of a cell is trained beside the stage's own engine, on every rank. Where the two part, `check` says at which
-weight, and which idea to think about.
+weight, and which idea to think about, by the sentences of building.toml.
 """
 
 import inspect
 import re
+import tomllib
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.nn.functional import pad
@@ -20,6 +22,7 @@ from common.ranks.world import RankFailed
 from common.train import train_step as train
 
 STEPS = 3  # of a check
+SENTENCES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 class Mistake(Exception):
@@ -134,10 +137,7 @@ class Comparison:
     def _fault_of_what_is_stepped(self):
         steps, own = [p.numel() for p in stepped_by(self.engine)], [n // self.world.size for n in self.elements]
         if steps != own:
-            return (
-                f"the optimizer steps {sum(steps):,} elements, and this rank's shard has {sum(own):,}. "
-                "Think about which part of the parameters a rank owns"
-            )
+            return SENTENCES["stepped"].format(stepped=sum(steps), own=sum(own))
         return None
 
     def _fault_of_views(self):
@@ -146,10 +146,7 @@ class Comparison:
             return next(filter(None, map(fault_of_unit, units)), None)
         theirs = storages(self.module.parameters())
         if not storages(stepped_by(self.engine)) <= theirs:
-            return (
-                "what the optimizer steps is a copy, and the model does not see its steps. "
-                "Think about whether self.shard is a view of self.parameters"
-            )
+            return SENTENCES["copy"]
         return None
 
     def _gradients(self, step):
@@ -176,35 +173,21 @@ class Comparison:
         for kind, formula in self.formula(first).items():
             if held[kind] != formula:
                 idea = "what may be given back, and when" if held[kind] > formula else TOO_LITTLE[kind]
-                return (
-                    f"{held[kind]:,} bytes of {kind} are held after backward, where the formula says {formula:,}. "
-                    f"Think about {idea}"
-                )
+                return SENTENCES["held"].format(held=held[kind], kind=kind, formula=formula, idea=idea)
         return None
 
     def _fault_of_gradient(self, shard, mean, own, last):
-        if shard.grad is None:
-            return "a shard has no gradient after backward. Think about where the mean goes that arrives"
-        return None if torch.equal(shard.grad, mean) else self._kind_of_gradient(shard.grad, mean, own, last)
-
-    def _kind_of_gradient(self, gradient, mean, own, last):
-        """What a gradient [n] is that is not the mean."""
-
-        def near(other):
-            return torch.allclose(gradient, other, rtol=1e-4, atol=1e-7)
-
+        gradient = shard.grad
+        if gradient is None:
+            return SENTENCES["no gradient"]
+        if torch.equal(gradient, mean):
+            return None
         if torch.equal(gradient, own):
-            return "a shard's gradient is this rank's own. Think about what the other ranks have to say"
-        if near(mean):
-            return (
-                "a shard's gradient is the mean, but for its last bits. Think about the order in which it is added: "
-                "rank 0 first, and divided once"
-            )
-        if near(self.world.size * mean):
-            return f"a shard's gradient is {self.world.size} times the mean. Think about what makes a sum a mean"
-        if last is not None and near(mean + last):
-            return "a shard's gradient has that of the step before in it. Think about where the old one goes"
-        return "a shard's gradient is not the mean over ranks. Think about which part of it this rank needs"
+            return SENTENCES["not reduced"]
+        known = {"order": mean, "sum, not mean": self.world.size * mean}
+        known |= {} if last is None else {"old gradient": mean + last}
+        near = [idea for idea, other in known.items() if torch.allclose(gradient, other, rtol=1e-4, atol=1e-7)]
+        return SENTENCES[next(iter(near), "no mean")].format(size=self.world.size)
 
     def _fault_of_peak(self, recording):
         for name in self.page.whole_at_once:
@@ -212,10 +195,7 @@ class Comparison:
             others = self.elements if name == "gradients" else self.elements[1:]
             most, bound = recording.peak_of(name), 4 * (shards + max(others))
             if most > bound:
-                return (
-                    f"{most:,} bytes of {name} were there at once, where {bound:,} are enough. "
-                    "Think about when each of them may go"
-                )
+                return SENTENCES["peak"].format(most=most, kind=name, bound=bound)
         return None
 
     def _fault_of_weights(self, before):
@@ -223,28 +203,24 @@ class Comparison:
         for name, right in truth.items():
             wrong = (ours[name] != right).nonzero()
             if len(wrong):
-                place = tuple(wrong[0].tolist())
-                return (
-                    f"{name}{list(place)} is {ours[name][place]:.9g} after the update, not {right[place]:.9g}. "
-                    + self._idea(ours, before)
+                at, idea = tuple(wrong[0].tolist()), SENTENCES[self._idea(ours, before)]
+                return SENTENCES["weight"].format(
+                    name=name, place=list(at), found=ours[name][at], right=right[at], idea=idea
                 )
         return None
 
     def _idea(self, ours, before):
         whole = getattr(self.engine, "parameters", None)
         if torch.is_tensor(whole) and storage_id(whole) not in storages(self.module.parameters()):
-            return (
-                "self.parameters has become a new tensor, and the model's weights are views of the old one. "
-                "Think about how to fill it in place"
-            )
+            return "a new tensor"
         if all(torch.equal(ours[name], before[name]) for name in before):
-            return "No weight has changed. Think about what the optimizer steps, and where its gradient is"
+            return "not stepped"
         names = {p: name for name, p in self.plain.named_parameters()}
         for group in self.page.cut(self.plain):
             mine = flat([ours[names[p]] for p in group], self.world.size)
             if not torch.equal(self._mine(mine), self._mine(flat(group, self.world.size))):
-                return "Its own shard is wrong, though its gradient was the mean. Think about the order within the step"
-        return "The weights of its own shard are right. Think about how it learns of the others"
+                return "own shard"
+        return "not gathered"
 
     def _weights(self):
         for unit in getattr(self.engine, "units", []):
@@ -264,10 +240,7 @@ def fault_of_unit(unit):
     whole = getattr(unit, "whole", None)
     if torch.is_tensor(whole) and len(whole) and storages(unit.parameters) == storages([whole]):
         return None
-    return (
-        "a unit's self.whole is no longer the tensor of which its parameters are views. "
-        "Think about its storage, which shrinks and grows, while the tensors stay"
-    )
+    return SENTENCES["not whole"]
 
 
 def watch(engine, module):
@@ -286,14 +259,12 @@ def _must_be_whole(unit, moment, *_):
     if fault := fault_of_unit(unit):
         raise Mistake(f"{moment}, and {fault}")
     if unit.whole.untyped_storage().nbytes() == 0:
-        raise Mistake(f"{moment}, and its unit's storage holds 0 bytes. Think about who reads weights, and when")
+        raise Mistake(SENTENCES["not there"].format(moment=moment))
 
 
 def _must_wait(unit, name, _):
     if unit.whole.untyped_storage().nbytes() == 0 and unit.shard.grad is None:
-        raise Mistake(
-            f"{name} is still in its backward, and its unit is freed already. Think about who needs its weights last"
-        )
+        raise Mistake(SENTENCES["freed too early"].format(name=name))
 
 
 def compare(world, make, stage):
@@ -350,18 +321,11 @@ def open_lines(*parts):
 
 def _what_happened(message, methods):
     """A sentence from what a RankFailed says. `methods` are the names of those that a student wrote."""
-    if "no answer" in message:
-        return (
-            f"{message}: a rank waits in a collective that another one does not call. "
-            "Think about whether all ranks call the same collectives, in the same order"
-        )
-    if "died" in message:
-        return f"{message}. It may have read weights whose storage is freed. Think about who reads them, and when"
+    for said, sentence in (("no answer", "hang"), ("died", "died")):
+        if said in message:
+            return SENTENCES[sentence].format(message=message)
     within = [name for name in re.findall(r"line \d+, in (\w+)", message) if name in methods]
     where = f"in {within[-1]} " if within else ""
     if "out of bounds for storage of size" in message:
-        return (
-            f"{where}a tensor is used whose storage has too few bytes. "
-            "Think about how many it has when it is filled, and who gives them back to it"
-        )
+        return SENTENCES["no memory"].format(where=where)
     return where + f"a rank raised {message.strip().splitlines()[-1].rstrip('.')}"

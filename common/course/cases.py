@@ -99,9 +99,9 @@ class Case:
     stages: tuple = STAGES_TO_3
 
     @property
-    def given(self):
-        """Packages that an exercise builds on, and does not ask for."""
-        return ("stage3_param",) if self.stages == ("zeropp",) else ()
+    def classes(self):
+        """What a submission has in the place of an engine, if anything."""
+        return ("Blocks", "SecondShards", "TwoHops") if self.stages == ("zeropp",) else ()
 
 
 ONE_BLOCK = {"model": "one block of two linear layers", "blocks": 1}

@@ -3,13 +3,15 @@
 Read this afterwards.
 
 `a()` to `e()` make an engine's class: a stage's, with one method that is wrong. What is wrong, on which rank and where,
-each class says in `truth`, and `check` holds a student's answers against it.
+each class says in `truth`, from faults.toml, and `check` holds a student's answers against it.
 """
 
 import itertools
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
-from common.course.answers import NAME, NUMBER, Form, asks, by_name, is_number, unfit
+from common.course.answers import NAME, NUMBER, Form, asks, by_name, is_number, judge, unfit
 from common.train import find_engine
 
 EVERY = "every rank"
@@ -41,20 +43,15 @@ class Truth:
     hints: dict
 
 
+FOUND = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TRUTHS = {letter: Truth(**truth) for letter, truth in FOUND.items()}
+
+
 def a():
     """Stage 2."""
 
     class Engine(find_engine("stage2_grad")):
-        truth = Truth(
-            "a bucket is not gathered",
-            rank=1,
-            place="bucket 3",
-            hints={
-                "kind": "the ranks part at an all-gather, and one of them has gone past it",
-                "rank": "those who wait do as they should: which one is not among them?",
-                "place": "the rank that is ahead names what comes next: which bucket do the others wait for?",
-            },
-        )
+        truth = TRUTHS["a"]
 
         def gather(self, bucket):
             if (self.rank, bucket.name) != (self.truth.rank, self.truth.place):
@@ -67,16 +64,7 @@ def b():
     """Stage 3."""
 
     class Engine(find_engine("stage3_param")):
-        truth = Truth(
-            "a weight is read while it is freed",
-            rank=2,
-            place="blocks.1.mlp.up.weight",
-            hints={
-                "kind": "the inputs of the first bad module are finite, so look at what its own weights read",
-                "rank": "in the step where it begins: later the mean carries it to all of them",
-                "place": "the first module whose output is not finite, and of its weights the one that reads NaN",
-            },
-        )
+        truth = TRUTHS["b"]
 
         def use(self, unit, order):
             super().use(unit, order)
@@ -92,16 +80,7 @@ def c():
     """Stage 2."""
 
     class Engine(find_engine("stage2_grad")):
-        truth = Truth(
-            "the room of gradients is kept",
-            rank=0,
-            place="bucket 1",
-            hints={
-                "kind": "what stays after a step is as large as a bucket, and no class of the engine's names it",
-                "rank": "the line that climbs from step to step",
-                "place": "divide the bytes that stay by the steps: the one bucket that is as large",
-            },
-        )
+        truth = TRUTHS["c"]
 
         def reduce(self, bucket):
             self.take_room(bucket)
@@ -116,16 +95,7 @@ def d():
     """Stage 1."""
 
     class Engine(find_engine("stage1_os")):
-        truth = Truth(
-            "the mean is divided twice",
-            rank=EVERY,
-            place="every bucket",
-            hints={
-                "kind": "with SGD the way is too short by a factor: which number of this world is it?",
-                "rank": "look at the ways of all three",
-                "place": "is the way of some parameter right?",
-            },
-        )
+        truth = TRUTHS["d"]
 
         def finish_backward(self):
             super().finish_backward()
@@ -139,16 +109,7 @@ def e():
     """Stage 1."""
 
     class Engine(find_engine("stage1_os")):
-        truth = Truth(
-            "a shard is stepped after it was gathered",
-            rank=1,
-            place="bucket 2",
-            hints={
-                "kind": "one rank has what stage 0 has, so the step was right: what travelled to the others?",
-                "rank": "whose shard is old on the others? It is new on the rank that it belongs to",
-                "place": "the row in which ranks differ",
-            },
-        )
+        truth = TRUTHS["e"]
 
         def update(self):
             for bucket in self.buckets:
@@ -185,14 +146,8 @@ def check(question, answer):
 
 def _verdict(question, letter, answer):
     truth = FAULTS[letter]().truth
-    right = getattr(truth, question)
-    if answer is None:
-        return "not solved yet"
-    if line := unfit(answer, FORMS[question]):
-        return line
-    if answer == (KINDS.index(right) if question == "kind" else right):
-        return "solved"
-    return f"not yet: {truth.hints[question]}"
+    right = KINDS.index(truth.kind) if question == "kind" else getattr(truth, question)
+    return unfit(answer, FORMS[question]) or judge(answer, right, otherwise=truth.hints[question])
 
 
 NAMES = Form(

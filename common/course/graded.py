@@ -128,7 +128,7 @@ def _told(stage, name, finding):
         "promise": case.promise,
         "where": finding.where,
         "model": _model(case),
-        "hints": list(hints_of(finding.idea, stage)),
+        "hints": hints_of(finding.idea, stage),
     }
 
 

@@ -153,23 +153,24 @@ def difference(case, found, expected, own):
         found, expected: what `observe` returned of the submission and of the stage, in rank order.
         own: what `alone` returned.
     """
-    looks = (weights, norms, foreign, held, sent, room, beside, written)
-    if not case.steps:
-        looks = (rounded,) if case.rounded else (tables,)
-    for look in looks:
-        finding = look(case, found, expected, own)
-        if finding is not None:
-            return finding
+    if case.rounded:
+        return rounded(case, found[0]["rounded"])
+    if case.steps and (finding := weights(case, found, expected, own)):
+        return finding
+    for look in (norms, foreign, held, sent, room, beside, written) if case.steps else (tables,):
+        for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
+            if finding := look(case, rank, one, other):
+                return finding
     return None
 
 
 # ---- what comes back ----------------------------------------------------------------------------------------------
 
 
-def rounded(case, found, expected, own):
+def rounded(case, found):
     """Numbers that were quantized, block by block: how far off they come back."""
     block = dict(case.options)["block"]
-    for bits, (largest, values, back, divides_by_zero) in found[0]["rounded"].items():
+    for bits, (largest, values, back, divides_by_zero) in found.items():
         if divides_by_zero:
             return Finding("zeros", f"In {bits} bits, a block of zeros is divided by zero.")
         for row, begin in ((row, begin) for row in range(len(values)) for begin in range(0, values.shape[1], block)):
@@ -198,114 +199,104 @@ def _list(numbers):
 # ---- what is kept -------------------------------------------------------------------------------------------------
 
 
-def tables(case, found, expected, own):
+def tables(case, rank, one, other):
     """The ownership table."""
-    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
-        for bucket, states in other["tables"].items():
-            for state, (first, last) in states.items():
-                given = one["tables"][bucket][state]
-                if given != (first, last):
-                    return Finding(
-                        "two ranks only" if case is CASES["owned by three"] else "table",
-                        f"Of {bucket or 'the root'} rank {rank} of {len(found)} owns as {state} the elements "
-                        f"{given[0]} to {given[1]}, where the stage owns {first} to {last}.",
-                    )
+    for bucket, states in other["tables"].items():
+        for state, (first, last) in states.items():
+            given = one["tables"][bucket][state]
+            if given != (first, last):
+                return Finding(
+                    "two ranks only" if case is CASES["owned by three"] else "table",
+                    f"Of {bucket or 'the root'} rank {rank} of {case.ranks} owns as {state} the elements "
+                    f"{given[0]} to {given[1]}, where the stage owns {first} to {last}.",
+                )
     return None
 
 
-def held(case, found, expected, own):
+def held(case, rank, one, other):
     """Bytes of model states just before the update."""
-    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
-        for how, states in other.get("on host", {}).items():
-            for state, kept in states.items():
-                given = one["on host"][how][state]
-                if given != kept:
-                    said = f"Rank {rank} {how} {given:,} bytes of {state} on the host, where the engine {how} {kept:,}."
-                    return Finding("placement", said)
-        for state, kept in other["held"].items():
-            given = one["held"][state]
+    for how, states in other.get("on host", {}).items():
+        for state, kept in states.items():
+            given = one["on host"][how][state]
             if given != kept:
-                ideas = {"gradients": "room kept", "parameters": "not freed"} if given > kept else {}
-                idea = ideas.get(state, "held too much" if given > kept else "held too little")
-                said = f"Just before the update rank {rank} holds {given:,} bytes of {state}"
-                return Finding(idea, f"{said}, where the stage holds {kept:,}.")
+                said = f"Rank {rank} {how} {given:,} bytes of {state} on the host, where the engine {how} {kept:,}."
+                return Finding("placement", said)
+    for state, kept in other["held"].items():
+        given = one["held"][state]
+        if given != kept:
+            ideas = {"gradients": "room kept", "parameters": "not freed"} if given > kept else {}
+            idea = ideas.get(state, "held too much" if given > kept else "held too little")
+            said = f"Just before the update rank {rank} holds {given:,} bytes of {state}"
+            return Finding(idea, f"{said}, where the stage holds {kept:,}.")
     return None
 
 
-def room(case, found, expected, own):
+def room(case, rank, one, other):
     """The most that comes and goes within a step. Less than the stage has is no fault."""
     ideas = {"buckets in flight": "two rooms", "gathered units": "not freed"}
-    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
-        for kind, most in other.get("peaks", {}).items():
-            if one["peaks"][kind] > most:
-                return Finding(
-                    ideas.get(kind, "held too much"),
-                    f"Where collectives run late, rank {rank} has up to {one['peaks'][kind]:,} bytes of {kind}, "
-                    f"where the stage has {most:,}.",
-                )
+    for kind, most in other.get("peaks", {}).items():
+        if one["peaks"][kind] > most:
+            return Finding(
+                ideas.get(kind, "held too much"),
+                f"Where collectives run late, rank {rank} has up to {one['peaks'][kind]:,} bytes of {kind}, "
+                f"where the stage has {most:,}.",
+            )
     return None
 
 
-def written(case, found, expected, own):
+def written(case, rank, one, other):
     """Freed weights to which something was written."""
-    for rank, seen in enumerate(found):
-        for step, nan in seen["nan"].items():
-            kept = [name for name, is_nan in nan.items() if not is_nan]
-            if kept:
-                after = f"after step {step + 1}" + (", before which 5.0 was written to it" if step else "")
-                return Finding(
-                    "freed weights keep what was written" if step else "not freed",
-                    f"{kept[0]} on rank {rank} is freed and does not read as NaN, {after}.",
-                )
+    for step, nan in one["nan"].items():
+        kept = [name for name, is_nan in nan.items() if not is_nan]
+        if kept:
+            after = f"after step {step + 1}" + (", before which 5.0 was written to it" if step else "")
+            return Finding(
+                "freed weights keep what was written" if step else "not freed",
+                f"{kept[0]} on rank {rank} is freed and does not read as NaN, {after}.",
+            )
     return None
 
 
 # ---- when ---------------------------------------------------------------------------------------------------------
 
 
-def beside(case, found, expected, own):
+def beside(case, rank, one, other):
     """What is under way while something is computed. What the stage has under way, the submission has too."""
-    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
-        for (_, given), (moment, meant) in zip(one.get("beside", ()), other.get("beside", ()), strict=False):
-            if case.beside not in ("all", moment.split()[-4]):  # "matrix product 3 of the backward of step 2"
-                continue
-            for kind in sorted(meant - given):
-                return Finding(
-                    "no prefetch" if kind == "all_gather" and "the step of" not in moment else "waited for at once",
-                    f"At {moment} rank {rank} has no {kind} under way, where the stage has one.",
-                )
-    return None
-
-
-def foreign(case, found, expected, own):
-    """Gradients of another backward than the engine's own."""
-    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
-        if not case.foreign or one["foreign"] == other["foreign"]:
+    for (_, given), (moment, meant) in zip(one.get("beside", ()), other.get("beside", ()), strict=False):
+        if case.beside not in ("all", moment.split()[-4]):  # "matrix product 3 of the backward of step 2"
             continue
-        if one["foreign"]["sent"] != other["foreign"]["sent"]:
-            said = (
-                f"the engine behind it sends {one['foreign']['sent']:,} bytes of gradients on rank {rank}, before its"
+        for kind in sorted(meant - given):
+            return Finding(
+                "no prefetch" if kind == "all_gather" and "the step of" not in moment else "waited for at once",
+                f"At {moment} rank {rank} has no {kind} under way, where the stage has one.",
             )
-            return Finding("foreign backward", f"While another engine's backward runs, {said} own step.")
-        said = f"loss.backward() without any engine goes unnoticed on rank {rank}"
-        return Finding("foreign backward", f"{said}: the stage refuses it.".capitalize())
     return None
+
+
+def foreign(case, rank, one, other):
+    """Gradients of another backward than the engine's own."""
+    if not case.foreign or one["foreign"] == other["foreign"]:
+        return None
+    if one["foreign"]["sent"] != other["foreign"]["sent"]:
+        said = f"the engine behind it sends {one['foreign']['sent']:,} bytes of gradients on rank {rank}, before its"
+        return Finding("foreign backward", f"While another engine's backward runs, {said} own step.")
+    said = f"loss.backward() without any engine goes unnoticed on rank {rank}"
+    return Finding("foreign backward", f"{said}: the stage refuses it.".capitalize())
 
 
 # ---- what is sent -------------------------------------------------------------------------------------------------
 
 
-def sent(case, found, expected, own):
+def sent(case, rank, one, other):
     """Bytes that a rank sends in a step, by collective."""
-    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
-        given, meant = one["sent"], other["sent"]
-        for collective in sorted(given.keys() | meant.keys()):
-            many, few = given.get(collective, 0), meant.get(collective, 0)
-            if many != few:
-                return Finding(
-                    _idea_of_sent(case, collective, many, few),
-                    f"In a step rank {rank} sends {many:,} bytes by {collective}, where the stage sends {few:,}.",
-                )
+    given, meant = one["sent"], other["sent"]
+    for collective in sorted(given.keys() | meant.keys()):
+        many, few = given.get(collective, 0), meant.get(collective, 0)
+        if many != few:
+            return Finding(
+                _idea_of_sent(case, collective, many, few),
+                f"In a step rank {rank} sends {many:,} bytes by {collective}, where the stage sends {few:,}.",
+            )
     return None
 
 
@@ -322,11 +313,10 @@ def _idea_of_sent(case, collective, many, few):
 # ---- what is learnt -----------------------------------------------------------------------------------------------
 
 
-def norms(case, found, expected, own):
-    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
-        for step, (given, meant) in enumerate(zip(one["norms"], other["norms"], strict=True), 1):
-            if given != meant:
-                return Finding("differs", f"The norm of step {step} is {given} on rank {rank}, expected {meant}.")
+def norms(case, rank, one, other):
+    for step, (given, meant) in enumerate(zip(one["norms"], other["norms"], strict=True), 1):
+        if given != meant:
+            return Finding("differs", f"The norm of step {step} is {given} on rank {rank}, expected {meant}.")
     return None
 
 
@@ -369,7 +359,7 @@ def _idea_of_weights(case, step, found, expected, own):
     name = next(name for name, other in CASES.items() if other is case)
     if name in ("three", "elsewhere", "three places", "in two"):  # the same training was right before
         return IDEAS[name]
-    if case.given and any(one["sent"] != other["sent"] for one, other in zip(found, expected, strict=True)):
+    if case.classes and any(one["sent"] != other["sent"] for one, other in zip(found, expected, strict=True)):
         return "one hop"
     sends = [[sum(seen["sent"].values()) for seen in side] for side in (found, expected)]
     own_are_right = not any((wrong & own).any() for wrong, own in zip(off, mine, strict=True))

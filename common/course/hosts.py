@@ -13,8 +13,7 @@ import torch
 
 from common import capacity, models
 from common.capacity import give_back_freed_memory, hard_limit, held, ran_out_of_memory
-from common.course.answers import NUMBER, Form, asks, numbers
-from common.course.questions import AGAIN, judged
+from common.course.answers import AGAIN, NUMBER, Form, asks, judge, numbers
 from common.course.recording import ADAMW, batch
 from common.errors import InputError
 from common.measure.memory import Timeline
@@ -184,7 +183,7 @@ def check_placed(formula, ranks, counted):
             ((2 + 2 / n, 12 / n, 4 / n), "the gradient leaves the device in backward"),
             ((4, 16 / n, 8 / n), "those are the bytes in fp32"),
         ]
-        print(f"{n} ranks: {judged(formula(n), truth, hints, WITHIN)}")
+        print(f"{n} ranks: {judge(formula(n), truth, hints, WITHIN)}")
 
 
 @asks(NUMBER)
@@ -198,7 +197,7 @@ def check_tokens(formula, cases):
             (seconds * flops / 8, "that computes forward twice, as activation checkpoints do"),
             (6 / seconds / flops, "the other way round: the device is to take as long as the host"),
         ]
-        print(f"{title}: {judged(formula(seconds, flops), seconds * flops / 6, hints, WITHIN)}")
+        print(f"{title}: {judge(formula(seconds, flops), seconds * flops / 6, hints, WITHIN)}")
 
 
 @asks(NUMBER)
@@ -214,7 +213,7 @@ def check_reads(formula, warm_up, reads):
                 "iteration w reads all before it",
             ),
         ]
-        verdict = judged(None if None in said else tuple(said), tuple(truth), hints)
+        verdict = judge(None if None in said else tuple(said), tuple(truth), hints)
         if verdict.endswith(AGAIN):
             first = next(i for i, (one, other) in enumerate(zip(said, truth, strict=True)) if one != other)
             verdict = f"not yet: iteration {first} reads {truth[first]} updates, and not {said[first]}"
@@ -231,7 +230,7 @@ def check_rates(answer):
         ((1, 0.5), "the ratio is right; an exact step of 1/λ lands in the minimum"),
         ((2, 0.5), "the delayed curve is still below its beginning there"),
     ]
-    print(judged(answer, (2, 1), hints))
+    print(judge(answer, (2, 1), hints))
 
 
 # ---- 09: infinity -----------------------------------------------------------------------------------------------
@@ -252,7 +251,7 @@ def check_moved(formula, ranks, counted):
             ((20 / n, 16 / n), "the step makes new parameters from the master weights; it does not read the old"),
             ((24 / n, 16 / n), "those are the bytes in fp32"),
         ]
-        print(f"{n} ranks: {judged(formula(n), truth, hints, within=0.04)}")  # whole pages are moved
+        print(f"{n} ranks: {judge(formula(n), truth, hints, within=0.04)}")  # whole pages are moved
 
 
 def under_way(events):
@@ -318,4 +317,4 @@ def check_bandwidth(formula, peak, cases):
             (truth * (1 - efficiency) ** 2 / efficiency**2, "efficiency and what it lacks have changed places"),
             (truth * intensity**2, "a higher intensity needs less bandwidth"),
         ]
-        print(f"{title}: {judged(formula(efficiency, intensity, peak, n), truth, hints, WITHIN)}")
+        print(f"{title}: {judge(formula(efficiency, intensity, peak, n), truth, hints, WITHIN)}")

@@ -44,14 +44,12 @@ def observe(world, where, name, patience=None):
     case = CASES[name]
     with contextlib.ExitStack() as settings:
         works = None
-        if case in (
-            CASES["owned"],
-            CASES["owned by three"],
-        ):  # the table is asked of stage 0's buckets: no engine can be built with a wrong one
+        if case in (CASES["owned"], CASES["owned by three"]):
+            # The table is asked of stage 0's buckets: no engine can be built with a wrong one.
             torch.manual_seed(0)
             works = find_engine(STAGES[0])(Blocks(case.run, case.blocks).to(world.device), case.optimizer)
         if where.endswith(".py"):
-            settings.enter_context(on_its_own(where, case.given))
+            settings.enter_context(on_its_own(where, case.classes))
         settings.enter_context(uninitialized_is_nan())
         lane = {"late": LateLane, "early": InlineLane}.get(case.lane, lambda: None)()
         if lane is not None:
@@ -59,7 +57,7 @@ def observe(world, where, name, patience=None):
         try:
             if works is not None:
                 return {"tables": tables(engine_at(where), works)}
-            make = engine_at(where, case.given)
+            make = engine_at(where, case.classes)
             if case.rounded:
                 return {"rounded": rounded(world, make, case)}
             return _trained(world, make, case, lane) if case.steps else {"tables": second_parts(world, make, case)}

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from common import models
-from common.course.answers import is_number
+from common.course.answers import is_number, judge
 from common.errors import InputError
 from common.measure.memory import Timeline
 from common.models.gpt import GPT, GPTConfig
@@ -146,17 +146,10 @@ def verdict(answer, question):
         return f"no answer: {answer!r}; choose from {', '.join(question.names)}"
     if not question.names and not is_number(answer):
         return f"no answer: {answer!r} is no number; write 1.5e9, for instance, without quotes"
-    if same(answer, question.right):
-        return "right"
     powers = [] if question.names else [10.0**power * question.right for power in range(-12, 13)]
     hints = [*question.hints, *((wrong, "off by a power of ten: check the unit") for wrong in powers)]
-    hint = next((hint for wrong, hint in hints if same(answer, wrong)), "count it again, part by part")
-    return f"not yet: {hint}"
-
-
-def same(answer, other, within=0.03):
-    """Whether they are the same name, or numbers that are near enough."""
-    return answer == other if isinstance(other, str) else abs(answer - other) <= within * abs(other)
+    said = judge(answer, question.right, hints, within=0.03)
+    return "right" if said == "solved" else said
 
 
 # ---- bytes at three moments -------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Exercise:
         held, sent: what a rank keeps, and sends in a step.
         parts: in the order of the file.
         at_hand: {what there is: what it does}.
-        sources: the files of the package that it is made of; of several, the last has the engine.
+        sources: the files of the package that it is made of; of several, those classes of which something is taken out.
         edits: where these are, the engine is complete but for the worse, and its parts are to be written anew.
         name: of the file and of its grading; "" for the package's.
     """
@@ -82,46 +82,53 @@ class Exercise:
         return ROOT / self.package / self.sources[-1]
 
     @property
+    def classes(self):
+        """The classes of which something is taken out, where it is not the engine's."""
+        return tuple(dict.fromkeys(part.method.partition(".")[0] for part in self.parts if "." in part.method))
+
+    @property
     def solution(self):
         """The text of the file in which nothing is missing."""
-        if len(self.sources) == 1:
+        if not self.classes:
             return self.engine.read_text()
-        return joined([ROOT / self.package / source for source in self.sources])
+        return joined([ROOT / self.package / source for source in self.sources], self.classes)
 
 
-def joined(files):
-    """The text of several modules as one: the docstring of the last, their imports, and then one after the other."""
-    texts = {file: file.read_text() for file in files}
-    trees = {file: ast.parse(text) for file, text in texts.items()}
-    parts = [f'"""{ast.get_docstring(trees[files[-1]])}\n"""', _imports(trees.values(), files[0].parent.name)]
-    for file, text in texts.items():
-        said, *body = trees[file].body
-        first = next(node for node in body if not isinstance(node, (ast.Import, ast.ImportFrom)))
-        begin = (
-            first.lineno - 1 - sum(line.startswith("#") for line in text.splitlines()[said.end_lineno : first.lineno])
-        )
-        begin = min([begin, *(node.lineno - 1 for node in getattr(first, "decorator_list", ()))])
+def joined(files, classes):
+    """The text of some classes of several modules as one: the last docstring, imports, and then class by class."""
+    modules = {file: ast.parse(file.read_text()) for file in files}
+    nodes = [(file, node) for file, tree in modules.items() for node in tree.body if isinstance(node, ast.ClassDef)]
+    made = {node.name: (file, node) for file, node in nodes if node.name in classes}
+    used = {node.id for _, one in made.values() for node in ast.walk(one) if isinstance(node, ast.Name)} - made.keys()
+    parts = [f'"""{ast.get_docstring(modules[files[-1]])}\n"""', _imports(modules, used)]
+    for file, tree in modules.items():
         head = [f"# ---- {file.name} {'-' * (WIDTH - len(file.name) - 5)}"]
         if file != files[-1]:
-            head += ["#", *(f"# {line}".rstrip() for line in said.value.value.strip().splitlines())]
-        code = "\n".join(text.splitlines()[begin:])
-        gap = "\n\n\n" if isinstance(first, (ast.ClassDef, ast.FunctionDef)) else "\n\n"
-        parts.append("\n".join(head) + gap + code)
+            head += ["#", *(f"# {line}".rstrip() for line in ast.get_docstring(tree).splitlines())]
+        lines = file.read_text().splitlines()
+        texts = ["\n".join(lines[node.lineno - 1 : node.end_lineno]) for of, node in made.values() if of == file]
+        parts.append("\n\n\n".join(["\n".join(head), *texts]))
     return "\n\n".join(parts[:2]) + "\n\n" + "\n\n\n".join(parts[2:]) + "\n"
 
 
-def _imports(trees, package):
-    """The imports of several modules, in the order that a linter wants, less those from each other."""
+def _imports(modules, used):
+    """The imports of used names, in the order that a linter wants; what a module defines itself comes from there."""
     plain, names = set(), defaultdict(set)
-    for node in (node for tree in trees for node in tree.body):
-        if isinstance(node, ast.Import):
-            plain.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] != package:
-            names[node.module].update(alias.name for alias in node.names)
+    for file, tree in modules.items():
+        for node in tree.body:
+            if isinstance(node, ast.Import):
+                plain.update(alias.name for alias in node.names if alias.name in used)
+            elif isinstance(node, ast.ImportFrom):
+                names[node.module].update(alias.name for alias in node.names if alias.name in used)
+            elif isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in used:
+                names[f"{file.parent.name}.{file.stem}"].add(node.name)
+            elif isinstance(node, ast.Assign):
+                defined = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)} & used
+                names[f"{file.parent.name}.{file.stem}"].update(defined)
     sections = {"stdlib": [], "torch": [], "ours": []}
     for module in sorted(plain):
         sections[_section(module)].append(f"import {module}")
-    for module in sorted(names):
+    for module in sorted(module for module, found in names.items() if found):
         sections[_section(module)].append(f"from {module} import {', '.join(sorted(names[module]))}")
     return "\n\n".join("\n".join(lines) for lines in sections.values() if lines)
 
@@ -257,7 +264,7 @@ def _task(exercise, taken):
             "",
             *at_hand,
             "",
-            "The rest stands as in the engine, and what it says of itself as well:",
+            _the_rest(exercise),
         ]
     )
 
@@ -272,10 +279,16 @@ def _what_to_do(exercise, taken):
             "as often as you like. Bits, bytes and the room for two buckets stay. What counts is what is under way",
             "when, and not how long it takes:",
         ]
-    if len(exercise.sources) > 1:
-        engine = f"{exercise.package}/, here in one file,"
+    if exercise.classes:
+        engine = f"{', '.join(exercise.classes[:-1])} and {exercise.classes[-1]} of {exercise.package}/"
     return [
         f"Exercise. From {engine} {taken} lines are missing, in {many} parts.",
         "",
         "Write them all, and ask as often as you like; from then on the answers are about what is wrong:",
     ]
+
+
+def _the_rest(exercise):
+    if exercise.classes:
+        return f"The rest of these classes stands as in {exercise.package}/, which has all else. It says of itself:"
+    return "The rest stands as in the engine, and what it says of itself as well:"

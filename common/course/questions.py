@@ -4,7 +4,7 @@ It stands here so that no question's cell shows its answer: do not read on befor
 verdict. `recorded` is what `common.course.recording.record_step` returned.
 """
 
-from common.course.answers import NUMBER, Form, asks, numbers
+from common.course.answers import NUMBER, Form, asks, judge, numbers
 from common.train import show_bytes
 
 # Bytes for each parameter in fp32 with Adam: (those that every rank holds, those of which it holds an N-th).
@@ -29,35 +29,6 @@ HELD_HINTS = {
     },
 }
 
-AGAIN = "count it again, part by part"  # what is said of a wrong answer that nobody has thought of
-
-
-def check_answer(answer, truth, hints=(), within=1e-9):
-    """Print what `judged` says."""
-    print(judged(answer, truth, hints, within))
-
-
-def judged(answer, truth, hints=(), within=1e-9):
-    """Whether an answer is right; else what a wrong one leaves out. One line.
-
-    Args:
-        answer: a number or a tuple of numbers; None while it is open.
-        truth: what was measured, or what the formula gives.
-        hints: [(a wrong answer, what to think of)].
-        within: relative difference that is left, for padding.
-    """
-    if answer is None:
-        return "not solved yet"
-    if _near(answer, truth, within):
-        return "solved"
-    return f"not yet: {next((hint for wrong, hint in hints if _near(answer, wrong, within)), AGAIN)}"
-
-
-def _near(one, other, within):
-    one, other = (value if isinstance(value, tuple | list) else (value,) for value in (one, other))
-    return len(one) == len(other) and all(abs(a - b) <= within * abs(b) for a, b in zip(one, other, strict=True))
-
-
 PAIR = numbers(2, "(8, 50)")
 STAGE_ON_RANKS = Form(
     "a stage, 0 to 3, and a number of ranks, such as (1, 64)",
@@ -80,13 +51,8 @@ def by_stage(formula, results, measured):
     """
     for stage, row in enumerate(results["rows"]):
         answer, truth = formula(stage, results["world_size"], results["parameters"]), sum(row[measured].values())
-        if answer is None:
-            verdict = "not solved yet"
-        elif abs(answer - truth) <= 0.005 * truth:
-            verdict = "solved"
-        else:
-            verdict = f"not yet: {show_bytes(int(answer))} predicted, {show_bytes(truth)} measured"
-        print(f"stage {stage}: {verdict}")
+        shown = "" if answer is None else f"{show_bytes(int(answer))} predicted, {show_bytes(truth)} measured"
+        print(f"stage {stage}: {judge(answer, truth, within=0.005, otherwise=shown)}")
 
 
 @asks(STAGE_ON_RANKS)
@@ -127,7 +93,7 @@ def held(stage, formula, ranks, recorded):
 
     for n, truth in ((ranks, sum(recorded["held"].values())), (64, on(64, *HELD[stage]))):
         hints = [(on(n, *wrong), hint) for wrong, hint in HELD_HINTS[stage].items()]
-        print(f"{n} ranks: {judged(formula(n, numel), truth, hints)}")
+        print(f"{n} ranks: {judge(formula(n, numel), truth, hints)}")
 
 
 @asks(NUMBER)
@@ -141,7 +107,7 @@ def sent(formula, ranks, recorded):
             (2 * numel * (n - 1) / n, "these are elements; an element has 4 bytes"),
             (12 * numel * (n - 1) / n, "gradients are not all-reduced here: half of that is enough"),
         ]
-        print(f"{n} ranks: {judged(formula(n, numel), truth, hints)}")
+        print(f"{n} ranks: {judge(formula(n, numel), truth, hints)}")
 
 
 @asks(RANKS_AND_FLOOR)
@@ -155,7 +121,7 @@ def ranks_and_floor(answer):
             ((fewest, gb), "the number of ranks is right; which part is never sharded?"),
             ((n, floor), f"the floor is right; on {n} ranks each holds {gigabytes(1, n):.1f} GB"),
         ]
-    check_answer(answer, (fewest, floor), hints)
+    print(judge(answer, (fewest, floor), hints))
 
 
 @asks(NUMBER)
@@ -167,7 +133,7 @@ def most_alive(formula, arrivals, ranks, recorded):
         (4 * max(arrivals), "that is the largest alone; the shards of those before it are alive, too"),
         (4 * (sum(arrivals) / ranks + max(arrivals)), "a bound, not reached: which shards are there then?"),
     ]
-    check_answer(formula(arrivals, ranks), max(now["gradients"] for _, now in recorded["operations"]), hints)
+    print(judge(formula(arrivals, ranks), max(now["gradients"] for _, now in recorded["operations"]), hints))
 
 
 @asks(NUMBER)
@@ -181,7 +147,7 @@ def sent_accumulating(formula, ranks, k, counted):
         (k * whole, "you left out the all-gather of parameters"),
         ((k + 1) * 4 * numel, "a rank does not send its own shard to itself"),
     ]
-    check_answer(formula(ranks, numel, k), sum(counted.values()), hints)
+    print(judge(formula(ranks, numel, k), sum(counted.values()), hints))
 
 
 @asks(NUMBER)
@@ -195,7 +161,7 @@ def sent_by_units(formula, ranks, recorded):
         (2 * remote * sum(units[1:]) + remote * units[0], "those are the all-gathers; gradients travel, too"),
         (4 * (3 * sum(units) - units[0]), "a rank does not send its own shard to itself"),
     ]
-    check_answer(formula(ranks, units), sum(recorded["sent"].values()), hints)
+    print(judge(formula(ranks, units), sum(recorded["sent"].values()), hints))
 
 
 @asks(NUMBER)
@@ -207,7 +173,7 @@ def most_gathered(formula, ranks, recorded):
         (4 * max(units), "which unit stays while the others come and go?"),
         (4 * sum(units[:3]), "a block is freed before the next one is gathered"),
     ]
-    check_answer(formula(units), max(now["gathered units"] for _, now in recorded["operations"]), hints)
+    print(judge(formula(units), max(now["gathered units"] for _, now in recorded["operations"]), hints))
 
 
 @asks(RANKS_AND_FLOOR)
@@ -219,4 +185,4 @@ def trillion(answer):
             ((truth[0], answer[1]), "the ranks are right; 2 bytes for each of 1e12 parameters are how many GB?"),
             ((answer[0], truth[1]), "the floor is right; 16 bytes for each of 1e12 parameters, on how many?"),
         ]
-    check_answer(answer, truth, hints)
+    print(judge(answer, truth, hints))

@@ -9,7 +9,7 @@ ERROR = re.compile(r"^[\w.]+(?:Error|Exception|Exit|Interrupt|Imported).*", re.M
 
 # What an error says, and the idea that it is about: the first that is found.
 SAID = (
-    ("has no attribute 'Engine'", "import"),
+    ("module 'submission' has no attribute", "import"),
     ("SolutionImported", "solution"),
     ("PastTheMeterError", "past the meter"),
     ("'NoneType' object has no attribute 'wait'", "no handle"),
@@ -42,7 +42,7 @@ class Finding:
     """What is wrong.
 
     Attributes:
-        idea: a key of `hints.HINTS`.
+        idea: a key of hints.toml.
         where: the smallest case that shows it, in sentences.
     """
 

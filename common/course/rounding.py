@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from common import models
-from common.course.answers import NUMBER, asks
-from common.course.questions import judged
+from common.course.answers import NUMBER, asks, judge
 from common.course.recording import ADAMW, batch
 from common.errors import InputError
 from common.ranks.namespaces import TwoNodes
@@ -161,7 +160,7 @@ def leaves_a_node(formula, ranks, counted):
             (1.5 * numel, "that is the paper's count, of a ring and many nodes; here every byte goes straight"),
             (truth / places, "that is what one rank sends; all ranks of the node do"),
         ]
-        print(f"{nodes} nodes of {places} ranks: {judged(formula(numel, nodes, places), truth, hints, within=0.03)}")
+        print(f"{nodes} nodes of {places} ranks: {judge(formula(numel, nodes, places), truth, hints, within=0.03)}")
 
 
 @asks(NUMBER)
@@ -182,7 +181,7 @@ def second_shards(formula, ranks, counted):
             (16 * numel / n + 4 * numel / p, "the copy is in 16 bits"),
             (16 * numel / n + numel / p, "a node keeps its copy as it computes with it, in 16 bits and not in 8"),
         ]
-        print(f"{n} ranks in nodes of {p}: {judged(formula(numel, n, p), truth, hints, within=0.01)}")
+        print(f"{n} ranks in nodes of {p}: {judge(formula(numel, n, p), truth, hints, within=0.01)}")
 
 
 @asks(NUMBER)
@@ -196,7 +195,7 @@ def largest_error(formula):
             (largest / 2**bits, "codes go both ways from zero: how many steps lie between 0 and the largest?"),
             (largest / (top + 1) / 2, "nearly: codes go from -127 to 127, so that zero stays zero"),
         ]
-        print(f"{bits} bits: {judged(formula(largest, bits), largest / top / 2, hints)}")
+        print(f"{bits} bits: {judge(formula(largest, bits), largest / top / 2, hints)}")
 
 
 # ---- 11: questions -----------------------------------------------------------------------------------------------
@@ -215,7 +214,7 @@ def smallest_increase(formula):
             (power * 2**-9, "bf16 has 7 bits after the leading one; half a spacing is 2^-8 of the power of two"),
             (power * 2**-11, "that is fp16, which has 10 bits after the leading one"),
         ]
-        print(f"weight {weight}: {judged(formula(weight), power * 2**-8, hints)}")
+        print(f"weight {weight}: {judge(formula(weight), power * 2**-8, hints)}")
 
 
 @asks(NUMBER)
@@ -229,7 +228,7 @@ def largest_scale(formula, largest):
             (truth / 2, "twice of that still fits"),
             (2.0**16, "that is where scalers begin; it knows nothing of this gradient"),
         ]
-        print(f"largest gradient {top:.3g}: {judged(formula(top), truth, hints)}")
+        print(f"largest gradient {top:.3g}: {judge(formula(top), truth, hints)}")
 
 
 # Bytes for each parameter in 16-bit with Adam: (those that every rank holds, those of which it holds an N-th).
@@ -248,4 +247,4 @@ def held(formula, ranks, counted):
         if stage == 1:
             wrongs.append(((8, 8), "those are fp32's bytes: parameters and gradients have 2 each here"))
         hints = [(kept + shared / ranks, hint) for (kept, shared), hint in wrongs]
-        print(f"stage {stage} on {ranks} ranks: {judged(formula(stage, ranks), found, hints, within=0.01)}")
+        print(f"stage {stage} on {ranks} ranks: {judge(formula(stage, ranks), found, hints, within=0.01)}")

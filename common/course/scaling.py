@@ -6,8 +6,7 @@
 import math
 from dataclasses import replace
 
-from common.course.answers import NAME, NUMBER, Form, asks, by_name, unfit
-from common.course.questions import check_answer, judged
+from common.course.answers import NAME, NUMBER, Form, asks, by_name, judge, unfit
 from common.plan.__main__ import ADVISED, LANDMARKS, USABLE, fit, of_model, of_size
 from common.plan.formulas import WAYS, Rank
 from common.simulate.hardware import preset
@@ -78,7 +77,7 @@ def check_landmarks(answer):
             else (stage, f"stage {stage} takes {show_bytes(round(rows[TITLES[stage]]['device']))} of a GPU")
             for stage in range(4)
         ]
-        print(f"{name}: {unfit(lowest_stage, STAGE) or judged(lowest_stage, truth, hints)}")
+        print(f"{name}: {unfit(lowest_stage, STAGE) or judge(lowest_stage, truth, hints)}")
 
 
 @asks(NUMBER)
@@ -101,7 +100,7 @@ def check_in_flight(formula, shape, worst):
         (2 * (2 * block + 2 * rest), "that has one block too few: count those gathered, and those reduced"),
         (3 * block + 2 * rest, "these are elements; an element has 2 bytes"),
     ]
-    check_answer(formula(block, rest), truth, hints, within=0.01)  # the shards' padding is not in a formula
+    print(judge(formula(block, rest), truth, hints, within=0.01))  # the shards' padding is not in a formula
 
 
 @asks(NUMBER)
@@ -117,7 +116,7 @@ def check_gpus(answer):
             hints.append((gpus, f"the states are {states}, all together {whole}"))
         elif gpus > truth:
             hints.append((gpus, "it fits, but fewer do"))
-    check_answer(answer, truth, hints)
+    print(judge(answer, truth, hints))
 
 
 # ---- 13: when ---------------------------------------------------------------------------------------------------
@@ -157,7 +156,7 @@ def check_crossover(formula):
             (speed / (6 * rate), "how many bytes are sent for each parameter?"),
             (6 * rate / (per_parameter * speed), "turned round: which of the two times grows with tokens?"),
         ]
-        print(f"{name}: {judged(formula(per_parameter, speed, rate), truth, hints)}")
+        print(f"{name}: {judge(formula(per_parameter, speed, rate), truth, hints)}")
 
 
 @asks(by_name(CASES))
@@ -194,4 +193,4 @@ def token_factor(answer):
         (2 / 50, "count the tokens of all micro-batches of the step"),
         (4 / 80, "backwards are added up, not averaged"),
     ]
-    check_answer(answer, 2 / 80, hints)
+    print(judge(answer, 2 / 80, hints))

@@ -1,4 +1,7 @@
-"""A submission as a class, on its own: it finds no solution to import, and sends nothing past the meter."""
+"""A submission as a class, on its own: it finds no solution to import, and sends nothing past the meter.
+
+Of ZeRO++ it has a few classes, which take the place of the package's own; all else is imported from there.
+"""
 
 import contextlib
 import importlib.util
@@ -21,6 +24,9 @@ SENDING = (
 )
 
 
+GIVEN = ("zeropp", "zeropp.engine", "zeropp.quantize", "zeropp.transports")  # to submissions that have classes of it
+
+
 class SolutionImported(ImportError):
     """A submission takes what it should hold from a stage's package."""
 
@@ -29,12 +35,12 @@ class PastTheMeterError(RuntimeError):
     """A submission calls a collective of torch's, whose bytes nobody counts."""
 
 
-def engine_at(where, given=()):
+def engine_at(where, classes=()):
     """The class `Engine` or `OffloadEngine` of a file, or of a package by its name.
 
     Args:
         where: the file, or the package.
-        given: packages whose methods it may have.
+        classes: names of those that the file has in the place of an engine; within `on_its_own` ZeRO++ gets them.
 
     Raises:
         SolutionImported: a method of it stands in another file.
@@ -44,31 +50,50 @@ def engine_at(where, given=()):
     spec = importlib.util.spec_from_file_location("submission", where)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    engine = getattr(module, "OffloadEngine", None) or module.Engine
-    _check_methods(engine, where, [COMMON, *(COMMON.parent / package for package in given)])
-    return engine
+    if not classes:
+        engine = getattr(module, "OffloadEngine", None) or module.Engine
+        _check_methods(engine, where)
+        return engine
+    made = {name: getattr(module, name) for name in classes}
+    for one in made.values():
+        _check_methods(one, where)
+    for name in GIVEN:
+        vars(sys.modules[name]).update(made)
+    return find_engine("zeropp")
 
 
-def _check_methods(engine, where, elsewhere):
+def _check_methods(checked, where):
     """All methods stand in the file, but for those of classes of `common` and of what is given."""
-    for made in inspect.getmro(engine):
+    for made in inspect.getmro(checked):
+        if made.__module__.startswith("common.") or _is_given(made):
+            continue
         for name, method in vars(made).items():
             code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-            if code is None or made.__module__.startswith("common."):
-                continue
-            if code.co_filename != where and not any(map(Path(code.co_filename).is_relative_to, elsewhere)):
+            if code is not None and code.co_filename != where and not Path(code.co_filename).is_relative_to(COMMON):
                 raise SolutionImported(f"the method {name} of {made.__name__} does not stand in this file")
 
 
+def _is_given(made):
+    return made.__module__ in GIVEN and getattr(sys.modules.get(made.__module__), made.__name__, None) is made
+
+
 @contextlib.contextmanager
-def on_its_own(where, given=()):
-    """Within it no line of the file `where` calls a collective of torch's, and no engine is imported unless given."""
-    solutions = SOLUTIONS - set(given)
-    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in solutions}
-    finder = _NoSolutions(solutions)
+def on_its_own(where, classes=()):
+    """Within it no line of the file `where` calls a collective of torch's, and it finds no engine to import.
+
+    Of ZeRO++, if it has `classes` of that, it finds all but those.
+    """
+    given = [importlib.import_module(name) for name in GIVEN if classes]
+    names = {module.__name__ for module in given}
+    hidden = {n: one for n, one in sys.modules.items() if n.partition(".")[0] in SOLUTIONS and n not in names}
+    finder = _NoSolutions()
     with contextlib.ExitStack() as patched:
         for name in SENDING:
             patched.enter_context(mock.patch.object(dist, name, _not_from(where, name)))
+        for module in given:
+            patched.enter_context(mock.patch.dict(vars(module), {"__getattr__": _withheld}))
+            for name in vars(module).keys() & set(classes):
+                delattr(module, name)
         for name in hidden:
             del sys.modules[name]
         sys.meta_path.insert(0, finder)
@@ -79,14 +104,17 @@ def on_its_own(where, given=()):
             sys.modules.update(hidden)
 
 
-class _NoSolutions:
-    """A finder of modules that finds none of these packages'."""
+def _withheld(name):
+    if name.startswith("__"):  # of import's own, such as __path__
+        raise AttributeError(name)
+    raise SolutionImported(f"{name} is what this submission is to hold")
 
-    def __init__(self, packages):
-        self.packages = packages
+
+class _NoSolutions:
+    """A finder of modules that finds none of the engines'."""
 
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in self.packages:
+        if name.partition(".")[0] in SOLUTIONS:
             raise SolutionImported(f"{name} holds a solution")
 
 

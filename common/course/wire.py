@@ -10,7 +10,7 @@ import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from common.course.answers import NUMBER, TRUTH, asks
+from common.course.answers import NUMBER, TRUTH, asks, judge
 from common.measure.timeline import PHASES
 from common.ranks.collectives import Collectives
 from common.ranks.sockets import bytes_sent_by, own_sockets
@@ -252,6 +252,9 @@ def _end(event):
     return event["ts"] + event["dur"]
 
 
+MB = 1e6, "MB"
+
+
 # ---- the questions of 04_communication --------------------------------------------------------------------------
 
 
@@ -267,7 +270,7 @@ def check_sent(formula, counts, nbytes):
             n: "that is what all ranks send together",
             1 / (n - 1): "that is what goes to one other rank",
         }
-        print(f"{name}: {verdict(formula(name, n, nbytes), truth, hints=hints)}")
+        print(f"{name}: {judge_in(MB, formula(name, n, nbytes), truth, hints)}")
 
 
 @asks(NUMBER)
@@ -291,7 +294,7 @@ def check_multiple(answer, sent, counts, unit):
         1 / 3: "the step still has its all-gather of parameters",
         4 / 3: "only the reduce-scatter doubles, not the all-gather",
     }
-    print(verdict(answer, truth, within=0.05, hints=hints, unit=(1, "times")))
+    print(judge_in((1, "times"), answer, truth, hints, within=0.05))
 
 
 @asks(NUMBER)
@@ -307,7 +310,7 @@ def check_leaving(formula, counts, nbytes):
                 (n - 1) / (n - p): "of what a rank sends, a part stays in the node",
                 n / (n - 1): "a rank keeps its own part",
             }
-            print(f"{way}, nodes of {p}: {verdict(formula(way, n, p, nbytes), truth, hints=hints)}")
+            print(f"{way}, nodes of {p}: {judge_in(MB, formula(way, n, p, nbytes), truth, hints)}")
 
 
 @asks(NUMBER)
@@ -320,7 +323,7 @@ def check_ring_time(formula, medians, n):
         return
     for size in (smallest, largest):
         hints = {1 / (n - 1): "there are N-1 rounds, one after another", n: "a round sends M/N, and there are N-1"}
-        if (said := verdict(answers[size], medians[size], within=0.1, hints=hints)) != "solved":
+        if (said := judge_in(MB, answers[size], medians[size], hints, within=0.1)) != "solved":
             print(f"{size / 1e6:g} MB: {said}")
             return
     for size in between:  # a factor of two for the machine's moods
@@ -350,7 +353,7 @@ def check_hidden(formula, steps):
     for title, (lasted, share) in steps.items():
         truth = lasted * (1 - share)
         hints = {share / (1 - share): "that is what is hidden", 1 / (1 - share): "a part of it lies beside computation"}
-        print(f"{title}: {verdict(formula(lasted, share), truth, hints=hints, unit=(1, 'ms'))}")
+        print(f"{title}: {judge_in((1, 'ms'), formula(lasted, share), truth, hints)}")
 
 
 @asks(NUMBER)
@@ -361,10 +364,8 @@ def check_messages(formula, counted):
             1 / 2: "gradients travel in one, parameters in another",
             2: "an all-reduce is one call, though two collectives are in it",
         }
-        answer = formula(stage, buckets)
-        print(
-            f"stage {stage}, {buckets} buckets: {verdict(answer, truth, within=0, hints=hints, unit=(1, 'messages'))}"
-        )
+        said = judge_in((1, "messages"), formula(stage, buckets), truth, hints, within=0)
+        print(f"stage {stage}, {buckets} buckets: {said}")
 
 
 @asks(NUMBER)
@@ -372,7 +373,7 @@ def check_batch(formula, medians):
     """Hold `formula(batch)`, seconds of a step, against medians {batch: seconds}, the last of which it did not know."""
     *known, last = sorted(medians)
     for batch in known:
-        said = verdict(formula(batch), medians[batch], within=0.05, unit=(1e-3, "ms"))
+        said = judge_in((1e-3, "ms"), formula(batch), medians[batch], within=0.05)
         if said != "solved":
             print(said if said == "not solved yet" else f"batch {batch}: {said}; your line should pass through it")
             return
@@ -384,22 +385,9 @@ def check_batch(formula, medians):
     print("solved" if truth / 1.5 < answer < 1.5 * truth else "not yet: more than half of it off; measure again")
 
 
-def verdict(answer, truth, *, within=0.02, hints=None, unit=(1e6, "MB")):
-    """One line on an answer.
+def judge_in(unit, answer, truth, hints=None, within=0.02):
+    """What `judge` says, with both numbers; hints by what a known mistake comes to, over the truth.
 
-    Args:
-        answer: a number; None where there is none yet.
-        truth: what was measured.
-        within: relative difference that is left for padding and headers.
-        hints: {what a known mistake comes to, over the truth: what to say of it}.
-        unit: how large, and its name: what a number is shown in.
+    2 % are left for padding and headers.
     """
-    if answer is None:
-        return "not solved yet"
-    if abs(answer - truth) <= within * truth:
-        return "solved"
-    shown = f"{answer / unit[0]:.4g} {unit[1]} by your formula, {truth / unit[0]:.4g} measured"
-    for ratio, hint in (hints or {}).items():
-        if ratio != 1 and abs(answer / truth - ratio) <= max(within, 0.01) * ratio:
-            return f"not yet: {shown}; {hint}"
-    return f"not yet: {shown}"
+    return judge(answer, truth, [(ratio * truth, hint) for ratio, hint in (hints or {}).items()], within, unit)

@@ -24,6 +24,7 @@ import sys
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
 from common.engine import EngineBase
 from common.lessons.held import Held
@@ -118,15 +119,16 @@ class Recorder:
         self._watch_tiers()
         self.note("start", phase="before")
         for name in [*own_methods(type(self.engine)), "step_shard", "zero_grad"]:
-            self._replace(self.engine, name, self._around_method)
+            self._put(self.engine, name, self._around_method(name, getattr(self.engine, name)))
         for comm in comms_of(self.engine):
             for name in COLLECTIVES:
-                self._replace(comm, name, self._around_collective)
-        self._replace(self.engine.comm, "work", self._around_work)
-        self._replace(self.engine.comm.traffic, "record", self._around_record)
+                self._look_on(comm, name, self.flush, partial(self._begun, name + comm._where))
+        self._look_on(self.engine.comm, "work", self._uses)
+        self._put(self.engine.comm.traffic, "record", self._around_record(self.engine.comm.traffic.record))
         for bucket in self.buckets.values():
-            self._replace(bucket, "pack", lambda name, pack, about=bucket.name: self._around_pack(about, pack))
-        self._replace(self.engine, "begin_forward", self._around_begin_forward)
+            self._look_on(bucket, "pack", after=partial(self._packed, bucket.name))
+        # Hooks on the model's parts are set behind the engine's, so that what these do comes before the part runs.
+        self._look_on(self.engine, "begin_forward", after=self._hook_parts)
         return self
 
     def __exit__(self, *error):
@@ -134,10 +136,28 @@ class Recorder:
         for undo in reversed(self._undo):
             undo()
 
-    def _replace(self, owner, name, around):
+    def _put(self, owner, name, method):
+        """Put a method in the place of one, until the step is over."""
         before = vars(owner).get(name)
-        setattr(owner, name, around(name, getattr(owner, name)))
+        setattr(owner, name, method)
         self._undo.append(lambda: delattr(owner, name) if before is None else setattr(owner, name, before))
+
+    def _look_on(self, owner, name, before=lambda *_: None, after=lambda *_: None):
+        """Call `before(*args)` and `after(result, *args)` around each call, but for those of other threads."""
+        method = getattr(owner, name)
+
+        def watched(*args, **kwargs):
+            if not self._is_here():
+                return method(*args, **kwargs)
+            before(*args)
+            result = method(*args, **kwargs)
+            after(result, *args)
+            return result
+
+        self._put(owner, name, watched)
+
+    def _is_here(self):
+        return threading.get_ident() == self._thread
 
     # ---- what is looked at ------------------------------------------------------------------------------------
 
@@ -166,34 +186,20 @@ class Recorder:
 
         return watched
 
-    def _around_collective(self, collective, method):
-        kind = collective + method.__self__._where
+    def _begun(self, kind, handle, *args):
+        """A collective has begun; one that is about no bucket is an agreement."""
+        about = args[-1]
+        if about not in self.buckets:
+            self.note("agree")
+            return
+        self.held.begins(about, kind, args[:2])
+        self.note(kind, about)
+        self._watch(handle, about)
 
-        def watched(*args, **kwargs):
-            self.flush()
-            before, about = self._total["sent"], args[-1]
-            handle = method(*args, **kwargs)
-            for name in set(self._within):
-                self.methods[name].sent[kind, self._within[-1]] += self._total["sent"] - before
-                self.methods[name].times[kind, self._within[-1]] += 1
-            if about not in self.buckets:
-                self.note("agree")
-                return handle
-            self.held.begins(about, kind, args[:2])
-            self.note(kind, about)
-            return self._watch(handle, about)
-
-        return watched
-
-    def _around_work(self, name, work):
+    def _uses(self, label, job, *buffers):
         """Plain work between collectives uses messages and sums."""
-
-        def watched(label, job, *buffers):
-            if self._about and self._about[-1] is not None:
-                self.held.uses(self._about[-1], buffers)
-            return work(label, job, *buffers)
-
-        return watched
+        if self._about and self._about[-1] is not None:
+            self.held.uses(self._about[-1], buffers)
 
     def _watch(self, handle, about):
         """When the engine first waits for it, what is under way for a bucket has arrived."""
@@ -201,19 +207,18 @@ class Recorder:
 
         def watched():
             wait()
-            if under_way and under_way is self.held.begun.get(about) and threading.get_ident() == self._thread:
+            if under_way and under_way is self.held.begun.get(about) and self._is_here():
                 kinds = self.held.arrives(about)
                 self.note("arrive", about, kinds)
                 if not any(kind.startswith("all_gather") for kind in kinds):  # the method may take other room
                     self.flush()
 
         handle.wait = watched
-        return handle
 
-    def _around_record(self, name, record):
+    def _around_record(self, record):
         def watched(kind, nbytes, left=0):
             record(kind, nbytes, left)
-            if threading.get_ident() == self._thread:
+            if self._is_here():
                 self._count(kind, nbytes, left, self._within)
             else:
                 self._late.moved.append((kind, nbytes))
@@ -221,34 +226,23 @@ class Recorder:
         return watched
 
     def _count(self, kind, nbytes, left, within):
-        if kind not in BUS + DISK:
-            self._total.update(sent=nbytes, left=left)
-            return
-        self._total[kind] += nbytes
+        on_wire = kind not in BUS + DISK
+        self._total.update({"sent": nbytes, "left": left} if on_wire else {kind: nbytes})
         for name in set(within):
-            self.methods[name].moved[kind, within[-1]] += nbytes
-            self.methods[name].times[kind, within[-1]] += 1
+            count = self.methods[name]
+            (count.sent if on_wire else count.moved)[kind, within[-1]] += nbytes
+            count.times[kind, within[-1]] += 1
 
-    def _around_pack(self, about, pack):
-        def watched(name, gradient):
-            pack(name, gradient)
-            self.note("pack", about, [name])
+    def _packed(self, about, _, name, gradient):
+        self.note("pack", about, [name])
 
-        return watched
-
-    def _around_begin_forward(self, name, begin_forward):
-        """Hooks on the model's parts are set behind the engine's, so that what these do comes before the part runs."""
-
-        def watched():
-            begin_forward()
-            for label, part in parts(self.engine._module):
-                hooks = [
-                    part.register_forward_pre_hook(lambda *_, label=label: self.note("forward", names=[label])),
-                    part.register_forward_hook(lambda _, __, output, label=label: self._watch_backward(label, output)),
-                ]
-                self._undo += [hook.remove for hook in hooks]
-
-        return watched
+    def _hook_parts(self, _):
+        for label, part in parts(self.engine._module):
+            hooks = [
+                part.register_forward_pre_hook(lambda *_, label=label: self.note("forward", names=[label])),
+                part.register_forward_hook(lambda _, __, output, label=label: self._watch_backward(label, output)),
+            ]
+            self._undo += [hook.remove for hook in hooks]
 
     def _watch_backward(self, label, output):
         for tensor in tensors_in(output):
@@ -258,12 +252,12 @@ class Recorder:
 
     def _watch_tiers(self):
         tiers = self.held.tiers
-        if "host" in tiers:
+        if "host" in tiers:  # whose own moves, on its thread, count when the engine waits: see `_around_submit`
             for name in ("down", "up", "carry"):
-                self._replace(self.engine.bus, name, self._around_bus)
-            self._replace(tiers["host"].lane, "submit", self._around_submit)
+                self._look_on(self.engine.bus, name, self.flush, partial(self._moves, name))
+            self._put(tiers["host"].lane, "submit", self._around_submit(tiers["host"].lane.submit))
         if "disk" in tiers:
-            self._replace(tiers["disk"], "finish", self._around_finish)
+            self._look_on(tiers["disk"], "finish", after=self._has_written)
             for bucket in self.buckets.values():
                 places = {bucket.parameters_at: "parameters", bucket.gradients_at: "gradients"}
                 for place in (bucket.masters_at, *bucket.states_at.values()):
@@ -272,20 +266,15 @@ class Recorder:
                     if place.tensor is None:
                         self._watch_place(bucket.name, state, place)
 
-    def _around_bus(self, name, move):
-        def watched(*args, **kwargs):
-            if threading.get_ident() != self._thread:  # the host's own: see `_around_submit`
-                return move(*args, **kwargs)
-            self.flush()
-            way, about = args[:2] if name == "carry" else (name, args[0].name)
-            handle = move(*args, **kwargs)
-            self.held.begins(about, way)
-            self.note(way, about)
-            return self._watch(handle, about) if way == "down" else handle  # what goes up has a gather behind it
+    def _moves(self, name, handle, *args):
+        """A copy over the bus has begun."""
+        way, about = args[:2] if name == "carry" else (name, args[0].name)
+        self.held.begins(about, way)
+        self.note(way, about)
+        if way == "down":  # what goes up has a gather behind it
+            self._watch(handle, about)
 
-        return watched
-
-    def _around_submit(self, name, submit):
+    def _around_submit(self, submit):
         """What the host is given to do: to step a bucket or, in backward, to bring a mean down and on to disk."""
 
         def watched(work, *buffers):
@@ -304,7 +293,7 @@ class Recorder:
 
             def waited():
                 wait()
-                if threading.get_ident() == self._thread:
+                if self._is_here():
                     while moved:
                         self._count(*moved.pop(0), 0, within)
                     if steps and about is not None:
@@ -316,8 +305,7 @@ class Recorder:
         return watched
 
     def _has_stepped(self, about):
-        bucket = self.buckets[about]
-        for piece in bucket.pieces:
+        for piece in self.buckets[about].pieces:
             self.held.steps(about, piece)
         self.note("stepped", about)
 
@@ -327,35 +315,22 @@ class Recorder:
         if place._lent:  # read ahead by the step before
             self.held.lent[key] = "t"
 
-        def around(name, move):
-            def watched(*args, **kwargs):
-                if threading.get_ident() != self._thread:
-                    return move(*args, **kwargs)
-                if name == "_read":
-                    self.flush()
-                    self.held.lent[key] = "t"
-                elif name == "_write":
-                    self.flush()
-                    self.held.writes(about, state)
-                else:
-                    self.held.lent.pop(key, None)
-                result = move(*args, **kwargs)
-                if name in ("_read", "_write"):
-                    self.note(name[1:], about, [state])
-                return result
+        def reads(*_):
+            self.flush()
+            self.held.lent[key] = "t"
 
-            return watched
+        def writes(*_):
+            self.flush()
+            self.held.writes(about, state)
 
-        for name in ("_read", "_write", "drop", "put_back"):
-            self._replace(place, name, around)
+        self._look_on(place, "_read", reads, lambda *_: self.note("read", about, [state]))
+        self._look_on(place, "_write", writes, lambda *_: self.note("write", about, [state]))
+        for name in ("drop", "put_back"):
+            self._look_on(place, name, lambda *_: self.held.lent.pop(key, None))
 
-    def _around_finish(self, name, finish):
-        def watched():
-            finish()
-            self.held.has_written()
-            self.note("arrive", None, ["write"])
-
-        return watched
+    def _has_written(self, _):
+        self.held.has_written()
+        self.note("arrive", None, ["write"])
 
     # ---- what is noted ----------------------------------------------------------------------------------------
 
@@ -371,7 +346,7 @@ class Recorder:
             kind, phase or self.phase, about, list(names), method, line, inherited, tuple(self._within)
         )
 
-    def flush(self):
+    def flush(self, *_):
         """Complete the event that waits for its state."""
         event, self._pending = self._pending, None
         if event is None:

@@ -1,37 +1,18 @@
 """The numbers at the head of a page, from the engines' books, and what their terms mean."""
 
+import tomllib
+from pathlib import Path
+
 from common.lessons import chart, notes
 from common.train import show_bytes
 
-TERMS = {
-    "Model states": """Parameters, gradients and optimizer states, as they stand just before the update: what a rank has
-to keep, and what <code>owned</code> predicts.""",
-    "Held now": """In the step below: the model states, the receive buffer of the reductions, which stays between steps,
-and what comes and goes within one: gathered units, room for gradients, gradients on their way. No activations.""",
-    "Peak of live bytes": """The most that is live after any operation of a step, activations, inputs and temporary
-results included.""",
-}
-HOST_TERMS = {
-    "The host": """Memory beside the device, which the bus joins to it. These ranks are CPUs: their device is private
-memory, their host shared mappings.""",
-}
-DISK_TERMS = {
-    "Staging buffers": """What is read from disk and written there passes through them. They belong to the host where
-there is a GPU, and are shown there; a rank that is a CPU has them in its private memory.""",
-}
-NODE_TERMS = {
-    "Second shard": """A part of the node's own copy of the parameters, which the first gather after an update
-fills.""",
-    "Left the node": """What of the bytes sent goes to ranks of the other node. These four ranks share a machine, and
-are told that they live on two nodes.""",
-}
+TERMS = tomllib.loads(Path(__file__).with_name("terms.toml").read_text(encoding="utf-8"))
 
 
 def terms_of(recorded):
     """{term: what it means}, of those that a page needs."""
-    areas = recorded[1]["areas"]
-    terms = TERMS | (HOST_TERMS if "host" in areas else {}) | (DISK_TERMS if "disk" in areas else {})
-    return terms | (NODE_TERMS if has_nodes(recorded) else {})
+    needed = {"always", *recorded[1]["areas"], *(["nodes"] if has_nodes(recorded) else [])}
+    return {term: text for about, terms in TERMS.items() if about in needed for term, text in terms.items()}
 
 
 def rows(recorded):

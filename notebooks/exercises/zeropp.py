@@ -1,4 +1,4 @@
-"""Exercise. From zeropp/, here in one file, 17 lines are missing, in 4 parts.
+"""Exercise. From Blocks, SecondShards and TwoHops of zeropp/ 17 lines are missing, in 4 parts.
 
 Write them all, and ask as often as you like; from then on the answers are about what is wrong:
 
@@ -45,50 +45,31 @@ At hand:
                                                       second hop; `messages`, `received` and `sums` those of the
                                                       first
 
-The rest stands as in the engine, and what it says of itself as well:
+The rest of these classes stands as in zeropp/, which has all else. It says of itself:
 
-ZeRO++: stage 3 that sends less between nodes. Parameters travel in 8 bits, gradients in 4, and each node has a copy.
+How a unit's parameters come and its gradients go: stage 3's ways, and what each part of ZeRO++ puts in their place.
 
-Three switches, each of which changes how a unit's parameters come or its gradients go, and nothing else. With all of
-them off this is stage 3, bit for bit.
+    parameters    AllGather            stage 3: every rank's shard, as it is, to every rank
+                  QuantizedAllGather   qwZ: the shard as int8
+                  SecondShards         hpZ: one of those two once an update, and copies inside the node after that
+    gradients     ReduceScatter        stage 3: every piece, as it is, to the rank that adds them up
+                  OneHop               pieces as int4
+                  TwoHops              qgZ: pieces as int4 inside the node, their sums as int4 across nodes
 
-Phases of a step, over N ranks in nodes of P, and Ψ parameters of 16 bits, M = 2 Ψ bytes; what a node sends to others:
+Plain work and collectives are handed to one lane, which runs them in the order of the calls, beside the computation. So
+the collective that follows some packing sends what was packed, and the last Handle is that of all.
 
-    1. gather            forward     before a unit runs: all-gather its parameters           M of stage 3
-       prefetch          forward     and begin with those of the unit after it               M/2 `quantize_weights`
-    2. free              forward     after a unit ran: give its parameters back
-    3. gather, prefetch  backward    the same, in the order of backward                      M of stage 3
-                                                                                             0   `hierarchical`
-    4. gradient_ready    backward    a gradient moves into its unit's room, taken with the first
-    5. reduce, free      backward    after a unit's backward: reduce-scatter to the mean     M of stage 3
-                                                                                             M/4 `quantize_gradients`
-    6. finish_backward   backward    send what is missing, wait for all means
-    7. update            step        every rank steps its shard, Ψ/N parameters; the nodes' copies are out of date
-
-qwZ, `quantize_weights`, gathers shards as int8 with a scale for each block of them. hpZ, `hierarchical`, keeps a second
-shard on each rank, of the node's own copy of the parameters: the first gather after an update fills it, and the others
-stay inside the node. qgZ, `quantize_gradients`, reduces in two hops, inside the node and across, as int4. How each of
-them does it stands in `transports.py`; here an engine asks `bucket.comes_by` and `bucket.goes_by`.
-
-The unit that ends the forward begins the backward, so it stays gathered between them and saves its second gather, and
-so does a last one inside it. `keep_last=False` frees them too, as in the paper.
-
-Source: ZeRO++, arXiv 2306.10209. Model states with Adam: 16/N Ψ bytes, 2/P Ψ more with `hierarchical`, and with
-`error_feedback` 2 Ψ and 2/P Ψ more, in 16-bit.
+Source: ZeRO++, arXiv 2306.10209, sec. 3.
 """
 
 import weakref
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-import stage3_param
-from common.engine import Bucket, Owned, units
-from common.engine.accounting import Accounts
-from common.errors import InputError
-from common.ranks.nodes import ACROSS_NODES, IN_NODE, check_ranks_per_node
-from common.tensors import length
+from common.ranks.nodes import ACROSS_NODES, IN_NODE
+from zeropp.quantize import CHUNK
+from zeropp.transports import AllGather, OneHop
 
 # ---- quantize.py ----------------------------------------------------------------------------------------------------
 #
@@ -110,10 +91,6 @@ from common.tensors import length
 # The last block may be shorter than the others, so that a small tensor sends no more codes than it has elements.
 #
 # Source: ZeRO++, arXiv 2306.10209, sec. 3.1 and 4.2.
-
-# Elements at a time. On a CPU what lies between them and their codes stays in the cache, on a GPU it is 64 MB or so for
-# each of a few kernels.
-CHUNK, GPU_CHUNK = 2**17, 2**24
 
 
 class Blocks:
@@ -196,83 +173,6 @@ class Blocks:
 
 
 # ---- transports.py --------------------------------------------------------------------------------------------------
-#
-# How a unit's parameters come and its gradients go: stage 3's ways, and what each part of ZeRO++ puts in their place.
-#
-#     parameters    AllGather            stage 3: every rank's shard, as it is, to every rank
-#                   QuantizedAllGather   qwZ: the shard as int8
-#                   SecondShards         hpZ: one of those two once an update, and copies inside the node after that
-#     gradients     ReduceScatter        stage 3: every piece, as it is, to the rank that adds them up
-#                   OneHop               pieces as int4
-#                   TwoHops              qgZ: pieces as int4 inside the node, their sums as int4 across nodes
-#
-# Plain work and collectives are handed to one lane, which runs them in the order of the calls, beside the computation. So
-# the collective that follows some packing sends what was packed, and the last Handle is that of all.
-#
-# Source: ZeRO++, arXiv 2306.10209, sec. 3.
-
-
-class AllGather:
-    """Stage 3's way: shards as they are.
-
-    Args:
-        comm: the engine's Collectives.
-    """
-
-    def __init__(self, comm):
-        self.comm = comm
-
-    def gather(self, bucket):
-        """Begin to fill `bucket.full`; return the Handle of that."""
-        return self.comm.all_gather(bucket.parameters, bucket.full, bucket.name)
-
-    def second(self, bucket):
-        """The elements of a bucket that this rank keeps for its node, as a slice of the run: none."""
-        return slice(0, 0)
-
-    def outdate(self, bucket):
-        """The bucket's parameters are about to change."""
-
-    def begin_step(self):
-        """A step is about to decide, and ends what `sends` tells of."""
-
-    def sends(self, bucket, gathers):
-        """The collectives of so many gathers in a step: {name in the meter: times}."""
-        return {"all_gather": gathers}
-
-    def legs(self, bucket):
-        """What each of those sends once: {name: bytes of this rank}."""
-        return {"all_gather": bucket.shard_numel * bucket.kind.dtype.itemsize * (self.comm.size - 1)}
-
-
-class QuantizedAllGather(AllGather):
-    """qwZ (sec. 3.1): shards in 8 bits. A rank reads its own as the others do, so that all compute with one model.
-
-    Args:
-        comm: the engine's Collectives.
-        blocks: how to quantize, a `Blocks`.
-    """
-
-    def __init__(self, comm, blocks):
-        super().__init__(comm)
-        self.blocks = blocks
-
-    def gather(self, bucket):
-        nbytes = self.blocks.nbytes(bucket.shard_numel)
-        message, received = self.comm.buffer(nbytes), self.comm.buffer(self.comm.size, nbytes)
-
-        def pack():
-            self.blocks.pack(bucket.parameters, message)
-
-        def unpack():
-            self.blocks.unpack(received, bucket.full.view(self.comm.size, -1))
-
-        self.comm.work(f"quantize {bucket.name}", pack)
-        self.comm.all_gather(message, received.view(-1), bucket.name)
-        return self.comm.work(f"dequantize {bucket.name}", unpack, message, received, bucket.full)
-
-    def legs(self, bucket):
-        return {"all_gather": self.blocks.nbytes(bucket.shard_numel) * (self.comm.size - 1)}
 
 
 class SecondShards(AllGather):
@@ -327,127 +227,6 @@ class SecondShards(AllGather):
         return {**self.first.legs(bucket), "all_gather" + IN_NODE: part * (self.inside.size - 1)}
 
 
-class ReduceScatter:
-    """Stage 3's way: pieces as they are.
-
-    Args:
-        comm: the engine's Collectives.
-    """
-
-    def __init__(self, comm):
-        self.comm = comm
-
-    def reduce(self, bucket, scale=1.0):
-        """Begin to write this rank's shard of the mean to `bucket.reduced`; return the Handle of that.
-
-        Uses `bucket.local` up, this rank's own gradients, of a loss that was multiplied by `scale` on all ranks.
-        """
-        return self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)
-
-    def residuals(self, bucket):
-        """The elements of a bucket's gradients that rounding leaves to the next step, hop by hop: none."""
-        return ()
-
-    def take(self, bucket):
-        """A step takes what was reduced."""
-
-    def drop(self, bucket):
-        """What was reduced since the last step is dropped, if anything was."""
-
-    def sends(self, bucket, reductions):
-        """The collectives of so many reductions in a step: {name in the meter: times}."""
-        return dict.fromkeys(self.legs(bucket), reductions)
-
-    def legs(self, bucket):
-        """What each of those sends once: {name: bytes of this rank}."""
-        return {"reduce_scatter": bucket.shard_numel * bucket.kind.dtype.itemsize * (self.comm.size - 1)}
-
-
-class OneHop(ReduceScatter):
-    """Pieces in 4 bits. What came is dequantized, added in fp32 in rank order, divided once and rounded once.
-
-    Codes are never added: those of two ranks count steps of different sizes.
-
-    Args:
-        comm: the engine's Collectives.
-        blocks: how to quantize, a `Blocks`.
-        error_feedback: what rounding takes from a gradient is added to the next one: see `_pack`.
-    """
-
-    def __init__(self, comm, blocks, error_feedback=False):
-        super().__init__(comm)
-        self.blocks, self.error_feedback = blocks, error_feedback
-        self._scales = weakref.WeakKeyDictionary()  # bucket -> {hop: the loss scale of what it rounded last}
-        self._reduced = weakref.WeakSet()  # the buckets whose reductions no step has taken yet
-
-    def reduce(self, bucket, scale=1.0):
-        pieces = bucket.local.view(self.comm.size, -1)
-        messages = self._messages(bucket, self.comm.size)
-        received = self._messages(bucket, self.comm.size)
-        self._pack(bucket, 0, scale, pieces, messages)
-        self.comm.all_to_all(messages.view(-1), received.view(-1), bucket.name)
-        return self._mean(bucket, received, messages, bucket.local)
-
-    def residuals(self, bucket):
-        return (bucket.padded_numel,) if self.error_feedback else ()
-
-    def take(self, bucket):
-        self._reduced.discard(bucket)
-
-    def drop(self, bucket):
-        for residual in bucket.residuals if bucket in self._reduced else ():
-            residual.zero_()
-        self._reduced.discard(bucket)
-
-    def legs(self, bucket):
-        return {"all_to_all": self.blocks.nbytes(bucket.shard_numel) * (self.comm.size - 1)}
-
-    def _messages(self, bucket, *shape):
-        """Room for messages of a shard each [*shape, bytes]."""
-        return self.comm.buffer(*shape, self.blocks.nbytes(bucket.shard_numel))
-
-    def _pack(self, bucket, hop, scale, pieces, messages):
-        """Quantize pieces of a gradient [..., elements] into their messages [..., bytes].
-
-        With error feedback what rounding took the last time is added first, and what it takes now is kept: what a step
-        takes of a gradient is not lost, it comes later. Where no step takes it, because zero_grad() drops it or fp16
-        overflows, what is kept goes with it: it is of that gradient, too large a one perhaps. What rounding took before
-        that is lost then, half a quantization step at most; to give it back would take room for a second copy.
-        """
-        pack = partial(self.blocks.pack, pieces, messages)
-        if self.error_feedback:
-            self._reduced.add(bucket)
-            residuals = bucket.residuals[hop].view(pieces.shape)
-            growth = self._growth_of_scale(bucket, hop, scale)
-
-            def pack():
-                for piece, message, residual in zip(pieces, messages, residuals, strict=True):
-                    wanted = piece + residual.float() * growth
-                    arrives = torch.empty_like(wanted)
-                    self.blocks.pack(wanted, message)
-                    self.blocks.unpack(message, arrives)
-                    residual.copy_(wanted.sub_(arrives).nan_to_num_(0.0, 0.0, 0.0))
-
-        self.comm.work(f"quantize the gradient of {bucket.name}", pack)
-
-    def _growth_of_scale(self, bucket, hop, scale):
-        """What the loss scale of this backward is to that of the last one. Residuals are as much too small."""
-        scales = self._scales.setdefault(bucket, {})
-        before, scales[hop] = scales.get(hop, scale), scale
-        return scale / before
-
-    def _mean(self, bucket, received, *buffers):
-        """Add up the messages for this rank's shard, [number, bytes], to the mean over all ranks."""
-        reduced = bucket.reduced
-        total = self.comm.buffer(len(reduced), dtype=torch.float32)
-
-        def mean():
-            self.blocks.add_up(received, total)
-            reduced.copy_(total.div_(self.comm.size))
-
-        return self.comm.work(f"add up the gradient of {bucket.name}", mean, received, total, reduced, *buffers)
-
-
 class TwoHops(OneHop):
     """qgZ (sec. 3.3): each piece crosses to another node once, whatever the number of ranks there.
 
@@ -486,249 +265,3 @@ class TwoHops(OneHop):
             "all_to_all" + IN_NODE: nodes * nbytes * (places - 1),
             "all_to_all" + ACROSS_NODES: nbytes * (nodes - 1),
         }
-
-
-class Ways:
-    """Which way each bucket takes. The switches choose here, once.
-
-    Args:
-        comm: the engine's Collectives. Its `ranks_per_node` says what a node is.
-        dtype: what is quantized: parameters and gradients of this dtype. Those that `keep_fp32` names, and integers, go
-            as they are.
-        quantize_weights, hierarchical, quantize_gradients, error_feedback, block: the engine's.
-
-    Attributes:
-        exact: the way of parameters that are not for a step: stage 3's.
-    """
-
-    def __init__(self, comm, dtype, *, quantize_weights, hierarchical, quantize_gradients, error_feedback, block):
-        self.dtype = dtype
-        inside, across = comm.by_nodes()
-        chunk = CHUNK if comm.point_to_point else GPU_CHUNK
-        coarse, fine = Blocks(4, block, chunk), Blocks(8, block, chunk)
-        self.exact = self.plain = self.quantized = AllGather(comm)
-        if quantize_weights:
-            self.quantized = QuantizedAllGather(comm, fine)
-        if hierarchical and across.size > 1:  # one node's second shards would be its first ones
-            self.plain, self.quantized = (SecondShards(comm, inside, way) for way in (self.plain, self.quantized))
-        self.plain_back = self.quantized_back = ReduceScatter(comm)
-        if quantize_gradients and 1 in (inside.size, across.size):  # one of the hops would go nowhere
-            self.quantized_back = OneHop(comm, coarse, error_feedback)
-        elif quantize_gradients:
-            self.quantized_back = TwoHops(comm, inside, across, coarse, error_feedback)
-
-    def of(self, bucket):
-        """How its parameters come, and how its gradients go."""
-        if bucket.kind.dtype == self.dtype:
-            return self.quantized, self.quantized_back
-        return self.plain, self.plain_back
-
-    def begin_step(self):
-        """See `AllGather.begin_step`."""
-        for way in {self.plain, self.quantized}:
-            way.begin_step()
-
-
-@dataclass(frozen=True)
-class OwnedBesides(Owned):
-    """What a rank keeps of a bucket besides.
-
-    Attributes:
-        second: a second part of the parameters, for the ranks of its node: a slice of the run.
-        residuals: what rounding took from gradients, so many elements for each time that they are rounded.
-    """
-
-    second: slice
-    residuals: tuple[int, ...]
-
-
-class RoutedBucket(Bucket):
-    """A bucket with a way to come and a way to go.
-
-    Attributes:
-        comes_by, goes_by: the ways of its parameters and of its gradients.
-        second, residuals: what `OwnedBesides` says is kept: a flat tensor or None, and a tuple of them.
-    """
-
-    comes_by = goes_by = second = None
-    residuals = ()
-
-    def lay(self, engine, whole):
-        """See `Bucket.lay`."""
-        super().lay(engine, whole)
-        owned = engine.owned(self)
-        if length(owned.second):
-            self.second = self.parameters.new_empty(length(owned.second))
-        self.residuals = tuple(self.parameters.new_zeros(numel) for numel in owned.residuals)
-
-    def forget(self):
-        """Drop every gradient since the last step, and what rounding took from it."""
-        super().forget()
-        if self.goes_by is not None:
-            self.goes_by.drop(self)
-
-    def drop(self, names):
-        """See `Bucket.drop`. What rounding took from the whole bucket goes too: it is less than half a step of int4."""
-        super().drop(names)
-        self.goes_by.drop(self)
-
-    def take_over(self, part, fill):
-        """See `Bucket.take_over`. What nodes keep of the parameters before is out of date."""
-        self.comes_by.outdate(self)
-        super().take_over(part, fill)
-
-
-class Books(Accounts):
-    """The books of an engine whose buckets take ways of their own."""
-
-    def kept(self):
-        """The model states on this rank, by class."""
-        kept, buckets = super().kept(), self._engine.buckets
-        kept["parameters"] += [bucket.second for bucket in buckets + self._engine.frozen]
-        kept["gradients"] += [residual for bucket in buckets for residual in bucket.residuals]
-        return kept
-
-    def predicted_held(self):
-        """See `EngineBase.predicted_model_state_bytes`."""
-        predicted = super().predicted_held()
-        for bucket in self._engine.buckets + self._engine.frozen:
-            owned, itemsize = self._engine.owned(bucket), bucket.kind.dtype.itemsize
-            predicted["parameters"] += length(owned.second) * itemsize
-            predicted["gradients"] += sum(owned.residuals) * itemsize
-        return predicted
-
-    def sent_once(self, bucket, collective):
-        return {**bucket.comes_by.legs(bucket), **bucket.goes_by.legs(bucket)}[collective]
-
-
-# ---- engine.py ------------------------------------------------------------------------------------------------------
-
-
-class Engine(stage3_param.Engine):
-    """Stage 3 with quantized weights, a copy of them in each node, and quantized gradients.
-
-    Takes what stage 3 takes.
-
-    Args:
-        quantize_weights: qwZ: parameters travel as int8.
-        hierarchical: hpZ: gathers between two updates stay inside the node, but for the first.
-        quantize_gradients: qgZ: gradients travel as int4, inside the node and then across.
-        error_feedback: what rounding takes from a gradient is added to the next one.
-        block: elements that share a scale, an even number.
-        ranks_per_node: how many ranks in a row share a node; None for what torchrun says, without it all.
-
-    Raises:
-        InputError: an option makes no sense.
-    """
-
-    exact, quantizes = False, True  # the suite judges it by its losses; with no switch that quantizes it is exact
-    bucket, books = RoutedBucket, Books
-    switches = ("quantize_weights", "hierarchical", "quantize_gradients", "error_feedback", "block")
-    own_options = (*switches, "ranks_per_node", *stage3_param.Engine.own_options)
-
-    def __init__(
-        self,
-        model,
-        optimizer,
-        *,
-        quantize_weights=True,
-        hierarchical=True,
-        quantize_gradients=True,
-        error_feedback=False,
-        block=256,
-        ranks_per_node=None,
-        **options,
-    ):
-        self.quantize_weights, self.hierarchical = quantize_weights, hierarchical
-        self.quantize_gradients, self.error_feedback = quantize_gradients, error_feedback
-        self.block, self.ranks_per_node = block, ranks_per_node
-        self.is_plain = not (quantize_weights or quantize_gradients)
-        super().__init__(model, optimizer, **options)
-
-    def owned(self, bucket):
-        """The ownership table: what stage 3 keeps, the node's second shard, and what rounding took from gradients."""
-        second = bucket.comes_by.second(bucket)
-        residuals = bucket.goes_by.residuals(bucket) if bucket.kind.trainable else ()
-        return OwnedBesides(**vars(super().owned(bucket)), second=second, residuals=residuals)
-
-    def sends(self, bucket, backwards):
-        """The traffic table: stage 3's collectives over a bucket, each as the ways have it."""
-        times = super().sends(bucket, backwards)
-        gathers, reductions = times["all_gather"], times["reduce_scatter"]
-        return {**bucket.comes_by.sends(bucket, gathers), **bucket.goes_by.sends(bucket, reductions)}
-
-    def partition(self):
-        """Before training: find the ways that the switches ask for, and cut the model as stage 3 does."""
-        self.ways = Ways(self.comm, self.dtype, **{switch: getattr(self, switch) for switch in self.switches})
-        super().partition()
-
-    def allocate(self, bucket):
-        """What a bucket keeps depends on its ways."""
-        bucket.comes_by, bucket.goes_by = self.ways.of(bucket)
-        super().allocate(bucket)
-
-    # ---- parameters come, gradients go ------------------------------------------------------------------------
-
-    def all_gather(self, bucket):
-        """Phase 1, by qwZ and hpZ; exactly where somebody holds the unit, to look at it."""
-        way = self.ways.exact if bucket.unit.pins else bucket.comes_by
-        return way.gather(bucket)
-
-    def reduce_scatter(self, bucket):
-        """Phase 5, by qgZ."""
-        return bucket.goes_by.reduce(bucket, self._scale)
-
-    def hold(self, unit):
-        """Gather a unit as it is kept, and not rounded, for whoever looks at it, until as many calls of `release`."""
-        if unit.pins == 0:
-            unit.found_whole = unit.whole
-            self.free(unit)
-        unit.pins += 1
-        self.use(unit, units.Order())
-
-    def release(self, unit):
-        """Let go of it. What was whole before is gathered as it was: a backward may wait for it."""
-        unit.pins -= 1
-        self.free(unit)
-        if unit.found_whole and unit.pins == 0:
-            self.use(unit, units.Order())
-
-    # ---- step -------------------------------------------------------------------------------------------------
-
-    def begin_step(self):
-        super().begin_step()
-        self.ways.begin_step()
-
-    def update(self):
-        """Phase 7. Each rank steps its own shards. What nodes keep of the parameters before is out of date."""
-        self.free_all()
-        for bucket in self.buckets:
-            bucket.comes_by.outdate(bucket)
-            bucket.goes_by.take(bucket)
-            self.step_shard(bucket)
-
-    def begin_load(self):
-        """Before the parameters become those of a file. What rounding took is of gradients before them."""
-        super().begin_load()
-        for bucket in self.buckets:
-            for residual in bucket.residuals:
-                residual.zero_()
-
-    def check_optimizer(self, optimizer):
-        """At the door: whether the switches go together, and the ranks into nodes, too."""
-        check_options(self.block, self.error_feedback, self.quantize_gradients)
-        if self.ranks_per_node is not None:
-            self.comm.ranks_per_node = check_ranks_per_node(self.ranks_per_node, self.world_size)
-        return super().check_optimizer(optimizer)
-
-
-def check_options(block, error_feedback, quantize_gradients):
-    """Refuse options that make no sense.
-
-    Raises:
-        InputError: such as a block of an odd number of elements.
-    """
-    if block < 2 or block % 2:
-        raise InputError(f"block {block!r}: give an even number of elements that share a scale, 256 for instance")
-    if error_feedback and not quantize_gradients:
-        raise InputError("error_feedback: only gradients that are quantized leave a residual; add quantize_gradients")

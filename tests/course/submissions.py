@@ -32,7 +32,7 @@ class Submission:
     Attributes:
         name: what is done.
         stage: 1, 2 or 3, or the name of a later exercise.
-        idea: what the answer is about, a key of `hints.HINTS`; "" for a submission that passes.
+        idea: what the answer is about, a key of hints.toml; "" for a submission that passes.
         parts: {method: its lines}.
         head: what stands in the place of the class, if anything.
         typical: it runs by default, and the others of later exercises where all is tried.
@@ -118,6 +118,7 @@ BY_FIND = 'from common.train import find_engine\n\nEngine = find_engine("stage3_
 BY_TEXT = 'from pathlib import Path\n\nexec(Path("stage1_os/engine.py").read_text())\n'
 BY_PATH = "import importlib.util\n\nspec = importlib.util.spec_from_file_location('own', 'stage2_grad/engine.py')\n"
 BY_PATH += "own = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(own)\nEngine = own.Engine\n"
+ZEROPP = ALL[-2].solution
 INHERITED = "import stage3_param\n\n\nclass Engine(stage3_param.Engine):\n    pass\n"
 
 SUBMISSIONS = (
@@ -588,6 +589,18 @@ SUBMISSIONS += (
             AGAIN,
             ACROSS,
         ],
+    ),
+    *(
+        Submission(name, "zeropp", "solution", head=f"{ZEROPP}\n{how}", typical=False)
+        for name, how in (
+            ("a class imported", "from zeropp.quantize import Blocks\n"),
+            ("a class looked up", "import zeropp.transports\n\nTwoHops = zeropp.transports.TwoHops\n"),
+            ("a page imported", "from zeropp.minimal import quantize\n"),
+            (
+                "a class loaded by its path",
+                BY_PATH.replace("stage2_grad/engine", "zeropp/quantize").replace("Engine", "Blocks"),
+            ),
+        )
     ),
     plus("a hop is waited for", "waited for at once", reduce=[PIECES, MESSAGES, PACK, INSIDE + ".wait()", *SECOND_HOP]),
     # ---- overlap

@@ -20,8 +20,7 @@ from common.course.cases import CASES
 from common.course.exercises import ALL, EXERCISES, LATER, apart
 from common.course.graded import graded
 from common.course.grading import Reference, grade
-from common.course.hints import HINTS, OPEN, hints_of
-from common.course.later_hints import LATER as LATER_HINTS
+from common.course.hints import HINTS, hints_of
 from common.course.observing import observe
 from common.course.parts import alone, methods_of, solutions, waiting, written
 from common.ranks.world import RankFailed
@@ -134,7 +133,7 @@ def test_an_exercise_is_its_engine_less_a_dozen_lines(exercise):
 
 
 def test_the_engine_that_waits_is_stage_2_but_for_four_methods():
-    """All else, and every other file that is joined for an exercise, stands as it does in the engine."""
+    """All else, and every class that is joined for an exercise, stands as it does in the package."""
     overlap = ALL[-1]
     given, engine = (methods_of(text) for text in (waiting(overlap), overlap.solution))
 
@@ -145,25 +144,28 @@ def test_the_engine_that_waits_is_stage_2_but_for_four_methods():
     assert [name for name in engine if given[name] != engine[name]] == ["take_room", "reduce", "update", "gather"]
     zeropp = ALL[-2]
     joined = bodies(*methods_of(zeropp.solution))
+    assert zeropp.classes == CASES["rounded"].classes == ("Blocks", "SecondShards", "TwoHops")
+    whole = {}
     for source in zeropp.sources:
-        text = (zeropp.engine.parent / source).read_text()
-        assert bodies(*methods_of(text)).items() <= joined.items()
+        whole |= bodies(*methods_of((zeropp.engine.parent / source).read_text()))
+    assert joined == {name: body for name, body in whole.items() if name.startswith(zeropp.classes)}
+
+
+ALL_HINTS = [steps for ideas in HINTS.values() for steps in ideas.values()]
 
 
 def test_hints_come_in_three_steps():
-    later = [steps for ideas in LATER_HINTS.values() for steps in ideas.values()]
-    assert all(len(set(steps)) == 3 and all(steps) for steps in [*HINTS.values(), *OPEN.values(), *later])
-    assert {part.method for exercise in apart(EXERCISES) for part in exercise.parts} == OPEN.keys()
+    assert all(len(set(steps)) == len(steps) == 3 and all(steps) for steps in ALL_HINTS)
+    assert {part.method for exercise in apart(EXERCISES) for part in exercise.parts} == HINTS["open"].keys()
     for exercise in LATER:
         asked = {f"open {part.method}" for part in exercise.parts if not exercise.edits}
-        assert asked == {idea for idea in LATER_HINTS[exercise.key] if idea.startswith("open ")}
+        assert asked == {idea for idea in HINTS[exercise.key] if idea.startswith("open ")}
 
 
 def test_hints_are_shown_as_they_are_written(capsys):
     """Square brackets too, which rich takes for colours: without them `local[shard]` is `local`."""
-    later = [steps for ideas in LATER_HINTS.values() for steps in ideas.values()]
     report = {"part": None, "printed": "", "file": "stage1.py", "stage": STAGES[1]}
-    for steps in [*HINTS.values(), *OPEN.values(), *later]:
+    for steps in ALL_HINTS:
         for number, hint in enumerate(steps, 1):
             finding = {"idea": "differs", "where": "", "model": "", "hints": steps}
             grade_command.show({**report, "finding": finding}, number, briefly=True)
@@ -328,7 +330,7 @@ def test_an_open_part_is_named_and_hints_grow(tmp_path, capsys):
     assert "Still open: part 1, owned; part 2, take_room; part 3, reduce. Hint 1 of 3. Fill in the table" in first
     finding = json.loads(report.read_text())["finding"]
     assert (finding["idea"], status) == ("open owned", 1)
-    assert finding["hints"] == list(OPEN["owned"])
+    assert finding["hints"] == HINTS["open"]["owned"]
 
 
 def test_a_hint_is_given_without_grading_again_until_the_file_changes(tmp_path, capsys, monkeypatch):
@@ -340,7 +342,7 @@ def test_a_hint_is_given_without_grading_again_until_the_file_changes(tmp_path, 
     said(capsys, file)
     text, status = said(capsys, file, "--hint", "3")
     assert (len(calls), status) == (2, 1)
-    assert text.endswith(f"Hint 3 of 3. {' '.join(OPEN['owned'][2].split())}") and "0 of 18 points" not in text
+    assert text.endswith(f"Hint 3 of 3. {' '.join(HINTS['open']['owned'][2].split())}") and "0 of 18 points" not in text
     file.write_text(file.read_text() + "\n")
     text, _ = said(capsys, file, "--hint", "2")
     assert len(calls) == 3 and "has changed since its last grading: it is graded again" in text

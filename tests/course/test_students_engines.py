@@ -9,9 +9,9 @@ import re
 import pytest
 from notebook_runs import NOTEBOOKS, read
 
+from common.course.answers import judge
 from common.course.building import check, open_lines
 from common.course.notebook import Ranks
-from common.course.questions import check_answer
 from common.course.recording import record_step
 from stage0_ddp.minimal import DataParallel
 from stage1_os.minimal import ShardedOptimizer
@@ -279,13 +279,19 @@ def test_open_lines_are_named_and_nothing_runs(capsys, stage):
     assert f"not solved yet: YOUR LINES {str(missing)[1:-1]} are still open" in capsys.readouterr().out
 
 
-def test_an_answer_is_judged(capsys):
-    check_answer(None, 3)
-    check_answer(3.0, 3)
-    check_answer((1, 2), (1, 3), [((1, 2), "the second is too small")])
-    check_answer(5, 3, [(4, "no")])
-    said = ["not solved yet", "solved", "not yet: the second is too small", "not yet: count it again, part by part"]
-    assert capsys.readouterr().out.splitlines() == said
+@pytest.mark.parametrize(
+    ("answer", "truth", "options", "said"),
+    [
+        (None, 3, {}, "not solved yet"),
+        (3.0, 3, {}, "solved"),
+        ((1, 2), (1, 3), {"hints": [((1, 2), "the second is too small")]}, "not yet: the second is too small"),
+        (5, 3, {"hints": [(4, "no")]}, "not yet: count it again, part by part"),
+        (2e6, 3e6, {"unit": (1e6, "MB")}, "not yet: 2 MB by your formula, 3 measured"),
+        ("bucket 1", "bucket 2", {"otherwise": "look at the row"}, "not yet: look at the row"),
+    ],
+)
+def test_an_answer_is_judged(answer, truth, options, said):
+    assert judge(answer, truth, **options) == said
 
 
 @pytest.mark.parametrize("page", [DataParallel, ShardedOptimizer])

@@ -75,6 +75,6 @@ def test_the_citation_is_of_this_version():
 def test_what_packages_read_beside_their_code_is_installed_with_them():
     declared = SETTINGS["tool"]["setuptools"]["package-data"]
     for file in (file for name in PACKAGES for file in (ROOT / name).rglob("*")):
-        if file.suffix in (".css", ".html", ".js", ".md") and "release" not in file.parts:
+        if file.suffix in (".css", ".html", ".js", ".json", ".md", ".toml") and "release" not in file.parts:
             package = ".".join(file.parent.relative_to(ROOT).parts)
             assert any(file.match(pattern) for pattern in declared["*"] + declared.get(package, [])), file
