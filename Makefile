@@ -15,7 +15,7 @@
 #                 -accumulated, -scores, -bench, -second-machine, -small-models,
 #                 -small-send-buffers, -growth, -alone, -capacity, -offload,
 #                 -infinity, -zeropp (root, iproute2), -checkpoint, -museum,
-#                 -simulated, -words, -hugging-face
+#                 -simulated, -words
 # make notebooks  run the notebooks from a clean kernel, and store what comes out
 # make lessons    write a page for each increment to results/local/lessons: two
 #                 engines side by side, their memory, and a step to go through
@@ -42,7 +42,7 @@ RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters HSDP DeepSpeed1 DeepSpeed2 DeepSpeed3 DeepSpeedOffload
-RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp checkpoint museum simulated words hugging-face
+RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp checkpoint museum simulated words
 
 .PHONY: help demo notebooks lessons site slides student infinity test test-gpu test-all papers soak lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
@@ -171,10 +171,6 @@ record-museum: $(INSTALLED)
 
 record-words: $(INSTALLED)
 	$(BIN)/python -m common.words.beside --json results/words_deepspeed.json
-
-record-hugging-face: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[words]'
-	$(BIN)/python -m common.words.beside_hugging_face --json results/words_hugging_face.json
 
 infinity: $(INSTALLED)
 	mkdir -p $(RESULTS)

@@ -83,8 +83,6 @@ def pages():
     texts["common/words/FULLY_SHARD.md"] = {
         "words": importlib.import_module("common.words.fully_shard.words").table().markdown(),
     }
-    losses = _table("common.words.beside_hugging_face", "words_hugging_face.json")
-    texts["common/words/HUGGING_FACE.md"] = {"losses": losses}
     texts |= {page_of(row["engine"]): {"measured": stage_table(demo, row)} for row in demo["rows"]}
     texts["offload/README.md"] |= {
         "capacity": _table("common.capacity_results", "offload_capacity_1.json", "offload_capacity_4.json"),
