@@ -15,7 +15,7 @@ from common.errors import InputError
 from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import parser_of, publish
+from common.outputs import asked, one_line_errors, parser_of, publish
 from common.peers import TorchDDP
 from common.train import ENGINES, add_arguments, build_model, command, find_engine, how, run_with_progress, show_bytes
 
@@ -31,13 +31,13 @@ BESIDE = {  # what only some engines or runs have: between nodes, and beside the
 COUNTS = ("model_state_bytes", "wire_bytes_per_step", *BESIDE.values())
 
 
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, compare, show and write the results; exit with 1 where a promise does not hold."""
     parser = parser_of("common.compare", __doc__)
     add_arguments(parser)
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all)")
-    parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
-    options = parser.parse_args(arguments)
+    options = asked(parser, arguments, figure=True)
     outcome = command(compare, options.engines.split(","), options, options=options)
     if outcome is None:  # a rank other than 0 under torchrun
         return
