@@ -156,9 +156,7 @@ record-zeropp: $(INSTALLED)
 	$(BIN)/python -m zeropp.experiments.pack_time --json results/zeropp_pack_time.json
 	$(BIN)/python -m zeropp.experiments.convergence --oversubscribe --json results/zeropp_convergence.json
 
-# On a machine at rest: the first times every engine.
 record-simulated: $(INSTALLED)
-	$(BIN)/python -m common.simulate.validate --json results/simulated.json
 	$(BIN)/python -m common.plan.scaling --json results/scaling.json
 
 record-museum: $(INSTALLED)

@@ -66,7 +66,6 @@ def pages():
             "alone": bench_results.alone_as_markdown(*map(_read, ALONE)),
             "capacity": _table("common.capacity_results", "capacity_cpu.json"),
             "accumulated": _table("common.compare", "accumulated.json"),
-            "simulated": _table("common.simulate.validate", "simulated.json"),
             "scaling": _table("common.plan.scaling", "scaling.json"),
         },
         "tests/README.md": {

@@ -34,7 +34,6 @@ from common.ranks.agreement import together
 from common.ranks.nodes import check_ranks_per_node
 from common.ranks.world import launch, told_by_torchrun
 from common.report import lines_of
-from common.simulate.beside import estimated
 from common.tiers.activations import HostActivations, predicted_moves
 
 WARM_UP = 2  # steps that a throughput does not count
@@ -350,19 +349,14 @@ def progress_bar(*columns):
 
 
 def run_with_progress(world, name, options):
-    """`train` with a progress bar on rank 0; beside peak and speed, what a simulation finds, as "estimated_..."."""
+    """`train` with a progress bar on rank 0."""
     if world.rank:
-        found = train(world, name, options)
-    else:
-        with progress_bar(TextColumn("{task.fields[loss]}")) as bar:
-            label = name if isinstance(name, str) else name.name
-            task = bar.add_task(label, total=options.steps, loss="")
-            show = partial(bar.update, task)
-            found = train(world, name, options, lambda done, loss: show(completed=done, loss=f"loss {loss:.4f}"))
-    if found[0].get("peak_bytes") is not None:
-        engine = find_engine(name) if isinstance(name, str) else name
-        found[0].update(estimated(world, engine, options, train_step))
-    return found
+        return train(world, name, options)
+    with progress_bar(TextColumn("{task.fields[loss]}")) as bar:
+        label = name if isinstance(name, str) else name.name
+        task = bar.add_task(label, total=options.steps, loss="")
+        show = partial(bar.update, task)
+        return train(world, name, options, lambda done, loss: show(completed=done, loss=f"loss {loss:.4f}"))
 
 
 def _train_and_report(world, package, options):

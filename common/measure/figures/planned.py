@@ -6,36 +6,6 @@ from common.measure.memory import CLASSES
 GB = 1e9
 
 
-def off_measured(panels, rows):
-    """How far simulated peaks and steps are off, a dot for each run; bands are what `simulate.validate` allows.
-
-    Args:
-        panels: two Axes.
-        rows: of `results/simulated.json`.
-    """
-    for axes, name, limit, title in zip(
-        panels, ("peak_bytes", "step_seconds"), (5, 25), ("peak of live bytes", "time of a step"), strict=True
-    ):
-        for number, ranks in enumerate(dict.fromkeys(row["world_size"] for row in rows)):
-            of_size = [row for row in rows if row["world_size"] == ranks]
-            off = [100 * (row[f"simulated_{name}"] / row[name] - 1) for row in of_size]
-            shared = ", which share cores" if of_size[0]["ranks_share_cores"] else ""
-            style = {"color": PALETTE[number], "marker": MARKERS[number], "linestyle": "", "alpha": 0.7}
-            axes.plot(
-                [1e3 * row["step_seconds"] for row in of_size],
-                off,
-                label=f"{ranks} rank{'s' * (ranks > 1)}{shared}",
-                **style,
-            )
-        axes.axhspan(-limit, limit, color="grey", alpha=0.15)
-        axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.set(xlabel="measured step, ms", ylabel="simulated, % off what was measured", title=title)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[1].legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
-
-
 def rank_through_a_step(axes, samples, title):
     """Live GB by class through a step, phases named, the worst moment marked.
 
