@@ -1,9 +1,10 @@
 """`python -m common.export CHECKPOINT model.safetensors`: a checkpoint for programs elsewhere, its model in one file.
 
 The file has the names of model.state_dict(), so that a plain load_state_dict(strict=True) takes it: parameters, fp32
-master weights where there are any, persistent buffers, and tied weights under all of their names. No ranks and no model
-are needed, and no more memory than a tensor of it takes: each is put together from its pieces, cast and written. A
-number that is too large for --dtype is refused, with its parameter's name.
+master weights where there are any, persistent buffers, and tied weights under all of their names. Extra state of
+modules is in it if it is a tensor, and else refused. No ranks and no model are needed, and no more memory than a tensor
+of it takes: each is put together from its pieces, cast and written. A number that is too large for --dtype is refused,
+with its parameter's name.
 
 Checkpoints of an older version do not tell which names are tied, and are exported without the further ones.
 
@@ -23,6 +24,7 @@ from safetensors import SafetensorError
 
 from common.checkpoint import runs, tensor_file, to_dcp, to_universal
 from common.checkpoint.checkpoint import check_intact
+from common.checkpoint.encoding import decode
 from common.checkpoint.index import flush, read_index
 from common.engine.mixed_precision import DTYPES
 from common.errors import InputError
@@ -145,7 +147,15 @@ def _write(index, files, partial, dtype, allow_overflow):
     parameters = index["parameters"]
     saved_as = {name: name for name in [*parameters, *index["buffers"]]} | index.get("tied", {})
 
+    extra_state = {key: decode(value, files[0]) for key, value in index.get("extra_state", {}).items()}
+    for key, value in extra_state.items():
+        if not torch.is_tensor(value):
+            raise InputError(f"{key!r} is no tensor, and the file holds nothing else; choose --format dcp")
+    saved_as |= {key: key for key in extra_state}
+
     def kind(name):
+        if name in extra_state:
+            return extra_state[name].dtype, extra_state[name].shape
         if name not in parameters:
             return files[0].tensors[f"buffers/{name}"]
         saved = getattr(torch, parameters[name]["dtype"])
@@ -153,6 +163,8 @@ def _write(index, files, partial, dtype, allow_overflow):
 
     def value(name):
         name = saved_as[name]
+        if name in extra_state:
+            return extra_state[name]
         if name not in parameters:
             return files[0].get_tensor(f"buffers/{name}")
         own, shape = kind(name)

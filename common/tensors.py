@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import zlib
 
 import torch
@@ -71,6 +72,24 @@ def graph_nodes_made():
 def inside_backward():
     """Whether autograd is running a backward in this thread. torch has no public way to ask."""
     return torch._C._current_graph_task_id() != -1
+
+
+def past_subclasses(function):
+    """Have a function ask tensors of any class as torch's own, which takes a tenth of the time."""
+
+    @functools.wraps(function)
+    def run(*args):
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args)
+
+    return run
+
+
+def unwrapped(tensor):
+    """The tensor that torch.func has wrapped, or the tensor itself. torch has no public way to ask."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def own_parameters(module):

@@ -31,7 +31,7 @@ from collections import Counter
 import torch
 
 import stage3_param
-from common.engine import units
+from common.engine import accounting, units
 from common.engine.door import check_elementwise, check_swapped
 from common.errors import InputError
 from common.tiers.accounting import STATES, TIERS, TieredAccounts
@@ -105,7 +105,7 @@ class InfinityEngine(stage3_param.Engine):
                 moves += [(more, "cpu", g, exact), (min(more, 1), g, "cpu", each), (max(more - 1, 0), g, "cpu", exact)]
                 moves += [(looked_at, g, "cpu", mean), *self.accounts.looks_on_disk(bucket)]
             if o == "nvme":
-                for width in (4, *self.state_bytes):  # master weights, and what the optimizer keeps of each
+                for width in (4, *accounting.state_bytes(bucket, self)[0]):  # master weights, and what is kept of each
                     nbytes = bucket.shard_numel * width
                     moves += [(1, o, beside, nbytes), (1, beside, o, nbytes)]
             if bucket.masters_are_apart:
@@ -200,11 +200,11 @@ class InfinityEngine(stage3_param.Engine):
 
     def begin_step(self):
         """Phase 8. Nothing is stepped by a gradient that a disk has lost."""
+        super().begin_step()
         self.disks.agree()
 
     def update(self):
         """Phase 7. Each rank steps its own shards: one sub-group is stepped while others are read and written."""
-        self.free_all()
         sub_groups = [piece for bucket in self.buckets for piece in bucket.pieces]
         sub_groups[0].swap_in(self.optimizer)
         for sub_group, following in zip(sub_groups, [*sub_groups[1:], None], strict=True):

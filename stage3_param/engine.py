@@ -51,8 +51,8 @@ class Engine(EngineBase):
     def sends(self, bucket, backwards):
         """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""
         unit = bucket.unit
-        gathers = unit.ran * (1 if not unit.reached or unit in self.kept else 2)
-        return {"all_gather": backwards * (gathers + unit.again), "reduce_scatter": backwards * bucket.kind.trainable}
+        gathers = unit.forward_gathers + unit.backward_gathers
+        return {"all_gather": gathers, "reduce_scatter": backwards * bucket.kind.trainable}
 
     def partition(self):
         """Before training: cut the parameters into units and each unit into shards, of which this rank keeps one."""
@@ -139,7 +139,7 @@ class Engine(EngineBase):
     def begin_forward(self):
         """Nothing stays gathered from an evaluation, an exception or a forward that took another way."""
         self.forward_order.rewind()
-        self.ended.clear()
+        self.ended, self.kept = [], []
         self.turns.begin_forward()
         for unit, watch in zip(self.units, self.watches, strict=True):
             watch.settle()
@@ -181,8 +181,8 @@ class Engine(EngineBase):
     def begin_backward(self):
         """Autograd is about to run."""
         self.backward_order.rewind()
-        self.turns.begin_backward()
-        self.travelling = []
+        self.turns.begin_backward(self.kept)
+        self.kept, self.travelling = [], []
 
     def before_recomputation(self, unit):
         """A checkpoint is about to run a unit's forward again. Nothing but tiles is freed before its backward."""
@@ -207,7 +207,7 @@ class Engine(EngineBase):
     def end_others(self, unit):
         """Autograd runs in the reverse of forward: others are over, but those that this one ran inside, or in it."""
         for other in self.units:
-            if other.open and other not in unit.inside and unit not in other.inside:
+            if other.open and other.beside(unit):
                 self.end_backward(other)
 
     def gradient_ready(self, bucket, name, parameter):
@@ -233,7 +233,7 @@ class Engine(EngineBase):
         """
         unit.open = False
         self.free(unit)
-        if self.reducing and not self.turns.remains(unit):
+        if self.reducing and not unit.pins and not self.turns.remains(unit):
             self.reduce(unit)
 
     def take_room(self, bucket):
@@ -252,8 +252,8 @@ class Engine(EngineBase):
 
     def finish_backward(self):
         """Phase 6. Send the units that are missing, so that all ranks send the same; wait for every mean."""
-        for unit in self.turns.rest():
-            self.take_turn(unit)
+        for passed in self.turns.rest():
+            self.take_turn(passed)
         for unit in self.units:
             self.end_backward(unit)
             self.reduce(unit)
@@ -278,9 +278,12 @@ class Engine(EngineBase):
 
     # ---- step -------------------------------------------------------------------------------------------------
 
+    def begin_step(self):
+        """What is still gathered is no part of what this rank keeps."""
+        self.free_all()
+
     def update(self):
         """Phase 7. Each rank steps its own shards."""
-        self.free_all()
         for bucket in self.buckets:
             self.step_shard(bucket)
 

@@ -127,11 +127,11 @@ class Engine(stage3_param.Engine):
     # ---- step -------------------------------------------------------------------------------------------------
 
     def begin_step(self):
+        super().begin_step()
         self.ways.begin_step()
 
     def update(self):
         """Phase 7. Each rank steps its own shards. What nodes keep of the parameters before is out of date."""
-        self.free_all()
         for bucket in self.buckets:
             bucket.comes_by.outdate(bucket)
             bucket.goes_by.take(bucket)

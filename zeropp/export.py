@@ -15,9 +15,15 @@ from zeropp.quantize import Blocks
 
 
 def save_int8(weights, path, block=256):
-    """Write a state dict, {name: tensor}, such as `engine.full_state_dict()`; on one rank."""
+    """Write a state dict, {name: tensor}, such as `engine.full_state_dict()`; on one rank.
+
+    Raises:
+        InputError: there is something else in it, such as extra state of a module.
+    """
     blocks, messages, told = Blocks(8, block), {}, {}
     for name, tensor in weights.items():
+        if not torch.is_tensor(tensor):
+            raise InputError(f"{name!r} is no tensor, and the file holds nothing else; leave it out")
         if tensor.is_floating_point():
             messages[name] = torch.empty(blocks.nbytes(tensor.numel()), dtype=torch.uint8)
             blocks.pack(tensor.detach().cpu().reshape(-1), messages[name])

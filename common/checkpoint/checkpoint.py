@@ -11,7 +11,8 @@ A file holds flat pieces, each named after its parameter and the element of it t
     parameters/wte.weight@4096           values: fp32 master weights of what is trained, frozen ones in their own dtype
     optimizer/exp_avg/wte.weight@4096    a state of the optimizer that has a number for each element
     buffers/bn.running_mean              whole, in rank 0's file: the persistent buffers, those in model.state_dict()
-    extra/17                             whole: a tensor of this rank's `extra`; of rank 0's scalars and options too
+    extra/17                             whole: a tensor of this rank's `extra`; of rank 0's scalars, options and extra
+                                         state of modules too
 
 Buckets, units and padding do not appear, so the reader may have others. A stage that replicates writes each element
 once all the same: stages that share a layout write the same files. Gradients are not saved: a save in the middle of an
@@ -32,7 +33,7 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint import tensor_file
+from common.checkpoint import model_state, optimizer_state, tensor_file
 from common.checkpoint.encoding import decode, detached, encode
 from common.checkpoint.index import FILE_NAME, flush, is_dcp, read_index, replace_index
 from common.errors import InputError
@@ -88,7 +89,7 @@ class Snapshot:
                 self.tensors = {name: self.shards.read(name).clone() for name in self.shards.told}
                 self.shards = None
             if engine.rank == 0:
-                self.tensors |= {f"buffers/{name}": detached(buffer) for name, buffer in _buffers(engine)}
+                self.tensors |= {f"buffers/{name}": detached(buffer) for name, buffer in model_state.buffers(engine)}
             self.index = _index(engine, self.tensors) if engine.rank == 0 else None
             self.structure = json.dumps(encode(extra, self.tensors, "extra"))
             self.told = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
@@ -198,7 +199,7 @@ def load(engine, path):
 def _from_dcp(engine, folder):
     from common.checkpoint import from_dcp  # noqa: PLC0415  a second, and only where it is used
 
-    return from_dcp.read(engine, folder, dict(_buffers(engine)))
+    return from_dcp.read(engine, folder, dict(model_state.buffers(engine)))
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------
@@ -246,14 +247,17 @@ def _dtypes(engine, bucket):
     if not bucket.kind.trainable:
         return {None: bucket.kind.dtype}
     piece = bucket.pieces[0]
-    return {None: piece.master.dtype, **{k: state.dtype for k, state in _states(engine, piece)[0].items()}}
+    return {
+        None: piece.master.dtype,
+        **{k: state.dtype for k, state in optimizer_state.states(engine, piece)[0].items()},
+    }
 
 
 def _index(engine, tensors):
     """What the files hold. Rank 0 writes it, and adds the tensors among scalars and options to its own `tensors`."""
     parameters = {}
     for bucket in engine.buckets + engine.frozen:
-        elementwise, scalars = _states(engine, bucket.pieces[0])
+        elementwise, scalars = optimizer_state.states(engine, bucket.pieces[0])
         dtype = bucket.pieces[0].master.dtype if bucket.kind.trainable else bucket.kind.dtype
         for slot in bucket.slots.values():
             parameters[slot.name] = {
@@ -275,8 +279,12 @@ def _index(engine, tensors):
         "groups": encode(groups, tensors, "the optimizer's groups"),
         "updates": engine.updates,
         "loss_scaler": engine.loss_scaler and engine.loss_scaler.state_dict(),
-        "buffers": {name: list(buffer.shape) for name, buffer in _buffers(engine)},
-        "tied": _tied(engine),
+        "buffers": {name: list(buffer.shape) for name, buffer in model_state.buffers(engine)},
+        "tied": model_state.tied(engine),
+        "extra_state": {
+            key: encode(value, tensors, f"{key!r} of model.state_dict()")
+            for key, value in model_state.extra_state(engine).items()
+        },
         "parameters": parameters,
     }
 
@@ -284,25 +292,6 @@ def _index(engine, tensors):
 def _name_of(optimizer):
     module = type(optimizer).__module__.replace("__mp_main__", "__main__")  # of a script, in ranks that it spawned
     return f"{module}.{type(optimizer).__qualname__}"
-
-
-def _states(engine, piece):
-    """The optimizer's states of a piece: those with a number for each element, and the others, such as `step`."""
-    states = engine.optimizer.state.get(piece.master, {})
-    elementwise = {k: v for k, v in states.items() if torch.is_tensor(v) and v.shape == piece.master.shape}
-    return elementwise, {k: v for k, v in states.items() if k not in elementwise}
-
-
-def _buffers(engine):
-    persistent = engine.state_as_it_stands()
-    return [(name, buffer) for name, buffer in engine.module.named_buffers() if name in persistent]
-
-
-def _tied(engine):
-    """The further names of what has several, {name: its name in the files}."""
-    first = {tensor: name for name, tensor in [*engine.module.named_parameters(), *_buffers(engine)]}
-    state = {name: value for name, value in engine.state_as_it_stands().items() if torch.is_tensor(value)}
-    return {name: first[tensor] for name, tensor in state.items() if first.get(tensor, name) != name}
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
@@ -314,12 +303,14 @@ def _check_fits(engine, index):
         name: b.kind.group if b.kind.trainable else None for b in engine.buckets + engine.frozen for name in b.slots
     }
     optimizer, states = index["optimizer"], engine.optimizer
+    extra_state = model_state.extra_state(engine)
     if optimizer == type(states).__name__:  # older checkpoints have that alone
         optimizer = _name_of(states)
     here = {
         "the optimizer": f"{_name_of(states)} over {len(states.param_groups)} groups",
         **{f"parameter {n!r}": _place(p.dtype, p.shape, groups[n]) for n, p in engine.module.named_parameters()},
-        **{f"buffer {n!r}": f"of shape {list(buffer.shape)}" for n, buffer in _buffers(engine)},
+        **{f"buffer {n!r}": f"of shape {list(buffer.shape)}" for n, buffer in model_state.buffers(engine)},
+        **{f"extra state {key!r}": "there" for key in extra_state},
     }
     saved = {
         "the optimizer": f"{optimizer} over {len(index['groups'])} groups",
@@ -328,6 +319,7 @@ def _check_fits(engine, index):
             for n, p in index["parameters"].items()
         },
         **{f"buffer {n!r}": f"of shape {shape}" for n, shape in index["buffers"].items()},
+        **{f"extra state {key!r}": "there" for key in index.get("extra_state", extra_state)},  # older ones lost it
     }
     for what in [*here, *saved]:
         one, other = saved.get(what, "missing"), here.get(what, "missing")
@@ -342,7 +334,7 @@ def _place(dtype, shape, group):
 
 
 def _check_buffers(engine, file):
-    for name, buffer in _buffers(engine):
+    for name, buffer in model_state.buffers(engine):
         there = tensor_file.kind(*file.tensors[f"buffers/{name}"])
         here = tensor_file.kind(buffer.dtype, buffer.shape)
         if there != here:
@@ -415,30 +407,23 @@ def _fill_model(engine, index, files):
     engine.updates = index.get("updates", 0)  # checkpoints of before offload/ do not have it
     if engine.loss_scaler and index["loss_scaler"]:
         engine.loss_scaler.load_state_dict(index["loss_scaler"])
-    for name, buffer in _buffers(engine):
+    for name, buffer in model_state.buffers(engine):
         once = distinct(buffer)
         once.copy_(files[0].get_tensor(f"buffers/{name}")[tuple(map(slice, once.shape))])
+    extra = {key: decode(value, files[0]) for key, value in index.get("extra_state", {}).items()}
+    model_state.set_extra_state(engine, extra)
 
 
 def _fill_optimizer(engine, index, files):
-    optimizer = engine.optimizer
-    optimizer.state.clear()  # so that old and new states are not held at once
-    fresh = optimizer.state_dict()
-    groups = decode(index["groups"], files[0])
-    fresh["param_groups"] = [{**now, **then} for now, then in zip(fresh["param_groups"], groups, strict=True)]
-    place_of = {piece.master: (bucket, piece) for bucket in engine.buckets for piece in bucket.pieces}
-    masters = [master for group in optimizer.param_groups for master in group["params"]]
-    for number, (bucket, piece) in enumerate(place_of[master] for master in masters):
+    def states_of(bucket, piece):
         saved = index["parameters"][next(iter(bucket.slots))]  # all parameters have been stepped equally often
-        states = decode(saved["scalars"], files[0])
-        for name in saved["states"]:
+        fills = {
+            name: lambda target, kind=f"optimizer/{name}": _fill(target, kind, bucket, piece.part, index, files)
+            for name in saved["states"]
+        }
+        return decode(saved["scalars"], files[0]), fills
 
-            def fill(target, kind=f"optimizer/{name}", bucket=bucket, part=piece.part):
-                _fill(target, kind, bucket, part, index, files)
-
-            states[name] = piece.take_state(name, fill)
-        fresh["state"][number] = states
-    optimizer.load_state_dict(fresh)  # moves them to the device
+    optimizer_state.fill(engine, decode(index["groups"], files[0]), states_of)
 
 
 # ---- files ------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint import (
     TensorStorageMetadata,
     WriteItem,
 )
+from torch.distributed.checkpoint._nested_dict import set_element  # torch has no public way to undo its flattening
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
@@ -115,6 +116,7 @@ class Source(Tensors):
     Args:
         folder: its path.
         state: {name: tensor}, the model's state dict. They lie under these names, behind a prefix such as "model.".
+        extra_state: the names of what else is in it.
 
     Attributes:
         stored: {key: what torch says of it}, all that there is.
@@ -126,7 +128,7 @@ class Source(Tensors):
 
     at_once = sys.maxsize  # torch reads all of a stored chunk for any part of it
 
-    def __init__(self, folder, state):
+    def __init__(self, folder, state, extra_state=()):
         self._reader = FileSystemReader(folder)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
@@ -136,9 +138,14 @@ class Source(Tensors):
         self.stored = self._metadata.state_dict_metadata
         self.prefix = _prefix_of(self.stored, [name for name, value in state.items() if torch.is_tensor(value)])
         self.tensors, self._key_of, self._held = {}, {}, {}
+        self._extra_state = {}  # name -> the keys of what lies in it, which torch has flattened
         for key in self.stored:
-            if key.startswith(self.prefix):
-                self.add(key.removeprefix(self.prefix), key)
+            name = key.removeprefix(self.prefix)
+            of = next((one for one in extra_state if f"{name}.".startswith(f"{one}.")), None)
+            if key.startswith(self.prefix) and of is not None:
+                self._extra_state.setdefault(of, []).append(key)
+            elif key.startswith(self.prefix):
+                self.add(name, key)
 
     def add(self, name, key):
         """Give a stored tensor a name here."""
@@ -146,6 +153,16 @@ class Source(Tensors):
         if not isinstance(told, TensorStorageMetadata):
             raise InputError(f"{key!r} is no tensor; leave it out")
         self._key_of[name], self.tensors[name] = key, (told.properties.dtype, tuple(told.size))
+
+    def extra_state(self, names):
+        """What there is of extra state, {name: value}, its dicts and lists as they were."""
+        found, path_of = {}, self._metadata.planner_data or {}
+        for name in names:
+            for key, value in self.values(self._extra_state.get(name, [])).items():
+                path = path_of.get(key, (key,))
+                inner = path[path.index(name) + 1 :] if name in path else ()
+                set_element(found, (name, *inner), value)
+        return found
 
     def shape(self, key):
         """Of what lies under a key; None if that is no tensor."""

@@ -33,7 +33,8 @@ def encode(value, tensors, what, around=()):
     if isinstance(value, list):
         return [inner(item) for item in value]
     raise InputError(
-        f"a checkpoint cannot hold a {type(value).__name__}; give dict, list, tuple, str, numbers and tensors"
+        f"a checkpoint cannot hold a {type(value).__name__}, as in {what}; give dict, list, tuple, str, numbers and "
+        "tensors"
     )
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from common.checkpoint import checkpoint, weights
+from common.checkpoint import checkpoint, model_state, weights
 from common.checkpoint.background import Saving
 from common.errors import InputError
 from common.tensors import end_to_end
@@ -28,18 +28,20 @@ class Files:
     def full_state_dict(self, to_rank=None):
         """The whole model, a collective: keys of model.state_dict(), full tensors on the CPU.
 
-        Parameters that have fp32 master weights come as those, others in their own dtype.
+        Parameters that have fp32 master weights come as those, others in their own dtype; buffers and extra state are
+        those of rank 0.
 
         Args:
             to_rank: the rank of the engine's group that gets it; the others send their shards, and get {}. With None
                 every rank gets it.
 
         Raises:
-            InputError: there is no such rank.
+            InputError: there is no such rank; or a hook puts something else into the state dict.
         """
         if to_rank is not None and to_rank not in range(self.world_size):
             ranks = f"0 to {self.world_size - 1}"
             raise InputError(f"to_rank={to_rank}: give a rank, {ranks}, the same on all of them; None gives it to all")
+        self.guards.check_places()
         self.synchronize()
         self.buffers.broadcast()
         return whole_state(self, to_rank)
@@ -61,6 +63,7 @@ class Files:
                 failed, while training goes on; call it before the program ends. What is written is the state at this
                 call, of which a copy is held on the host until then. The next save or load waits for it.
         """
+        self.guards.check_places()
         self.synchronize()
         self.finish_saving()
         self.buffers.broadcast()
@@ -88,7 +91,9 @@ class Files:
 
     @in_ordinary_mode
     def load_weights(self, file):
-        """Read parameters and buffers by name from a safetensors file; drop gradients. A collective; see `weights.py`.
+        """Read parameters and buffers by name from a safetensors file or a state dict; drop gradients. A collective.
+
+        See `weights.py`.
 
         The optimizer's states stay as they are: begin with a fresh engine, unless they fit the new weights too.
         """
@@ -100,6 +105,7 @@ class Files:
 
 def whole_state(engine, to_rank=None):
     """See `EngineBase.full_state_dict`. A collective; one bucket at a time is whole."""
+    extra = model_state.extra_state_of_rank_0(engine)
     values, here = {}, to_rank in (None, engine.rank)
     for bucket in engine.buckets + engine.frozen:
         with bucket.values_at_hand():
@@ -107,7 +113,8 @@ def whole_state(engine, to_rank=None):
             for name, parameter in bucket.members.items() if here else ():
                 values[parameter] = bucket.view(whole, name).detach().cpu().clone()
     state = engine.state_as_it_stands() if here else {}
-    return {key: values[tensor] if tensor in values else tensor.detach().cpu().clone() for key, tensor in state.items()}
+    values |= {buffer: buffer.detach().cpu().clone() for buffer in engine.module.buffers()} if here else {}
+    return {key: extra[key] if key in extra else values[tensor] for key, tensor in state.items()}
 
 
 def _whole(comm, bucket, to_rank):

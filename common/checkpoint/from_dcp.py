@@ -6,6 +6,7 @@ optimizer each under a name of its own. What else is there comes back as `extra`
 
 import torch
 
+from common.checkpoint import model_state
 from common.checkpoint.dcp import LOSS_SCALER, Source
 from common.checkpoint.weights import names_in
 from common.errors import InputError
@@ -28,8 +29,9 @@ def read(engine, folder, buffers):
     Raises:
         InputError: it is of another model or optimizer, or does not hold what it is to hold.
     """
-    state, named = engine.state_as_it_stands(), dict(engine.module.named_parameters())
-    source = Source(folder, state)
+    named, extra_state = dict(engine.module.named_parameters()), model_state.extra_state(engine)
+    state = {name: tensor for name, tensor in engine.state_as_it_stands().items() if name not in extra_state}
+    source = Source(folder, state, extra_state)
     if not source.prefix:
         raise InputError("its model has no name of its own; save {'model': ..., 'optim': ...}, or call load_weights")
     name_of = names_in(source, state)
@@ -73,6 +75,7 @@ def read(engine, folder, buffers):
         "updates": max((int(one["step"]) for one in scalars.values() if "step" in one), default=0),
         "loss_scaler": {name: others.pop(key) for name, key in scaler.items()} if written_here else None,
         "buffers": {name: list(source.tensors[f"buffers/{name}"][1]) for name in buffers},
+        "extra_state": {key: source.hold(value, repr(key)) for key, value in source.extra_state(extra_state).items()},
         "parameters": parameters,
         "files": [],
     }

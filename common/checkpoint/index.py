@@ -35,7 +35,8 @@ INDEX = {  # the form of index.json; a key `str` stands for any names, a tuple f
         "files": [{"name": str, "sha256": str}],
     },
 }
-LATER = {"updates": int, "tied": {str: str}}  # keys of the index that older checkpoints do not have
+# Keys of the index that older checkpoints do not have.
+LATER = {"updates": int, "tied": {str: str}, "extra_state": {str: object}}
 
 
 def read_index(folder, name="index.json"):

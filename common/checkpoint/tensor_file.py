@@ -223,6 +223,10 @@ class Tensors:
                 return True
         return False
 
+    def extra_state(self, names):
+        """What there is of extra state, {name: value}: here tensors."""
+        return {name: self.get_tensor(name) for name in names if name in self.tensors}
+
     def get_tensor(self, name):
         """All of a tensor."""
         dtype, shape = self.tensors[name]

@@ -72,8 +72,9 @@ def _save(value, file):
 
 def _check(index):
     """Refuse what DeepSpeed has no place for, by name."""
-    for name in index["buffers"]:
-        raise InputError(f"DeepSpeed passes over buffers here, and {name!r} is one; choose another --format")
+    for kind, names in {"buffers": index["buffers"], "extra state": index.get("extra_state", {})}.items():
+        for name in names:
+            raise InputError(f"DeepSpeed passes over {kind} here, and {name!r} is one; choose another --format")
     for name, parameter in index["parameters"].items():
         if parameter["group"] is None:
             raise InputError(

@@ -1,4 +1,4 @@
-"""Weights from elsewhere: a safetensors file of whole tensors, or several, or a folder of torch.distributed.checkpoint.
+"""Weights from elsewhere: a state dict, a safetensors file of whole tensors or several, a folder of DCP.
 
 Each rank reads its shards.
 The names are those of model.state_dict(). Of a parameter with several names the file may have one or all of them.
@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common.checkpoint import tensor_file
+from common.checkpoint import model_state, tensor_file
 from common.checkpoint.index import is_dcp
 from common.errors import InputError
-from common.ranks.agreement import together
-from common.tensors import distinct
+from common.ranks.agreement import check_agreement, together
+from common.tensors import checksum, distinct
 
 
 def load(engine, file):
-    """Read parameters into an engine, and the buffers that the file has. A collective.
+    """Read parameters into an engine, and the buffers and extra state that the file has. A collective.
 
     They are cast to the engine's dtypes: master weights to fp32, of which 16-bit parameters are rounded. No finite
     number becomes infinite by that: where a dtype holds less than the file's, ranks look at all values first, each at
@@ -27,7 +27,8 @@ def load(engine, file):
     Args:
         engine: any engine.
         file: its path, the same on all ranks; of several files that of their index, such as
-            "model.safetensors.index.json"; of torch.distributed.checkpoint that of the folder.
+            "model.safetensors.index.json"; of torch.distributed.checkpoint (DCP) that of the folder. Or a state dict,
+            the same on all ranks.
 
     Returns:
         The parameters and buffers that it had.
@@ -38,27 +39,56 @@ def load(engine, file):
             buffers are as they were; gradients are dropped all the same. Also on every rank, if one could not take
             over what it read. Then it says that the load was in part: no states can be relied on.
     """
+    told = "a state dict" if isinstance(file, dict) else repr(str(file))
     with contextlib.ExitStack() as opened:
-        with together(engine.comm, f"cannot load weights of {str(file)!r}"):
-            state = engine.state_as_it_stands()
-            source = opened.enter_context(_source(file, state))
-            name_of = names_in(source, state)
+        with together(engine.comm, f"cannot load weights of {told}"):
+            extra_state = model_state.extra_state(engine)
+            state = {name: value for name, value in engine.state_as_it_stands().items() if name not in extra_state}
+            source = opened.enter_context(_source(file, state, extra_state))
+            name_of = names_in(source, state, extra_state)
+            extra_state = source.extra_state(extra_state)
             _check_range(engine, source, name_of)
+        if isinstance(file, dict):
+            how = "give the same state dict on every rank"
+            check_agreement([(repr(n), checksum(file[n]), how) for n in source.tensors], engine.comm, "the weights")
         engine.begin_load()
-        with together(engine.comm, f"loaded weights of {str(file)!r} in part, build the engine anew"):
+        with together(engine.comm, f"loaded weights of {told} in part, build the engine anew"):
             _fill(engine, source, name_of)
+            model_state.set_extra_state(engine, extra_state)
     return name_of.keys()
 
 
-def _source(file, state):
+class StateDict(tensor_file.Tensors):
+    """Whole tensors in memory, behind the surface of those in files.
+
+    Args:
+        state: {name: tensor}, and what else a state dict holds.
+    """
+
+    def __init__(self, state):
+        self._state = state
+        self.tensors = {name: (value.dtype, value.shape) for name, value in state.items() if torch.is_tensor(value)}
+
+    def extra_state(self, names):
+        """What there is of extra state, {name: value}."""
+        return {name: self._state[name] for name in names if name in self._state}
+
+    def read(self, name, start, target):
+        """Fill a flat tensor with the elements of one from `start` on."""
+        target.copy_(self._state[name].detach().reshape(-1)[start : start + len(target)])
+
+
+def _source(file, state, extra_state):
+    if isinstance(file, dict):
+        return StateDict(file)
     if is_dcp(Path(file)):
         from common.checkpoint import dcp  # noqa: PLC0415  a second, and only where it is used
 
-        return dcp.Source(file, state)
+        return dcp.Source(file, state, extra_state)
     return tensor_file.SplitSource(file) if str(file).endswith(".json") else tensor_file.Source(file)
 
 
-def names_in(source, state):
+def names_in(source, state, extra_state=()):
     """Which tensor of a file each parameter and buffer is to become: {parameter or buffer: name}.
 
     Raises:
@@ -66,8 +96,7 @@ def names_in(source, state):
     """
     names, name_of = {}, {}  # names: tensor -> all of its names
     for name, tensor in state.items():
-        if torch.is_tensor(tensor):  # modules may keep other things there
-            names.setdefault(tensor, []).append(name)
+        names.setdefault(tensor, []).append(name)
     for tensor, own in names.items():
         there = [name for name in own if name in source.tensors]
         if there:
@@ -81,7 +110,7 @@ def names_in(source, state):
         for other in there[1:]:
             if not torch.equal(source.get_tensor(there[0]), source.get_tensor(other)):
                 raise InputError(f"{there[0]!r} and {other!r} differ there and are one here; leave one of them out")
-    superfluous = sorted(source.tensors.keys() - state.keys())
+    superfluous = sorted(source.tensors.keys() - state.keys() - set(extra_state))
     if superfluous:
         raise InputError(f"{superfluous[0]!r} is not in the model; leave it out")
     return name_of

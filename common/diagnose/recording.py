@@ -257,7 +257,8 @@ class Recorder:
     def _weights(self):
         """{name: digest} of all weights, and of the buffers as this rank has them, which full_state_dict() may send."""
         own = {name: buffer.detach().clone() for name, buffer in self.engine.module.named_buffers()}
-        return {name: self._keep(own.get(name, tensor)) for name, tensor in self.engine.full_state_dict().items()}
+        state = {name: value for name, value in self.engine.full_state_dict().items() if torch.is_tensor(value)}
+        return {name: self._keep(own.get(name, tensor)) for name, tensor in state.items()}
 
     def _keep(self, tensor):
         """Write a tensor under its digest, unless it is there; return the digest."""

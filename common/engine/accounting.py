@@ -11,6 +11,20 @@ from common.ranks.nodes import ACROSS_NODES, IN_NODE
 from common.tensors import length
 
 
+def state_bytes(bucket, engine):
+    """What the optimizer keeps of a bucket: bytes of an element of each state, [n, ...], and bytes beside those.
+
+    As probed at the door until it has kept anything; its options may have changed since: a momentum was switched on.
+    """
+    optimizer, piece = getattr(engine, "optimizer", None), bucket.pieces[0]
+    states = [] if optimizer is None else piece.states(optimizer)
+    if not states:
+        per_element, per_tensor = engine.optimizer_bytes
+        return getattr(engine, "state_bytes", ()) or [per_element], per_tensor
+    each = [state.itemsize for state in states if state.shape == piece.master.shape]
+    return each, sum(state.nbytes for state in states if state.shape != piece.master.shape)
+
+
 class Accounts:
     """What a rank holds, and what it is foreseen to hold and to send.
 
@@ -78,13 +92,13 @@ class Accounts:
     def predicted_held(self):
         """See `EngineBase.predicted_model_state_bytes`."""
         engine, predicted = self._engine, {"parameters": 0, "gradients": 0, "optimizer": 0}
-        per_element, per_tensor = engine.optimizer_bytes
         for bucket in engine.buckets + engine.frozen:
             owned, itemsize = engine.owned(bucket), bucket.kind.dtype.itemsize
             predicted["parameters"] += length(owned.parameters) * itemsize
             if bucket.kind.trainable:
                 stepped, summed = length(owned.optimizer), bucket in self._summed
-                predicted["optimizer"] += stepped * ((4 if bucket.sixteen_bit else 0) + per_element) + per_tensor
+                widths, per_tensor = state_bytes(bucket, engine)
+                predicted["optimizer"] += stepped * ((4 if bucket.sixteen_bit else 0) + sum(widths)) + per_tensor
                 predicted["gradients"] += stepped * 4 if summed else 0
                 if bucket.packs_in_place or not summed:
                     predicted["gradients"] += length(owned.gradients) * itemsize

@@ -9,7 +9,7 @@ phases this file calls by name:
     step       -> update
 
 What is checked, built, counted and kept in files on the way has modules of its own beside this one: `door`, `misuse`,
-`writes`, `building`, `buffers`, `reentrant`, `accounting`, `no_module`; files are `common.checkpoint`'s.
+`ties`, `writes`, `building`, `buffers`, `reentrant`, `accounting`, `no_module`; files are `common.checkpoint`'s.
 """
 
 import contextlib
@@ -19,19 +19,19 @@ from functools import partial
 import torch
 
 from common.checkpoint.files import Files
-from common.engine import building, door, layout
+from common.engine import building, door, layout, ties
+from common.engine.access import Access
 from common.engine.accounting import Accounts
 from common.engine.bucket import Bucket
 from common.engine.buffers import Buffers
 from common.engine.door import BATCH_NORMS
-from common.engine.gradients import gradients
 from common.engine.hooks import Hook, remove_with
 from common.engine.master_weights import alone
 from common.engine.misuse import Guards, engine_of
 from common.engine.mixed_precision import LossScaler, decide, dtype_of
 from common.engine.no_module import NoModule
 from common.engine.reentrant import Uses
-from common.engine.writes import Writes, gathered
+from common.engine.writes import Writes
 from common.errors import InputError
 from common.measure.memory import HOST, storage_id
 from common.ranks.agreement import check_agreement
@@ -39,7 +39,7 @@ from common.ranks.collectives import Collectives
 from common.tensors import map_tensors
 
 
-class EngineBase(Files, NoModule):
+class EngineBase(Files, Access, NoModule):
     """What the engines share. See a stage's `Engine` for the phases.
 
     Args:
@@ -118,7 +118,8 @@ class EngineBase(Files, NoModule):
             door.check_types(door.types_of_defaults(type(self)), settings)
             door.check_numbers(clip_norm, skip_norm, norm_type, bucket_mb)
             self.optimizer_bytes, settings["the optimizer"] = self.check_optimizer(optimizer)
-            self.param_groups = door.check_groups(model, param_groups)
+            ties.check_tensors(model)
+            self.param_groups = door.check_groups(model, param_groups, ties.tie(model))
             settings["param_groups"] = [door.plain(group) for group in self.param_groups]
             self._kept_fp32 = door.check_kept(model, keep_fp32)
             settings["keep_fp32"] = sorted(self._kept_fp32)
@@ -138,6 +139,7 @@ class EngineBase(Files, NoModule):
         self.syncing, self.running, self.recording, self.reducing = True, False, False, False
         self.updates, self._factor = 0, None  # updates in all, kept in checkpoints; what multiplies a step's gradients
         self.naming = self.stepping = self._failed = False
+        self.unfinished = None  # whether the backward that has not come to its end reduces
         self._initial = building.InitialValues(model, self.param_groups, init, self.comm)
         self.partition()
         self._initial.place_buffers()
@@ -176,7 +178,7 @@ class EngineBase(Files, NoModule):
         self.recording, self.running = torch.is_grad_enabled(), True
         try:
             self.begin_forward()
-            self.buffers.broadcast()
+            self.buffers.before_forward()
             out = self._module(*map_tensors(self._cast, args), **map_tensors(self._cast, kwargs))
             self.uses.mark_gradients_in_parts()
             self.end_forward()
@@ -209,21 +211,21 @@ class EngineBase(Files, NoModule):
             raise InputError(f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, by mean() for instance")
         self.comm.traffic.phase = "backward"
         self.guards.check_trainable()
-        self._failed = True
+        self._failed, self.unfinished = True, self.syncing
         self._begin_gradients()
         self.begin_backward()
         Bucket.scale_of_backward, self.reducing = self._scale, self.syncing
         try:
             scaled = loss if self.loss_scaler is None else loss.float() * self._scale
             scaled.backward(retain_graph=retain_graph)
+            if self.syncing:
+                self.finish_backward()
         finally:
             # What comes later is of another engine's backward: ranks may disagree on it, so that it waits for step().
             Bucket.scale_of_backward, self.reducing = None, False
-        if self.syncing:
-            self.finish_backward()
         self.accounts.backwards += 1
         self.accounts.reductions += self.syncing
-        self._failed = False
+        self._failed, self.unfinished = False, None
         self.uses.forget()
 
     @property
@@ -306,6 +308,7 @@ class EngineBase(Files, NoModule):
 
     def zero_grad(self):
         """Drop the gradients since the last step, as `zero_grad` of the optimizer and of the whole module do."""
+        self.guards.finish_failed_backward()
         if self._failed:  # half way through a step
             self.writes.accept_all()
         for bucket in self.buckets:
@@ -357,34 +360,6 @@ class EngineBase(Files, NoModule):
     def settle(self):
         """Wait for what is under way, and begin nothing."""
         self.synchronize()
-
-    def gathered(self, *modules, write=False):
-        """A context in which the weights of `modules` (all, if none is named) are whole on every rank, for reading.
-
-        With `write`, a collective, for writing: each rank keeps its shard of what is there when the context is left, in
-        master weights and second shards too. What the optimizer keeps stays.
-
-        Raises:
-            InputError: weights were written in a context for reading, or not alike on all ranks.
-        """
-        return gathered(self, modules, write)
-
-    def gradients(self, *modules, write=False):
-        """A context in which the mean gradient of `modules` (all, if none is named) is whole on every rank.
-
-        A collective, between `backward` and `step`: of all backwards since the last step, unscaled, before clipping.
-
-        Args:
-            write: each rank keeps its part of what its entries are when the context is left, in fp32.
-
-        Yields:
-            {name of a parameter: fp32 tensor of its shape}, to read or, with `write`, to write and replace.
-
-        Raises:
-            RuntimeError: there was no backward since the last step.
-            InputError: what was written differs between ranks, or has not the parameter's shape. Nothing is kept.
-        """
-        return gradients(self, modules, write)
 
     @contextlib.contextmanager
     def at_hand(self, buckets):
@@ -452,8 +427,10 @@ class EngineBase(Files, NoModule):
         return self.dtype if rounded else parameter.dtype
 
     def _report_gradient(self, name, parameter):
+        if parameter.grad is None:
+            return  # autograd came by with nothing, as from a reentrant checkpoint of a constant
         if Bucket.scale_of_backward is None:
-            parameter.grad = None
+            parameter.grad, self._failed, self.unfinished = None, True, False
             raise RuntimeError(f"{name!r} got a gradient outside of engine.backward(): write that for loss.backward()")
         self.gradient_ready(self.bucket_of[parameter], name, parameter)
         self.comm.lane.follow()  # on CUDA: the bucket's collective waits for this stream, too

@@ -9,6 +9,8 @@ from torch import nn
 
 from common.engine.layout import Run
 from common.engine.master_weights import Piece
+from common.errors import InputError
+from common.measure.memory import storage_id
 from common.tensors import end_to_end, length, let_go, within
 
 
@@ -36,6 +38,7 @@ class Bucket(Run, Piece):
         views, nothing: what each parameter, by name, is where `full` holds it, and a `units.Nothing` for where it does
             not.
         storages: what its parameters lie in, as `storage_id` has it.
+        strays: names of parameters that were found to lie elsewhere, after `parameter.data = tensor`.
     """
 
     scale_of_backward = None
@@ -47,7 +50,7 @@ class Bucket(Run, Piece):
         self.cut_into = ()  # pieces
         self.parameters = self.gradients = self.local = None
         self.full = self.handle = self.gathering = self._unit = self.views = self.nothing = None
-        self.storages = set()
+        self.storages, self.strays = set(), set()
         self.fires_in_parts = False  # reentrant checkpoints give a weight they share its gradient in parts
         self.forget()
 
@@ -201,6 +204,8 @@ class Bucket(Run, Piece):
 
     def pack(self, name, gradient):
         """Move a gradient to its place in `local`. One that finds another there, left by `no_sync`, adds in fp32."""
+        if gradient.layout is not torch.strided:
+            raise InputError(f"{name!r} got a sparse gradient, which has no place in a bucket; leave sparse=True out")
         if self.handle is not None:  # a second part of the gradient, after the bucket was sent
             self.arrive()
         self._make_room()
@@ -244,8 +249,15 @@ class Bucket(Run, Piece):
                 piece.set_aside()
         self.has_gradient = False
 
+    def note_strays(self):
+        """Find parameters that lie elsewhere, before they are made views of what is here."""
+        if self.storages:
+            self.strays.update(name for name, p in self.members.items() if storage_id(p) not in self.storages)
+
     def land(self):
         """Wait for the all-gather under way. Returns whether there was one."""
+        if self.full is not None:
+            self.note_strays()
         if self.gathering is None:
             return False
         self.gathering.wait()

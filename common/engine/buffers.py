@@ -1,8 +1,10 @@
 """Buffers: every rank computes with those of rank 0, as with torch's DDP."""
 
+import contextlib
+
 import torch
 
-from common.tensors import distinct
+from common.tensors import checksum, distinct, host_value
 
 
 class Buffers:
@@ -16,27 +18,63 @@ class Buffers:
 
     def __init__(self, module, comm, broadcasts):
         self._module, self._comm, self._broadcasts = module, comm, broadcasts
-        self._differ = True  # forwards in training change each rank's own
+        self._common = None  # the bits at the last evaluation, on all ranks; None after training
+        self._apart = 0  # contexts in which each rank may run the model as often as it likes
 
     @property
     def nbytes(self):
         """The bytes of one broadcast."""
         return sum(buffer.nbytes for buffer in self._distinct())
 
+    def before_forward(self):
+        """Give every rank the buffers of rank 0: always where a step may follow, else unless all have the same bits.
+
+        Buffers may be written past the engine between two evaluations, as by update_bn, and on some ranks alone. So
+        ranks compare. Within `gathered` they need not be in step, and each looks at its own.
+        """
+        if self._module.training or (torch.is_grad_enabled() and not self._apart):
+            self.broadcast()
+            self._common = None
+        elif self._distinct():
+            own = self._bits()
+            known = own == self._common if self._apart else self._alike(own)
+            if not known:
+                self.broadcast()
+                own = self._bits()
+            self._common = own
+
+    @contextlib.contextmanager
+    def apart(self):
+        """In this context ranks need not be in step."""
+        self._apart += 1
+        try:
+            yield
+        finally:
+            self._apart -= 1
+
     def broadcast(self):
-        """Give every rank the buffers of rank 0, unless it has them."""
+        """Give every rank the buffers of rank 0."""
         buffers = self._distinct()
-        self._differ = self._differ or self._module.training
-        if not buffers or not self._differ:
+        if not buffers:
             return
-        whole = [buffer.detach().clone(memory_format=torch.contiguous_format) for buffer in buffers]
-        packed = torch.cat([buffer.view(-1).view(torch.uint8) for buffer in whole])
+        packed = self._packed()
         self._comm.broadcast(packed, label="the buffers").wait()
         parts = packed.split([buffer.nbytes for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             # Through .data, past autograd's version count: a forward that waits for its backward does not read them.
             buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
-        self._differ = self._module.training
+
+    def _alike(self, own):
+        bits = torch.tensor([own, -own], device=self._comm.device)
+        return host_value(self._comm.maximum(bits, "whether the buffers are alike").sum(), 0) == 0
+
+    def _bits(self):
+        """A number that tells these buffers from others; under fake tensors none does."""
+        return 0 if self._comm.simulated else checksum(self._packed())
+
+    def _packed(self):
+        whole = [buffer.detach().clone(memory_format=torch.contiguous_format) for buffer in self._distinct()]
+        return torch.cat([buffer.view(-1).view(torch.uint8) for buffer in whole])
 
     def _distinct(self):
         return [distinct(buffer) for buffer in self._module.buffers()] if self._broadcasts else []

@@ -12,7 +12,8 @@ from torch import nn
 from common.engine.master_weights import alone
 from common.engine.misuse import check_hooks, engine_of
 from common.engine.mixed_precision import DTYPES
-from common.engine.units import hollow
+from common.engine.readers import Freed
+from common.engine.ties import extent
 from common.errors import InputError
 from common.measure.memory import storage_bytes
 from common.tensors import checksum, host_value, tensors_of_state
@@ -196,7 +197,12 @@ def _not_elementwise(why, hence, refusal="the optimizer does not work element by
     return f"{refusal} ({' '.join(why.split())}), {hence}; use AdamW, Adam, SGD, Adagrad or RMSprop"
 
 
-def check_groups(model, param_groups):
+def check_groups(model, param_groups, tied):
+    """The groups as dicts of their own.
+
+    Args:
+        tied: {parameter that was one: the one in its place}, as `ties.tie` returns it.
+    """
     trainable = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not any(True for _ in model.parameters()):
         raise InputError("the model has no parameter")
@@ -205,6 +211,8 @@ def check_groups(model, param_groups):
         raise InputError("param_groups is not a list of dicts that have 'params'; give what torch's optimizers take")
     _check_rates(groups)
     groups = [{**group, "params": list(group["params"])} for group in groups]
+    for group in groups if tied else ():
+        group["params"] = list(dict.fromkeys(tied.get(parameter, parameter) for parameter in group["params"]))
     listed = Counter(parameter for group in groups for parameter in group["params"])
     for parameter, times in listed.items():
         if parameter not in trainable:
@@ -257,10 +265,12 @@ def check_model(model, comm, init, param_groups, dtype):
                 f"{name!r} has an engine already; delete that first, or build a model for each engine. Two optimizers "
                 "over shared weights are one class that steps each of param_groups by its own rule"
             )
-        if not parameter.is_meta and hollow(parameter):
+        if isinstance(parameter, Freed):
             raise InputError(
                 f"{name!r} has no values of its own, as if a stage-3 engine was deleted; build the model anew"
             )
+        if not parameter.is_meta and parameter.numel() > extent(parameter):
+            raise InputError(f"{name!r} is expanded: several of its elements are one in memory; copy it by clone()")
         if parameter.requires_grad and parameter.dtype not in DTYPES.values():
             raise InputError(f"{name!r} is {parameter.dtype}; build the model in float32")
     built = {parameter.dtype for parameter in model.parameters()}
@@ -270,6 +280,11 @@ def check_model(model, comm, init, param_groups, dtype):
     for name, module in model.named_modules():
         if getattr(module, "sparse", False):
             raise InputError(f"{name!r} makes sparse gradients, which have no place in a bucket; set sparse=False")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise InputError(
+                f"{name!r} writes its weight in forward, on each rank other rows; set max_norm=None, and scale rows "
+                "within `with engine.gathered(module, write=True):`"
+            )
     group_of = {parameter: index for index, group in enumerate(param_groups) for parameter in group["params"]}
     how = "build the same model with the same seed on every rank"
     return [

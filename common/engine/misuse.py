@@ -15,9 +15,9 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.engine.hooks import Hook
+from common.engine.writes import HOW
 from common.errors import InputError
-from common.measure.memory import storage_id
-from common.tensors import length, own_parameters
+from common.tensors import length, own_parameters, past_subclasses
 
 WHERE_TO_WRITE = "do it in step() of the optimizer that the factory makes, which sees each shard alone"
 
@@ -38,20 +38,30 @@ class Guards:
             if any(True for _ in module.parameters(recurse=False)):
                 engine.handles.append(module.register_load_state_dict_pre_hook(Hook(self._before_load_state_dict)))
 
+    @past_subclasses
     def check_parameters(self):
         """Refuse parameters that are no longer those that the engine has made: they would not be trained."""
         engine = self._engine
         parts = _parts_of(self._modules)
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
             self._check_names()
-        for bucket in engine.buckets + engine.frozen:
-            for name, parameter in bucket.members.items():
-                if storage_id(parameter) not in bucket.storages:
-                    raise InputError(
-                        f"{name!r} has left the engine's storage, by model.to() or flatten_parameters() for instance, "
-                        "and would not be trained; build the engine after that"
-                    )
+        self.check_places()
         engine.writes.check()
+
+    @past_subclasses
+    def check_places(self):
+        """Other data that `parameter.data = tensor` has given goes to the parameter's place, or is refused."""
+        engine = self._engine
+        for bucket in engine.buckets + engine.frozen:
+            bucket.note_strays()
+            strays = [name for name in bucket.members if name in bucket.strays]
+            lost = [name for name in strays if not engine.writes.bring_back(bucket, name)]
+            bucket.strays.clear()
+            for name in lost:
+                raise InputError(
+                    f"{name!r} has left the engine's storage, by model.to(), flatten_parameters() or a write to its "
+                    f".data for instance, and that would be lost; build the engine after it, or {HOW}, between steps"
+                )
 
     def _check_names(self):
         """Refuse parameters that came or went. Modules say so only to who asks them all, which takes a while."""
@@ -70,6 +80,7 @@ class Guards:
         self._modules = list(self._engine._module.modules())
         self._parts = _parts_of(self._modules)
 
+    @past_subclasses
     def check_trainable(self):
         """Refuse what was frozen or thawed: a frozen weight would still be stepped, a thawed one not be trained.
 
@@ -90,13 +101,25 @@ class Guards:
         if not self._engine.buckets:
             raise InputError("no parameter was trainable when the engine was built: it serves forwards alone")
 
+    def finish_failed_backward(self):
+        """Each rank may have met its exception elsewhere: send what others wait for, and see that all met one."""
+        engine = self._engine
+        if engine.unfinished is None:
+            return
+        engine.reducing, engine.unfinished = engine.unfinished, None
+        try:
+            engine.finish_backward()
+        finally:
+            engine.reducing = False
+        engine.comm.maximum(engine.comm.buffer(1), "the end of a backward that failed")
+
     def _before_load_state_dict(self, module, *_):
-        bucket_of = self._engine.bucket_of
-        own = [bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of]
-        if any(bucket.loses_writes for bucket in own):
+        bucket_of, writes = self._engine.bucket_of, self._engine.writes
+        own = [p for p in module.parameters(recurse=False) if p in bucket_of and not writes.is_open(p)]
+        if any(bucket_of[parameter].loses_writes for parameter in own):
             raise RuntimeError(
-                "load_state_dict() reaches the model's weights, which this engine only makes from those it keeps; load "
-                "before the engine is built, or use engine.save() and engine.load()"
+                "load_state_dict() reaches the model's weights, and this engine makes them from those it keeps: write "
+                "engine.load_weights(state_dict), or load within `with engine.gathered(write=True):`"
             )
 
     def check_scales(self):
@@ -132,11 +155,11 @@ class Guards:
 
     def _mark_state_dict(self, optimizer, state_dict):
         """A state dict of the optimizer says whose shards its states are of."""
-        state_dict["shard"] = self._own_shard()
+        state_dict["shard"] = self.own_shard()
 
     def _check_state_dict(self, optimizer, state_dict):
         """Refuse the states of other shards: they have the same shapes, and would be taken."""
-        given, own = state_dict.get("shard"), self._own_shard()
+        given, own = state_dict.get("shard"), self.own_shard()
         if given != own:
             told = "{rank} of {world_size} of {engine}"
             raise InputError(
@@ -145,7 +168,8 @@ class Guards:
                 "and engine.load(path), which cut it anew"
             )
 
-    def _own_shard(self):
+    def own_shard(self):
+        """Whose shards this rank's optimizer steps, and how they are cut, as a dict of text and numbers."""
         engine = self._engine
         whole = all(length(engine.owned(bucket).optimizer) == bucket.padded_numel for bucket in engine.buckets)
         pieces = [(list(b.slots), piece.part.start, piece.part.stop) for b in engine.buckets for piece in b.pieces]

@@ -26,10 +26,11 @@ class Turn:
 
     Attributes:
         checkpoint: a number for the reentrant checkpoint that it ran in, within which no graph is made; else None.
+        gathers: backward has to gather the unit for it; else it is whole by then.
     """
 
     def __init__(self, unit, forward):
-        self.unit, self.forward = unit, forward
+        self.unit, self.forward, self.gathers = unit, forward, not unit.pins
         self.checkpoint = None if torch.is_grad_enabled() else graph_nodes_made()
 
 
@@ -61,8 +62,13 @@ class Turns:
         """
         # Whether a gradient comes is another matter on each rank; whether one may come is not.
         tensors = outputs if torch.is_grad_enabled() else [value for value in inputs if torch.is_tensor(value)]
-        if not unit.trainable and not any(tensor.requires_grad for tensor in tensors):
+        behind = torch.is_grad_enabled() and any(turn.unit.trainable for turn in self._running)
+        if not unit.trainable and not behind and not any(tensor.requires_grad for tensor in tensors):
             return None
+        behind = itertools.chain(reversed(self._running), self._waiting())
+        before = next((turn for turn in behind if turn.unit is unit or turn.unit.beside(unit)), None)
+        if before is not None and before.unit is unit:  # from the one turn to the other no unit ends it
+            before.gathers = False
         self._running.append(Turn(unit, self._number))
         return self._running[-1]
 
@@ -72,47 +78,49 @@ class Turns:
             self.forwards[self._number] = self._running
             self._running = []
 
-    def begin_backward(self):
-        """No turn was taken yet."""
+    def begin_backward(self, kept):
+        """No turn was taken yet. Units that were `kept` for it are whole."""
         self.now = None
+        for turn in filter(None, map(self.next_of, kept)):
+            turn.gathers = False
 
     def until(self, unit, turn):
-        """Autograd has come to a unit: take all turns before its own, and that; return their units.
+        """Autograd has come to a unit: take all turns before its own, and that, one at a time.
 
         Args:
             unit: it.
             turn: its `Turn`; None if a module was called past the engine.
+
+        Yields:
+            The units whose turns they are. Those that are to come remain meanwhile.
         """
         if turn is None:
-            return [unit]
-        if turn in self.forwards.get(turn.forward, ()):
-            return [*self._enter(turn.forward), *self._take(turn), unit]
-        return [] if turn.forward == self.now else [unit]  # it has come, in this backward or in an earlier one
+            yield unit
+        elif turn in self.forwards.get(turn.forward, ()):
+            yield from self._enter(turn.forward)
+            yield from self._take(lambda: turn not in self.forwards[turn.forward])
+        elif turn.forward != self.now:  # it has come, in an earlier backward
+            yield unit
 
     def until_checkpoint(self, unit):
         """A unit is computed again: take all turns before its reentrant checkpoint; None if it runs in none."""
         turn = self.next_of(unit)
         if turn is None or turn.checkpoint is None:
             return None
-        passed = self._enter(turn.forward)
         turns = self.forwards[turn.forward]
-        while turns[-1].checkpoint != turn.checkpoint:
-            passed.append(turns.pop().unit)
-        return passed
+        return itertools.chain(self._enter(turn.forward), self._take(lambda: turns[-1].checkpoint == turn.checkpoint))
 
     def rest(self):
         """Backward is over: take the turns that are left. Where autograd came to no unit, it is the last forward's."""
         if self.now is None and self.forwards:
             self.now = max(self.forwards)
-        units = self._take(None)
+        yield from self._take()
         self.forwards.pop(self.now, None)
-        return units
 
     def next_of(self, unit):
         """A unit's next turn: in the forward that backward goes through, or else in the last one that has any."""
         first = self.forwards.get(self.now, [])
-        behind = itertools.chain(reversed(first), *(reversed(turns) for turns in reversed(self.forwards.values())))
-        return next((turn for turn in behind if turn.unit is unit), None)
+        return next((turn for turn in itertools.chain(reversed(first), self._waiting()) if turn.unit is unit), None)
 
     def remains(self, unit):
         """Whether a unit has another turn."""
@@ -122,15 +130,21 @@ class Turns:
         """The weights of those forwards are gone."""
         self.forwards.clear()
 
-    def _enter(self, forward):
-        """Go through this forward from now on; return the units whose turns the one before has left."""
-        left = [] if self.now == forward else self._take(None)
-        self.now = forward
-        return left
+    def _waiting(self):
+        """All turns that wait for their backward, the last one first."""
+        return itertools.chain(*map(reversed, reversed(self.forwards.values())))
 
-    def _take(self, last):
-        """Take turns of this forward up to `last`, or all for None; return their units but for its own."""
-        units, turns = [], self.forwards.get(self.now, [])
-        while turns and (turn := turns.pop()) is not last:
-            units.append(turn.unit)
-        return units
+    def _enter(self, forward):
+        """Go through this forward from now on; take the turns that the one before has left."""
+        if self.now != forward:
+            yield from self._take()
+            self.forwards.pop(self.now, None)
+        self.now = forward
+
+    def _take(self, done=lambda: False):
+        """Take turns of this forward, one at a time, until it is `done` or none is left."""
+        turns = self.forwards.get(self.now, [])
+        while turns and not done():
+            turn = turns.pop()
+            turn.unit.backward_gathers += turn.gathers
+            yield turn.unit

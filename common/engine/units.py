@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from common.engine import layout
-from common.engine.hooks import Guard, Hook
-from common.measure.memory import storage_id
-from common.tensors import inside_backward, map_tensors, own_parameters, tensors_in
+from common.engine.hooks import Hook
+from common.engine.readers import Freed, Reader, copy_weights
+from common.tensors import inside_backward, tensors_in
 
 # A module whose parameters are this part of the largest unit's, or less, is gathered with the root: a message of its
 # own costs more than to hold it.
@@ -36,20 +36,23 @@ class Unit:
         pins: contexts that hold it gathered; found_whole: as the first of them found it.
         depth: its forwards that run now; more than one where a module calls itself.
         inside: the units that were running when it ran, itself among them.
-        ran: the last recorded forward ran it.
-        reached: gradients may reach what its last recorded forward returned.
-        again: it was freed after a checkpoint had run it again, so that its backward gathers it once more.
+        forward_gathers, backward_gathers: how often the forwards since the last step have to gather it, and how often
+            their backwards.
         open: its backward has begun and not ended.
     """
 
     def __init__(self, name, module, buckets, apart=False):
         self.name, self.module, self.buckets, self.apart = name, module, buckets, apart
         self.pins = self.depth = 0
-        self.gathered = self.open = self.found_whole = self.again = False
-        self.ran = self.reached = True
+        self.gathered = self.open = self.found_whole = False
+        self.forward_gathers = self.backward_gathers = 1
         self.inside = weakref.WeakSet()
         for number, bucket in enumerate(buckets):
             bucket.name = (name or "the root") + (f"/{number}" if number else "")
+
+    def beside(self, other):
+        """Neither of them ran inside the other."""
+        return other not in self.inside and self not in other.inside
 
     @property
     def whole(self):
@@ -155,12 +158,16 @@ class Order:
 
     def visit(self, unit):
         """`unit` is needed now. Where that is not what was recorded, what follows is recorded anew."""
-        if self._position and self._recorded[self._position - 1] is unit:
+        if self.now() is unit:
             return
         if self._position == len(self._recorded) or self._recorded[self._position] is not unit:
             del self._recorded[self._position :]
             self._recorded.append(unit)
         self._position += 1
+
+    def now(self):
+        """The unit that was needed last; None before the first."""
+        return self._recorded[self._position - 1] if self._position else None
 
     def ahead(self):
         """The unit that came next the last time; None where that is not known."""
@@ -180,10 +187,12 @@ def watch(engine, units):
     """
     watches = {unit: _Watch(engine, unit) for unit in units}
     unit_of = {parameter: unit for unit in units for bucket in unit.buckets for parameter in bucket.members.values()}
+    for bucket in (bucket for unit in units for bucket in unit.buckets):
+        bucket.nothing.mover = Mover(engine, bucket)
     weakref.finalize(engine, _leave_hollow, weakref.ref(engine._module)).atexit = False
     for path, module in engine._module.named_modules():
         for unit in dict.fromkeys(unit_of[parameter] for parameter in module.parameters(recurse=False)):
-            watches[unit].readers.append(_Reader(engine, unit, path, module))
+            watches[unit].readers.append(Reader(engine, unit, path, module))
     return list(watches.values())
 
 
@@ -200,8 +209,8 @@ class _Watch:
         """Before a forward: end what an interrupt left, and surround the hooks that others have added since."""
         for reader in self.readers:
             reader.give_up()
-        if self.engine.recording:  # an evaluation between two steps changes nothing in what they do
-            self.unit.ran = self.unit.again = False
+        if self.engine.recording and not self.engine.accounts.backwards and not self.engine.turns.forwards:
+            self.unit.forward_gathers = self.unit.backward_gathers = 0
         self.surround()
 
     def surround(self):
@@ -218,12 +227,13 @@ class _Watch:
             self.engine.before_recomputation(self.unit)
             return
         self.unit.depth += 1
-        self.unit.ran |= self.engine.recording
         if self.unit.depth == 1 or not self.unit.gathered:  # an exception may have left the depth of another call
+            if self.engine.recording and self.engine.forward_order.now() is not self.unit:
+                self.unit.forward_gathers += not (self.unit.pins and self.unit.forward_gathers)
             self.engine.before_forward(self.unit)
 
     def after(self, module, args, output):
-        unit, output = self.unit, _copy_weights(self.unit, output)
+        unit, output = self.unit, copy_weights(self.unit, output)
         turn = self.engine.turns.next_of(unit)
         tensors = tensors_in(output)
         if not inside_backward():
@@ -233,70 +243,14 @@ class _Watch:
             self.engine.after_forward(unit, traced=bool(tensors))
             if self.engine.recording:
                 turn = self.engine.turns.note(unit, args, tensors)
-                unit.reached = turn is not None and bool(tensors)
+                if turn is not None and not tensors:
+                    turn.gathers = False  # nothing shows when its backward begins, so that it stays until then
         elif unit.apart and not unit.open:  # else a checkpoint that runs it again would gather all of its kind
             self.engine.free(unit)
-            unit.again = not unit.gathered
+            unit.backward_gathers += not unit.gathered
         if torch.is_grad_enabled():
             _watch_backward(self.engine, unit, tensors, turn)
         return output
-
-
-class _Reader:
-    """Looks after a module that reads weights of a unit at times when the unit does not run.
-
-    The module may run alone, inside generate() for instance: then the unit is held as long as it does. Its state_dict
-    may be asked for, or a copy of it: then the unit must be whole already, and the state_dict holds copies.
-    """
-
-    def __init__(self, engine, unit, path, module):
-        self.engine, self.unit, self.path = weakref.proxy(engine), unit, path
-        self.alone = 0  # its runs now, since the unit is held for them
-        engine.handles.append(module.register_state_dict_pre_hook(Guard(self.before_state_dict)))
-        engine.handles.append(module.register_state_dict_post_hook(Hook(self.after_state_dict)))
-        if module is not unit.module:
-            engine.handles.append(module.register_forward_pre_hook(Hook(self.before), prepend=True))
-            engine.handles.append(module.register_forward_hook(Hook(self.after), always_call=True))
-
-    def before(self, module, args):
-        if self.alone:  # it calls itself
-            self.alone += 1
-        elif not (self.unit.whole and (self.unit.depth or self.unit.pins or inside_backward())):
-            if torch.is_grad_enabled() and any(t.requires_grad for t in [*module.parameters(), *tensors_in(args)]):
-                raise RuntimeError(
-                    f"{self.path!r} runs outside the forward of {self.unit.name or 'the model'!r}, to which its "
-                    "parameters belong, and backward would miss them: call that module, use torch.no_grad(), or hold "
-                    "it by engine.gathered() until backward ends"
-                )
-            self.engine.hold(self.unit)
-            self.alone = 1
-
-    def after(self, module, args, output):
-        if self.alone:
-            self.alone -= 1
-            output = _copy_weights(self.unit, output)
-            if self.alone == 0:
-                self.engine.release(self.unit)
-        return output
-
-    def give_up(self):
-        """Release what a run holds that never ended: Ctrl-C passes by hooks."""
-        if self.alone:
-            self.alone = 0
-            self.engine.release(self.unit)
-
-    def before_state_dict(self, *_):
-        if not (self.unit.whole or self.engine.naming):
-            raise RuntimeError(
-                f"the parameters of {self.path or 'the model'!r} are sharded: read engine.full_state_dict(), or the "
-                "module within engine.gathered()"
-            )
-
-    def after_state_dict(self, module, state, prefix, *_):
-        for name, parameter in own_parameters(module).items():
-            value = state.get(prefix + name)
-            if value is not None and value is not parameter and value.layout is torch.strided:
-                state[prefix + name] = value.clone()
 
 
 def hollow(parameter):
@@ -338,34 +292,72 @@ def _watch_backward(engine, unit, tensors, turn):
                 made.register_hook(before_backward)
 
 
-def _copy_weights(unit, output):
-    """`output`, with copies for the unit's own weights: those are freed while the caller may still read them."""
-    own = {storage_id(bucket.full) for bucket in unit.buckets}
+class Mover:
+    """Moves a bucket whose weights are read where its unit does not run, as T5's head reads the embedding's.
 
-    def copied(tensor):
-        if tensor.layout is torch.strided and storage_id(tensor) in own:  # sparse ones have no storage
-            return tensor.clone()
-        return tensor
+    The unit that is running takes it, if it is around the bucket's own, and gathers it from then on; else the root, as
+    with weights that two units share. All ranks read it at the same place of a forward.
+    """
 
-    return map_tensors(copied, output)
+    def __init__(self, engine, bucket):
+        self._engine, self._bucket = weakref.ref(engine), weakref.ref(bucket)
+
+    def __call__(self):
+        engine, bucket = self._engine(), self._bucket()
+        if engine is None or inside_backward():
+            return False
+        running = [unit for unit in engine.units if unit.depth]
+        if not (running or engine.running):
+            return False
+        first, reader = bucket.unit, max(running, key=lambda unit: len(unit.name), default=None)
+        if reader is None or first.module not in reader.module.modules():
+            reader = next((unit for unit in engine.units if unit.module is engine._module), None) or _add_root(engine)
+        if reader is first:
+            return False
+        watch_of = dict(zip(engine.units, engine.watches, strict=True))
+        for of_module in watch_of[first].readers:
+            if not set(bucket.members.values()).isdisjoint(of_module.module.parameters(recurse=False)):
+                of_module.look_after(reader)
+        first.buckets.remove(bucket)
+        bucket.unit, alone = reader, Unit(f"{reader.name or 'the root'}/{bucket.name}", reader.module, [bucket])
+        alone.gathered = first.gathered
+        engine.use(alone, Order())
+        reader.buckets.append(bucket)
+        return True
+
+
+def _add_root(engine):
+    """A unit of the model's own, which has none so far and is running."""
+    root = Unit("", engine._module, [])
+    engine.units.append(root)
+    engine.watches.append(_Watch(engine, root))
+    root.depth, root.gathered = 1, True
+    for unit in engine.units:
+        unit.inside.add(root)
+    return root
 
 
 class Nothing:
     """What a bucket's parameters are while they are freed: NaN in their shape, or zeros where they are integers.
 
-    One number stands for all elements of a parameter, so that most operations refuse to write there. Where one does,
-    it reaches no other parameter, and is gone when the bucket is freed anew.
+    One number stands for all elements of a parameter. Where something is written there all the same, it reaches no
+    other parameter, and is gone when the bucket is freed anew. Who asks for the values is refused: see `Freed`.
 
     Attributes:
         views: {name: tensor}.
         numbers: what those are views of, a number for each parameter.
     """
 
+    mover = None  # a `Mover`, once the engine runs
+
     def __init__(self, bucket):
-        self.numbers = bucket.full.new_empty(len(bucket.slots))
+        self.numbers, self._members = bucket.full.new_empty(len(bucket.slots)), bucket.members
         shapes = zip(self.numbers, bucket.slots.values(), strict=True)
         self.views = {slot.name: number.expand(slot.shape) for number, slot in shapes}
 
     def restore(self):
         """Have them read as nothing, whatever was there: whenever the bucket is freed."""
         self.numbers.fill_(float("nan") if self.numbers.is_floating_point() else 0)
+        for name, parameter in self._members.items():
+            if type(parameter) is nn.Parameter:  # a class of somebody else's stays what it is
+                parameter.__class__, parameter.freed_name, parameter.nothing = Freed, name, self

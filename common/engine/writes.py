@@ -7,7 +7,8 @@ hear of, is refused at the engine's next call.
 
 torch counts the writes to a tensor in `tensor._version`, those under torch.no_grad() and in torch.inference_mode() too.
 It does not count what is written through `tensor.data`, through numpy, or by a fused optimizer. Within `gathered` the
-bits tell of that; elsewhere it goes unseen.
+bits tell of that; elsewhere it goes unseen, unless `parameter.data = tensor` has taken the parameter elsewhere: that is
+brought back where parameters are whole, and refused otherwise.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import torch
 from common.errors import InputError
 from common.measure.memory import storage_id
 from common.ranks.agreement import check_agreement
-from common.tensors import checksum, host_value
+from common.tensors import checksum, host_value, past_subclasses
 
 HOW = "write weights within `with engine.gathered(module, write=True):`"
 
@@ -37,12 +38,14 @@ class Writes:
         self._buckets, self.open, self.changes, self._versions = buckets, [], 0, {}
         self.accept_all()
 
+    @past_subclasses
     def made(self, buckets):
         """The engine itself has changed buckets. A backward of a graph from before raises, as without an engine."""
         self.changes += 1
         torch.autograd.graph.increment_version([p for bucket in buckets for p in bucket.members.values()])
         self.accept(tensor for bucket in buckets for tensor in (*bucket.members.values(), *bucket.masters))
 
+    @past_subclasses
     def accept(self, tensors):
         """What these parameters and master weights hold now is right."""
         self._versions.update((tensor, tensor._version) for tensor in tensors)
@@ -55,6 +58,22 @@ class Writes:
         """Whether torch has counted a write since."""
         return tensor._version != self._versions[tensor]
 
+    def bring_back(self, bucket, name):
+        """Move what `parameter.data = tensor` has taken away back to its place. Returns whether that keeps it."""
+        if bucket.loses_writes:
+            return False
+        parameter, place = bucket.members[name], bucket.view(bucket.at_hand, name)
+        alike = (parameter.dtype, parameter.device, parameter.shape, parameter.stride())
+        if alike != (place.dtype, place.device, place.shape, place.stride()):
+            return False
+        place.data.copy_(parameter.data)
+        parameter.data = place
+        return True
+
+    def is_open(self, parameter):
+        """Whether a parameter may be written now."""
+        return any(parameter in before for before in self.open)
+
     def check(self):
         """Refuse what was written where it would be lost, or where no other rank would hear of it.
 
@@ -65,7 +84,7 @@ class Writes:
         """
         for bucket in self._buckets:
             for name, parameter in bucket.members.items() if bucket.loses_writes else ():
-                if self.counted(parameter) and not any(parameter in before for before in self.open):
+                if self.counted(parameter) and not self.is_open(parameter):
                     raise InputError(f"{name!r} was written where the engine does not keep it; {HOW}")
             if any(map(self.counted, bucket.masters)):
                 raise InputError(
@@ -84,7 +103,7 @@ def gathered(engine, modules, write):
     members = [(b, name, p) for b in buckets for name, p in b.members.items() if p in wanted]
     if write:
         engine.synchronize()
-    with engine.at_hand(buckets):
+    with engine.at_hand(buckets), engine.buffers.apart():
         if write:
             with _kept(engine, members):
                 yield
@@ -107,9 +126,11 @@ def _check_read_only(writes, members, unseen):
     written += [f"{n!r} or another weight of {b.name}" for b, n, _ in members if b in unseen]
     if not written:
         return
-    for bucket, _, parameter in members:
+    for bucket, name, parameter in members:
         if bucket.unit is not None:  # what was written goes with the unit, which is gathered anew when it is needed
             bucket.unit.found_whole = False
+            parameter.data = bucket.views[name]
+            bucket.strays.discard(name)
             writes.accept([parameter])
     raise InputError(f"{written[0]} was written within gathered(), which is for reading; {HOW}")
 
@@ -127,7 +148,7 @@ def _kept(engine, members):
     engine.writes.open.append(before)
     try:
         yield
-        _agree(engine.comm, members, places)
+        _agree(engine.comm, members, places, before)
     except BaseException:
         for parameter, place in places.items():
             place.data.copy_(before[parameter])
@@ -136,12 +157,14 @@ def _kept(engine, members):
         raise
     finally:
         engine.writes.open.pop()
+        for bucket, name, _ in members:
+            bucket.strays.discard(name)
     _take_over(engine, members, before)
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _agree(comm, members, places):
+def _agree(comm, members, places, before):
     """Bring parameters back to their places, where `parameter.data = tensor` has taken them away; compare all ranks."""
     try:
         moved = {}
@@ -153,6 +176,12 @@ def _agree(comm, members, places):
         for parameter, values in moved.items():
             places[parameter].data.copy_(values)
             parameter.data = places[parameter]
+        for _, name, parameter in members:
+            if _holds_nan(parameter) and not _holds_nan(before[parameter]):
+                raise InputError(
+                    f"{name!r} has become NaN, as what is made of weights that are not gathered; without a module "
+                    "gathered() has all of them; nothing of it is kept"
+                )
         how = "write the same on every rank; nothing of it is kept"
         found = [(f"{name!r} within gathered(write=True)", checksum(p), how) for _, name, p in members]
     except InputError as error:
@@ -186,6 +215,10 @@ def _take_over(engine, members, before):
         engine.writes.changes += 1
         engine.writes.accept(bucket.masters)
     engine.writes.accept(parameter for _, _, parameter in members)
+
+
+def _holds_nan(tensor):
+    return host_value(tensor.isnan().any(), False)
 
 
 def _bytes(flat):

@@ -42,6 +42,10 @@ SEGMENT = 2**23  # bytes of a shard that are reduced at a time, point to point
 TAG = 0x40000000  # and above, of messages between ranks: those of a user, on the same group, have smaller numbers
 GRACE = 2.0  # seconds for the rank that one waited for to tell what it waits in
 CURE = "call the engine equally often on every rank, or evaluate and generate within engine.gathered()"
+PARTED_GRAPHS = (
+    "their graphs differ at the turn of that unit in backward: each loss must depend on every forward that waits for "
+    "it, and reach every checkpoint that is around several units"
+)
 # torch renamed these two; 2.11 knows the names on the right only.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -403,7 +407,8 @@ class Collectives:
                     gone = store.compare_set("gone", "", gone).decode()
             if theirs is not None:
                 apart = f"rank {rank} waits for rank {partner} in {self._running}, and rank {partner} waits in {theirs}"
-                raise RankLost(f"the ranks part: {apart}; {CURE}") from error
+                in_backward = all("(backward, " in place for place in (self._running, theirs))
+                raise RankLost(f"the ranks part: {apart}; {PARTED_GRAPHS if in_backward else CURE}") from error
             alone = f"; {CURE}" if in_vain else ""
             raise RankLost(f"{gone}: rank {rank} was in {self._running} with rank {partner}{alone}") from error
 

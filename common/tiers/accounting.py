@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 import torch
 
 from common.checkpoint.pages import padded
-from common.engine.accounting import Accounts
+from common.engine.accounting import Accounts, state_bytes
 from common.measure.memory import HOST, storage_bytes
 from common.measure.traffic import BUS, DISK
 from common.tensors import length
@@ -117,10 +117,10 @@ def predicted_in(tier, engine, buckets, summed=()):
     Returns:
         {"parameters": n, "gradients": n, "optimizer": n}
     """
-    (per_element, per_tensor), predicted = engine.optimizer_bytes, dict.fromkeys(STATES, 0)
-    size, kept = (padded, engine.state_bytes) if tier == "nvme" else (int, [per_element])
+    size, predicted = padded if tier == "nvme" else int, dict.fromkeys(STATES, 0)
     for bucket in buckets:
         placed, each = engine.placed(bucket), bucket.kind.dtype.itemsize
+        kept, per_tensor = state_bytes(bucket, engine) if bucket.kind.trainable else ([], 0)
         for state in STATES if bucket.kind.trainable else ["parameters"]:
             for part, there in placed[state]:
                 if there.name == tier:

@@ -111,7 +111,7 @@ class ByEngine:
         if self.engine is None:
             return super()._save(output_dir, state_dict)
         state = self.engine.full_state_dict(to_rank=None if self.args.save_on_each_node else 0)
-        dtypes = {tensor.dtype for tensor in state.values()}
+        dtypes = {tensor.dtype for tensor in state.values() if torch.is_tensor(tensor)}
         # peft asks the modules that it saves whole for their keys, on the rank that writes.
         asked = [
             m for m in self.model.modules() if isinstance(getattr(m, "modules_to_save", None), torch.nn.ModuleDict)

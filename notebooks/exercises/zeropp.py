@@ -567,6 +567,11 @@ class RoutedBucket(Bucket):
         if self.goes_by is not None:
             self.goes_by.drop(self)
 
+    def drop(self, names):
+        """See `Bucket.drop`. What rounding took from the whole bucket goes too: it is less than half a step of int4."""
+        super().drop(names)
+        self.goes_by.drop(self)
+
     def take_over(self, part, fill):
         """See `Bucket.take_over`. What nodes keep of the parameters before is out of date."""
         self.comes_by.outdate(self)
@@ -691,11 +696,11 @@ class Engine(stage3_param.Engine):
     # ---- step -------------------------------------------------------------------------------------------------
 
     def begin_step(self):
+        super().begin_step()
         self.ways.begin_step()
 
     def update(self):
         """Phase 7. Each rank steps its own shards. What nodes keep of the parameters before is out of date."""
-        self.free_all()
         for bucket in self.buckets:
             bucket.comes_by.outdate(bucket)
             bucket.goes_by.take(bucket)

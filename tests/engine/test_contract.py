@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from training import ADAMW, STAGES, batch, make_engine, message_of, same_bits, small_engine, train_step
 from training import inputs as inputs_of
-from trap_models import FewRows, Net
+from trap_models import Counting, FewRows, Net
 
 from common import models
 from common.engine.units import hollow as is_freed
@@ -312,6 +312,56 @@ def modes(world, stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_train_and_eval_set_the_mode_of_every_module(worlds, stage):
     assert worlds(2).run(modes, stage) == [[{False}, {True}, {False}, {True}]] * 2
+
+
+def recalibrated(module, world):
+    """As torch's update_bn does, past the engine."""
+    module.train()
+    for index in range(2):
+        module(inputs_of(world, index))
+    module.eval()
+
+
+def in_part(module, world):
+    module.blocks[1].train()
+    module(inputs_of(world, 5))
+    module.blocks[1].eval()
+
+
+def of_one_rank(module, world):
+    if world.rank == world.size - 1:
+        module.blocks[1].mean.data.fill_(7.0)
+
+
+@torch.no_grad()
+def evaluated_between(world, engine):
+    """What this rank evaluates to after each way of writing buffers, outside of gathered() and within; its state."""
+    made, seen = small_engine(world, engine, make=lambda: Net(block=Counting)), []
+    x = inputs_of(world, 0) * 0 + 1
+    made.eval()(x)
+    for write in (recalibrated, in_part, of_one_rank):
+        write(made.module, world)
+        seen.append(made(x))
+        sent = made.comm.traffic.by_collective().get("broadcast", 0)
+        made(x)
+        assert made.comm.traffic.by_collective().get("broadcast", 0) == sent  # nothing was written
+        with made.gathered():
+            if write is not of_one_rank:
+                write(made.module, world)
+            seen.append(made(x))
+        write(made.module, world)
+        seen += made.full_state_dict().values()
+    with made.gathered():
+        for _ in range(3 - world.rank):
+            made(x)
+    return seen
+
+
+@pytest.mark.seven
+def test_all_ranks_evaluate_by_the_buffers_of_rank_0_whichever_wrote_some(worlds, engine):
+    first, *others = worlds(3).run(evaluated_between, engine)
+    for other in others:
+        assert all(torch.equal(one, another) for one, another in zip(first, other, strict=True))
 
 
 def kept_from_rank_0(world, stage, broadcast_buffers):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn, optim
-from training import ADAMW, ENGINES, STAGES, message_in_step, message_of
+from training import ADAMW, ENGINES, STAGES, inputs, make_engine, message_in_step, message_of, same_bits
 
 from common.engine.door import check_model, check_types
 from common.errors import InputError
@@ -287,6 +287,129 @@ def test_a_parameter_on_another_device_is_refused():
         check_model(nn.Linear(2, 2), group, None, [], torch.float32)
 
 
+# ---- tensors that cannot be kept, and memory that several share -----------------------------------------------------
+
+
+def with_weight(data, trainable=True):
+    """A linear layer in which `data` makes the weight of another one's."""
+
+    def made(world):
+        module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(world.device)
+        module[1].weight = nn.Parameter(data(module[0].weight.detach()), trainable)
+        return module
+
+    return made
+
+
+def with_buffer(data):
+    def made(world):
+        module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).to(world.device)
+        module.register_buffer("own", data(module[0].weight.detach()))
+        return module
+
+    return made
+
+
+def in_inference_mode(world):
+    with torch.inference_mode():
+        return nn.Sequential(nn.Linear(6, 6)).to(world.device)
+
+
+def of_embedding(kind):
+    return lambda world: nn.Sequential(kind(6, 6, max_norm=1.0)).to(world.device)
+
+
+SHARE = "parameter '1.weight' and parameter '0.weight' share memory, and would come apart: share one nn.Param"
+VIEW = "parameter '0.weight' and buffer 'own' share memory, and would come apart"
+KEPT_BY_NONE = {
+    "lazy": (lambda world: nn.Sequential(nn.LazyLinear(6)), "'0.weight' has no shape yet: run the model once before"),
+    "a sparse buffer": (with_buffer(torch.Tensor.to_sparse), "'own' is torch.sparse_coo, .*: register its to_dense"),
+    "an expanded parameter": (
+        with_weight(lambda w: w[:1].clone().expand(6, 6)),
+        "'1.weight' is expanded: several of its",
+    ),
+    "expanded to all": (with_weight(lambda w: w[0, 0].clone().expand(6, 6)), "'1.weight' is expanded: several of its"),
+    "overlapping rows": (
+        with_weight(lambda w: w.clone().as_strided((6, 6), (1, 1))),
+        "'1.weight' is expanded: several of",
+    ),
+    "in inference mode": (in_inference_mode, r"'0.weight' was made in torch.inference_mode\(\), and cannot change"),
+    "Embedding": (of_embedding(nn.Embedding), "'0' writes its weight in forward, .*; set max_norm=None"),
+    "EmbeddingBag": (of_embedding(nn.EmbeddingBag), "'0' writes its weight in forward, .*; set max_norm=None"),
+    "transposed": (with_weight(lambda w: w.t()), SHARE),
+    "a part": (with_weight(lambda w: w[:2]), SHARE),
+    "every second column": (with_weight(lambda w: w[:, ::2]), SHARE),
+    "of another dtype": (with_weight(lambda w: w.view(torch.int32), trainable=False), SHARE),
+    "frozen where the other is not": (with_weight(lambda w: w, trainable=False), SHARE),
+    "a buffer": (with_buffer(lambda w: w), VIEW),
+    "a part as buffer": (with_buffer(lambda w: w[1:2]), VIEW),
+}
+
+
+def refused_tensors(world, engine):
+    return {name: message_in_step(make_engine, engine, made(world)) for name, (made, _) in KEPT_BY_NONE.items()}
+
+
+@pytest.mark.seven
+def test_tensors_that_no_engine_can_keep_are_refused_by_name(worlds, engine):
+    for messages in worlds(2).run(refused_tensors, engine):
+        for name, message in messages.items():
+            assert_one_line(message, f"^{KEPT_BY_NONE[name][1]}")
+
+
+class Shared(nn.Module):
+    """The head has the memory of the stem; other parameters and buffers lie side by side in one storage."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 6, bias=False), nn.Linear(6, 6)
+        if how == "one Parameter":
+            self.head.weight = self.stem.weight
+        else:
+            self.head.weight.data = self.stem.weight.data
+        both = torch.linspace(-1, 1, 12)
+        self.even, self.odd = nn.Parameter(both[::2]), nn.Parameter(both[1::2])
+        self.register_buffer("whole", both.clone())
+        self.register_buffer("a_part", self.whole[3:9])
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.stem(x)) * self.even + self.odd) * self.a_part
+
+
+def train_shared(world, engine, how, folder):
+    """The weights after two steps, a resumed third and a write; each with the head as the model has it."""
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        module = Shared(how)
+        named = list(module.named_parameters(remove_duplicate=how != "one Parameter"))
+        named = {id(parameter): (name, parameter) for name, parameter in named}.values()
+        groups = [
+            {"params": [p for n, p in named if ("bias" in n) == bias], "lr": 0.1 + bias} for bias in (False, True)
+        ]
+        made = make_engine(engine, module, optim.Adam, param_groups=groups, precision="bf16")
+        if seed:
+            made.load(folder)
+        for index in range(2 - seed):
+            made.backward(made(inputs(world, index)).float().square().mean())
+            made.step()
+        made.save(folder)
+    with made.gathered(write=True):
+        nn.init.constant_(made.module.head.weight[0], 0.25)
+    with made.gathered():
+        assert torch.equal(made.module.head.weight, made.module.stem.weight)
+    state = made.full_state_dict()
+    assert torch.equal(state["head.weight"], state["stem.weight"])
+    return state
+
+
+@pytest.mark.seven
+@pytest.mark.parametrize("size", [1, 3])
+def test_parameters_that_are_one_in_memory_are_tied(worlds, tmp_path, size, engine):
+    expected = worlds(size).run(train_shared, "stage0_ddp", "one Parameter", tmp_path / "one")[0]
+    for weights in worlds(size).run(train_shared, engine, "one memory", tmp_path / "other"):
+        assert same_bits(weights, expected)
+
+
 # ---- ranks that disagree --------------------------------------------------------------------------------------------
 
 
@@ -383,6 +506,21 @@ def vector_loss(world, stage):
 def test_a_loss_that_is_no_scalar_is_refused(worlds, size, stage):
     for message in worlds(size).run(vector_loss, stage):
         assert_one_line(message, r"the loss has shape \(2, 3\); reduce it to a scalar, by mean\(\) for instance")
+
+
+def sparse_by_function(world, engine):
+    """The message for a sparse gradient of a module that does not say so; the same for the next."""
+    module = nn.Embedding(4, 6, device=world.device)
+    module.forward = lambda x: nn.functional.embedding(x, module.weight, sparse=True)
+    made = make_engine(engine, module)
+    index = torch.arange(4, device=world.device)
+    return [message_in_step(lambda: made.backward(made(index).square().mean())) for _ in range(2)]
+
+
+@pytest.mark.seven
+def test_a_sparse_gradient_is_refused_where_it_arrives(worlds, engine):
+    expected = "'weight' got a sparse gradient, which has no place in a bucket; leave sparse=True out"
+    assert worlds(2).run(sparse_by_function, engine) == [[expected] * 2] * 2
 
 
 def steps_without_backward(world, stage):

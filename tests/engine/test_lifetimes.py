@@ -96,7 +96,7 @@ def noted(phase):
 
 
 OF_A_UNIT = ("before_forward", "before_recomputation", "take_turn", "gradient_ready")
-OF_ALL_UNITS = ("begin_forward", "end_forward", "finish_backward", "update")
+OF_ALL_UNITS = ("begin_forward", "end_forward", "finish_backward", "begin_step")
 for name in OF_A_UNIT + OF_ALL_UNITS:
     setattr(Noting, name, noted(name))
 
@@ -263,7 +263,7 @@ def moments(notes, watched, call, calls):
         "forward ends": following(forward, "end_forward"),
         "recomputed": number("before_recomputation", 0),
         "backward ends": following(forward, "finish_backward"),
-        "step": following(forward, "update"),
+        "step": following(forward, "begin_step"),
         "next step": next_step,
     }
     if backward is not None:

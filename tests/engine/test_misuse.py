@@ -129,7 +129,55 @@ def load_weights(world, stage, precision):
 def test_weights_loaded_into_the_model_are_trained_or_refused(worlds, stage, precision):
     for message, loaded in worlds(2).run(load_weights, stage, precision):
         assert loaded == (message is None) == (precision == "fp32" and stage != "stage3_param")
-        assert loaded or message.endswith("load before the engine is built, or use engine.save() and engine.load()")
+        assert loaded or message.endswith("or load within `with engine.gathered(write=True):`")
+
+
+def go_back(world, engine, precision):
+    """Whether weights come back by each way there is, and the step after them; what is said of what does not fit."""
+    made = small_engine(world, engine, precision)
+    step(made, inputs(world, 0))
+    best, kept = made.full_state_dict(), made.snapshot()
+    step(made, inputs(world, 1))
+    after, came_back = made.full_state_dict(), {}
+
+    def load_state_dict():
+        with made.gathered(write=True):
+            made.module.load_state_dict(best)
+
+    ways = {
+        "restore": lambda: made.restore(kept),
+        "restore weights": lambda: made.restore(kept, optimizer=False),
+        "load_weights": lambda: made.load_weights(best),
+        "load_state_dict": load_state_dict,
+    }
+    for name, way in ways.items():
+        made.backward(loss(made(inputs(world, 2))))
+        way()
+        made.zero_grad()
+        found, dtype = made.full_state_dict(), made.dtype if name == "load_state_dict" else torch.float32
+        came_back[name] = all(torch.equal(found[key].to(dtype), value.to(dtype)) for key, value in best.items())
+        step(made, inputs(world, 1))
+        came_back[f"the step after {name}"] = name != "restore" or same_bits(made.full_state_dict(), after)
+    other = small_engine(world, engine, precision, make=FrozenEnds).snapshot()
+    said = [
+        message_in_step(made.load_weights, {**best, "head.bias": torch.full((WIDTH,), 1.0 + world.rank)}),
+        message_in_step(made.load_weights, {"head.bias": best["head.bias"]}),
+        message_in_step(made.restore, other),
+        message_in_step(made.restore, made.snapshot(optimizer=False)),
+    ]
+    return came_back, said
+
+
+@pytest.mark.parametrize(("size", "precision"), [(1, "fp16"), (2, "bf16"), (3, "fp32")])
+@pytest.mark.seven
+def test_weights_come_back_from_snapshots_and_state_dicts(worlds, engine, size, precision):
+    for came_back, said in worlds(size).run(go_back, engine, precision):
+        assert all(came_back.values()), came_back
+        assert size == 1 or "'head.bias' differs between rank" in said[0]
+        assert "is missing; the names are to be those of model.state_dict()" in said[1]
+        assert "tensor(" not in said[1]
+        assert said[2].startswith("this snapshot is of another engine or rank")
+        assert said[3] == "this snapshot was taken without the optimizer; write restore(snapshot, optimizer=False)"
 
 
 def a_gradient_of_a_gradient(engine, x):
@@ -212,6 +260,10 @@ def flattened(module):
         parameter.data = parameter.data.clone()
 
 
+def double_and_float(module):
+    module.double().float()
+
+
 def assigned(module):
     module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
 
@@ -228,8 +280,7 @@ LEAVING = {
     "weight_norm": (lambda module: nn.utils.weight_norm(module.convolution), "convolution.weight_g", NEW),
     "deleted": (lambda module: delattr(module.convolution, "bias"), "convolution.bias", "is no part of the model any"),
     "another memory format": (lambda module: module.to(memory_format=torch.channels_last), "convolution.weight", MOVED),
-    "there and back": (lambda module: module.double().float(), "", MOVED),
-    "flattened": (flattened, "rnn.", MOVED),
+    "in another precision": (lambda module: module.double(), "", MOVED),
 }
 
 
@@ -249,6 +300,22 @@ def test_parameters_that_left_the_engine_are_refused_by_name(worlds, stage, how)
         for message in messages:
             assert message.startswith(f"'{name}")
             assert why in message
+
+
+def come_back(world, stage, move):
+    """The weights after two steps, between which parameters get other storage for the same values."""
+    made = small_engine(world, stage, make=Convolution)
+    for index in range(2):
+        step(made, inputs(world, index))
+        move(made.module)
+    return made.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", STAGES[:3])
+def test_parameters_that_come_back_as_they_were_train_on(worlds, stage):
+    expected = worlds(2).run(come_back, stage, nn.Module.train)[0]
+    for move in (flattened, double_and_float):
+        assert all(same_bits(weights, expected) for weights in worlds(2).run(come_back, stage, move)), move
 
 
 def leave_while_sharded(world):

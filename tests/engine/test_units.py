@@ -9,18 +9,19 @@ import pytest
 import torch
 from late_lanes import on_lane
 from torch import nn
-from training import ADAMW, BUCKET_MB, batch, inputs, make_engine, message_of, same_bits
+from training import ADAMW, BUCKET_MB, SEVEN, batch, inputs, make_engine, message_of, same_bits
 from trap_models import (
     CASES,
     RECOMPUTE,
     WIDTH,
     Block,
     Net,
-    NeverCalled,
+    Quantized,
     Rooted,
     Routed,
-    TiedByReading,
+    Stop,
     around_each,
+    chain,
     loss,
     net,
     step,
@@ -30,7 +31,7 @@ from common import models
 from common.engine.layout import Run
 from common.engine.units import Order, make_units
 from common.tensors import map_tensors
-from common.train import sha256
+from common.train import find_engine, sha256
 from stage3_param import Engine
 
 TWO_GROUPS = {"weight_decay": 0.3}, {"lr": 1e-3}
@@ -110,6 +111,56 @@ def test_without_keep_last_a_step_sends_3_times_the_parameters(worlds, size):
     run = functools.partial(sent_and_predicted, keep_last=False)
     for sent, _, once in worlds(size).run(run, "gpt-tiny"):
         assert sent == {"all_gather": 2 * once, "reduce_scatter": once}
+
+
+def penalized(made, x):
+    """A penalty whose gradient comes last, as it was computed first."""
+    with made.gathered():
+        made.backward(sum(p.square().sum() for p in made.module.parameters()) + loss(made(x)))
+    made.step()
+
+
+def forward_before_step(made, x):
+    """A forward without backward leaves units whole."""
+    made.backward(loss(made(x)))
+    made(x)
+    made.step()
+
+
+def momentum_switched_on(made, x):
+    for group in made.optimizer.param_groups:
+        group["momentum"] = 0.9
+    step(made, x)
+    made.comm.traffic.reset()
+    step(made, x)
+
+
+STEPS = {  # how a step goes -> how the blocks are called
+    penalized: functools.partial(around_each, RECOMPUTE["reentrant"]),
+    forward_before_step: chain,
+    momentum_switched_on: chain,
+}
+
+
+def held_and_sent(world, name):
+    """All counts of an odd step, and their predictions, of which the reductions alone where somebody holds units."""
+    found = []
+    for odd_step, run in STEPS.items():
+        made = make_engine(name, Rooted(run), functools.partial(torch.optim.SGD, lr=0.1))
+        step(made, inputs(world, 0))
+        made.comm.traffic.reset()
+        odd_step(made, inputs(world, 1))
+        counts, predicted = made.accounts.measured(), made.accounts.predicted()
+        if odd_step is penalized:
+            counts, predicted = ({"sent": c["wire_bytes_per_step"].get("reduce_scatter")} for c in (counts, predicted))
+        found.append((counts, predicted))
+    return found
+
+
+@pytest.mark.parametrize("name", SEVEN)
+def test_bytes_of_an_odd_step_are_those_predicted(worlds, name):
+    for counts, predicted in worlds(2).run(held_and_sent, name)[0]:
+        assert counts == predicted
 
 
 class Watched(Engine):
@@ -207,21 +258,50 @@ def test_at_most_two_units_are_alive_beyond_those_in_use(worlds, how):
 # ---- weights read in the wrong place or at the wrong time ---------------------------------------------------------
 
 
-def read_outside(world, model):
-    engine = make_engine("stage3_param", model())
-    value = loss(engine(torch.ones(2, 3, WIDTH, device=world.device)))
-    assert value.isnan()
-    return message_of(engine.backward, value)
+def hooked_state_dict(engine):
+    """Its state dict holds a value that is derived from a weight."""
+    engine.module.register_state_dict_post_hook(lambda m, state, *_: state.update(norm=m.stem.weight.norm()))
+    return engine.full_state_dict()
 
 
-def test_a_weight_whose_module_is_not_called_is_named(worlds):
-    message = worlds(2).run(read_outside, NeverCalled)[0]
-    assert "'head.weight'" in message
-    assert "call that module, or hold it by gathered()" in message
+READS = {  # of the stem's weights, or where the name says so of another one's
+    "in a penalty": lambda m: sum(p.square().sum() for p in m.parameters()),
+    "in a penalty, by a list": lambda m: torch._foreach_norm(list(m.parameters())),
+    "in a comparison": lambda m: (m.stem.weight > 0).sum().item(),
+    "of its data": lambda m: (m.stem.weight.data.abs() < 1e-3).sum(),
+    "transposed": lambda m: m.stem.weight.T.sum(),
+    "blocks.0.codes": lambda m: m.blocks[0].codes.sum(),
+    "by numpy": lambda m: m.stem.weight.detach().numpy(),
+    "and written in place": lambda m: torch.no_grad()(m.stem.weight.clamp_)(-1, 1),
+    "and written to its data": lambda m: m.stem.bias.data.fill_(1),
+    "and initialised": lambda m: nn.init.zeros_(m.stem.weight),
+}
+TOLD = (
+    lambda m: (m.stem.weight.shape, m.stem.weight.data.dtype, m.stem.weight.grad, m.stem.weight.numel()),
+    lambda m: (repr(m.stem.weight), len(m.stem.weight), m.stem.weight.detach().device),
+    lambda m: (m.zero_grad(), m.to(m.stem.weight.device)),
+)
 
 
-def test_a_weight_read_past_its_module_shows_in_the_loss(worlds):
-    assert worlds(2).run(read_outside, TiedByReading)[0] is None
+def read_outside(world, engine):
+    """What is said of READS, between steps that are none the worse for it; and of what models do by themselves."""
+    x = torch.ones(2, 3, WIDTH, device=world.device)
+    made = make_engine(engine, Net(block=Quantized))
+    step(made, x)
+    for tell in TOLD:
+        tell(made.module)
+    said = {name: message_of(read, made.module) for name, read in READS.items()}
+    step(made, x)
+    return said | {"to a state dict, by a hook": message_of(hooked_state_dict, made)}
+
+
+@pytest.mark.parametrize("name", ["stage3_param", "offload.nvme", "quantized:Copies"])
+def test_who_wants_the_values_of_a_freed_weight_is_refused_by_its_name(worlds, name):
+    for said in worlds(2).run(read_outside, name):
+        for read, message in said.items():
+            weight = read if read.startswith(("head", "blocks")) else "stem."
+            assert message.startswith(f"the values of '{weight}"), read
+            assert "read engine.full_state_dict(), or the module within engine.gathered()" in message
 
 
 def sent_within_gathered(world):
@@ -386,73 +466,106 @@ def test_a_unit_has_one_run_for_each_kind_of_parameter():
 # ---- ranks whose graphs differ --------------------------------------------------------------------------------------
 
 
-class MayRest(Block):
-    """Returns its input while it rests, as layer drop and an adapter that is given nothing do."""
+class Moody(Block):
+    """Does what it is told to by the loop: rest (layer drop), or end the gradient, or be run without one."""
 
-    rests = False
+    does = None
 
     def forward(self, x):
-        return x if self.rests else super().forward(x)
+        if self.does == "rests":
+            return x
+        return super().forward(x.detach() if self.does == "ends" else x)
 
 
-class Heads(Rooted):
+def with_heads(model, x):
     """Each block's output is one of the model's: deep supervision, early exit."""
+    outputs = [model.stem(x @ model.before)]
+    for block in model.blocks:
+        outputs.append(block(outputs[-1]))
+    return [*outputs[1:], model.head(outputs[-1]) @ model.after]
+
+
+def with_towers(model, x):
+    """Each block is a tower of its own."""
+    x = model.stem(x @ model.before)
+    return [*(block(x) for block in model.blocks), model.head(x) @ model.after]
+
+
+class Many(Rooted):
+    """Has four outputs, by `make(model, x)`, of which each rank's loss takes one."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
 
     def forward(self, x):
-        x, outputs = self.stem(x @ self.before), []
-        for block in self.blocks:
-            x = block(x)
-            outputs.append(x)
-        return [*outputs, self.head(x) @ self.after]
+        return self.make(self, x)
 
 
 def towers(blocks, x):
-    return torch.cat([block(x) for block in blocks]).view(len(blocks), *x.shape).sum(0)
+    outputs = []
+    for block in blocks:
+        with torch.set_grad_enabled(block.does != "is run without gradients"):
+            outputs.append(block(x))
+    return torch.cat(outputs).view(len(blocks), *x.shape).sum(0)
 
 
-def last_rank_rests(number, model):
-    """On the last rank one block rests."""
-
-    def built(rank, size):
-        made = model()
-        made.blocks[number].rests = rank == size - 1
-        return made, lambda outputs, step: loss(outputs)
-
-    return built
+def again_and_again(how, blocks, x):
+    """B A B, with the last block between."""
+    return chain([functools.partial(how, blocks[k]) for k in (0, 1, 0, 2, 1, 0)], x)
 
 
-def another_head(last):
-    """The loss of each rank takes another output in each step; the last rank's takes `last` alone."""
-
-    def built(rank, size):
-        return Heads(), lambda outputs, step: loss(outputs[last if rank == size - 1 else (rank + step) % 4])
-
-    return built
+def plainly(block, x):
+    return block(x)
 
 
-MODELS = {"chain": net(block=MayRest), "towers": net(towers, block=MayRest)}
-MODELS |= {f"{kind} checkpoints": net(around_each, RECOMPUTE[kind], block=MayRest) for kind in RECOMPUTE}
-MODELS |= {"rooted": functools.partial(Rooted, block=MayRest)}
-GRAPHS = {f"{name}: {n} rests": last_rank_rests(n, model) for name, model in MODELS.items() for n in range(3)}
-GRAPHS |= {
-    f"the last rank's loss takes {name}": another_head(n) for n, name in enumerate(("the first", "a", "the last"))
+def frozen_between():
+    made = Net(block=Moody)
+    made.blocks[1].requires_grad_(False)
+    return made
+
+
+MODELS = {"chain": net(block=Moody), "towers": net(towers, block=Moody), "frozen between": frozen_between}
+MODELS |= {f"{kind} checkpoints": net(around_each, RECOMPUTE[kind], block=Moody) for kind in RECOMPUTE}
+MODELS |= {"rooted": functools.partial(Rooted, block=Moody), "B A B": net(again_and_again, plainly, block=Moody)}
+MODELS |= {f"B A B, {kind}": net(again_and_again, RECOMPUTE[kind], block=Moody) for kind in RECOMPUTE}
+MOODS = ("rests", "ends", "is run without gradients")
+GRAPHS = {  # name -> (model, what the last rank's blocks do in turn, or which outputs the losses take)
+    **{f"{name}: a block {does}": (model, does) for name, model in MODELS.items() for does in MOODS[:2]},
+    f"towers: one {MOODS[2]}": (MODELS["towers"], MOODS[2]),
+    "losses take another head": (functools.partial(Many, with_heads), None),
+    "losses take another tower": (functools.partial(Many, with_towers), None),
 }
+OPTIONS_OF = {"B A B: a block rests": {"keep_last": False}, "losses take another head": {"keep_last": False}}
 
 
-def differing(world, engine, lane=None):
-    """Train each of GRAPHS two steps of two backwards; return {name: digest}. Bytes must be as predicted."""
-    ends = {}
+SOME_GRAPHS = ("rooted: a block ends", "B A B, reentrant: a block ends", "losses take another head")
+
+
+def differing(world, engine, graphs=tuple(GRAPHS), lane=None):
+    """Train some of GRAPHS, a step for each of the blocks; return {name: digest}. Bytes must be as predicted.
+
+    A step has two backwards, each of one forward and later of two.
+    """
+    ends, last = {}, world.rank == world.size - 1
     with on_lane(lane, world.rank) if lane else contextlib.nullcontext():
-        for name, built in GRAPHS.items():
+        for name in graphs:
+            model, does = GRAPHS[name]
             torch.manual_seed(0)
-            model, loss_of = built(world.rank, world.size)
-            made = make_engine(engine, model.to(world.device), functools.partial(torch.optim.SGD, lr=0.1))
-            for step in range(2):
+            options = OPTIONS_OF.get(name, {}) if "keep_last" in find_engine(engine).own_options else {}
+            sgd = functools.partial(torch.optim.SGD, lr=0.1)
+            made = make_engine(engine, model().to(world.device), sgd, **options)
+            for step in range(3):
                 made.comm.traffic.reset()
+                for number, block in enumerate(made.module.blocks):
+                    block.does = does if last and number == step else None
                 for micro in range(2):
-                    made.backward(loss_of(made(inputs(world, 2 * step + micro)), step))
+                    outputs = [made(inputs(world, 4 * step + 2 * micro + k)) for k in range(1 + (step > 0))]
+                    if does is None:  # one head of each rank's, another one in each step
+                        outputs = [four[step if last else (world.rank + step + 1) % 4] for four in outputs]
+                    made.backward(sum(loss(out) for out in outputs))
                 made.step()
-            assert made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step(), name
+                assert made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step(), name
             ends[name] = sha256(made.full_state_dict())
             made.comm.lane.finish()
     return ends
@@ -467,4 +580,45 @@ def test_where_gradients_flow_otherwise_on_each_rank_the_bits_are_stage_2s(world
 @pytest.mark.parametrize("lane", ["late", "drowsy"])
 @pytest.mark.parametrize("name", ["stage3_param", "offloaded:OnDisk"])
 def test_where_gradients_flow_otherwise_late_lanes_change_no_bit(worlds, name, lane):
-    assert worlds(2).run(differing, name, lane) == worlds(2).run(differing, name)
+    assert worlds(2).run(differing, name, SOME_GRAPHS, lane) == worlds(2).run(differing, name, SOME_GRAPHS)
+
+
+# ---- after a backward that failed ----------------------------------------------------------------------------------
+
+
+def stopped(made, outputs):
+    def stop(*_):
+        raise Stop
+
+    outputs.register_hook(stop)
+    made.backward(loss(outputs))
+
+
+FAILURES = {
+    "none": lambda made, outputs: None,
+    "an exception": stopped,
+    "loss.backward()": lambda made, outputs: loss(outputs).backward(),
+}
+
+
+def trained_after(world, engine, failure):
+    """Two steps of a loss that reads another head on each rank, with backwards between that fail there."""
+    torch.manual_seed(0)
+    made = make_engine(engine, Many(with_heads).to(world.device), functools.partial(torch.optim.SGD, lr=0.1))
+    for index in range(2):
+        for clears in (False, True):
+            with contextlib.suppress(Stop, RuntimeError):
+                FAILURES[failure](made, made(inputs(world, index + 5))[(world.rank + index) % 4])
+            if clears:
+                made.zero_grad()
+        made.backward(loss(made(inputs(world, index))[(world.rank + index + 1) % 4]))
+        made.step()
+    return sha256(made.full_state_dict())
+
+
+@pytest.mark.seven
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_after_a_backward_that_failed_at_another_head_on_each_rank_the_bits_are_those_without_it(worlds, engine, size):
+    (expected, *_) = worlds(size).run(trained_after, engine, "none")
+    for failure in ("an exception", "loss.backward()"):
+        assert worlds(size).run(trained_after, engine, failure) == [expected] * size

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 
 import pytest
 import torch
@@ -162,7 +163,13 @@ def reshapes(world, module):
     module.head.bias.data = torch.zeros(WIDTH + 1, device=module.head.bias.device, dtype=module.head.bias.dtype)
 
 
+@torch.no_grad()
+def becomes_nan(world, module):
+    module.head.bias.add_(torch.nan)
+
+
 FAILURES = {
+    becomes_nan: "'head.bias' has become NaN, as what is made of weights that are not gathered; without a module",
     stops: "",
     writes_alone: "'head.bias' within gathered(write=True) differs between rank",
     reshapes: f"'head.bias' has become ({WIDTH + 1},); write what has its shape",
@@ -262,9 +269,11 @@ def clamp_module(engine):
 
 
 @torch.no_grad()
-def fill_where_it_is_freed(engine):
-    """What most operations refuse by themselves, as all elements share one number."""
-    engine.module.scale.fill_(2.0)
+def clamp_where_it_is_whole(engine):
+    """The unit that ended the forward waits for its backward."""
+    with torch.enable_grad():
+        engine(torch.ones(2, 3, WIDTH, device=engine.comm.device))
+    engine.module.head.bias.clamp_(-0.01, 0.01)
 
 
 @torch.no_grad()
@@ -275,22 +284,11 @@ def average(engine):
             parameter.lerp_(torch.zeros_like(parameter), 0.5)
 
 
-class Scaled(Net):
-    """A parameter of one element, which may be written while it is freed."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return super().forward(x * self.scale)
-
-
 def write_elsewhere(world, engine, precision, write):
     """What the next forward says, and what a step; then what they say after a load."""
     said = []
     for call in ("forward", "step"):
-        made = small_engine(world, engine, precision=precision, make=Scaled)
+        made = small_engine(world, engine, precision=precision, make=Net)
         step(made, inputs(world, 0))
         made.backward(loss(made(inputs(world, 1))))
         write(made)
@@ -311,13 +309,118 @@ def test_weights_written_through_the_optimizer_are_refused_at_the_next_call(worl
 @pytest.mark.parametrize("name", ALL)
 def test_module_weights_written_where_they_are_lost_are_refused_at_the_next_call(worlds, name, precision):
     sharded = name in ("stage3_param", "offload.nvme", "zeropp")
-    write, weight = (fill_where_it_is_freed, "scale") if sharded else (clamp_module, "head.bias")
+    write = clamp_where_it_is_whole if sharded else clamp_module
     for said in worlds(2).run(write_elsewhere, name, precision, write):
         for message in said:
             if name in WHOLE and precision == "fp32":
                 assert message is None
             else:
-                assert message.startswith(f"'{weight}' was written where the engine does not keep it; write weights")
+                assert message.startswith("'head.bias' was written where the engine does not keep it; write weights")
+
+
+class Twin(nn.Module):
+    """A net, and a frozen one whose weights follow its own: in forward, by `follow`, or where the loop says."""
+
+    def __init__(self, follow=None):
+        super().__init__()
+        self.leader, self.follower, self.follow = Net(), Net().requires_grad_(False), follow
+        self.follower.load_state_dict(self.leader.state_dict())
+
+    def forward(self, x):
+        out = self.leader(x)
+        with torch.no_grad():
+            if self.follow is not None:
+                self.follow(self)
+            target = self.follower(x)
+        return out * target
+
+
+@torch.no_grad()
+def by_data(twin):
+    """As MoCo, BYOL and DINO do."""
+    for leader, follower in zip(twin.leader.parameters(), twin.follower.parameters(), strict=True):
+        follower.data = follower.data * 0.9 + leader.data * (1 - 0.9)
+
+
+@torch.no_grad()
+def by_copy(twin):
+    for leader, follower in zip(twin.leader.parameters(), twin.follower.parameters(), strict=True):
+        follower.copy_(follower * 0.9 + leader * (1 - 0.9))
+
+
+def follow(world, engine, precision, how):
+    """The weights after some steps, saved before the engine hears of the last write; or what is said of writes."""
+    between = how == "between steps"
+    made = small_engine(world, engine, precision=precision, make=lambda: Twin(None if between else how))
+    try:
+        for index in range(3):
+            if between:
+                with made.gathered(write=True):
+                    by_data(made.module)
+            step(made, inputs(world, index))
+        with torch.no_grad(), made.gathered(write=True) if between else contextlib.nullcontext():
+            by_data(made.module) if between else made(inputs(world, 3))
+        return made.full_state_dict()
+    except InputError as error:
+        return str(error)
+
+
+LOST = (
+    r"has left the engine's storage, by model.to\(\), .* or a write to its .data for instance, and that would be lost; "
+)
+LOST += (
+    r"build the engine after it, or write weights within `with engine.gathered\(module, write=True\):`, between steps"
+)
+
+
+@pytest.mark.seven
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_frozen_twin_follows_in_forward_where_weights_are_whole_and_between_steps_everywhere(
+    worlds, engine, precision
+):
+    expected = worlds(2).run(follow, "stage0_ddp", precision, by_copy)[0]
+    for how in (by_data, "between steps"):
+        for found in worlds(2).run(follow, engine, precision, how):
+            if how == by_data and engine not in (*WHOLE, "offload"):
+                assert re.match(f"'(leader|follower).* {LOST}", found), found
+            else:
+                assert same_bits(found, expected)
+
+
+class Renormed(Net):
+    """The head gives its weight other data whenever it runs, as EEGNet's convolutions do."""
+
+    def __init__(self, in_place=False):
+        super().__init__()
+        self.head.register_forward_pre_hook(self.in_place if in_place else self.anew)
+
+    @staticmethod
+    def anew(head, args):
+        head.weight.data = torch.renorm(head.weight.data, 2, 0, 0.3)
+
+    @staticmethod
+    def in_place(head, args):
+        head.weight.data.renorm_(2, 0, 0.3)
+
+
+def renorm(world, engine, **how):
+    made = small_engine(world, engine, make=lambda: Renormed(**how))
+    try:
+        for index in range(2):
+            step(made, inputs(world, index))
+        return made.full_state_dict()
+    except InputError as error:
+        return str(error)
+
+
+@pytest.mark.seven
+def test_other_data_that_forward_gives_a_weight_is_kept_where_it_is_whole_and_refused_elsewhere(worlds, engine):
+    expected = worlds(2).run(functools.partial(renorm, in_place=True), "stage0_ddp")[0]
+    for found in worlds(2).run(renorm, engine):
+        if engine in WHOLE:
+            assert same_bits(found, expected)
+        else:
+            assert re.match(f"'head.weight' {LOST}", found), found
 
 
 # ---- ZeRO++ ---------------------------------------------------------------------------------------------------------

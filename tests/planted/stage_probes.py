@@ -155,10 +155,12 @@ def writes_to_freed_weights_are_lost(world, engine, folder):
     made, found = small_engine(world, engine, make=Tiny), []
     weights = [weight for weight in made.module.parameters() if weight.numel()]
     for written in weights:
-        written.data.fill_(5.0)
-        found += [other.isnan().all() for other in weights if other is not written]
+        with torch._C.DisableTorchFunctionSubclass():  # past what refuses it
+            written.data.fill_(5.0)
+            found += [other.isnan().all() for other in weights if other is not written]
         step(made, inputs(world, 0))
-        found.append(written.isnan().all())
+        with torch._C.DisableTorchFunctionSubclass():
+            found.append(written.isnan().all())
     return broken(nan=all(found))
 
 

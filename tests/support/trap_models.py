@@ -246,6 +246,25 @@ class NeverCalled(Net):
         return F.linear(self.run(self.blocks, self.stem(x)), self.head.weight)
 
 
+class Reading(Block):
+    """Reads the weight of a module that runs elsewhere, too."""
+
+    def forward(self, x):
+        return super().forward(x) @ self.stem().weight
+
+
+class ReadBySiblings(Net):
+    """All blocks read the stem's weight, and the model does so again at its end."""
+
+    def __init__(self):
+        super().__init__(block=Reading)
+        for block in self.blocks:
+            block.stem = lambda: self.stem
+
+    def forward(self, x):
+        return super().forward(x) @ torch.cat([self.stem.weight, self.head.weight]).mT[:, :WIDTH].clamp(-1, 1)
+
+
 class Prompted(nn.Module):
     """A module stands in two places, and another one has its weight, as in prompt tuning of a GPT by peft."""
 
@@ -745,6 +764,9 @@ CASES = {  # name -> (factory of a model, one step of a loop)
     "borrowing": (Borrowing, step),
     "tied": (Tied, step),
     "tied by hand": (TiedByReading, tied_by_hand),
+    "tied by reading": (TiedByReading, step),
+    "read and never called": (NeverCalled, step),
+    "read by siblings": (ReadBySiblings, step),
     "prompt tuning": (Prompted, step),
     "changed in place": (ChangedInPlace, step),
     "appending": (net(run_appending, block=Appending), step),

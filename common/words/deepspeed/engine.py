@@ -348,7 +348,8 @@ class Engine:
         return {name: value for name, value in state.items() if name not in frozen}
 
     def _rounded(self, tensor):
-        return tensor.to(self._engine.dtype) if tensor.is_floating_point() else tensor
+        floats = torch.is_tensor(tensor) and tensor.is_floating_point()  # extra state may be anything
+        return tensor.to(self._engine.dtype) if floats else tensor
 
 
 def plain(value, around=()):

@@ -1,0 +1,75 @@
+"""What a model's state dict holds: parameters, persistent buffers, and extra state.
+
+Extra state is what `get_extra_state` of a module hands out and `set_extra_state` takes: anything, a counter say, that
+all ranks are to have from rank 0. What else a hook puts there, made of weights that may be freed or rounded, nobody
+could load; it is refused by name.
+"""
+
+import pickle
+
+import torch
+from torch import nn
+
+from common.errors import InputError
+from common.ranks.agreement import together
+from common.tensors import map_tensors
+
+
+def buffers(engine):
+    """[(name, buffer)] of the persistent ones: those that the state dict holds, under whatever names."""
+    persistent = {id(value) for value in engine.state_as_it_stands().values()}
+    return [(name, buffer) for name, buffer in engine.module.named_buffers() if id(buffer) in persistent]
+
+
+def tied(engine):
+    """The further names of what has several, {name: its name in the files}."""
+    first = {tensor: name for name, tensor in [*engine.module.named_parameters(), *buffers(engine)]}
+    state = engine.state_as_it_stands()
+    names = {name: first[value] for name, value in state.items() if torch.is_tensor(value) and value in first}
+    return {name: own for name, own in names.items() if name != own}
+
+
+def extra_state(engine):
+    """What the modules of this rank hand out, {key: value}.
+
+    Raises:
+        InputError: the state dict holds something else.
+    """
+    holders, found = _holders(engine), {}
+    own = {id(tensor) for tensor in [*engine.module.parameters(), *engine.module.buffers()]}
+    for key, value in engine.state_as_it_stands().items():
+        if key in holders:
+            found[key] = value
+        elif id(value) not in own:
+            raise InputError(
+                f"{key!r} in model.state_dict() is no parameter, no buffer and no extra state, but made by a hook, and "
+                "nobody could load it: remove the hook, or hand it out by get_extra_state()"
+            )
+    return found
+
+
+def extra_state_of_rank_0(engine):
+    """The same on every rank, its tensors on the CPU. A collective where there is any."""
+    if not _holders(engine):
+        extra_state(engine)  # which refuses what is none
+        return {}
+    with together(engine.comm, "cannot read the state dict"):
+        found = extra_state(engine)
+        packed = pickle.dumps(map_tensors(lambda tensor: tensor.detach().cpu().clone(), found))
+    return pickle.loads(engine.comm.gather_objects(packed, "extra state")[0])
+
+
+def set_extra_state(engine, values):
+    """Hand out values, {key: value}, to the modules that hold them."""
+    holders = _holders(engine)
+    for key, value in values.items():
+        holders[key].set_extra_state(value)
+
+
+def _holders(engine):
+    """The modules that have extra state, {key: module}."""
+    return {
+        f"{path}._extra_state".lstrip("."): module
+        for path, module in engine.module.named_modules(remove_duplicate=False)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }

@@ -1,0 +1,31 @@
+"""What an optimizer keeps of its steps: for each element, such as Adam's moments, and besides, such as their count."""
+
+import torch
+
+
+def states(engine, piece):
+    """The optimizer's states of a piece: those with a number for each element, and the others, such as `step`."""
+    states = engine.optimizer.state.get(piece.master, {})
+    elementwise = {k: v for k, v in states.items() if torch.is_tensor(v) and v.shape == piece.master.shape}
+    return elementwise, {k: v for k, v in states.items() if k not in elementwise}
+
+
+def fill(engine, groups, states_of):
+    """Have the optimizer become what was kept of one.
+
+    Args:
+        engine: any engine.
+        groups: its options, a dict for each group.
+        states_of: `states_of(bucket, piece)` returns the states that have no number for each element, and for the
+            others {name: fill}, of which `fill(target)` writes the piece's numbers into a flat tensor.
+    """
+    optimizer = engine.optimizer
+    optimizer.state.clear()  # so that old and new states are not held at once
+    fresh = optimizer.state_dict()
+    fresh["param_groups"] = [{**now, **then} for now, then in zip(fresh["param_groups"], groups, strict=True)]
+    place_of = {piece.master: (bucket, piece) for bucket in engine.buckets for piece in bucket.pieces}
+    masters = [master for group in optimizer.param_groups for master in group["params"]]
+    for number, (bucket, piece) in enumerate(place_of[master] for master in masters):
+        others, fills = states_of(bucket, piece)
+        fresh["state"][number] = others | {name: piece.take_state(name, of_name) for name, of_name in fills.items()}
+    optimizer.load_state_dict(fresh)  # moves them to the device

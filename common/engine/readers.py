@@ -1,0 +1,141 @@
+"""Who reads a unit's weights while the unit does not run: a module of it alone, a state dict, or other code.
+
+A module that runs alone has its unit gathered as long as it does. Other code that reads a freed weight is refused by
+the weight's name. Within a forward, the weight moves to the unit that is running, which gathers it from then on.
+"""
+
+import weakref
+
+import torch
+from torch import nn
+
+from common.engine.hooks import Guard, Hook
+from common.measure.memory import storage_id
+from common.tensors import inside_backward, map_tensors, own_parameters, tensors_in, unwrapped
+
+
+class Reader:
+    """Looks after a module that reads weights of a unit at times when the unit does not run.
+
+    The module may run alone, inside generate() for instance: then the unit is held as long as it does. Its state_dict
+    may be asked for, or a copy of it: then the unit must be whole already, and the state_dict holds copies; or the
+    weights themselves where these may be written.
+    """
+
+    def __init__(self, engine, unit, path, module):
+        self.engine, self.path, self.module, self.hooked = weakref.proxy(engine), path, module, False
+        self.alone = 0  # its runs now, since the unit is held for them
+        engine.handles.append(module.register_state_dict_pre_hook(Guard(self.before_state_dict)))
+        engine.handles.append(module.register_state_dict_post_hook(Hook(self.after_state_dict)))
+        self.look_after(unit)
+
+    def look_after(self, unit):
+        """The weights are this unit's."""
+        self.unit = unit
+        if self.module is not unit.module and not self.hooked:
+            self.hooked = True
+            self.engine.handles.append(self.module.register_forward_pre_hook(Hook(self.before), prepend=True))
+            self.engine.handles.append(self.module.register_forward_hook(Hook(self.after), always_call=True))
+
+    def before(self, module, args):
+        if self.alone:  # it calls itself
+            self.alone += 1
+        elif not (self.unit.whole and (self.unit.depth or self.unit.pins or inside_backward())):
+            if torch.is_grad_enabled() and any(t.requires_grad for t in [*module.parameters(), *tensors_in(args)]):
+                raise RuntimeError(
+                    f"{self.path!r} runs outside the forward of {self.unit.name or 'the model'!r}, to which its "
+                    "parameters belong, and backward would miss them: call that module, use torch.no_grad(), or hold "
+                    "it by engine.gathered() until backward ends"
+                )
+            self.engine.hold(self.unit)
+            self.alone = 1
+
+    def after(self, module, args, output):
+        if self.alone:
+            self.alone -= 1
+            output = copy_weights(self.unit, output)
+            if self.alone == 0:
+                self.engine.release(self.unit)
+        return output
+
+    def give_up(self):
+        """Release what a run holds that never ended: Ctrl-C passes by hooks."""
+        if self.alone:
+            self.alone = 0
+            self.engine.release(self.unit)
+
+    def before_state_dict(self, *_):
+        if not (self.unit.whole or self.engine.naming):
+            raise RuntimeError(
+                f"the parameters of {self.path or 'the model'!r} are sharded: read engine.full_state_dict(), or the "
+                "module within engine.gathered()"
+            )
+
+    def after_state_dict(self, module, state, prefix, *_):
+        for name, parameter in own_parameters(module).items():
+            value = state.get(prefix + name)
+            kept = value is None or value is parameter or self.engine.writes.is_open(parameter)
+            if not kept and value.layout is torch.strided:
+                state[prefix + name] = value.clone()
+
+
+def copy_weights(unit, output):
+    """`output`, with copies for the unit's own weights: those are freed while the caller may still read them."""
+    own = {storage_id(bucket.full) for bucket in unit.buckets}
+
+    def copied(tensor):
+        inner = unwrapped(tensor)
+        if inner.layout is torch.strided and storage_id(inner) in own:  # sparse ones have no storage
+            return tensor.clone()
+        return tensor
+
+    return map_tensors(copied, output)
+
+
+# What a freed parameter is asked for in peace: its shape and the like, and what Module.to() asks.
+TELLS = {"__get__", "__set__", "__delete__", "__repr__", "__len__", "__hash__", "size", "dim", "numel", "nelement"}
+TELLS |= {"stride", "storage_offset", "element_size", "is_contiguous", "is_floating_point", "is_complex", "get_device"}
+TELLS |= {"untyped_storage", "data_ptr", "is_shared", "is_pinned", "is_inference", "type", "detach", "requires_grad_"}
+TELLS |= {"register_hook", "register_post_accumulate_grad_hook", "_has_compatible_shallow_copy_type"}
+TELLS |= {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
+
+
+# What is asked for to read the values later.
+VIEWS = {"T", "mT", "H", "mH", "data", "real", "imag", "detach"}
+
+
+class Freed(nn.Parameter):
+    """A parameter while it is freed: it tells its shape and the like, and refuses to be read unless a unit takes it.
+
+    It is an `nn.Parameter` again when it gets other data.
+
+    Attributes:
+        freed_name: its name.
+        nothing: the `units.Nothing` of its bucket; None for a view of a freed parameter.
+    """
+
+    nothing = None
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, function.__name__
+        name, tells = (function.__self__.__name__ if name == "__get__" else name), name in TELLS
+        if not tells or name in VIEWS:
+            freed = [tensor for tensor in tensors_in([args, kwargs]) if isinstance(tensor, cls)]
+            if all(tensor.nothing is not None and tensor.nothing.mover() for tensor in freed):
+                return function(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if not tells:
+                raise RuntimeError(
+                    f"the values of {freed[0].freed_name!r} are freed outside of its module: read "
+                    "engine.full_state_dict(), or the module within engine.gathered(), with write=True to write"
+                )
+            result, freed = function(*args, **kwargs), args[0]
+            if function.__name__ == "__set__" and function.__self__ is torch.Tensor.data:
+                if not isinstance(args[1], cls):
+                    freed.__class__ = nn.Parameter
+                    vars(freed).clear()
+            elif torch.is_tensor(result) and result is not freed and storage_id(result) == storage_id(freed):
+                result = result.as_subclass(cls)
+                result.freed_name = freed.freed_name
+        return result

@@ -1,0 +1,92 @@
+"""Memory that tensors of a model share otherwise than by being one Parameter.
+
+An engine gives each Parameter a place of its own. So what shares memory comes apart there, unless it is one Parameter:
+`head.weight.data = embedding.weight.data` is taken for the tie that is meant; what shares memory in part is refused.
+Buffers stay where they are, and may lie in each other.
+"""
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from common.errors import InputError
+from common.measure.memory import storage_id
+from common.tensors import own_parameters
+
+OWN = "share one nn.Parameter, or copy it by clone()"
+
+
+def check_tensors(model):
+    """Refuse tensors that no engine can keep: without a shape yet, not dense, or made where nothing may change."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise InputError(f"{name!r} has no shape yet: run the model once before the engine is built")
+        if tensor.layout is not torch.strided:
+            raise InputError(f"{name!r} is {tensor.layout}, and engines keep dense tensors: register its to_dense()")
+        if tensor.is_inference():
+            raise InputError(f"{name!r} was made in torch.inference_mode(), and cannot change: build the model outside")
+
+
+def tie(model):
+    """Put the first of several parameters that are one whole in memory in the place of the others.
+
+    Returns:
+        {parameter that is no part of the model any more: the one in its place}.
+
+    Raises:
+        InputError: a parameter shares memory with another one, or with a buffer, and they are not one whole.
+    """
+    first, instead, distinct = {}, {}, []
+    for name, parameter in model.named_parameters():
+        place = (storage_id(parameter), *_span(parameter), parameter.shape, parameter.stride(), parameter.dtype)
+        known = first.setdefault((*place, parameter.requires_grad), parameter)
+        if known is parameter or parameter.is_meta or not parameter.numel():
+            distinct.append((f"parameter {name!r}", parameter))
+        else:
+            instead[parameter] = known
+    _check_apart(distinct, [(f"buffer {name!r}", buffer) for name, buffer in model.named_buffers()])
+    for module in model.modules():
+        own = own_parameters(module)
+        own.update((name, instead[parameter]) for name, parameter in own.items() if parameter in instead)
+    return instead
+
+
+def _check_apart(parameters, buffers):
+    """Refuse parameters that share memory with each other or with buffers."""
+    of_storage = {}
+    for what, tensor in [*parameters, *buffers]:
+        if tensor.numel() and not tensor.is_meta:
+            of_storage.setdefault(storage_id(tensor), []).append((what, tensor))
+    for tensors in of_storage.values():
+        tensors.sort(key=lambda pair: _span(pair[1]))
+        reached = []  # those that reach furthest: what begins behind their ends meets none of them
+        for what, tensor in tensors:
+            reached = [pair for pair in reached if _span(pair[1])[1] > _span(tensor)[0]]
+            for other, its in reached:
+                if any(isinstance(one, torch.nn.Parameter) for one in (tensor, its)) and _meet(tensor, its):
+                    names = " and ".join(sorted((what, other), reverse=True))
+                    raise InputError(f"{names} share memory, and would come apart: {OWN}")
+            reached.append((what, tensor))
+
+
+def extent(tensor):
+    """The elements of its storage from a tensor's first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _span(tensor):
+    """The bytes of its storage that a tensor lies in: the first, and the one behind the last."""
+    start = tensor.storage_offset() * tensor.itemsize
+    return start, start + extent(tensor) * tensor.itemsize
+
+
+def _meet(one, other):
+    """Whether tensors whose spans overlap have a byte in common: views of every second element may not."""
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    return bool(torch.isin(*map(_bytes, (one, other))).any())
+
+
+def _bytes(tensor):
+    """The numbers of all bytes of its storage that a tensor has."""
+    elements = torch.arange(extent(tensor)).as_strided(tensor.shape, tensor.stride()).reshape(-1, 1)
+    return _span(tensor)[0] + (elements * tensor.itemsize + torch.arange(tensor.itemsize)).view(-1)

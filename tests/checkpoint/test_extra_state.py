@@ -1,0 +1,148 @@
+"""What a state dict holds beside parameters and buffers: kept in every format, or refused by name."""
+
+import io
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from training import SEVEN, inputs, message_in_step, small_engine
+from trap_models import WIDTH, Block, step
+
+from common.errors import InputError
+from common.export import export, export_folder
+from zeropp.export import save_int8
+
+
+class Remembering(nn.Linear):
+    """How often it ran, which the loss depends on, is extra state. Shapes: [batch, length, WIDTH] -> the same."""
+
+    def __init__(self, kind):
+        super().__init__(WIDTH, WIDTH)
+        self.kind, self.runs, self.rank = kind, 0, None
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def get_extra_state(self):
+        if self.kind is torch.Tensor:
+            return torch.tensor([self.runs, self.rank or 0])
+        if self.kind is io.BytesIO:
+            return io.BytesIO()
+        return {"runs": self.runs, "rank": self.rank, "nested": [torch.ones(2), {"a": None}]}
+
+    def set_extra_state(self, state):
+        self.runs, self.rank = state.tolist() if self.kind is torch.Tensor else (state["runs"], state["rank"])
+
+    def forward(self, x):
+        self.runs += 1
+        return super().forward(x) * self.runs
+
+
+class Renamed(Remembering):
+    """A hook names its buffer otherwise."""
+
+    def __init__(self):
+        super().__init__(dict)
+        self.register_state_dict_post_hook(self.rename)
+
+    @staticmethod
+    def rename(module, state, prefix, metadata):
+        state[f"{prefix}average"] = state.pop(f"{prefix}mean")
+
+
+def build(world, engine, kind):
+    made = small_engine(
+        world, engine, make=lambda: nn.Sequential(Block(), kind() if kind is Renamed else Remembering(kind))
+    )
+    made.module[1].rank = world.rank
+    return made
+
+
+def same(one, other):
+    """Whether state dicts are equal, nested values among them."""
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[key]) if torch.is_tensor(value) else str(value) == str(other[key])
+        for key, value in one.items()
+    )
+
+
+def remember(world, engine, kind, path):
+    """The state of a model in the midst of a training, as it is saved, and after a further step."""
+    made = build(world, engine, kind)
+    for index in range(2):
+        step(made, inputs(world, index))
+    with torch.no_grad():
+        made.module[1].mean.fill_(2.0)
+    made.save(path)
+    before = made.full_state_dict()
+    step(made, inputs(world, 2))
+    return before, made.full_state_dict()
+
+
+def resume(world, engine, kind, read, path):
+    """The state of a model that reads a file, and after a further step."""
+    made = build(world, engine, kind)
+    step(made, inputs(world, 7))
+    getattr(made, read)(path)
+    before = made.full_state_dict()
+    step(made, inputs(world, 2))
+    return before, made.full_state_dict()
+
+
+@pytest.mark.parametrize("kind", [dict, torch.Tensor, Renamed])
+def test_every_engine_goes_on_with_rank_0s_extra_state(worlds, tmp_path, kind):
+    for number, engine in enumerate(SEVEN):
+        reader, folder = SEVEN[number - 1], tmp_path / str(number)
+        saved, after = worlds(2).run(remember, engine, kind, folder)[-1]
+        loaded, resumed = worlds(2).run(resume, reader, kind, "load", folder)[-1]
+        assert same(loaded, saved), engine
+        assert same(resumed, after), engine
+        assert not same(after, saved)
+
+
+def test_extra_state_is_exported_and_read_back_or_refused_by_name(worlds, tmp_path):
+    for kind in (dict, torch.Tensor):
+        folder = tmp_path / kind.__name__
+        saved, _ = worlds(2).run(remember, "stage3_param", kind, folder)[-1]
+        export_folder(folder, tmp_path / f"{kind.__name__}-dcp", "dcp")
+        for read in ("load", "load_weights"):
+            assert same(worlds(1).run(resume, "stage1_os", kind, read, tmp_path / f"{kind.__name__}-dcp")[0][0], saved)
+        with pytest.raises(InputError, match=r"DeepSpeed passes over .*, and '1.*' is one"):
+            export_folder(folder, tmp_path / "universal", "universal")
+        if kind is torch.Tensor:
+            export(folder, tmp_path / "file")
+            assert same(load_file(tmp_path / "file"), saved)
+            assert same(worlds(3).run(resume, "offload", kind, "load_weights", tmp_path / "file")[0][0], saved)
+        else:
+            with pytest.raises(InputError, match=r"'1._extra_state' is no tensor, and .*; choose --format dcp"):
+                export(folder, tmp_path / "file")
+            with pytest.raises(InputError, match=r"'1._extra_state' is no tensor"):
+                save_int8(saved, tmp_path / "file")
+
+
+def derived(module, state, prefix, metadata):
+    state[f"{prefix}norm"] = module.weight.norm()
+
+
+def refusals(world, engine, path):
+    made = build(world, engine, io.BytesIO)
+    said = [message_in_step(made.save, path / "saved")]
+    made = build(world, engine, dict)
+    made.save(path / "saved")
+    made.module[1].register_state_dict_post_hook(derived)
+    said += [message_in_step(call) for call in (made.full_state_dict, lambda: made.save(path / "other"))]
+    said += [message_in_step(made.load, path / "saved"), message_in_step(made.load_weights, path / "saved" / "no file")]
+    plain = nn.Linear(WIDTH, WIDTH)
+    plain.register_buffer("mean", torch.zeros(WIDTH))
+    return [
+        *said,
+        message_in_step(small_engine(world, engine, make=lambda: nn.Sequential(Block(), plain)).load, path / "saved"),
+    ]
+
+
+@pytest.mark.seven
+def test_what_cannot_be_kept_is_refused_by_name(worlds, tmp_path, engine):
+    hook = "'1.norm' in model.state_dict() is no parameter, no buffer and no extra state, but made by a hook"
+    for unsaved, *hooked, other in worlds(2).run(refusals, engine, tmp_path):
+        assert "a checkpoint cannot hold a BytesIO, as in '1._extra_state' of model.state_dict(); give dict" in unsaved
+        assert all(hook in message for message in hooked)
+        assert "extra state '1._extra_state' is there in the checkpoint and missing here" in other
