@@ -1,7 +1,6 @@
 """Pictures of what is planned and simulated: a rank of a thousand, and when communication outlasts computation."""
 
-from common.measure.figures.style import COLORS, MARKERS, PALETTE
-from common.measure.memory import CLASSES
+from common.measure.figures.style import MARKERS, PALETTE, live_bytes
 
 GB = 1e9
 
@@ -12,20 +11,13 @@ def rank_through_a_step(axes, samples, title):
     Args:
         samples: [(phase, {class: bytes})].
     """
-    stacked = [[now[name] / GB for _, now in samples] for name in CLASSES]
-    axes.stackplot(range(len(samples)), stacked, labels=CLASSES, colors=[COLORS[name] for name in CLASSES], step="post")
-    totals = [sum(now) for now in zip(*stacked, strict=True)]
-    worst, phases = totals.index(max(totals)), [phase for phase, _ in samples]
+    totals = live_bytes(axes, samples, unit=GB)
+    worst = totals.index(max(totals))
     told = {"xytext": (worst, 1.1 * max(totals)), "ha": "center", "arrowprops": {"arrowstyle": "->"}}
     axes.annotate(f"the worst moment, {max(totals):.1f} GB", (worst, max(totals)), **told)
-    for phase in ("forward", "backward"):  # the step changes little
-        first = phases.index(phase)
-        axes.axvline(first, color="black", linewidth=0.8, linestyle=":")
-        axes.text(first, 1, f" {phase}", va="top", transform=axes.get_xaxis_transform())
-    axes.set(xlim=(0, len(samples) - 1), ylim=(0, 1.3 * max(totals)), title=title)
+    axes.set(ylim=(0, 1.3 * max(totals)), title=title)
     axes.set(xlabel="moments of a step at which memory was looked at", ylabel="live GB of a GPU")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def over_gpus(axes, lines, dots, left, title):
@@ -44,7 +36,7 @@ def over_gpus(axes, lines, dots, left, title):
     axes.plot([], [], "o", color="black", label="dots: simulated")
     _log(axes, base=2)
     axes.set(xlabel="GPUs", ylabel=left, title=title)
-    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def roofline(axes, lines, dots, below, title):
@@ -64,7 +56,7 @@ def roofline(axes, lines, dots, below, title):
         axes.plot(*zip(*steps, strict=True), label=f"{name.partition(':')[0]}: a simulated step", **style)
     _log(axes, base=2)
     axes.set(xlabel=below, ylabel="seconds", title=title)
-    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(0, -0.14), ncols=2)
+    axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(0, -0.14), ncols=2)
 
 
 def crossovers(axes, tokens):
@@ -83,8 +75,7 @@ def crossovers(axes, tokens):
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.set_xticks(range(len(tokens)), tokens)
     axes.set(ylabel="tokens of a rank in a step", title="From here on computation lasts longer")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _log(axes, base):
@@ -93,4 +84,3 @@ def _log(axes, base):
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
