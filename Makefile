@@ -14,8 +14,8 @@
 #                 into them. In parts: make record-suite, -demo, -activations,
 #                 -accumulated, -scores, -bench, -second-machine, -small-models,
 #                 -small-send-buffers, -growth, -alone, -capacity, -offload,
-#                 -infinity, -zeropp (root, iproute2), -checkpoint, -museum,
-#                 -simulated, -words, -hugging-face
+#                 -infinity, -zeropp (root, iproute2), -museum, -simulated,
+#                 -words
 # make notebooks  run the notebooks from a clean kernel, and store what comes out
 # make lessons    write a page for each increment to results/local/lessons: two
 #                 engines side by side, their memory, and a step to go through
@@ -42,7 +42,7 @@ RESULTS ?= results/local
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters HSDP DeepSpeed1 DeepSpeed2 DeepSpeed3 DeepSpeedOffload
-RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp checkpoint museum simulated words hugging-face
+RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp museum simulated words
 
 .PHONY: help demo notebooks lessons site slides student infinity test test-gpu test-all papers soak lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
@@ -137,7 +137,6 @@ CAPACITY := --cap 600MB --precisions bf16 --engines stage0_ddp,stage2_grad,offlo
 record-offload: $(INSTALLED)
 	$(BIN)/python -m common.capacity $(CAPACITY) --nproc 1 --json results/offload_capacity_1.json
 	$(BIN)/python -m common.capacity $(CAPACITY) --nproc 4 --oversubscribe --json results/offload_capacity_4.json
-	$(BIN)/python -m offload.experiments.step_time --json results/offload_step_time.json
 	$(BIN)/python -m offload.experiments.delay --nproc 2 --steps 600 --json results/offload_delay.json
 	$(BIN)/python -m offload.experiments.delay --nproc 2 --steps 600 --lr 2e-4 --json results/offload_delay_slow.json
 	$(BIN)/python -m common.bench --nproc 2 --precisions bf16 --worlds 1 --rounds 11 --engines stage2_grad,offload --peers TorchDDP,DeepSpeed2,DeepSpeedOffload --json results/bench_offload.json
@@ -154,16 +153,10 @@ record-infinity: $(INSTALLED)
 
 record-zeropp: $(INSTALLED)
 	$(BIN)/python -m zeropp.experiments.two_nodes --json results/zeropp_two_nodes.json
-	$(BIN)/python -m zeropp.experiments.sweep --json results/zeropp_sweep.json
 	$(BIN)/python -m zeropp.experiments.pack_time --json results/zeropp_pack_time.json
 	$(BIN)/python -m zeropp.experiments.convergence --oversubscribe --json results/zeropp_convergence.json
 
-record-checkpoint: $(INSTALLED)
-	$(BIN)/python -m common.checkpoint_bench --json results/checkpoint.json
-
-# On a machine at rest: the first times every engine.
 record-simulated: $(INSTALLED)
-	$(BIN)/python -m common.simulate.validate --json results/simulated.json
 	$(BIN)/python -m common.plan.scaling --json results/scaling.json
 
 record-museum: $(INSTALLED)
@@ -171,10 +164,6 @@ record-museum: $(INSTALLED)
 
 record-words: $(INSTALLED)
 	$(BIN)/python -m common.words.beside --json results/words_deepspeed.json
-
-record-hugging-face: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[words]'
-	$(BIN)/python -m common.words.beside_hugging_face --json results/words_hugging_face.json
 
 infinity: $(INSTALLED)
 	mkdir -p $(RESULTS)

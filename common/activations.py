@@ -20,19 +20,21 @@ from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.tables import Table
 from common.models.recompute import KINDS
-from common.outputs import one_line_errors, parser_of, publish
+from common.outputs import asked, one_line_errors, parser_of, tell
 from common.ranks.collectives import Collectives
 from common.train import STAGES, add_arguments, build_model, command, rank_count, show_bytes, train
 
 CHECKPOINTS = (None, KINDS[0])
 
 
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
     parser = parser_of("common.activations", __doc__)
     training = argparse.ArgumentParser()
     add_arguments(training)
     defaults = training.parse_args([])
+    parser.set_defaults(**vars(defaults) | {"steps": 2, "checkpoint_activations": KINDS[0]})
     parser.add_argument("--nproc", type=int, default=defaults.nproc, help="local ranks (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
     parser.add_argument("--model", default=defaults.model, help="a name of the model zoo (default: %(default)s)")
@@ -43,16 +45,9 @@ def main(arguments=None):
     )
     parser.add_argument("--cap-batch", type=int, default=4, metavar="B", help="the cap: stage 0's peak at B samples")
     parser.add_argument("--cap-mb", type=float, metavar="MB", help="the cap, in 1e6 bytes, in place of --cap-batch")
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
-    parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
-    options = parser.parse_args(arguments, namespace=defaults)
-    options.steps, options.checkpoint_activations = 2, KINDS[0]
-    with one_line_errors():
-        options.batch = min(*options.batches, options.cap_batch) * max(1, rank_count(options))
-    results = command(survey, options, options=options)
-    if results is None:  # a rank other than 0 under torchrun
-        return
-    publish(options, results, [table(results)], lambda path: figures.save(figures.activation_memory(results), path))
+    options = asked(parser, arguments, figure=True)
+    options.batch = min(*options.batches, options.cap_batch) * max(1, rank_count(options))
+    tell(options, command(survey, options, options=options), table, figures.activation_memory)
 
 
 def survey(world, options):

@@ -38,7 +38,7 @@ from common.errors import InputError
 from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.memory import high_water
-from common.outputs import check_outputs, one_line_errors, parser_of, publish
+from common.outputs import asked, one_line_errors, parser_of, publish
 from common.ranks.collectives import Collectives
 from common.ranks.sockets import Ring, bytes_sent_by_own_sockets, small_send_buffers
 from common.ranks.world import LocalWorld, check_size
@@ -89,6 +89,7 @@ class Case:
         return named | {"precision": self.precision, "world_size": self.world_size}
 
 
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, compare, show and write the results."""
     parser = parser_of("common.bench", __doc__)
@@ -108,11 +109,8 @@ def main(arguments=None):
     parser.add_argument("--worlds", type=int, default=3, help="worlds of each, one by one (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each world (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="steps of a round (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
-    parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
-    options = parser.parse_args(arguments)
-    with one_line_errors():
-        results = bench(options)
+    options = asked(parser, arguments, figure=True)
+    results = bench(options)
     publish(options, results, tables(results), lambda path: figures.save(figures.bench(results), path))
 
 
@@ -173,7 +171,6 @@ def check(options):
         raise InputError(f"{given}: at least {FEWEST_ROUNDS} rounds in all needed")
     if not options.bucket_mb > 0:
         raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
-    check_outputs(options)
     cases = []
     for model in options.models.split(","):
         for precision in options.precisions.split(","):

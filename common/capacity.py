@@ -34,7 +34,7 @@ from common.measure import figures
 from common.measure.hardware import hardware, private_held
 from common.measure.memory import set_malloc_thresholds
 from common.models.gpt import GPT, GPTConfig
-from common.outputs import check_outputs, one_line_errors, parser_of, publish
+from common.outputs import asked, one_line_errors, parser_of, tell
 from common.ranks.world import LocalWorld, RankFailed, check_size
 from common.simulate.world import Setting
 from common.simulate.world import simulate as a_step
@@ -59,6 +59,7 @@ OUT_OF_MEMORY = re.compile(
 UP_TO = 256  # layers that a search ends at: where everything lies on disk, memory sets no bound for long
 
 
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, try, show and write the results."""
     parser = parser_of("common.capacity", __doc__)
@@ -69,12 +70,8 @@ def main(arguments=None):
     parser.add_argument("--precisions", default="fp32,bf16", help="(default: %(default)s)")
     parser.add_argument("--up-to", type=int, default=UP_TO, help="layers to search up to (default: %(default)s)")
     parser.add_argument("--compare", action="store_true", help="train each largest model without the limit, too")
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
-    parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
-    options = parser.parse_args(arguments)
-    with one_line_errors():
-        results = survey(options)
-    publish(options, results, [table(results)], lambda path: figures.save(figures.capacity(results), path))
+    options = asked(parser, arguments, figure=True)
+    tell(options, survey(options), table, figures.capacity)
 
 
 def survey(options):
@@ -130,7 +127,6 @@ def check(options):
         if precision == "fp16":
             raise InputError("--precisions fp16: it has the bytes of bf16, but skips its first steps; choose bf16")
     check_size(options.nproc, options.oversubscribe)
-    check_outputs(options)
     cap, there = size_of(options.cap), _memory_of_the_machine()
     if options.nproc * cap > there:  # the system would then end ranks, or others, before they reach their limits
         raise InputError(

@@ -6,6 +6,7 @@ on the wire against their predictions. An engine that quantizes is held by its l
 """
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,20 @@ from common.errors import InputError
 from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import parser_of, publish
+from common.outputs import asked, one_line_errors, parser_of, publish
 from common.peers import TorchDDP
-from common.train import ENGINES, add_arguments, build_model, command, find_engine, how, run_with_progress, show_bytes
+from common.simulate.world import Setting, simulate
+from common.train import (
+    ENGINES,
+    add_arguments,
+    build_model,
+    command,
+    find_engine,
+    how,
+    run_with_progress,
+    show_bytes,
+    train_step,
+)
 
 BASELINE = "stage0_ddp"
 NEAR = 1e-2  # off torch's DDP by norm; for an engine that quantizes, off stage 0's loss
@@ -31,13 +43,13 @@ BESIDE = {  # what only some engines or runs have: between nodes, and beside the
 COUNTS = ("model_state_bytes", "wire_bytes_per_step", *BESIDE.values())
 
 
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, compare, show and write the results; exit with 1 where a promise does not hold."""
     parser = parser_of("common.compare", __doc__)
     add_arguments(parser)
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all)")
-    parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
-    options = parser.parse_args(arguments)
+    options = asked(parser, arguments, figure=True)
     outcome = command(compare, options.engines.split(","), options, options=options)
     if outcome is None:  # a rank other than 0 under torchrun
         return
@@ -73,6 +85,7 @@ def compare(world, engines, options):
     rows, timelines, baseline = [], {}, None
     for name in engines:
         row, weights, samples = run_with_progress(world, name, options)
+        row |= simulated_peak(world, name, options)
         timelines[name] = samples
         if name == BASELINE:
             baseline = row
@@ -103,6 +116,32 @@ def compare(world, engines, options):
         "rows": rows,
     }
     return results, timelines
+
+
+def simulated_peak(world, name, options):
+    """{"estimated_peak_bytes": the peak of live bytes as it is simulated over the paths of this world's collectives}.
+
+    {} of an engine of a user's own that reads values, of which a simulation has none. A collective.
+    """
+    setting = Setting(
+        find_engine(name),
+        options.model,
+        world.size,
+        rank=world.rank,
+        precision=options.precision,
+        bucket_mb=options.bucket_mb,
+        clip_norm=options.clip_norm,
+        batch=options.batch // (world.size * options.accumulate),
+        checkpoint_activations=options.checkpoint_activations,
+        offload_activations=options.offload_activations,
+        accumulate=options.accumulate,
+        no_sync=options.no_sync,
+        own={"deterministic": options.deterministic},
+        backend="nccl" if world.device.type == "cuda" else "gloo",
+    )
+    with suppress(InputError):
+        return {"estimated_peak_bytes": simulate(setting, train_step)["peak_bytes"]}
+    return {}
 
 
 def relative_difference(weights, reference):
@@ -151,12 +190,9 @@ def cells(results):
     yield ("all as predicted", *(_agree(row) for row in rows))
     yield ("peak of live bytes", *(show_bytes(row["peak_bytes"]) for row in rows))
     if all("estimated_peak_bytes" in row for row in rows):
-        yield ("as simulated", *(_estimate(row) for row in rows))
+        yield ("as simulated", *(_simulated(row) for row in rows))
     speeds = [row["tokens_per_second"] for row in rows]
     yield ("tokens/s, all ranks", *(f"{speed:,.0f}" if speed else "-" for speed in speeds))
-    if all(row.get("estimated_tokens_per_second") for row in rows):
-        said = "as estimated, out of range: ranks share cores" if rows[0]["ranks_share_cores"] else "as estimated"
-        yield (said, *(f"{row['estimated_tokens_per_second']:,.0f}" for row in rows))
     yield ("loss, last step", *(f"{row['losses'][-1]:.4f}" for row in rows))
 
 
@@ -175,9 +211,9 @@ def _agree(row):
     return f"NOT {', '.join(off)}" if off else "to the byte"
 
 
-def _estimate(row):
-    measured, estimated = row["peak_bytes"], row["estimated_peak_bytes"]
-    return "to the byte" if estimated == measured else f"{show_bytes(estimated)}, {estimated / measured - 1:+.1%}"
+def _simulated(row):
+    measured, simulated = row["peak_bytes"], row["estimated_peak_bytes"]
+    return "to the byte" if simulated == measured else f"{show_bytes(simulated)}, {simulated / measured - 1:+.1%}"
 
 
 def _how(results):

@@ -79,6 +79,30 @@ def picture(options):
     return str(Path(options.json).with_suffix(".png"))
 
 
+def asked(parser, arguments, figure=False):
+    """The options of a command that finds something out: its own, --json, and with `figure` --figure.
+
+    Raises:
+        InputError: what it finds cannot be written where they say.
+    """
+    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    if figure:
+        parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
+    options = parser.parse_args(arguments)
+    check_outputs(options)
+    return options
+
+
+def tell(options, results, table, figure=None):
+    """Publish what has one table and, with `figure`, one picture; None is what ranks but 0 have under torchrun.
+
+    Args:
+        table, figure: called with the results, return a Table, and a matplotlib Figure.
+    """
+    if results is not None:
+        publish(options, results, [table(results)], figure and (lambda path: figure(results).savefig(path, dpi=120)))
+
+
 def publish(options, results, shown, draw=None):
     """Write what a command found where its options say, and then show it to people.
 

@@ -22,7 +22,7 @@ from common.train import ENGINES, STAGES, show_bytes
 
 DELAYS = ("offload_delay.json", "offload_delay_slow.json")  # two learning rates
 INFINITY = ("disk_step", "ablation", "largest")  # commands of offload/experiments/
-ZEROPP = ("two_nodes", "sweep", "convergence", "pack_time")  # and of zeropp/experiments/
+ZEROPP = ("two_nodes", "convergence", "pack_time")  # and of zeropp/experiments/
 AT_RANKS = 4  # of the scores' bytes
 ALONE = ("alone_cpu.json", "alone_cpu_batch128.json")  # two batches
 BENCHES = ("bench_cpu.json", "bench_cpu_second_machine.json")
@@ -66,8 +66,6 @@ def pages():
             "alone": bench_results.alone_as_markdown(*map(_read, ALONE)),
             "capacity": _table("common.capacity_results", "capacity_cpu.json"),
             "accumulated": _table("common.compare", "accumulated.json"),
-            "checkpoint": _table("common.checkpoint_bench", "checkpoint.json"),
-            "simulated": _table("common.simulate.validate", "simulated.json"),
             "scaling": _table("common.plan.scaling", "scaling.json"),
         },
         "tests/README.md": {
@@ -83,12 +81,9 @@ def pages():
     texts["common/words/FULLY_SHARD.md"] = {
         "words": importlib.import_module("common.words.fully_shard.words").table().markdown(),
     }
-    losses = _table("common.words.beside_hugging_face", "words_hugging_face.json")
-    texts["common/words/HUGGING_FACE.md"] = {"losses": losses}
     texts |= {page_of(row["engine"]): {"measured": stage_table(demo, row)} for row in demo["rows"]}
     texts["offload/README.md"] |= {
         "capacity": _table("common.capacity_results", "offload_capacity_1.json", "offload_capacity_4.json"),
-        "step_time": _table("offload.experiments.step_time", "offload_step_time.json"),
         "delay": _table("offload.experiments.delay", *DELAYS),
         "bench": bench_results.as_markdown(_read("bench_offload.json")),
     }

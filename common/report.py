@@ -25,7 +25,7 @@ def counts_of(row):
     for name, said in MOVED.items():
         for way, predicted in row.get(f"predicted_{name}", {}).items():
             lines.append((f"{said.format(way)}, bytes per step", str(row[name].get(way, 0)), str(predicted)))
-    lines.append(("peak of live bytes", str(row["peak_bytes"]), str(row.get("estimated_peak_bytes", "-"))))
+    lines.append(("peak of live bytes", str(row["peak_bytes"]), "-"))
     return lines
 
 
@@ -36,10 +36,7 @@ def _of(predicted, name):
 def lines_of(row, precision):
     """All lines of the table, from a row of `common.train.train`."""
     lines, speed = counts_of(row), row["tokens_per_second"]
-    estimated = row.get("estimated_tokens_per_second")
-    told = (f"{speed:.0f}" if speed else "- (too few steps)", f"{estimated:.0f}" if estimated else "-")
-    said = ", estimated out of range: ranks share cores" if row.get("ranks_share_cores") else ""
-    lines.append((f"tokens per second{said}", *told))
+    lines.append(("tokens per second", f"{speed:.0f}" if speed else "- (too few steps)", "-"))
     if precision == "fp16":
         lines.append(("steps skipped, as a gradient overflowed", str(row["skipped_steps"]), "-"))
     lines.append(("loss, first and last step", f"{row['losses'][0]:.4f}  {row['losses'][-1]:.4f}", "-"))

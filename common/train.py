@@ -29,18 +29,18 @@ from common.measure import tables
 from common.measure.hardware import cpus, hardware
 from common.measure.memory import Timeline
 from common.measure.timeline import Recording, overlap
-from common.outputs import check_name, check_outputs, one_line_errors, write_json, write_text
+from common.outputs import asked, check_name, one_line_errors, write_json, write_text
 from common.ranks.agreement import together
 from common.ranks.nodes import check_ranks_per_node
 from common.ranks.world import launch, told_by_torchrun
 from common.report import lines_of
-from common.simulate.beside import estimated
 from common.tiers.activations import HostActivations, predicted_moves
 
 WARM_UP = 2  # steps that a throughput does not count
 TRACED = 2  # steps in a trace: what one leaves in flight travels beside the next
 
 
+@one_line_errors()
 def main(package, arguments=None, add_own=None):
     """Entry of `python -m <package>`: parse the arguments, train, print what was measured.
 
@@ -59,10 +59,9 @@ def main(package, arguments=None, add_own=None):
         "--trace", metavar="FILE", help="record two steps here, for ui.perfetto.dev; not counted in timings"
     )
     own = add_own(parser) if add_own else lambda options: (package, {})
-    options = parser.parse_args(arguments)
-    with one_line_errors():
-        runs.check_arguments(options)
-        engine, options.own = own(options)
+    options = asked(parser, arguments)
+    runs.check_arguments(options)
+    engine, options.own = own(options)
     command(_train_and_report, engine, options, options=options)
 
 
@@ -87,7 +86,6 @@ def add_arguments(parser):
     parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
     parser.add_argument("--deterministic", action="store_true", help="sum in rank order on NCCL too")
     parser.add_argument("--data", metavar="FILE", help="text to train on (default: Python's own source)")
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
 
 
 def add_checkpoints(parser):
@@ -131,7 +129,6 @@ def check_options(options):
         raise InputError(f"--clip-norm {options.clip_norm}: a norm above 0 is needed")
     if not options.bucket_mb > 0:
         raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
-    check_outputs(options)
     check_name("--data", options.data)
     if getattr(options, "trace", None) and options.steps < WARM_UP + TRACED + 1:
         raise InputError(
@@ -352,19 +349,14 @@ def progress_bar(*columns):
 
 
 def run_with_progress(world, name, options):
-    """`train` with a progress bar on rank 0; beside peak and speed, what a simulation finds, as "estimated_..."."""
+    """`train` with a progress bar on rank 0."""
     if world.rank:
-        found = train(world, name, options)
-    else:
-        with progress_bar(TextColumn("{task.fields[loss]}")) as bar:
-            label = name if isinstance(name, str) else name.name
-            task = bar.add_task(label, total=options.steps, loss="")
-            show = partial(bar.update, task)
-            found = train(world, name, options, lambda done, loss: show(completed=done, loss=f"loss {loss:.4f}"))
-    if found[0].get("peak_bytes") is not None:
-        engine = find_engine(name) if isinstance(name, str) else name
-        found[0].update(estimated(world, engine, options, train_step))
-    return found
+        return train(world, name, options)
+    with progress_bar(TextColumn("{task.fields[loss]}")) as bar:
+        label = name if isinstance(name, str) else name.name
+        task = bar.add_task(label, total=options.steps, loss="")
+        show = partial(bar.update, task)
+        return train(world, name, options, lambda done, loss: show(completed=done, loss=f"loss {loss:.4f}"))
 
 
 def _train_and_report(world, package, options):

@@ -27,7 +27,7 @@ from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.memory import Timeline
 from common.measure.tables import Table
-from common.outputs import check_counts, one_line_errors, parser_of, publish
+from common.outputs import asked, check_counts, one_line_errors, parser_of, tell
 from common.train import default_nproc, find_engine, show_bytes
 
 ROWS = 32  # kernels take rows in blocks: where the cuts lie between blocks, every row is computed as in the whole
@@ -188,6 +188,7 @@ FEATURES, SAMPLES = 16, 8  # of the input, on each rank
 STEP = 128  # the largest width is looked for in multiples of this
 
 
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, train, show and write the results."""
     parser = parser_of("offload.tiling", __doc__)
@@ -197,12 +198,9 @@ def main(arguments=None):
     parser.add_argument("--largest", action="store_true", help="look for the largest width that trains, too")
     parser.add_argument("--nproc", type=int, default=default_nproc(), help="local ranks (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
     parser.set_defaults(engines=ENGINE, precisions="fp32")  # what `capacity.check` asks for besides
-    options = parser.parse_args(arguments)
-    with one_line_errors():
-        results = survey(options)
-    publish(options, results, [table(results)])
+    options = asked(parser, arguments)
+    tell(options, survey(options), table)
 
 
 def survey(options):

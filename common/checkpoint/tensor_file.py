@@ -6,9 +6,6 @@
 
 Offsets count from the end of the header. A tensor's elements are one run of bytes, so any part of it is read alone.
 
-A file is written block by block: while one is filled, the one before is hashed and written. With O_DIRECT, where the
-disk takes it, they pass the system's cache by, which would take as long again to make room and to copy.
-
 Source: https://github.com/huggingface/safetensors, "Format".
 """
 
@@ -17,16 +14,12 @@ import hashlib
 import itertools
 import json
 import math
-import mmap
 import os
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from common.checkpoint.pages import padded, set_direct
 from common.errors import InputError
 
 DTYPES = {
@@ -52,8 +45,7 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 HEADER = 100_000_000  # bytes of the longest header that safetensors reads
-BLOCK = 2**23  # bytes that are read, hashed or written at a time
-ROOMS = 3  # blocks in memory: one that is filled, and those before it
+BLOCK = 2**23  # bytes that are read at a time
 
 
 def write(file, tensors, value_of, metadata):
@@ -76,20 +68,16 @@ def write(file, tensors, value_of, metadata):
     order = _in_order(tensors)
     values = (_bytes_of(_as_told(name, value_of(name), *tensors[name])) for name in order)
     parts = itertools.chain([_header(order, tensors, metadata)], values)
-    checksum, size, under_way = hashlib.sha256(), 0, deque()
-    with open(file, "wb", buffering=0) as opened, ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(1) as writing:
-        set_direct(opened.fileno())
-        for room, filled in _blocks(parts):
-            hashed = hashing.submit(checksum.update, room[:filled])
-            written = writing.submit(_write_all, opened, room[: padded(filled)])
-            size += filled
-            under_way.append((hashed, written))
-            if len(under_way) == ROOMS - 1:  # the next block comes into the room of the first of them
-                _wait_for(under_way.popleft())
-        for each in under_way:
-            _wait_for(each)
-        opened.truncate(size)  # O_DIRECT has written whole pages
+    checksum = hashlib.sha256()
+    with open(file, "wb") as opened:
+        for part in parts:
+            checksum.update(part)
+            opened.write(part)
+            del part  # before the next is made: memory may not hold both
+        opened.flush()
         os.fsync(opened.fileno())
+        if hasattr(os, "posix_fadvise"):  # who reads it back then reads the disk, not the system's cache
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with Source(file) as written:
         if not written.holds(tensors):
             raise OSError(f"{file} does not hold what was written to it")
@@ -114,17 +102,9 @@ def check(tensors, metadata):
 
 
 def checksum(file):
-    """A file's sha256, in hex, each block hashed while the next is read."""
-    found, rooms = hashlib.sha256(), itertools.cycle(_rooms())
-    with open(file, "rb", buffering=0) as opened, ThreadPoolExecutor(1) as reading:
-        room = next(rooms)
-        count = opened.readinto(room)
-        while count:
-            following = next(rooms)
-            ahead = reading.submit(opened.readinto, following)
-            found.update(room[:count])
-            room, count = following, ahead.result()
-    return found.hexdigest()
+    """A file's sha256, in hex."""
+    with open(file, "rb", buffering=0) as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _as_told(name, value, dtype, shape):
@@ -153,38 +133,6 @@ def _header(order, tensors, metadata):
     text = json.dumps(described).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _rooms():
-    """Memory for blocks, each at an address that O_DIRECT takes."""
-    return [memoryview(mmap.mmap(-1, BLOCK)) for _ in range(ROOMS)]
-
-
-def _blocks(parts):
-    """Gather bytes of any length in blocks: (a room, used again after ROOMS blocks, and how many bytes it has)."""
-    rooms = itertools.cycle(_rooms())
-    room, filled = next(rooms), 0
-    for part in parts:
-        taken = 0
-        while taken < len(part):
-            count = min(len(part) - taken, BLOCK - filled)
-            room[filled : filled + count] = part[taken : taken + count]
-            taken, filled = taken + count, filled + count
-            if filled == BLOCK:
-                yield room, filled
-                room, filled = next(rooms), 0
-        del part  # before the next is made: memory may not hold both
-    yield room, filled
-
-
-def _write_all(opened, data):
-    while data:
-        data = data[opened.write(data) :]
-
-
-def _wait_for(futures):
-    for future in futures:
-        future.result()
 
 
 def _bytes_of(tensor):

@@ -20,7 +20,7 @@ from common.measure import figures
 from common.measure.hardware import cpus
 from common.measure.tables import Table
 from common.models.gpt import GPT, GPTConfig
-from common.outputs import check_outputs, one_line_errors, parser_of, publish
+from common.outputs import asked, one_line_errors, parser_of, tell
 from common.plan.__main__ import ASPECT, USABLE, VOCABULARY, fit, of_model
 from common.plan.formulas import WAYS, Rank, Shape
 from common.simulate.hardware import preset
@@ -40,19 +40,16 @@ MOST = 400  # layers
 SUB_GROUPS = {"sub_group_mb": 2048.0}  # on the host, where there is room: with more of them a simulation takes minutes
 
 
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, simulate, show and write the results."""
     parser = parser_of("common.plan.scaling", __doc__)
     parser.add_argument("--hardware", default="v100-32g", help="a preset (%(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
-    parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
-    options = parser.parse_args(arguments)
-    with one_line_errors():
-        check_outputs(options)
-        machine = preset(options.hardware)
+    options = asked(parser, arguments, figure=True)
+    machine = preset(options.hardware)
     results = {"hardware": machine.name, "source": machine.source, "model": MODEL, "layers": LAYERS, "links_of": AT}
     results |= {"layers_exposed": LAYERS_EXPOSED, **survey(options.hardware)}
-    publish(options, results, [table(results)], lambda path: figures.save(figures.scaling(results), path))
+    tell(options, results, table, figures.scaling)
 
 
 def survey(hardware):

@@ -14,19 +14,16 @@ from dataclasses import asdict
 
 from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
-from common.measure.hardware import cpus
 from common.measure.memory import CLASSES, HOST
 from common.measure.tables import Table
-from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish, write_text
-from common.ranks.world import LocalWorld
+from common.outputs import asked, check_counts, one_line_errors, parser_of, publish, write_text
 from common.report import counts_of
-from common.simulate.hardware import PRESETS, measured, preset
+from common.simulate.hardware import PRESETS, preset
 from common.simulate.world import Setting, own_options, simulate
 from common.train import add_checkpoints, find_engine, show_bytes, train_step
 
-THIS = "this-machine"
 
-
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, simulate, show and write the results."""
     parser = parser_of("common.simulate", __doc__)
@@ -50,15 +47,13 @@ def main(arguments=None):
     parser.add_argument(
         "--with", dest="own", action="append", default=[], metavar="NAME=VALUE", help="an engine's own option"
     )
-    parser.add_argument("--hardware", metavar="NAME", help=f"how long: {', '.join(PRESETS)}, or this-machine")
+    parser.add_argument("--hardware", metavar="NAME", help=f"how long: {', '.join(PRESETS)}")
     parser.add_argument("--trace", metavar="FILE", help="with --hardware: the step, for ui.perfetto.dev")
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
-    options = parser.parse_args(arguments)
-    with one_line_errors():
-        setting = setting_of(options)
-        row = simulate(setting, train_step)
-        if options.trace:
-            write_text(options.trace, json.dumps(row["trace"]))
+    options = asked(parser, arguments)
+    setting = setting_of(options)
+    row = simulate(setting, train_step)
+    if options.trace:
+        write_text(options.trace, json.dumps(row["trace"]))
     results = results_of(options, setting, row)
     shown = [counts(results), worst(results)] + ([times(results)] if results["time"] else [])
     publish(options, results, shown)
@@ -71,7 +66,6 @@ def setting_of(options):
         InputError: it cannot be.
     """
     check_counts(options, "batch", "seq", "accumulate")
-    check_outputs(options)
     dtype_of(options.precision)
     if options.trace and not options.hardware:
         raise InputError(f"--trace {options.trace}: add --hardware, whose time it shows")
@@ -93,27 +87,8 @@ def setting_of(options):
         accumulate=options.accumulate,
         no_sync=options.no_sync,
         own=own_options(options.own),
-        hardware=hardware_of(options),
+        hardware=None if options.hardware is None else preset(options.hardware),
     )
-
-
-def hardware_of(options):
-    """A preset, or this machine, measured by as many ranks as there will be.
-
-    Raises:
-        InputError: there is no such preset; or this machine has fewer CPUs than ranks.
-    """
-    if options.hardware is None:
-        return None
-    if options.hardware != THIS:
-        return preset(options.hardware)
-    if options.world_size > cpus():
-        raise InputError(f"--hardware {THIS}: it has {cpus()} CPUs, for {options.world_size} ranks; choose a preset")
-    world = LocalWorld(options.world_size)
-    try:
-        return world.run(measured, find_engine(options.engine))[0]
-    finally:
-        world.close()
 
 
 def results_of(options, setting, row):

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.measure.timeline import ROWS
 from common.ranks.lanes import SimulatedLane
-from common.simulate.hardware import GRAIN
 from common.tensors import tensors_in
 
 COMPUTE = "compute"
@@ -25,7 +24,6 @@ ON_CPU = {  # torch's flop counter knows these by the names that they have on GP
     "_scaled_dot_product_flash_attention_for_cpu": flop_counter.sdpa_flop_count,
     "_scaled_dot_product_flash_attention_for_cpu_backward": flop_counter.sdpa_backward_flop_count,
 }
-CURVED = ("gelu", "silu", "tanh", "exp", "_softmax", "_log_softmax", "sigmoid")
 FREE = ("prim", "profiler")
 
 
@@ -95,7 +93,7 @@ class Clock(TorchDispatchMode):
                 self.spend(lane, sum(buffer.nbytes for buffer in buffers) / self._rate())
         finally:
             self._stream = caller
-            if self.hardware.shared:  # on the same cores nothing runs beside anything
+            if self.hardware.shared:  # nothing runs beside anything
                 self.now[caller] = max(self.now[caller], self.now[lane])
 
     def catch_up(self, lane, end):
@@ -154,22 +152,14 @@ class Clock(TorchDispatchMode):
     def _operation(self, function, args, kwargs, result):
         """Seconds of an operation."""
         hardware, moved = self.hardware, _bytes_moved(function, args, kwargs, result)
-        least = hardware.operation if self._stream == COMPUTE or hardware.alone is None else hardware.alone
         if not moved:  # a view
-            return least if hardware.shared else 0.0
+            return 0.0
         if self._stream in LINKS:
             return sum(tensor.nbytes for tensor in tensors_in(result)) / self._rate()  # a copy crosses once
         flops, width = _flops(function, args, kwargs, result), _width(result, args)
         self.flops[self._traffic.phase] += flops
         rate = hardware.flops.get(width, max(hardware.flops.values())) * hardware.fraction
-        if function.__name__.startswith("_scaled_dot_product"):
-            rate *= hardware.attention
-        seconds = max((flops + hardware.small * (flops > 0)) / rate, moved / self._rate())
-        if function.__name__.startswith(CURVED):
-            seconds = max(seconds, hardware.curve * max(tensor.numel() for tensor in tensors_in(result)))
-        elif not flops and max(tensor.numel() for tensor in tensors_in([result, *args])) >= GRAIN:
-            seconds += hardware.fork
-        return seconds + least
+        return max(flops / rate, moved / self._rate()) + hardware.operation
 
     def _collective(self, function, args):
         """Seconds of a collective: what each rank sends, over the slowest link that it crosses."""

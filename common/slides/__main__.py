@@ -6,9 +6,8 @@ from pathlib import Path
 from common.errors import InputError
 from common.lessons import recording
 from common.outputs import check_clone, one_line_errors
-from common.slides.deck import slides
-from common.slides.page import document
-from common.slides.records import STAGES
+from common.slides.numbers import STAGES
+from common.slides.page import document, slides
 
 
 def main(arguments=None):

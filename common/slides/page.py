@@ -1,52 +1,51 @@
-"""A slide, and the HTML file that a deck of them becomes."""
+"""The deck as an HTML file that needs no other: deck.html with its placeholders filled and code in its place."""
 
+import re
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
-from common.lessons.page import inline
 from common.measure.figures import PALETTE
 from common.measure.figures.style import DISK_COLOR, HOST_COLOR
 from common.slides.code import listing
+from common.slides.numbers import placeholders
 
 HERE = Path(__file__).parent
+SLIDE = re.compile(
+    r"<section>\n(?:<h1>(.*?)</h1>\n)?(.*?)(?:<footer>(.*?)</footer>\n)?<aside>(.*?)</aside>\n</section>", re.DOTALL
+)
+CODE = re.compile(r"<pre page=(.*?)>\n(.*?)</pre>", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Slide:
-    """One of the deck.
-
-    Attributes:
-        title: its heading.
-        body: HTML.
-        notes: what the lecturer says; a line of Markdown.
-        source: where its numbers or its code come from, and on which hardware.
-    """
+    """One of the deck, in HTML: its title, its body, where its numbers or its code come from, the lecturer's notes."""
 
     title: str
     body: str
+    source: str
     notes: str
-    source: str = ""
 
 
-def code_slide(heading, page, names, notes, before=None, said="", small=False, **how):
-    """A slide of code.
+def slides(recorded):
+    """All slides, in order; `recorded` is as `placeholders` takes it."""
+    text = (HERE / "deck.html").read_text().format_map(placeholders(recorded))
+    return [_with_code(*parts) for parts in SLIDE.findall(text)]
 
-    Args:
-        page: of the code, its path from the root.
-        names: its methods; where they are compared with the page `before`, {name here: name there}.
-        said: what stands above the code.
-        small: in smaller letters.
-        how: `near` and `gone` of `listing`.
-    """
-    html = listing(page, list(names), before and (before, names), **how)
-    html = html.replace('class="code"', 'class="code small"') if small else html
-    lead = f"<p>{said}</p>" if said else ""
-    return Slide(heading, lead + html, notes, f"{page}, beside {before}" if before else page)
+
+def _with_code(title, body, source, notes):
+    """The Slide, with lines of a minimal page where it names methods: of the page, and of the one that it is beside."""
+    if found := CODE.search(body):
+        how = dict(re.findall(r'(\w+)="(.*?)"', found[0]))
+        names = dict(line.partition(" =")[::2] for line in found[2].splitlines())
+        neighbour = "beside" in how and (how["beside"], {name: other.strip() for name, other in names.items()})
+        html = listing(how["page"], list(names), neighbour, int(how.get("near", 0)), "gone" not in how)
+        body = body.replace(found[0], html.replace('class="code"', f'class="code {how.get("class", "")}"'))
+        source = how["page"] + (f", beside {how['beside']}" if neighbour else "")
+    return Slide(title, body, source, notes)
 
 
 def document(deck):
-    """Slides as an HTML file that needs no other."""
+    """Slides as one HTML file."""
     sections = "\n".join(_section(slide, number, len(deck)) for number, slide in enumerate(deck, 1))
     colors = "".join(f"--class{n}:{color};" for n, color in enumerate(PALETTE))
     classes = "".join(f".class{n}{{fill:{c}}}i.class{n}{{background:{c}}}" for n, c in enumerate(PALETTE))
@@ -70,10 +69,10 @@ def document(deck):
 
 
 def _section(slide, number, count):
-    heading = f"<h1>{escape(slide.title)}</h1>" if slide.title else ""
+    heading = f"<h1>{slide.title}</h1>" if slide.title else ""
     return f"""<section class="slide" aria-label="Slide {number} of {count}">
 <div class="board">{heading}<div class="body">{slide.body}</div>
-<div class="foot"><span>{escape(slide.source)}</span>
+<div class="foot"><span>{slide.source}</span>
 <button type="button" aria-label="Notes">{number}&nbsp;/&nbsp;{count}</button></div></div>
-<aside>{inline(slide.notes)}</aside>
+<aside>{slide.notes}</aside>
 </section>"""

@@ -21,10 +21,9 @@ import torch
 from common import models
 from common.data import Batches, load_text
 from common.errors import InputError
-from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import check_outputs, one_line_errors, parser_of, publish
+from common.outputs import asked, one_line_errors, parser_of, tell
 from common.ranks.world import LocalWorld, check_size
 from common.train import progress_bar, sha256, train_step
 from offload.nvme import InfinityEngine
@@ -77,6 +76,7 @@ class Owned(InfinityEngine):
 KINDS = {"split": Split, "owned": Owned}
 
 
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
     parser = parser_of("offload.experiments.ablation", __doc__)
@@ -86,13 +86,8 @@ def main(arguments=None):
     parser.add_argument("--batch", type=int, default=8, help="samples of a step, all ranks (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=10.0, help="MB a second over each bus (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=7, help="timed steps (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
-    parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
-    options = parser.parse_args(arguments)
-    with one_line_errors():
-        sizes = check(options)
-        results = compare(options, sizes)
-    publish(options, results, [table(results)], lambda path: figures.save(figure(results), path))
+    options = asked(parser, arguments, figure=True)
+    tell(options, compare(options, check(options)), table, figure)
 
 
 def check(options):
@@ -110,7 +105,6 @@ def check(options):
     if options.steps < 1:
         raise InputError(f"--steps {options.steps}: at least one step is needed")
     models.build(options.model)
-    check_outputs(options)
     return sizes
 
 

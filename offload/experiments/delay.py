@@ -17,29 +17,24 @@ from common.errors import InputError
 from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import check_outputs, one_line_errors, parser_of, publish
+from common.outputs import asked, one_line_errors, parser_of, tell
 from common.train import add_arguments, command, how, run_with_progress
 
 LAST = 50  # losses whose mean is compared
 SMOOTH = 10  # losses that a point of the picture is the mean of
 
 
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, train both, show and write the results."""
     parser = parser_of("offload.experiments.delay", __doc__)
     add_arguments(parser)
     parser.set_defaults(steps=600)
     parser.add_argument("--warmup-steps", type=int, default=40, help="updates before the first delayed one")
-    parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
-    options = parser.parse_args(arguments)
-    with one_line_errors():
-        if options.steps < 2 * LAST:
-            raise InputError(f"--steps {options.steps}: at least {2 * LAST} are needed to compare how both train")
-        check_outputs(options)
-    results = command(compare, options, options=options)
-    if results is None:  # a rank other than 0 under torchrun
-        return
-    publish(options, results, [table(results)], lambda path: figures.save(figure(results), path))
+    options = asked(parser, arguments, figure=True)
+    if options.steps < 2 * LAST:
+        raise InputError(f"--steps {options.steps}: at least {2 * LAST} are needed to compare how both train")
+    tell(options, command(compare, options, options=options), table, figure)
 
 
 def compare(world, options):

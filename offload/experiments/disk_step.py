@@ -25,7 +25,7 @@ from torch import nn
 from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import check_outputs, one_line_errors, parser_of, publish
+from common.outputs import asked, one_line_errors, parser_of, tell
 from common.ranks.world import launch
 from common.train import progress_bar
 from offload.nvme import InfinityEngine
@@ -37,6 +37,7 @@ WARM_UP = 2  # steps that are not timed: the first makes the states
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
     parser = parser_of("offload.experiments.disk_step", __doc__)
@@ -44,18 +45,14 @@ def main(arguments=None):
     parser.add_argument("--elements", type=float, default=2.0**28, help="of the weights (default: 2**28)")
     parser.add_argument("--sub-group-mb", type=float, default=64.0, help="of fp32 weights (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="timed turns of each (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
-    options = parser.parse_args(arguments)
-    with one_line_errors():
-        if shutil.which("fio") is None:
-            raise InputError("fio is not installed; it is what the disk is measured by: apt-get install fio")
-        if options.rounds < 1 or not WIDTH <= options.elements < float("inf"):
-            raise InputError(f"--rounds {options.rounds} --elements {options.elements:g}: give at least 1 and {WIDTH}")
-        check_outputs(options)
-        if not os.path.isdir(options.path):
-            raise InputError(f"--path {options.path}: there is no such folder; make it first")
-        results = launch(measure, options, nproc=1)
-    publish(options, results, [table(results)])
+    options = asked(parser, arguments)
+    if shutil.which("fio") is None:
+        raise InputError("fio is not installed; it is what the disk is measured by: apt-get install fio")
+    if options.rounds < 1 or not WIDTH <= options.elements < float("inf"):
+        raise InputError(f"--rounds {options.rounds} --elements {options.elements:g}: give at least 1 and {WIDTH}")
+    if not os.path.isdir(options.path):
+        raise InputError(f"--path {options.path}: there is no such folder; make it first")
+    tell(options, launch(measure, options, nproc=1), table)
 
 
 def measure(world, options):

@@ -22,7 +22,7 @@ from common.measure.hardware import hardware
 from common.measure.memory import high_water
 from common.measure.tables import Table
 from common.models.gpt import GPT, GPTConfig
-from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
+from common.outputs import asked, check_counts, one_line_errors, parser_of, tell
 from common.ranks.world import launch
 from common.train import progress_bar, show_bytes, train_step
 from offload.nvme import InfinityEngine
@@ -30,6 +30,7 @@ from offload.nvme import InfinityEngine
 BYTES = 16  # on disk, of a parameter: weight, gradient, two moments, in fp32
 
 
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, train, show and write the results."""
     parser = parser_of("offload.experiments.largest", __doc__)
@@ -39,17 +40,13 @@ def main(arguments=None):
     parser.add_argument("--layers", type=int, help="(default: as many as the disk holds)")
     parser.add_argument("--spare", type=float, default=0.05, help="part of the disk left free (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="(default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
-    options = parser.parse_args(arguments)
-    with one_line_errors():
-        check_outputs(options)
-        if not os.path.isdir(options.path):
-            raise InputError(f"--path {options.path}: there is no such folder; make it first")
-        if not 0 <= options.spare < 1:
-            raise InputError(f"--spare {options.spare}: the part of the disk left free is from 0 to less than 1")
-        check_counts(options, "width", "sequence", "steps", "layers")
-        results = launch(train, options, nproc=1)
-    publish(options, results, [table(results)])
+    options = asked(parser, arguments)
+    if not os.path.isdir(options.path):
+        raise InputError(f"--path {options.path}: there is no such folder; make it first")
+    if not 0 <= options.spare < 1:
+        raise InputError(f"--spare {options.spare}: the part of the disk left free is from 0 to less than 1")
+    check_counts(options, "width", "sequence", "steps", "layers")
+    tell(options, launch(train, options, nproc=1), table)
 
 
 def build(options, layers):

@@ -500,13 +500,13 @@ def save_to_a_disk_that_lies(world, path, lost_rank):
     engine = make_engine("stage2_grad", "mlp")
     engine.save(path, {"step": 1})
 
-    def lose(file, data, write=tensor_file._write_all):
-        data[:] = bytes(len(data))
-        write(file, data)
+    def lose(file, fsync=os.fsync):
+        os.pwrite(file, bytes(os.fstat(file).st_size), 0)
+        fsync(file)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError) as complaint:
         if world.rank == lost_rank:
-            patch.setattr(tensor_file, "_write_all", lose)
+            patch.setattr(os, "fsync", lose)
         engine.save(path, {"step": 2})
     return str(complaint.value), engine.load(path)["step"]
 

@@ -24,7 +24,7 @@ from common.ranks import lanes
 from common.tiers import memory, opening
 from offload import OffloadEngine
 from offload.__main__ import add_own
-from offload.experiments import delay, step_time
+from offload.experiments import delay
 
 RATIOS = ("offloaded:Third", "offloaded:Half", "offloaded:AllOnDevice")
 DELAYS = ("offloaded:Delayed", "offloaded:DelayedHalf")
@@ -367,13 +367,6 @@ def test_the_command_trains_with_its_own_options(tmp_path):
     row = json.loads(path.read_text())
     for count in ("model_state_bytes", "host_state_bytes", "bus_bytes_per_step", "wire_bytes_per_step"):
         assert row[count] == row[f"predicted_{count}"], count
-
-
-def test_the_hosts_step_is_timed_beside_torchs(tmp_path):
-    step_time.main(["--elements", "4096", "--rounds", "2", "--json", str(tmp_path / "times.json")])
-    results = json.loads((tmp_path / "times.json").read_text())
-    assert {row["optimizer"] for row in results["rows"]} >= {"cpu tier, fp32", "cpu tier, bf16"}
-    assert all(row["median_seconds"] > 0 for row in results["rows"])
 
 
 def test_exact_and_delayed_train_side_by_side(tmp_path):

@@ -1,7 +1,6 @@
 """Every engine runs on fake tensors, as one rank of a world that no machine here could hold, and counts as it does."""
 
 import argparse
-import contextlib
 import json
 import time
 from dataclasses import replace
@@ -18,7 +17,6 @@ from common import models
 from common.errors import InputError
 from common.measure.memory import Timeline
 from common.simulate import __main__ as command
-from common.simulate import validate
 from common.simulate.moments import Moments
 from common.simulate.world import Setting, batch_of, engine_of, simulate, simulated_world
 from common.train import add_arguments, find_engine, train, train_step
@@ -81,42 +79,6 @@ def test_bytes_are_those_of_a_real_rank_and_the_peak_is_as_high(worlds, name, si
         for count in COUNTS:
             assert counts.get(count) == row.get(count)
         assert counts["peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.05)
-
-
-def row_of(**changed):
-    row = {"unequal_bytes": [], "peak_bytes": 100, "simulated_peak_bytes": 104, "ranks_share_cores": False}
-    return row | {"step_seconds": 1.0, "simulated_step_seconds": 0.8} | changed
-
-
-def test_a_simulation_holds_within_its_limits():
-    assert validate.holds(row_of())
-    assert validate.holds(row_of(simulated_step_seconds=3.0, ranks_share_cores=True))
-    assert not validate.holds(row_of(unequal_bytes=["wire"]))
-    assert not validate.holds(row_of(simulated_peak_bytes=94))
-    assert not validate.holds(row_of(simulated_step_seconds=1.3))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the CPU")
-def test_a_run_is_compared_with_its_simulation(tmp_path, capsys):
-    asked = ["--nproc", "2", "--models", "gpt-tiny", "--engines", "stage3_param", "--steps", "6"]
-    with contextlib.suppress(SystemExit):  # on a busy machine a step may be far off
-        validate.main([*asked, "--json", str(tmp_path / "made.json")])
-    (row,) = json.loads((tmp_path / "made.json").read_text())["rows"]
-    assert validate.holds(row | {"ranks_share_cores": True})
-    assert "stage3_param" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--steps 3", "is not timed"),
-        ("--nproc two", "numbers of ranks"),
-        ("--engines stage9", "unknown engine"),
-        ("--models gpt-nana", "did you mean"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused_in_one_line(capsys, arguments, said):
-    assert said in refused(capsys, validate.main, arguments.split())
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])

@@ -13,9 +13,8 @@ from browsing import opening
 from places import ROOT
 
 from common.measure.memory import CLASSES
-from common.slides import code, records
-from common.slides.deck import slides
-from common.slides.page import document
+from common.slides import code, numbers
+from common.slides.page import document, slides
 from common.train import show_bytes
 
 HELD = dict.fromkeys(CLASSES, 1_000_000)
@@ -25,7 +24,7 @@ RECORDED = {  # a step in three samples stands for one that is recorded on four 
         "parameters": 484_416,
         "hardware": "2 x AMD EPYC, 24 GiB, gloo, torch 2.13.0+cpu, Python 3.11.7",
     }
-    for name in records.STAGES
+    for name in numbers.STAGES
 }
 MEASURED = """() => [...document.querySelectorAll(".slide")].map((slide, number) => {
   show(number);
@@ -76,22 +75,21 @@ def test_the_last_slide_states_what_each_engine_keeps_and_sends(deck):
     recorded = json.loads((ROOT / "results/demo.json").read_text())["rows"]
     assert len(rows) == len(recorded)
     for (label, cells), row in zip(rows, recorded, strict=True):
-        assert label == records.NAMES[row["engine"]]
+        assert label == numbers.NAMES[row["engine"]]
         for key in ("model_state_bytes", "wire_bytes_per_step"):
             assert f">{show_bytes(sum(row[key].values()))}<" in cells
 
 
 def test_other_records_make_other_slides(deck, monkeypatch):
     """No number is typed: where records change, so does every slide that names one as its source."""
-    real = records.record
+    real = numbers.record
 
     def other(name):
         found = changed(copy.deepcopy(real(name)))
         found.get("cells", [None]).pop()
         return found
 
-    for module in ("records", "stages", "beyond"):
-        monkeypatch.setattr(f"common.slides.{module}.record", other)
+    monkeypatch.setattr(numbers, "record", other)
     for before, after in zip(deck, slides(RECORDED), strict=True):
         measured = re.search("[Cc]ounted|Sent|Simulated|make infinity|nodes of", before.source)
         assert (before.body + before.notes != after.body + after.notes) == bool(measured), before.title

@@ -20,7 +20,6 @@ from training import SEVEN
 
 from common.errors import InputError
 from common.train import find_engine
-from common.words.beside_hugging_face import WINDOW
 from common.words.wrapped import TRIED, Model, Optimizer, engine_for, tried
 
 PAGE = (ROOT / "common/words/HUGGING_FACE.md").read_text()
@@ -226,4 +225,4 @@ def facts(world, folder, name):
 def test_what_the_page_says_of_an_engine_alone(worlds, tmp_path, name):
     for library in ("transformers", "accelerate", "peft"):
         pytest.importorskip(library)
-    assert worlds(2).run(facts, tmp_path, name) == [WINDOW + 2, WINDOW + 5]
+    assert worlds(2).run(facts, tmp_path, name) == [hf.WINDOW + 2, hf.WINDOW + 5]

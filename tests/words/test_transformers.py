@@ -11,7 +11,6 @@ import torch
 from training import SEVEN
 
 from common.errors import InputError
-from common.words.beside_hugging_face import WINDOW
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 CASES = {  # what a script asks for
@@ -197,7 +196,7 @@ def test_metrics_predictions_the_best_model_and_generation(installed, worlds, tm
     assert (metrics, last) == (ours, our_last)
     assert hf.equal(best, our_best)
     assert (predictions == our_predictions).all()
-    assert [length for _, length in ranks] == [WINDOW + 4, WINDOW + 12]
+    assert [length for _, length in ranks] == [hf.WINDOW + 4, hf.WINDOW + 12]
 
 
 def evaluated_first(world, folder, name):

@@ -20,9 +20,8 @@ from training import handed_on, make_engine, message_of, train_step
 from common.engine import Bucket, units
 from common.engine.mixed_precision import DTYPES
 from common.errors import InputError
-from common.ranks.namespaces import bits_per_second
 from common.train import sha256
-from zeropp.experiments import convergence, sweep, two_nodes
+from zeropp.experiments import convergence, two_nodes
 from zeropp.export import load_int8, save_int8
 from zeropp.quantize import Blocks
 
@@ -443,26 +442,3 @@ def test_convergence_tells_of_each_run_and_draws_it(tmp_path):
     stage3, ours = ([seed["validation_loss"] for seed in row["seeds"]] for row in results["rows"])
     assert ours == pytest.approx(stage3, rel=0.05)
     assert ours != stage3
-
-
-def points(*steps):
-    """What a sweep measures, of a link where nothing overlaps: (rate, (seconds, bytes) of stage 3, of zeropp)."""
-    for rate, *sides in steps:
-        rows = [{"step_seconds": seconds, "internode_bytes_per_step": left} for seconds, left in sides]
-        yield {"rate": rate, "rows": rows}
-
-
-def test_a_sweep_foresees_where_sending_less_stops_paying():
-    without = {"none": 0.0, "80mbit": 1e-7, "800mbit": 1e-8}  # seconds for each byte
-    results = {"rates": list(points(*((r, (1 + 4e6 * s, 4e6), (1.2 + 1e6 * s, 1e6)) for r, s in without.items())))}
-    assert sweep.crossing(results) == pytest.approx(8 * 3e6 / 0.2)
-    for point in results["rates"][1:]:
-        nothing, everything = sweep.predicted(results, bits_per_second(point["rate"]))
-        assert sweep.ratio(point) == pytest.approx(nothing)
-        assert everything != nothing
-    assert 80e6 < sweep.measured_crossing(results) < 800e6
-
-
-@pytest.mark.parametrize("options", [["--rates", "10mbit"], ["--rates", "fast,none"], ["--blocks", "3"]], ids=str)
-def test_a_sweep_refuses_what_makes_no_sense(options, capsys):
-    assert options[0].strip("-")[:4] in refused(capsys, sweep.main, options)

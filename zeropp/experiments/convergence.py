@@ -23,7 +23,7 @@ from common.errors import InputError
 from common.measure import figures
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
+from common.outputs import asked, check_counts, one_line_errors, parser_of, tell
 from common.train import add_arguments, build_model, command, find_engine, progress_bar, train_step
 from zeropp.engine import check_options
 from zeropp.export import load_int8, save_int8
@@ -43,6 +43,7 @@ RUNS = {  # what is compared: (engine, its options)
 SMOOTH = 20  # losses that a point of the picture is the mean of
 
 
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, train all, show and write the results."""
     parser = parser_of("zeropp.experiments.convergence", __doc__)
@@ -51,19 +52,13 @@ def main(arguments=None):
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each row (default: %(default)s)")
     parser.add_argument("--block", type=int, default=256, help="elements that share a scale (default: %(default)s)")
     parser.add_argument("--only", metavar="NAMES", help="rows of the table, with ; between them")
-    parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
-    options = parser.parse_args(arguments)
-    with one_line_errors():
-        check_counts(options, "seeds")
-        if options.steps < SMOOTH:
-            raise InputError(f"--steps {options.steps}: a curve takes {SMOOTH} or more")
-        check_options(options.block, error_feedback=False, quantize_gradients=True)
-        chosen(options)
-        check_outputs(options)
-    results = command(compare, options, options=options)
-    if results is None:  # a rank other than 0 under torchrun
-        return
-    publish(options, results, [table(results)], lambda path: figures.save(figure(results), path))
+    options = asked(parser, arguments, figure=True)
+    check_counts(options, "seeds")
+    if options.steps < SMOOTH:
+        raise InputError(f"--steps {options.steps}: a curve takes {SMOOTH} or more")
+    check_options(options.block, error_feedback=False, quantize_gradients=True)
+    chosen(options)
+    tell(options, command(compare, options, options=options), table, figure)
 
 
 def chosen(options):

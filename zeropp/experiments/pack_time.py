@@ -13,25 +13,22 @@ import torch
 
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
+from common.outputs import asked, check_counts, one_line_errors, parser_of, tell
 from common.train import progress_bar
 from zeropp.quantize import Blocks
 
 WARM_UP = 2  # rounds that are not timed
 
 
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
     parser = parser_of("zeropp.experiments.pack_time", __doc__)
     parser.add_argument("--elements", type=int, default=2**22, help="that are packed (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=31, help="timed, of each (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
-    options = parser.parse_args(arguments)
-    with one_line_errors():
-        check_counts(options, "elements", "rounds")
-        check_outputs(options)
-        results = measure(options.elements, options.rounds)
-    publish(options, results, [table(results)])
+    options = asked(parser, arguments)
+    check_counts(options, "elements", "rounds")
+    tell(options, measure(options.elements, options.rounds), table)
 
 
 def measure(elements, rounds):

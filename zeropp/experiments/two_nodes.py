@@ -28,7 +28,7 @@ from common.data import Batches, load_text
 from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import check_outputs, one_line_errors, parser_of, publish, write_json
+from common.outputs import asked, one_line_errors, parser_of, tell, write_json
 from common.ranks.namespaces import INTERFACE, TwoNodes, bytes_left
 from common.ranks.nodes import ACROSS_NODES, IN_NODE
 from common.ranks.world import launch
@@ -92,21 +92,19 @@ ENGINES = [
 ]
 
 
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
     parser = parser_of("zeropp.experiments.two_nodes", __doc__)
     add_arguments(parser)
     parser.add_argument("--rate", default="100mbit", help="of the link, as tc has it, or none (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
-    with one_line_errors():
-        options = parser.parse_args(arguments)
-        check_outputs(options)
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            launch(measure_and_write, options, nproc=RANKS, oversubscribe=True)
-            return
-        with TwoNodes(None if options.rate == "none" else options.rate) as nodes:
-            results = {**on_nodes(nodes, options), "rate": options.rate}
-    publish(options, results, [table(results)])
+    options = asked(parser, arguments)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launch(measure_and_write, options, nproc=RANKS, oversubscribe=True)
+        return
+    with TwoNodes(None if options.rate == "none" else options.rate) as nodes:
+        results = {**on_nodes(nodes, options), "rate": options.rate}
+    tell(options, results, table)
 
 
 def add_arguments(parser):

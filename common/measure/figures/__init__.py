@@ -7,7 +7,7 @@
 from common.measure.figures.building import states_through_a_step, units_through_a_step
 from common.measure.figures.faults import distances, grid, live_through_steps
 from common.measure.figures.memory import address_map, below_the_wall, memory_by_batch
-from common.measure.figures.planned import crossovers, off_measured, over_gpus, rank_through_a_step, roofline
+from common.measure.figures.planned import crossovers, over_gpus, rank_through_a_step, roofline
 from common.measure.figures.records import activation_memory, bench, capacity, growth, largest_models, step_times
 from common.measure.figures.scaling import scaling
 from common.measure.figures.stages import comparison, memory_by_stage, memory_timeline, throughput, wire_by_phase
@@ -57,7 +57,6 @@ __all__ = [
     "messages",
     "moved",
     "moves_by_phase",
-    "off_measured",
     "over_gpus",
     "rank_through_a_step",
     "ring_and_direct",

@@ -29,7 +29,7 @@ def grid(axes, table, title, right, wrong):
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     handles = [Patch(color=RIGHT, label=right), Patch(color=WRONG, label=wrong)]
-    axes.legend(handles=handles, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def live_through_steps(panels, engines, ends):
@@ -47,9 +47,8 @@ def live_through_steps(panels, engines, ends):
         for end in ends[title]:
             axes.axvline(end, color="grey", linewidth=0.8, linestyle=":")
         axes.set(xlabel="changes of what is live", title=title)
-        axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("live kB of a rank")
-    panels[-1].legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def distances(axes, ratios):
@@ -68,5 +67,4 @@ def distances(axes, ratios):
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--", label="as far as stage 0")
     axes.set_xticks(range(len(ratios)), ratios)
     axes.set(ylim=(0, 1.2), ylabel="distance moved, over that in stage 0", title="One step of the weights")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))

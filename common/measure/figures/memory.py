@@ -3,7 +3,7 @@
 from matplotlib.collections import PatchCollection
 from matplotlib.patches import Patch, Rectangle
 
-from common.measure.figures.style import COLORS
+from common.measure.figures.style import COLORS, stacked
 from common.measure.memory import CLASSES
 
 MB = 1e6
@@ -20,18 +20,13 @@ def memory_by_batch(panels, cases):
     shown = [name for name in CLASSES if any(peak[name] for peaks in cases.values() for peak in peaks.values())]
     for axes, (title, peaks) in zip(panels, cases.items(), strict=True):
         for position, peak in enumerate(peaks.values()):
-            bottom = 0
-            for name in shown:
-                axes.bar(position, peak[name] / MB, 0.7, bottom=bottom, color=COLORS[name])
-                bottom += peak[name] / MB
-            axes.text(position, bottom, f"{bottom:.1f}", ha="center", va="bottom")
+            stacked(axes, position, [(peak[name] / MB, {"color": COLORS[name]}) for name in shown], 0.7, "{:.1f}")
         axes.set_xticks(range(len(peaks)), peaks)
         axes.set_xlabel("samples per rank")
         axes.set_title(title)
-        axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("live MB of a rank, at the peak")
     handles = [Patch(color=COLORS[name], label=name) for name in reversed(shown)]
-    panels[0].legend(handles=handles, frameon=False, loc="upper left")
+    panels[0].legend(handles=handles, loc="upper left")
     panels[0].set_ylim(top=1.1 * max(sum(peak.values()) for peaks in cases.values() for peak in peaks.values()) / MB)
 
 
@@ -59,7 +54,7 @@ def address_map(panels, plays):
         axes.axhline(moment, color="black", linewidth=1, linestyle="--")
     names = {KEPT: "held at the dashed line: backward has ended", PASSING: "any other block", FREE: "free"}
     handles = [Patch(facecolor=color, edgecolor="grey", label=name) for color, name in names.items()]
-    panels[0].figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    panels[0].figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
 
 
 def below_the_wall(axes, room, cases):
@@ -85,5 +80,4 @@ def below_the_wall(axes, room, cases):
                 )
     axes.axhline(room / MB, color="black", linestyle="--", label="the wall")
     axes.set(xlim=(0, deepest), ylim=(0, None), xlabel="layers", ylabel="MB of model states on a rank")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))

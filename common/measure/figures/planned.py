@@ -1,39 +1,8 @@
 """Pictures of what is planned and simulated: a rank of a thousand, and when communication outlasts computation."""
 
-from common.measure.figures.style import COLORS, MARKERS, PALETTE
-from common.measure.memory import CLASSES
+from common.measure.figures.style import MARKERS, PALETTE, live_bytes
 
 GB = 1e9
-
-
-def off_measured(panels, rows):
-    """How far simulated peaks and steps are off, a dot for each run; bands are what `simulate.validate` allows.
-
-    Args:
-        panels: two Axes.
-        rows: of `results/simulated.json`.
-    """
-    for axes, name, limit, title in zip(
-        panels, ("peak_bytes", "step_seconds"), (5, 25), ("peak of live bytes", "time of a step"), strict=True
-    ):
-        for number, ranks in enumerate(dict.fromkeys(row["world_size"] for row in rows)):
-            of_size = [row for row in rows if row["world_size"] == ranks]
-            off = [100 * (row[f"simulated_{name}"] / row[name] - 1) for row in of_size]
-            shared = ", which share cores" if of_size[0]["ranks_share_cores"] else ""
-            style = {"color": PALETTE[number], "marker": MARKERS[number], "linestyle": "", "alpha": 0.7}
-            axes.plot(
-                [1e3 * row["step_seconds"] for row in of_size],
-                off,
-                label=f"{ranks} rank{'s' * (ranks > 1)}{shared}",
-                **style,
-            )
-        axes.axhspan(-limit, limit, color="grey", alpha=0.15)
-        axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.set(xlabel="measured step, ms", ylabel="simulated, % off what was measured", title=title)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[1].legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def rank_through_a_step(axes, samples, title):
@@ -42,20 +11,13 @@ def rank_through_a_step(axes, samples, title):
     Args:
         samples: [(phase, {class: bytes})].
     """
-    stacked = [[now[name] / GB for _, now in samples] for name in CLASSES]
-    axes.stackplot(range(len(samples)), stacked, labels=CLASSES, colors=[COLORS[name] for name in CLASSES], step="post")
-    totals = [sum(now) for now in zip(*stacked, strict=True)]
-    worst, phases = totals.index(max(totals)), [phase for phase, _ in samples]
+    totals = live_bytes(axes, samples, unit=GB)
+    worst = totals.index(max(totals))
     told = {"xytext": (worst, 1.1 * max(totals)), "ha": "center", "arrowprops": {"arrowstyle": "->"}}
     axes.annotate(f"the worst moment, {max(totals):.1f} GB", (worst, max(totals)), **told)
-    for phase in ("forward", "backward"):  # the step changes little
-        first = phases.index(phase)
-        axes.axvline(first, color="black", linewidth=0.8, linestyle=":")
-        axes.text(first, 1, f" {phase}", va="top", transform=axes.get_xaxis_transform())
-    axes.set(xlim=(0, len(samples) - 1), ylim=(0, 1.3 * max(totals)), title=title)
+    axes.set(ylim=(0, 1.3 * max(totals)), title=title)
     axes.set(xlabel="moments of a step at which memory was looked at", ylabel="live GB of a GPU")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def over_gpus(axes, lines, dots, left, title):
@@ -74,7 +36,7 @@ def over_gpus(axes, lines, dots, left, title):
     axes.plot([], [], "o", color="black", label="dots: simulated")
     _log(axes, base=2)
     axes.set(xlabel="GPUs", ylabel=left, title=title)
-    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def roofline(axes, lines, dots, below, title):
@@ -94,7 +56,7 @@ def roofline(axes, lines, dots, below, title):
         axes.plot(*zip(*steps, strict=True), label=f"{name.partition(':')[0]}: a simulated step", **style)
     _log(axes, base=2)
     axes.set(xlabel=below, ylabel="seconds", title=title)
-    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(0, -0.14), ncols=2)
+    axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(0, -0.14), ncols=2)
 
 
 def crossovers(axes, tokens):
@@ -113,8 +75,7 @@ def crossovers(axes, tokens):
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.set_xticks(range(len(tokens)), tokens)
     axes.set(ylabel="tokens of a rank in a step", title="From here on computation lasts longer")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _log(axes, base):
@@ -123,4 +84,3 @@ def _log(axes, base):
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -4,7 +4,7 @@ import textwrap
 
 import matplotlib.pyplot as plt
 
-from common.measure.figures.style import COLORS, LABELS, MARKERS, STEP_COLORS, stage_axis
+from common.measure.figures.style import COLORS, LABELS, MARKERS, STEP_COLORS, stacked, stage_axis
 from common.measure.memory import CLASSES
 
 
@@ -26,7 +26,7 @@ def activation_memory(results):
         axes.set_title(LABELS.get(engine, engine))
     handles, labels = axes.get_legend_handles_labels()
     top.supylabel("live MB per rank, at the peak of a step")
-    top.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)  # one row is wider than the figure
+    top.legend(handles, labels, loc="outside lower center", ncols=5)  # one row is wider than the figure
     largest_batches(bottom.subplots(), results["largest_under_cap"], results["cap_bytes"] / 1e6)
     figure.suptitle(
         f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
@@ -42,17 +42,12 @@ def peaks_by_batch(axes, rows):
     for row in rows:
         checkpointed = row["checkpoint_activations"] is not None
         position = batches.index(row["batch_per_rank"]) + (0.2 if checkpointed else -0.2)
-        first, bottom = row is rows[0], 0
-        for name in CLASSES:
-            size = row["peak_bytes"][name] / 1e6
-            hatch = "//" if checkpointed and name == "activations" else None
-            label = name if first else None
-            axes.bar(position, size, 0.36, bottom=bottom, color=COLORS[name], hatch=hatch, label=label)
-            bottom += size
+        looks = {name: {"color": COLORS[name], "label": name} for name in CLASSES}
+        looks["activations"]["hatch"] = "//" * checkpointed
+        stacked(axes, position, [(row["peak_bytes"][name] / 1e6, look) for name, look in looks.items()], 0.36)
     axes.bar(0, 0, color=COLORS["activations"], hatch="//", label="activations with checkpoints")
     axes.set_xticks(range(len(batches)), batches)
     axes.set_xlabel("batch per rank")
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def largest_batches(axes, rows, cap):
@@ -68,8 +63,7 @@ def largest_batches(axes, rows, cap):
     axes.set_ylim(0, 1.15 * max(row["batch_per_rank"] for row in rows))
     axes.set_ylabel("samples per rank")
     axes.set_title(f"Largest batch whose peak stays under the cap of {cap:.3g} MB")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def capacity(results):
@@ -90,7 +84,7 @@ def capacity(results):
         axes.set_title(precision)
         axes.set_ylabel("parameters, in millions")
     handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     figure.suptitle(
         f"Largest model that trains, {results['world_size']} ranks of {results['cap_bytes'] / 1e6:,.0f} MB each\n"
         f"{results['hardware']}",
@@ -160,7 +154,6 @@ def step_times(rows):
         right.set_yticks([])
         for axes in (left, right):
             axes.invert_yaxis()
-            axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -185,9 +178,8 @@ def growth(rows):
             axes.set_xscale("log")
             axes.set_yscale("log")
             axes.grid(alpha=0.3)
-            axes.spines[["top", "right"]].set_visible(False)
     grid[0, 0].set_ylabel("seconds per step")
     grid[1, 0].set_ylabel("peak MB of a rank")
     handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2 * len(cases), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2 * len(cases))
     return figure

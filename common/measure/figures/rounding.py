@@ -11,9 +11,8 @@ BLUE, ORANGE, GREEN, _, RED, _, GREY = PALETTE
 
 def _clean(axes, **labels):
     axes.set(**labels)
-    axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, fontsize=9)
+        axes.legend(fontsize=9)
 
 
 def sent_by_switch(axes, counted, places, whole):
@@ -41,8 +40,7 @@ def errors_by_element(panels, cases):
         axes.plot(errors, ".", markersize=2, color=BLUE, label="error")
         axes.plot(bounds, color=RED, linewidth=1.4, label="half a step")
         axes.set(xlabel="element", title=title)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].legend(frameon=False, fontsize=9)
+    panels[-1].legend(fontsize=9)
     panels[0].set_ylabel("absolute error, in the values' unit")
 
 

@@ -66,5 +66,4 @@ def _axes(axes, left, title, log=True, below="GPUs", legend="best"):
         axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel=below, ylabel=left, title=title)
     axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc=legend)
+    axes.legend(fontsize=8, loc=legend)

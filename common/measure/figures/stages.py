@@ -2,37 +2,36 @@
 
 import matplotlib.pyplot as plt
 
-from common.measure.figures.style import COLORS, DISK_COLOR, HOST_COLOR, LABELS, PHASE_COLORS, PHASES, stage_axis
-from common.measure.memory import CLASSES, HOST
+from common.measure.figures.style import (
+    COLORS,
+    DISK_COLOR,
+    HOST_COLOR,
+    LABELS,
+    PHASE_COLORS,
+    PHASES,
+    live_bytes,
+    once,
+    stacked,
+    stage_axis,
+)
+from common.measure.memory import HOST
 
 
 def memory_by_stage(axes, rows):
     """Stacked bars of model states per rank, measured, beside what the formula says."""
     states = ("parameters", "gradients", "optimizer")
     for position, row in enumerate(rows):
-        bottoms = {"measured": 0, "predicted": 0}
-        for state in states:
-            for kind, shift in (("measured", -0.2), ("predicted", 0.2)):
-                key = "model_state_bytes" if kind == "measured" else "predicted_model_state_bytes"
-                size = row[key][state] / 1e6
-                axes.bar(
-                    position + shift,
-                    size,
-                    0.36,
-                    bottom=bottoms[kind],
-                    color=COLORS[state] if kind == "measured" else "white",
-                    edgecolor=COLORS[state],
-                    hatch=None if kind == "measured" else "///",
-                    label=state if kind == "measured" and position == 0 else None,
-                )
-                bottoms[kind] += size
-        axes.text(position - 0.2, bottoms["measured"], f"{bottoms['measured']:.2f}", ha="center", va="bottom")
+        measured, predicted = (row[key] for key in ("model_state_bytes", "predicted_model_state_bytes"))
+        parts = [(measured[s] / 1e6, {"color": COLORS[s], "edgecolor": COLORS[s], "label": s}) for s in states]
+        stacked(axes, position - 0.2, parts, 0.36, "{:.2f}")
+        parts = [(predicted[s] / 1e6, {"edgecolor": COLORS[s]}) for s in states]
+        stacked(axes, position + 0.2, parts, 0.36, color="white", hatch="///")
         _below(axes, position, row)
     axes.bar(0, 0, color="white", edgecolor="black", hatch="///", label="predicted")
     stage_axis(axes, rows, headroom=1.12)
     axes.set_ylabel("MB per rank")
     axes.set_title("Model states, measured beside predicted")
-    axes.legend(frameon=False)
+    axes.legend()
 
 
 def _below(axes, position, row):
@@ -40,39 +39,22 @@ def _below(axes, position, row):
     for name, where, color in (("host_state_bytes", HOST, HOST_COLOR), ("disk_state_bytes", "on disk", DISK_COLOR)):
         sizes = [-sum(row[key].values()) / 1e6 for key in (name, f"predicted_{name}") if row.get(key)]
         if any(sizes):
-            axes.bar(position - 0.2, sizes[0], 0.36, color=color, edgecolor=color, label=_once(axes, where))
+            axes.bar(position - 0.2, sizes[0], 0.36, color=color, edgecolor=color, label=once(axes, where))
             axes.bar(position + 0.2, sizes[1], 0.36, color="white", edgecolor=color, hatch="///")
             axes.text(position - 0.2, sizes[0], f"{-sizes[0]:.2f}", ha="center", va="top")
             axes.axhline(0, color="black", linewidth=0.8)
 
 
-def _once(axes, label):
-    """A label for the legend, unless it has it."""
-    return None if label in axes.get_legend_handles_labels()[1] else label
-
-
 def memory_timeline(axes, samples, title):
-    """Live bytes by class through one step; the phases are marked."""
-    totals = [[now.get(name, 0) / 1e6 for _, now in samples] for name in (*CLASSES, HOST)]
-    *totals, on_host = totals
-    axes.stackplot(range(len(samples)), totals, labels=CLASSES, colors=[COLORS[name] for name in CLASSES], step="post")
+    """Live bytes by class through one step; below the axis what is on the host."""
+    highest = max(live_bytes(axes, samples))
+    on_host = [now.get(HOST, 0) / 1e6 for _, now in samples]
     if any(on_host):
         below = [-size for size in on_host]
         axes.fill_between(range(len(samples)), below, color=HOST_COLOR, step="post", label=HOST)
         axes.axhline(0, color="black", linewidth=0.8)
-    phases = [phase for phase, _ in samples]
-    for line, phase in enumerate(PHASES):
-        if phase in phases:
-            first = phases.index(phase)
-            side = "left" if first < 0.8 * len(samples) else "right"
-            height = 0.98 - 0.05 * line  # two that begin close together stand below each other
-            axes.axvline(first, color="black", linewidth=0.8, linestyle=":")
-            axes.text(first, height, f" {phase} ", va="top", ha=side, transform=axes.get_xaxis_transform())
-    axes.set_xlim(0, len(samples) - 1)
-    highest, lowest = max(map(sum, zip(*totals, strict=True))), -1.1 * max(on_host)
     bottom, top = axes.get_ylim()
-    axes.set_ylim(min(bottom, lowest), max(top, 1.1 * highest))  # beside others the highest of all counts
-    axes.set_xlabel("operations")
+    axes.set_ylim(min(bottom, -1.1 * max(on_host)), max(top, 1.15 * highest))  # beside others the highest of all counts
     axes.set_ylabel("live MB")
     axes.set_title(title)
 
@@ -80,28 +62,19 @@ def memory_timeline(axes, samples, title):
 def wire_by_phase(axes, rows):
     """Stacked bars of the bytes that one rank sends in a step, by phase; the diamond is the prediction."""
     for position, row in enumerate(rows):
-        bottom = 0
-        for phase in PHASES:
-            size = row["wire_bytes_by_phase"].get(phase, 0) / 1e6
-            axes.bar(
-                position,
-                size,
-                0.5,
-                bottom=bottom,
-                color=PHASE_COLORS[phase],
-                label=phase if position == 0 else None,
-            )
-            bottom += size
+        sent = row["wire_bytes_by_phase"]
+        parts = [(sent.get(phase, 0) / 1e6, {"color": PHASE_COLORS[phase], "label": phase}) for phase in PHASES]
+        stacked(axes, position, parts, 0.5)
         if "bus_bytes_per_step" in row:
             moved = sum(row["bus_bytes_per_step"].values()) / 1e6
-            axes.bar(position + 0.38, moved, 0.2, color=HOST_COLOR, label=_once(axes, "down and up the bus"))
+            axes.bar(position + 0.38, moved, 0.2, color=HOST_COLOR, label=once(axes, "down and up the bus"))
         predicted = sum(row["predicted_wire_bytes_per_step"].values()) / 1e6
         label = "predicted" if position == 0 else None
         axes.plot(position, predicted, "D", color="white", markeredgecolor="black", label=label)
     stage_axis(axes, rows, headroom=1.35)
     axes.set_ylabel("MB sent by one rank, per step")
     axes.set_title("Bytes on the wire")
-    axes.legend(frameon=False, ncols=2)
+    axes.legend(ncols=2)
 
 
 def throughput(axes, rows):
@@ -135,7 +108,7 @@ def comparison(results, timelines):
         memory_timeline(axes, timelines[row["engine"]], LABELS.get(row["engine"], row["engine"]))
     shown = [axes.get_legend_handles_labels() for axes in bottom.get_axes()]
     legend = dict(pair for handles, labels in shown for pair in zip(labels, handles, strict=True))
-    bottom.legend(legend.values(), legend, loc="outside lower center", ncols=len(legend), frameon=False)
+    bottom.legend(legend.values(), legend, loc="outside lower center", ncols=len(legend))
     figure.suptitle(
         f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
         f"{results['world_size']} ranks\n{results['hardware']}",

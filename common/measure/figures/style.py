@@ -6,6 +6,8 @@ import matplotlib.pyplot as plt
 
 from common.measure.memory import CLASSES
 
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
+
 # One colour per class in every picture; a palette that colour-blind readers can tell apart.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", "#CC79A7", "#BBBBBB")
 COLORS = dict(zip(CLASSES, PALETTE, strict=True))
@@ -24,12 +26,75 @@ LABELS = {
 STEP_COLORS = {"ours": "#0072B2", "others": "#BBBBBB"}
 MARKERS = "osD^vPX*<>h"
 PHASES = ("forward", "backward", "step")
+MARGIN = 1.03  # of an x axis of operations, in which is seen what is left after the step
 
 
 def save(figure, path):
     """Write a figure as PNG and close it."""
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def once(axes, label):
+    """A label for the legend, unless it has it."""
+    return None if label in axes.get_legend_handles_labels()[1] else label
+
+
+def stacked(axes, place, parts, width=0.6, told=None, **look):
+    """A bar of parts, the first at the bottom.
+
+    Args:
+        axes: an Axes.
+        place: of the bar, and its width.
+        parts: [(height, how `axes.bar` is to draw it)]; a label goes to the legend once.
+        told: what stands above it, a format for its height.
+        look: how all parts are drawn.
+    """
+    bottom = 0
+    for height, own in parts:
+        drawn = {**look, **own, "label": once(axes, own.get("label"))}
+        axes.bar(place, height, width, bottom=bottom, **drawn)
+        bottom += height
+    if told:
+        axes.text(place, bottom, told.format(bottom), ha="center", va="bottom")
+
+
+def live_bytes(axes, samples, classes=CLASSES, unit=1e6):
+    """Live bytes of some classes through a step, stacked, with its phases named.
+
+    Args:
+        axes: an Axes.
+        samples: [(phase, {class: bytes})], one for each operation.
+        classes: the names of what is stacked, the first at the bottom.
+        unit: bytes in which the axis counts.
+
+    Returns:
+        The height of the stack at each operation.
+    """
+    heights = [[now.get(name, 0) / unit for _, now in (*samples, samples[-1])] for name in classes]
+    places = [*range(len(samples)), MARGIN * len(samples)]
+    colors = [COLORS[name] for name in classes]
+    axes.stackplot(places, heights, labels=classes, colors=colors, step="post", linewidth=0)
+    mark_phases(axes, [phase for phase, _ in samples])
+    return [sum(now) for now in zip(*heights, strict=True)][:-1]
+
+
+def mark_phases(axes, phases):
+    """Name the phases above the data, over an x axis that counts operations. `phases` has one for each of them."""
+    begins = {phase: phases.index(phase) for phase in PHASES if phase in phases}
+    end = begins.get("step", len(phases))
+    # Forward may be narrow, and the step is: its name stands left of where it begins.
+    for phase, begin in begins.items():
+        place, side, text = {
+            "forward": (begin, "left", " forward"),
+            "backward": ((begin + end) / 2, "center", "backward"),
+            "step": (begin, "right", "step → "),
+        }[phase]
+        if begin:
+            axes.axvline(begin, color="black", linewidth=0.8, linestyle=":")
+        axes.text(place, 0.985, text, va="top", ha=side, transform=axes.get_xaxis_transform())
+    axes.set_xlim(0, MARGIN * len(phases))
+    axes.set_xlabel("operations of one step")
 
 
 def smoothed(values, over):
@@ -41,4 +106,3 @@ def stage_axis(axes, rows, headroom):
     """Name the engines below, and leave room above the bars: `headroom` times the highest."""
     axes.set_xticks(range(len(rows)), [LABELS.get(row["engine"], row["engine"]) for row in rows])
     axes.set_ylim(min(0, 1.3 * axes.dataLim.ymin), axes.dataLim.ymax * headroom)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.patches import Patch
 
-from common.measure.figures.style import COLORS, PALETTE, PHASE_COLORS, PHASES, smoothed
+from common.measure.figures.style import COLORS, PALETTE, PHASE_COLORS, PHASES, smoothed, stacked
 
 STATES = ("parameters", "gradients", "optimizer")
 UNIT_COLORS = {"read": "#BBBBBB", "gather": "#E69F00", "use": "#56B4E9"}  # of a unit, from one event to the next
@@ -38,21 +38,16 @@ def moves_by_phase(panels, cases, parameters):
 def _stacked(panels, cases, parameters, colors, label):
     for axes, (title, bars) in zip(panels, cases.items(), strict=True):
         for place, sizes in enumerate(bars.values()):
-            bottom = 0
-            for name, color in colors.items():
-                height = sizes.get(name, 0) / parameters
-                axes.bar(place, height, 0.6, bottom=bottom, color=color)
-                bottom += height
-            axes.text(place, bottom, f"{bottom:.1f}", ha="center", va="bottom")
+            parts = [(sizes.get(name, 0) / parameters, {"color": color}) for name, color in colors.items()]
+            stacked(axes, place, parts, told="{:.1f}")
         axes.set_xticks(range(len(bars)), bars)
         axes.set_xlim(-0.6, len(bars) - 0.4)
         axes.set_title(title, fontsize=11)
-        axes.spines[["top", "right"]].set_visible(False)
     highest = max(sum(sizes.values()) for bars in cases.values() for sizes in bars.values()) / parameters
     panels[0].set_ylim(0, 1.12 * highest)
     panels[0].set_ylabel(label)
     handles = [Patch(color=color, label=name) for name, color in colors.items()]
-    panels[0].figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    panels[0].figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
 
 
 def delayed_losses(panels, runs, over=10):
@@ -69,9 +64,8 @@ def delayed_losses(panels, runs, over=10):
             axes.plot(range(over, over + len(curve)), curve, color=color, label=name)
         axes.axvline(warm_up, color="black", linestyle=":", label="delayed from here on")
         axes.set(xlabel="steps", title=title)
-        axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel(f"loss, mean of {over} steps")
-    panels[-1].legend(frameon=False)
+    panels[-1].legend()
 
 
 def distance_by_rate(axes, distances, steps):
@@ -90,8 +84,7 @@ def distance_by_rate(axes, distances, steps):
     axes.set_ylim(bottom=LEAST)
     axes.set_xlabel("learning rate, in 1/λ")
     axes.set_ylabel(f"distance from the minimum,\nin units of the first, after {steps} steps")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend()
 
 
 def units_by_event(axes, events):
@@ -115,10 +108,9 @@ def units_by_event(axes, events):
         axes.text(place, -0.6, name, va="bottom")
     axes.set_yticks(range(len(units)), units)
     axes.set(xlim=(0, len(events)), ylim=(len(units) - 0.4, -1.2), xlabel="events of one step, in their order")
-    axes.spines[["top", "right"]].set_visible(False)
     names = {"read": "read from disk, ahead", "gather": "gathered, ahead", "use": "whole"}
     handles = [Patch(color=UNIT_COLORS[what], label=name) for what, name in names.items()]
-    axes.figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    axes.figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
 
 
 def efficiency_by_bandwidth(axes, formula, intensities, known):
@@ -140,5 +132,4 @@ def efficiency_by_bandwidth(axes, formula, intensities, known):
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set(xlim=(0.1, 1e4), ylim=(0, 100), xlabel="GB/s", ylabel="% of the time that computes")
     axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))

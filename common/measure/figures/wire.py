@@ -5,7 +5,7 @@ import numpy as np
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from common.measure.figures.style import LABELS, MARKERS, PALETTE, PHASE_COLORS, PHASES
+from common.measure.figures.style import LABELS, MARKERS, PALETTE, PHASE_COLORS, PHASES, stacked
 
 GREY = "#BBBBBB"
 HATCHES = {"all_reduce": "xxx", "reduce_scatter": "///", "all_gather": None}
@@ -68,33 +68,19 @@ def messages(axes, steps, unit):
         unit: bytes of (N-1)/N Ψ, in which the axis counts.
     """
     for position, sent in enumerate(steps.values()):
-        bottom = 0
-        for message in sent:
-            height = message.sent / unit
-            axes.bar(
-                position,
-                height,
-                0.6,
-                bottom=bottom,
-                color=PHASE_COLORS[message.phase],
-                hatch=HATCHES[message.collective],
-                edgecolor="white",
-                linewidth=1,
-            )
-            bottom += height
-        axes.text(position, bottom + 0.03, f"{bottom:.2f}", ha="center", va="bottom")
+        parts = [(m.sent / unit, {"color": PHASE_COLORS[m.phase], "hatch": HATCHES[m.collective]}) for m in sent]
+        stacked(axes, position, parts, told="{:.2f}", edgecolor="white", linewidth=1)
     for multiple in (1, 2, 3):
         axes.axhline(multiple, color="black", linewidth=0.8, linestyle=":", zorder=0)
     axes.set_xticks(range(len(steps)), list(steps))
     axes.set_ylim(0, 3.4)
     axes.set_ylabel("sent by one rank per step, in (N-1)/N Ψ")
-    axes.spines[["top", "right"]].set_visible(False)
     patches = [Patch(color=PHASE_COLORS[phase], label=phase) for phase in PHASES]
     patches += [
         Patch(facecolor=GREY, edgecolor="white", hatch=hatch, label=name.replace("_", "-"))
         for name, hatch in HATCHES.items()
     ]
-    axes.legend(handles=patches, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def ring_and_direct(axes, seconds):
@@ -124,8 +110,7 @@ def ring_and_direct(axes, seconds):
     _plain_numbers(axes.yaxis)
     axes.set_ylabel("ms per all-gather")
     axes.grid(axis="y", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def rounds(axes, seconds):
@@ -149,7 +134,6 @@ def rounds(axes, seconds):
     )
     axes.set_ylim(0, 1.1 * axes.dataLim.ymax)
     axes.set_ylabel("ms per step")
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def beside(steps):
@@ -177,11 +161,10 @@ def beside(steps):
         axes.set_yticks(range(len(rows)), [f"rank {rank}, {row}" for rank, row in rows])
         axes.invert_yaxis()
         axes.set_title(title, fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlim(left=0)
     axes.set_xlabel("ms since the step began")
     legend = [Patch(color=color, label=kind.replace("_", "-")) for kind, color in colors.items() if kind in seen]
-    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
     return figure
 
 
@@ -207,8 +190,7 @@ def where_time_goes(axes, steps):
     axes.set_yticks(range(len(steps)), list(steps))
     axes.invert_yaxis()
     axes.set_xlabel("ms of one step")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
 
 
 def batch_and_bucket(by_batch, by_bucket, messages_by_bucket):
@@ -229,7 +211,6 @@ def batch_and_bucket(by_batch, by_bucket, messages_by_bucket):
             axes.plot([place] * len(times), milliseconds, "o", color=PALETTE[0], alpha=0.35, markeredgewidth=0)
         medians = {place: 1000 * np.median(times) for place, times in times_of.items()}
         axes.plot(medians.keys(), medians.values(), "o-", color=PALETTE[0], markersize=8, markeredgecolor="black")
-        axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
     for place, count in messages_by_bucket.items():
         highest = 1000 * max(by_bucket[place])
