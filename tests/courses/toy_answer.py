@@ -1,6 +1,6 @@
 """A toy answer by the names of both courses: every rank keeps the whole, so it solves no assignment that shards.
 
-The engines below are the adapters with this file for the answer. CMU's is claimed at one rank, where a shard is the whole.
+The engines below are the adapters with this file for the answer. CMU's is claimed at one rank: its shard is the whole.
 """
 
 import sys
