@@ -48,6 +48,10 @@ def main(arguments=None):
     options = parser.parse_args(arguments, namespace=defaults)
     options.steps, options.checkpoint_activations = 2, KINDS[0]
     with one_line_errors():
+        if options.precision == "fp16":
+            raise InputError("--precision fp16: it has the bytes of bf16, but skips its first steps; choose bf16")
+        if options.cap_mb is not None and not 0 < options.cap_mb < float("inf"):
+            raise InputError(f"--cap-mb {options.cap_mb}: a cap needs a size above 0")
         options.batch = min(*options.batches, options.cap_batch) * max(1, rank_count(options))
     results = command(survey, options, options=options)
     if results is None:  # a rank other than 0 under torchrun
@@ -60,14 +64,7 @@ def survey(world, options):
 
     Returns:
         On every rank the JSON of `common.activations`. Peaks are {class: bytes}, of the rank with the highest.
-
-    Raises:
-        InputError: the cap is no size.
     """
-    if options.precision == "fp16":
-        raise InputError("--precision fp16: it has the bytes of bf16, but skips its first steps; choose bf16")
-    if options.cap_mb is not None and not 0 < options.cap_mb < float("inf"):
-        raise InputError(f"--cap-mb {options.cap_mb}: a cap needs a size above 0")
     console = Console(stderr=True, quiet=world.rank > 0)
 
     @cache
