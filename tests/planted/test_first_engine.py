@@ -55,14 +55,14 @@ def sizes(most):
     return pytest.mark.parametrize("most", [most, pytest.param(len(CELLS), marks=pytest.mark.exhaustive)])
 
 
-@sizes(8)
+@sizes(6)
 @pytest.mark.parametrize("first", [DataParallel, ShardedOptimizer], ids=name_of)
 def test_a_first_engine_passes(worlds, tmp_path, first, most):
     for cell in sample(first, most):
         assert passes(worlds, first, cell, tmp_path) is not False, cell
 
 
-@sizes(4)
+@sizes(3)
 @pytest.mark.parametrize("bug", wrong_engines.BUGS, ids=name_of)
 def test_a_bug_fails_in_most_of_the_cells_that_it_touches(worlds, tmp_path, bug, most):
     found = [passes(worlds, bug, cell, tmp_path) for cell in sample(bug, most)]
