@@ -46,6 +46,10 @@ def main(arguments=None):
     parser.add_argument("--cap-batch", type=int, default=4, metavar="B", help="the cap: stage 0's peak at B samples")
     parser.add_argument("--cap-mb", type=float, metavar="MB", help="the cap, in 1e6 bytes, in place of --cap-batch")
     options = asked(parser, arguments, figure=True)
+    if options.precision == "fp16":
+        raise InputError("--precision fp16: it has the bytes of bf16, but skips its first steps; choose bf16")
+    if options.cap_mb is not None and not 0 < options.cap_mb < float("inf"):
+        raise InputError(f"--cap-mb {options.cap_mb}: a cap needs a size above 0")
     options.batch = min(*options.batches, options.cap_batch) * max(1, rank_count(options))
     tell(options, command(survey, options, options=options), table, figures.activation_memory)
 
@@ -55,14 +59,7 @@ def survey(world, options):
 
     Returns:
         On every rank the JSON of `common.activations`. Peaks are {class: bytes}, of the rank with the highest.
-
-    Raises:
-        InputError: the cap is no size.
     """
-    if options.precision == "fp16":
-        raise InputError("--precision fp16: it has the bytes of bf16, but skips its first steps; choose bf16")
-    if options.cap_mb is not None and not 0 < options.cap_mb < float("inf"):
-        raise InputError(f"--cap-mb {options.cap_mb}: a cap needs a size above 0")
     console = Console(stderr=True, quiet=world.rank > 0)
 
     @cache

@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+import tomllib
 from pathlib import Path
 
 import torch
@@ -38,7 +38,7 @@ LIMIT = 600  # seconds for a cell, of which building takes most, once
 class Configured:
     """An adapter that sets `sets` in DeepSpeed's configuration, and `zero` in its "zero_optimization"."""
 
-    zero, sets = {}, {}
+    follows, zero, sets = "", {}, {}
 
     def _config(self, precision, bucket_elements):
         config = super()._config(precision, bucket_elements)
@@ -69,7 +69,7 @@ class SumsInFp32(Configured, DeepSpeed1):
     Its masters are made of weights in bf16 already, which is no bug: here they get the values that were there before.
     """
 
-    name, follows, sets = "deepspeed1, fp32 sums", "", {"data_types": {"grad_accum_dtype": "fp32"}}
+    name, sets = "deepspeed1, fp32 sums", {"data_types": {"grad_accum_dtype": "fp32"}}
 
     def __init__(self, model, optimizer, *, init=None, **options):
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -88,7 +88,7 @@ class SumsInFp32(Configured, DeepSpeed1):
 class Offloaded(Configured, DeepSpeed2):
     """Stage 2 with the optimizer on the CPU: torch's own, so that nothing has to be compiled."""
 
-    name, follows = "deepspeed2, offloaded", ""
+    name = "deepspeed2, offloaded"
     zero, sets = {"offload_optimizer": {"device": "cpu"}}, {"zero_force_ds_cpu_optimizer": False}
 
 
@@ -108,90 +108,18 @@ class OffloadedInThrees(Offloaded):
 class NotContiguous(Configured, DeepSpeed1):
     """Stage 1 that does not copy gradients into one buffer as they come."""
 
-    name, follows, zero = "deepspeed1, not contiguous", "", {"contiguous_gradients": False}
+    name, zero = "deepspeed1, not contiguous", {"contiguous_gradients": False}
 
 
 class GathersBySum(Configured, DeepSpeed3):
     """Stage 3 that gathers parameters by an all-reduce: an option that spares the host some copies."""
 
-    name, follows, zero = "deepspeed3, gathers by all-reduce", "", {"stage3_use_all_reduce_for_fetch_params": True}
+    name, zero = "deepspeed3, gathers by all-reduce", {"stage3_use_all_reduce_for_fetch_params": True}
 
 
 # ---- exhibits -------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Exhibit:
-    """A bug: its `issue`, the releases of DeepSpeed with and without it, and the cell that tells them apart."""
-
-    issue: str
-    bug: str
-    engine: str
-    cell: str
-    red: str
-    green: str
-
-
-EXHIBITS = [
-    Exhibit(
-        "DeepSpeed 7837",
-        "stage 0 in bf16 divides gradients by a loss scale that nobody multiplied by",
-        "common.museum:WithoutZero",
-        "gpt-tiny, plain, bf16, 2 ranks",
-        "0.18.5",
-        "0.18.6",
-    ),
-    Exhibit(
-        "DeepSpeed 7985",
-        "bf16 with sums in fp32: the last micro-batch is added after the reduction, on each rank its own",
-        "common.museum:SumsInFp32",
-        "gpt-tiny, accumulated under no_sync, bf16, 3 ranks",
-        "0.18.9",
-        "0.19.0",
-    ),
-    # 0.18.7 to 0.18.9 have the next two as well, but with torch 2.13 they crash first.
-    Exhibit(
-        "DeepSpeed 7967",
-        "offload: of the micro-batches of a step the first and the last alone count",
-        "common.museum:OffloadedInThrees",
-        "gpt-tiny, accumulated, fp32, 3 ranks",
-        "0.18.6",
-        "0.19.0",
-    ),
-    Exhibit(
-        "DeepSpeed 7981",
-        "offload: of several backwards before a step the last alone counts",
-        "common.museum:Offloaded",
-        "gpt-tiny, accumulated under no_sync, fp32, 3 ranks",
-        "0.18.6",
-        "0.19.0",
-    ),
-    Exhibit(
-        "DeepSpeed 8382",
-        "stages 1 and 2 on a CPU, without contiguous_gradients: no gradient is reduced",
-        "common.museum:NotContiguous",
-        "gpt-tiny, plain, fp32, 2 ranks",
-        "0.19.7",
-        "0.19.8",
-    ),
-    Exhibit(
-        "DeepSpeed 8158",
-        "stage 3 that gathers by an all-reduce: padding, which nobody wrote, is added to the next parameter",
-        "common.museum:GathersBySum",
-        "gpt-tiny, plain, fp32, 3 ranks",
-        "0.19.3",
-        "0.19.4",
-    ),
-]
-NOT_HERE = {
-    "PyTorch 176076 (tied and uneven: the last rank never updates)": "torch up to 2.11, without a CPU build",
-    "DeepSpeed 8224 (stage 2, bf16: a module used twice)": "0.19.3 passes `repeated` and `two forwards` at 2 ranks",
-    "DeepSpeed 8066 (buffers in fp32 are cast to bf16)": "0.19.0 crashes in the cell `buffers`, so it is not silent",
-    "DeepSpeed 8279, 8280 (parameters of no elements)": "0.19.7 passes `tiny` in stage 1 and crashes in stage 3",
-    "DeepSpeed 5606, 7188, 7371, 7804, 7898, 7965, 8061 (a buffer reused before its collective ends)": "needs streams",
-    "DeepSpeed 4851, 5059, 7606, 7707 (hpZ's second copy is stale)": "its kernels are CUDA's",
-    "Megatron-LM's": "needs Transformer Engine and CUDA",
-}
+SHOWN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())  # bugs, and those that cannot be shown
 
 
 def main(arguments=None):
@@ -211,28 +139,28 @@ def main(arguments=None):
 
 def visited(options):
     """The results of the exhibits that the options name."""
-    exhibits = [exhibit for exhibit in EXHIBITS if not options.only or exhibit.issue.split()[-1] in options.only]
+    exhibits = [row for row in SHOWN["exhibits"] if not options.only or row["issue"].split()[-1] in options.only]
     rows = [shown(exhibit, options.folder) for exhibit in exhibits]
-    return {"rows": rows, "not_here": NOT_HERE, "hardware": hardware(torch.device("cpu"))}
+    return {"rows": rows, "not_here": SHOWN["not_here"], "hardware": hardware(torch.device("cpu"))}
 
 
 def shown(exhibit, folder):
     """A row of the results: what the cell says of both releases."""
-    passes, message = held(exhibit, exhibit.red, folder)
-    good, complaint = held(exhibit, exhibit.green, folder)
-    say(f"{exhibit.issue}: {exhibit.red} {'passes' if passes else message}")
-    say(f"{exhibit.issue}: {exhibit.green} {'passes' if good else complaint}")
-    return {**asdict(exhibit), "release": exhibit.red, "message": message} | {
+    passes, message = held(exhibit, exhibit["red"], folder)
+    good, complaint = held(exhibit, exhibit["green"], folder)
+    say(f"{exhibit['issue']}: {exhibit['red']} {'passes' if passes else message}")
+    say(f"{exhibit['issue']}: {exhibit['green']} {'passes' if good else complaint}")
+    return {**exhibit, "release": exhibit["red"], "message": message} | {
         "red": not passes and " off by " in message,  # a crash tells people itself
-        "green": exhibit.green if good else None,
+        "green": exhibit["green"] if good else None,
     }
 
 
 def held(exhibit, release, folder):
     """Hold a release to the exhibit's cell; return whether it passes, and the first line of what is said if not."""
     place = installed(release, folder)
-    cell = f"{CELLS}[{exhibit.engine}-{exhibit.cell}]"
-    command = [sys.executable, "-m", "pytest", "-m", "", "--tb=short", "--engine", exhibit.engine, cell]
+    cell = f"{CELLS}[{exhibit['engine']}-{exhibit['cell']}]"
+    command = [sys.executable, "-m", "pytest", "-m", "", "--tb=short", "--engine", exhibit["engine"], cell]
     environment = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{ROOT}"}
     environment |= {"DS_BUILD_OPS": "0", "TORCH_EXTENSIONS_DIR": str(place / "built")}
     options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": LIMIT}
@@ -244,7 +172,7 @@ def held(exhibit, release, folder):
         ) from error
     if ended.returncode == 0 and re.search(r"\b1 passed\b", ended.stdout):
         return True, ""
-    said = re.search(rf"^{re.escape(exhibit.cell)}.*", ended.stdout, re.MULTILINE)
+    said = re.search(rf"^{re.escape(exhibit['cell'])}.*", ended.stdout, re.MULTILINE)
     if ended.returncode != 1 or said is None:
         raise InputError(f"DeepSpeed {release} was not held to the cell: {last(ended.stdout + ended.stderr)}")
     return False, said[0]

@@ -2,12 +2,14 @@
 
 import os
 import pickle
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from browsing import chromium
-from matrix import CROSSINGS, PRECISIONS, QUICK, ZOO
+from matrix import CELLS, CROSSINGS, OPTIONS, QUICK, ZOO
 from places import LOCAL, RECORDS
 from scores import EQUIVALENCE, REDUCTION, SCORE, as_text, show_slowest, summarize
 from training import ENGINES, SEVEN, STAGES
@@ -21,6 +23,10 @@ from common.train import find_engine
 
 # The files that take minutes begin, so that of two processes none is left alone with one of them.
 LONG = ("test_equivalence", "test_runs", "test_notebooks", "test_commands")
+
+PRECISIONS_OF = defaultdict(list)  # a cell without a precision -> those in which it is trained
+for trained in CELLS:
+    PRECISIONS_OF[replace(trained, precision="")].append(trained.precision)
 
 if torch.cuda.is_available():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may choose another order of additions
@@ -122,19 +128,19 @@ def is_of_offload(item):
 
 
 def in_turn(item):
-    """Whether a stage trains a cell: each model at each size, in one precision, while the next stage takes the next.
+    """Whether an engine trains a cell: of crossings one engine each, of cells each stage all, in one precision in turn.
 
-    Of crossings each engine trains every fourth.
+    That is, each model at each size and each option, while the next stage takes the next precision.
     """
     how = item.callspec.params if hasattr(item, "callspec") else {}
     if "crossing" in how:
-        return (CROSSINGS.index(how["crossing"]) + SEVEN.index(how["engine"])) % 4 == 0
+        return CROSSINGS.index(how["crossing"]) % len(SEVEN) == SEVEN.index(how["engine"])
     cell, stage = how.get("cell"), how.get("engine")
-    if cell is None or stage not in STAGES or cell.option != "plain" or cell.world_size > 4:
+    if cell is None or stage not in STAGES or cell.world_size > 4:
         return True
-    precisions = PRECISIONS if cell.model in ZOO else PRECISIONS[:2]
-    turn = STAGES.index(stage) + cell.world_size + [*ZOO, *CASES].index(cell.model)
-    return cell.precision == precisions[turn % len(precisions)]
+    turn = STAGES.index(stage) + cell.world_size + [*ZOO, *CASES].index(cell.model) + [*OPTIONS].index(cell.option)
+    alike = PRECISIONS_OF.get(replace(cell, precision=""), [cell.precision])
+    return cell.precision == alike[turn % len(alike)]
 
 
 def is_quick(item):

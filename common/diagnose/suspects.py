@@ -11,33 +11,29 @@ import torch.distributed as dist
 from common.peers.plain import AverageAfterBackward, mean_in_rank_order
 
 
-class NoDivision(AverageAfterBackward):
+class Suspect(AverageAfterBackward):
+    """One of them. They stand in the order in which they are asked: of several that are alike the first is named."""
+
+
+class GradOutOfSight(Suspect):
+    """what the function does to .grad after backward has no effect: clip by clip_norm=, drop by engine.zero_grad()"""
+
+
+class NoDivision(Suspect):
     """gradients are added over ranks, and not divided by their number"""
 
     def mean(self, gradient):
         return mean_in_rank_order(gradient, factor=dist.get_world_size())
 
 
-class EachForItself(AverageAfterBackward):
+class EachForItself(Suspect):
     """each rank trains for itself"""
 
     def mean(self, gradient):
         return gradient
 
 
-class LastBucketDropped(AverageAfterBackward):
-    """the last bucket is never reduced: there each rank has its own gradient"""
-
-    def average(self):
-        last = [*self.own][-2:]
-        own = [self.own[parameter].clone() for parameter in last]
-        before = [self.total[parameter].clone() for parameter in last]
-        super().average()
-        for parameter, total, gradient in zip(last, before, own, strict=True):
-            self.total[parameter] = total + gradient
-
-
-class OnlyTheLastMicroBatch(AverageAfterBackward):
+class OnlyTheLastMicroBatch(Suspect):
     """of several backwards before a step the last alone counts"""
 
     def backward(self, loss):
@@ -45,7 +41,7 @@ class OnlyTheLastMicroBatch(AverageAfterBackward):
         super().backward(loss)
 
 
-class MeanOfMeans(AverageAfterBackward):
+class MeanOfMeans(Suspect):
     """the sum of several backwards is divided by their number, whatever each of them counts for"""
 
     backwards = 0
@@ -61,7 +57,17 @@ class MeanOfMeans(AverageAfterBackward):
         return super().step()
 
 
-class LocalNorm(AverageAfterBackward):
+class ClipsAfterTheStep(Suspect):
+    """nothing is clipped before the optimizer steps"""
+
+    def clip(self):
+        clip_norm, self.clip_norm = self.clip_norm, math.inf
+        norm = super().clip()
+        self.clip_norm = clip_norm
+        return norm
+
+
+class LocalNorm(Suspect):
     """the norm that clips is that of this rank's own gradient"""
 
     squares = 0.0
@@ -78,58 +84,34 @@ class LocalNorm(AverageAfterBackward):
         return norm
 
 
-class NormOfTheFirstGroup(AverageAfterBackward):
-    """the norm that clips is that of the first parameter group alone"""
+class RateOfTheStepBefore(Suspect):
+    """a step takes the learning rate of the one before: the schedule is a step late"""
 
-    def clip(self):
-        masters = self.masters
-        self.masters = {master: master for master in self.optimizer.param_groups[0]["params"]}
-        before = [master.grad.clone() for master in self.masters.values()]
-        norm = super().clip()
-        for master, gradient in zip(self.masters.values(), before, strict=True):
-            master.grad.copy_(gradient)
-        self.masters = masters
-        for master in masters.values():
-            master.grad.mul_((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
-
-
-class ClipsAfterTheStep(AverageAfterBackward):
-    """nothing is clipped before the optimizer steps"""
-
-    def clip(self):
-        clip_norm, self.clip_norm = self.clip_norm, math.inf
-        norm = super().clip()
-        self.clip_norm = clip_norm
-        return norm
-
-
-class DecayOfGroupsIgnored(AverageAfterBackward):
-    """all parameter groups have the weight decay of the optimizer"""
-
-    def __init__(self, model, optimizer, **options):
-        super().__init__(model, optimizer, **options)
-        for group in self.optimizer.param_groups:
-            group["weight_decay"] = self.optimizer.defaults["weight_decay"]
-
-
-class FirstGroupAlone(AverageAfterBackward):
-    """the first parameter group alone is stepped"""
-
-    def __init__(self, model, optimizer, **options):
-        super().__init__(model, optimizer, **options)
-        self.others = [p for group in self.optimizer.param_groups[1:] for p in group["params"]]
+    late = None
 
     def step(self):
-        before = [parameter.detach().clone() for parameter in self.others]
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, self.late or rates, strict=True):
+            group["lr"] = rate
         result = super().step()
-        with torch.no_grad():
-            for parameter, value in zip(self.others, before, strict=True):
-                parameter.copy_(value)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        self.late = rates
         return result
 
 
-class StaleByOneStep(AverageAfterBackward):
+class GradientsStay(Suspect):
+    """gradients of one step are there in the next: nobody drops them"""
+
+    def zero_grad(self):
+        before = {parameter: total.clone() for parameter, total in getattr(self, "total", {}).items()}
+        super().zero_grad()
+        for parameter, total in before.items():
+            self.total[parameter].copy_(total)
+
+
+class StaleByOneStep(Suspect):
     """forward and backward read the weights of the step before"""
 
     before = None
@@ -151,7 +133,7 @@ class StaleByOneStep(AverageAfterBackward):
         return super().step()
 
 
-class NoMaster(AverageAfterBackward):
+class NoMaster(Suspect):
     """in 16-bit there are no fp32 master weights: the rounded ones are stepped"""
 
     def step(self):
@@ -161,35 +143,7 @@ class NoMaster(AverageAfterBackward):
         return super().step()
 
 
-class StepCountReset(AverageAfterBackward):
-    """the optimizer counts its steps from 0 again when a checkpoint is loaded"""
-
-    def load(self, path):
-        extra = super().load(path)
-        for state in self.optimizer.state.values():
-            if "step" in state:
-                state["step"].zero_()
-        return extra
-
-
-class DividesTwice(AverageAfterBackward):
-    """the mean over ranks is divided by their number once more"""
-
-    def mean(self, gradient):
-        return mean_in_rank_order(gradient, factor=1 / dist.get_world_size())
-
-
-class NoDecay(AverageAfterBackward):
-    """weights do not decay"""
-
-    def __init__(self, model, optimizer, **options):
-        super().__init__(model, optimizer, **options)
-        for group in self.optimizer.param_groups:
-            if "weight_decay" in group:
-                group["weight_decay"] = 0.0
-
-
-class OtherDecay(AverageAfterBackward):
+class OtherDecay(Suspect):
     """weight decay is coupled where it is to be decoupled, or the other way round: Adam's for AdamW's"""
 
     def __init__(self, model, optimizer, **options):
@@ -199,24 +153,58 @@ class OtherDecay(AverageAfterBackward):
                 group["decoupled_weight_decay"] = not group["decoupled_weight_decay"]
 
 
-class RateOfTheStepBefore(AverageAfterBackward):
-    """a step takes the learning rate of the one before: the schedule is a step late"""
+class DecayOfGroupsIgnored(Suspect):
+    """all parameter groups have the weight decay of the optimizer"""
 
-    late = None
+    def __init__(self, model, optimizer, **options):
+        super().__init__(model, optimizer, **options)
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = self.optimizer.defaults["weight_decay"]
+
+
+class NoDecay(Suspect):
+    """weights do not decay"""
+
+    def __init__(self, model, optimizer, **options):
+        super().__init__(model, optimizer, **options)
+        for group in self.optimizer.param_groups:
+            if "weight_decay" in group:
+                group["weight_decay"] = 0.0
+
+
+class NormOfTheFirstGroup(Suspect):
+    """the norm that clips is that of the first parameter group alone"""
+
+    def clip(self):
+        masters = self.masters
+        self.masters = {master: master for master in self.optimizer.param_groups[0]["params"]}
+        before = [master.grad.clone() for master in self.masters.values()]
+        norm = super().clip()
+        for master, gradient in zip(self.masters.values(), before, strict=True):
+            master.grad.copy_(gradient)
+        self.masters = masters
+        for master in masters.values():
+            master.grad.mul_((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+
+class FirstGroupAlone(Suspect):
+    """the first parameter group alone is stepped"""
+
+    def __init__(self, model, optimizer, **options):
+        super().__init__(model, optimizer, **options)
+        self.others = [p for group in self.optimizer.param_groups[1:] for p in group["params"]]
 
     def step(self):
-        groups = self.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        for group, rate in zip(groups, self.late or rates, strict=True):
-            group["lr"] = rate
+        before = [parameter.detach().clone() for parameter in self.others]
         result = super().step()
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
-        self.late = rates
+        with torch.no_grad():
+            for parameter, value in zip(self.others, before, strict=True):
+                parameter.copy_(value)
         return result
 
 
-class PassesUnusedBy(AverageAfterBackward):
+class PassesUnusedBy(Suspect):
     """parameters without a gradient are passed by; zeros for a gradient would let momentum and decay go on"""
 
     def clip(self):
@@ -227,7 +215,7 @@ class PassesUnusedBy(AverageAfterBackward):
         return norm
 
 
-class OneStepMore(AverageAfterBackward):
+class OneStepMore(Suspect):
     """the optimizer has counted a step more, of zero gradients, by which its states were made"""
 
     def __init__(self, model, optimizer, **options):
@@ -239,40 +227,34 @@ class OneStepMore(AverageAfterBackward):
                 master.copy_(value)
 
 
-class GradientsStay(AverageAfterBackward):
-    """gradients of one step are there in the next: nobody drops them"""
+class LastBucketDropped(Suspect):
+    """the last bucket is never reduced: there each rank has its own gradient"""
 
-    def zero_grad(self):
-        before = {parameter: total.clone() for parameter, total in getattr(self, "total", {}).items()}
-        super().zero_grad()
-        for parameter, total in before.items():
-            self.total[parameter].copy_(total)
-
-
-class GradOutOfSight(AverageAfterBackward):
-    """what the function does to .grad after backward has no effect: clip by clip_norm=, drop by engine.zero_grad()"""
+    def average(self):
+        last = [*self.own][-2:]
+        own = [self.own[parameter].clone() for parameter in last]
+        before = [self.total[parameter].clone() for parameter in last]
+        super().average()
+        for parameter, total, gradient in zip(last, before, own, strict=True):
+            self.total[parameter] = total + gradient
 
 
-SUSPECTS = (  # the frequent ones first: of several that are alike, the first is named
-    GradOutOfSight,
-    NoDivision,
-    EachForItself,
-    OnlyTheLastMicroBatch,
-    MeanOfMeans,
-    ClipsAfterTheStep,
-    LocalNorm,
-    RateOfTheStepBefore,
-    GradientsStay,
-    StaleByOneStep,
-    NoMaster,
-    OtherDecay,
-    DecayOfGroupsIgnored,
-    NoDecay,
-    NormOfTheFirstGroup,
-    FirstGroupAlone,
-    PassesUnusedBy,
-    OneStepMore,
-    LastBucketDropped,
-    DividesTwice,
-    StepCountReset,
-)
+class DividesTwice(Suspect):
+    """the mean over ranks is divided by their number once more"""
+
+    def mean(self, gradient):
+        return mean_in_rank_order(gradient, factor=1 / dist.get_world_size())
+
+
+class StepCountReset(Suspect):
+    """the optimizer counts its steps from 0 again when a checkpoint is loaded"""
+
+    def load(self, path):
+        extra = super().load(path)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"].zero_()
+        return extra
+
+
+SUSPECTS = tuple(Suspect.__subclasses__())

@@ -1,10 +1,11 @@
 """Exact: every stage ends with the same bits, and they are those of torch's DDP summing in rank order."""
 
 import functools
+import itertools
 
 import pytest
 from first_difference import crash, first_difference, hung
-from matrix import CELLS, CROSSINGS, MORE_CELLS, ZOO, Cell, as_judged, expected, quantizes, train_cell, trained
+from matrix import CELLS, CROSSED, CROSSINGS, MORE_CELLS, ZOO, Cell, as_judged, expected, quantizes, train_cell, trained
 from training import STAGES
 from verdicts import judge, other_rounding, reference, verdict
 
@@ -48,6 +49,17 @@ def check(worlds, baseline_worlds, equivalence, tmp_path, cell, engine):
         equivalence.record(engine, cell, found, reason, cause)
     if not passes:
         pytest.fail(f"{cell}: {reason}", pytrace=False)
+
+
+def test_every_two_levels_meet_in_a_crossing_but_checkpoints_around_what_has_no_blocks():
+    rows = [tuple(enumerate(row)) for row in CROSSED]
+    met = {pair for row in rows for pair in itertools.combinations(row, 2)}
+    levels = [set(column) for column in zip(*rows, strict=True)]
+    pairs = {pair for one, other in itertools.combinations(levels, 2) for pair in itertools.product(one, other)}
+    without = ("tiny", "one linear", "sometimes unused", "buffers")  # whose running means would go on twice
+    assert {(model, how) for (_, model), (_, how) in pairs - met} == {
+        (model, f"{kind}checkpoints") for model in without for kind in ("", "reentrant ")
+    }
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from commands import refused
 
 from common import activations
 from common.measure.memory import CLASSES
@@ -52,16 +51,3 @@ def test_the_largest_batches_fit_under_the_cap_which_is_stage_0s_own_peak(survey
 @pytest.mark.parametrize("largest", range(20))
 def test_bisection_finds_the_largest_batch_that_fits(largest):
     assert activations.largest_fitting(lambda batch: batch <= largest) == largest
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--model", "mlp"), "mlp has no blocks"),
-        (("--batches", "0"), "cannot be divided"),
-        (("--cap-batch", "-1"), "cannot be divided"),
-        (("--cap-mb", "0"), "--cap-mb"),
-    ],
-)
-def test_bad_input_gets_one_line_and_exit_status_2(options, message, capfd):
-    assert message in refused(capfd, activations.main, list(options))

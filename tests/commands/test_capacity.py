@@ -5,7 +5,6 @@ import os
 
 import pytest
 import torch
-from commands import refused
 from formulas import bytes_held
 from training import STAGES
 
@@ -127,20 +126,3 @@ def test_what_does_not_fit_is_said(monkeypatch, small_simulations):
     assert (row["layers"], row["parameters"], row["measured_over_predicted"]) == (0, 0, None)
     with pytest.raises(InputError, match="400 MB"):
         capacity.row("stage0_ddp", "fp32", 399 * MB, world_size=2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--cap", "much"), "--cap much"),
-        (("--cap", "1000000GB"), "hold more than this machine has"),
-        (("--nproc", "0"), "--nproc 0"),
-        (("--precisions", "fp16"), "skips its first steps"),
-        (("--precisions", "fp64"), "fp64"),
-        (("--engines", "stage9"), "stage9"),
-        (("--engines", "common.peers:TorchDDP"), "no ownership table"),
-        (("--json", "nowhere/at/all.json"), "no such folder"),
-    ],
-)
-def test_bad_input_gets_one_line_and_exit_status_2(options, message, capfd):
-    assert message in refused(capfd, capacity.main, list(options))

@@ -212,32 +212,85 @@ def test_an_error_is_told_whatever_rank_the_environment_claims(monkeypatch, caps
     assert capsys.readouterr().err == "error: give another\n"
 
 
-OF_OTHERS = {
-    "no folder for pages": ("common.lessons.__main__", "--out /proc/x", "--out /proc/x: no page can be written there"),
-    "no folder for slides": (
-        "common.slides.__main__",
-        "--out /proc/x/slides.html",
-        "--out /proc/x/slides.html: no deck can be written there",
-    ),
-    "no folder to write to": ("common.lessons.__main__", "--out /proc", "--out /proc: no page can be written there"),
-    "no notebook": ("common.course.execute", "none.ipynb", "none.ipynb: there is no notebook"),
-    "another file": ("common.course.execute", "Makefile", "Makefile: there is no notebook"),
-    "no file to grade": ("common.grade", "stage1" * 100, "there is no such file"),
-    "no disk": ("offload.experiments.largest", "--path /no/folder", "--path /no/folder: there is no such folder"),
-    "no layer": ("offload.experiments.largest", "--layers 0", "--layers 0: at least 1 is needed"),
-    "no disk left": ("offload.experiments.largest", "--spare 1", "--spare 1.0"),
-    "no sample": ("common.bench", "--batch 0", "--batch 0: at least 1 needed"),
-    "no sample of a step": ("offload.experiments.ablation", "--batch 0 --nproc 1", "--batch 0"),
-    "no layers": ("common.capacity", "--up-to 0", "--up-to 0: at least 1 layer"),
-    "an odd block": ("zeropp.experiments.convergence", "--block 3", "block 3: give an even number"),
+OF_OTHERS = {  # command -> {its options: what is said}
+    "common.activations": {
+        "--model mlp": "mlp has no blocks",
+        "--batches 0": "cannot be divided",
+        "--cap-batch -1": "cannot be divided",
+        "--cap-mb 0": "--cap-mb",
+    },
+    "common.bench": {
+        "--worlds 2 --rounds 5": "--worlds 2 --rounds 5: at least 11 rounds in all",
+        "--worlds 0": "--worlds 0: at least 1",
+        "--rounds 0": "--rounds 0: at least 1",
+        "--steps 0": "--steps 0: at least 1",
+        "--peers Horovod": "unknown peer 'Horovod'; known peers: ",
+        "--engines stage9": "unknown engine 'stage9'",
+        "--models gpt-huge": "unknown model 'gpt-huge'",
+        "--precisions fp8": "unknown precision 'fp8'",
+        "--nproc 2,x": "'x' is no world size",
+        "--batch 0": "--batch 0: at least 1 needed",
+        "--bucket-mb 0": "a bucket needs a size above 0",
+        "--json /no/such/folder/b.json": "there is no such folder",
+        "--nproc 64": "--nproc 64: this machine has",
+    },
+    "common.capacity": {
+        "--up-to 0": "--up-to 0: at least 1 layer",
+        "--cap much": "--cap much",
+        "--cap 1000000GB": "hold more than this machine has",
+        "--nproc 0": "--nproc 0",
+        "--precisions fp16": "skips its first steps",
+        "--precisions fp64": "fp64",
+        "--engines stage9": "stage9",
+        "--engines common.peers:TorchDDP": "no ownership table",
+        "--json nowhere/at/all.json": "no such folder",
+    },
+    "common.course.execute": {
+        "none.ipynb": "none.ipynb: there is no notebook",
+        "Makefile": "Makefile: there is no notebook",
+    },
+    "common.grade": {"stage1" * 100: "there is no such file"},
+    "common.lessons.__main__": {
+        "--out /proc/x": "--out /proc/x: no page can be written there",
+        "--out /proc": "--out /proc: no page can be written there",
+    },
+    "common.plan.__main__": {
+        "": "one of them",
+        "--params 7e9 --model gpt-nano": "one of them",
+        "--params seven": "is no size",
+        "--params 7e9 --with block=64": "known are quantize_weights",
+        "--params 7e9 --world-size 0": "--world-size 0: at least 1",
+        "--params 7e9 --per-node 0": "--per-node 0: at least 1",
+        "--params 7e9 --gpu abacus": "unknown hardware",
+        "--params 7e9 --world-size 6 --tensor 4": "does not divide it",
+        "--landmark apollo": "unknown landmark",
+        "--model gpt-nana": "did you mean gpt-nano?",
+        "--params 7e9 --world-size 8 --tensor 2 --simulate": "give neither",
+        "--params 7e9 --budget 1kB --simulate": "nothing fits",
+    },
+    "common.slides.__main__": {"--out /proc/x/slides.html": "--out /proc/x/slides.html: no deck can be written there"},
+    "common.take": {
+        "stage4 mine": "stage4: give one of stage0_ddp",
+        "stage1_os my-zero": "'my-zero' cannot be imported",
+        "stage1_os nowhere/mine": "there is no folder nowhere",
+        "stage1_os tests": "tests is there already",
+    },
+    "offload.experiments.ablation": {"--batch 0 --nproc 1": "--batch 0"},
+    "offload.experiments.largest": {
+        "--path /no/folder": "--path /no/folder: there is no such folder",
+        "--layers 0": "--layers 0: at least 1 is needed",
+        "--spare 1": "--spare 1.0",
+    },
+    "zeropp.experiments.convergence": {"--block 3": "block 3: give an even number"},
 }
 
 
-@pytest.mark.parametrize("case", OF_OTHERS)
-def test_bad_input_of_other_commands_gets_one_line_and_exit_status_2(case, capfd, monkeypatch):
-    module, options, message = OF_OTHERS[case]
+@pytest.mark.parametrize(
+    ("module", "options"), [(module, given) for module, rows in OF_OTHERS.items() for given in rows]
+)
+def test_bad_input_of_other_commands_gets_one_line_and_exit_status_2(module, options, capfd, monkeypatch):
     monkeypatch.setattr("common.ranks.world.LocalWorld.__init__", lambda *_, **__: pytest.fail("it starts ranks"))
-    assert message in refused(capfd, importlib.import_module(module).main, options.split())
+    assert OF_OTHERS[module][options] in refused(capfd, importlib.import_module(module).main, options.split())
 
 
 @pytest.mark.parametrize("module", ["common.readme", "common.course.exercises"])

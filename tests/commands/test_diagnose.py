@@ -14,23 +14,23 @@ from common.errors import InputError
 from common.train import ENGINES
 
 SCRIPT = f"{ROOT}/tests/programs/to_diagnose.py"
-OWN = "tests.programs.to_diagnose"
+OWN, SUSPECT = "tests.programs.to_diagnose", "common.diagnose.suspects"
 EXACT = [name for name in ENGINES if name != "zeropp"]
 PLANTED = {  # function -> engine -> (step, on rank, what differs first, the parameter, what it looks like)
     "plain": {
-        "first_engine:NoDivision": (1, 0, "norm", None, "as if gradients are added over ranks, and not divided"),
-        "first_engine:NoReduction": (1, 0, "norm", None, "as if each rank trains for itself"),
-        "first_engine:NoZeroing": (2, 0, "norm", None, "as if gradients of one step are there in the next"),
-        "first_engine:ParameterLeftOut": (1, 0, "weights", "3.bias", "1 of 6 parameters are not stepped"),
-        "first_engine:StepsTwice": (1, 0, "weights", None, "the step moved it 2 times as far"),
-        "first_engine:StaleParameters": (2, 0, "losses", None, "stale weights"),
+        f"{SUSPECT}:NoDivision": (1, 0, "norm", None, "as if gradients are added over ranks, and not divided"),
+        f"{SUSPECT}:EachForItself": (1, 0, "norm", None, "as if each rank trains for itself"),
+        f"{SUSPECT}:GradientsStay": (2, 0, "norm", None, "as if gradients of one step are there in the next"),
+        "wrong_engines:ParameterLeftOut": (1, 0, "weights", "3.bias", "1 of 6 parameters are not stepped"),
+        "wrong_engines:StepsTwice": (1, 0, "weights", None, "the step moved it 2 times as far"),
+        "wrong_engines:StaleParameters": (2, 0, "losses", None, "stale weights"),
         f"{OWN}:RoundedFirst": (0, 0, "weights", None, "first weights are rounded to 16-bit"),
         f"{OWN}:AdamForAdamW": (1, 0, "weights", None, "as if weight decay is coupled"),
     },
-    "clipped": {"first_engine:NormAfterClipping": (1, 0, "norm", None, "another norm, and steps alike")},
+    "clipped": {"wrong_engines:NormAfterClipping": (1, 0, "norm", None, "another norm, and steps alike")},
     "accumulated": {f"{OWN}:DividesBackwards": (1, 0, "norm", None, "divided by their number")},
     "scheduled": {f"{OWN}:StepsLate": (2, 0, "weights", None, "the schedule is a step late")},
-    "running_statistics": {"first_engine:NoBroadcastOfBuffers": (2, 1, "weights", "3.running_mean", "buffers alone")},
+    "running_statistics": {"wrong_engines:NoBroadcastOfBuffers": (2, 1, "weights", "3.running_mean", "buffers alone")},
     "clips_by_hand": dict.fromkeys(EXACT, (1, 0, "norm", None, "to .grad after backward has no effect")),
     "reads_a_weight": {
         "stage2_grad": (None, None, None, None, causes.EQUAL),
@@ -69,9 +69,9 @@ def test_what_is_planted_is_found(found, function, name):
 
 def test_it_is_told_by_how_much_of_the_step(found):
     rows = {row["engine"]: row for row in found("plain", tuple(PLANTED["plain"]))["rows"]}
-    assert rows["first_engine:ParameterLeftOut"]["share_of_step"] == 1
-    assert math.isclose(rows["first_engine:StepsTwice"]["share_of_step"], 1, rel_tol=0.01)
-    assert rows["first_engine:NoDivision"]["share_of_step"] < 1e-3  # Adam hides it, and the norm does not
+    assert rows["wrong_engines:ParameterLeftOut"]["share_of_step"] == 1
+    assert math.isclose(rows["wrong_engines:StepsTwice"]["share_of_step"], 1, rel_tol=0.01)
+    assert rows[f"{SUSPECT}:NoDivision"]["share_of_step"] < 1e-3  # Adam hides it, and the norm does not
 
 
 SLOW = pytest.mark.exhaustive
@@ -203,7 +203,7 @@ def test_an_engine_that_fails_is_a_row_and_the_others_go_on(found, function, nam
 
 
 def test_two_engines_of_ones_own_are_set_against_each_other(found):
-    name = "first_engine:NoDivision"
+    name = f"{SUSPECT}:NoDivision"
     (same,) = found("plain", (name,), against=name)["rows"]
     assert same["looks_like"] == causes.EQUAL
     (apart,) = found("plain", (f"{OWN}:RoundedFirst",), against=name)["rows"]
@@ -211,7 +211,7 @@ def test_two_engines_of_ones_own_are_set_against_each_other(found):
 
 
 def test_the_command_shows_a_table_writes_json_and_tells_by_its_status(tmp_path, capsys):
-    engines = ("--engines", "stage1_os,first_engine:ParameterLeftOut", "--json", str(tmp_path / "found.json"))
+    engines = ("--engines", "stage1_os,wrong_engines:ParameterLeftOut", "--json", str(tmp_path / "found.json"))
     with pytest.raises(SystemExit) as end:
         main([f"{SCRIPT}:plain", "--nproc", "2", "--oversubscribe", "--steps", "2", *engines])
     assert end.value.code == 1
@@ -227,5 +227,5 @@ def test_a_suspect_is_told_from_the_others(found, suspect):
     if suspect is suspects.StepCountReset:
         pytest.skip("it differs where a checkpoint is loaded, and none of these functions loads one")
     functions = ("clips_by_hand", "in_groups", "accumulated", "unused", "scheduled", "accumulated_in_16_bit", "plain")
-    name, said = f"common.diagnose.suspects:{suspect.__name__}", f"as if {suspect.__doc__}"
+    name, said = f"{SUSPECT}:{suspect.__name__}", f"as if {suspect.__doc__}"
     assert any(found(function, (name,))["rows"][0]["looks_like"] == said for function in functions)

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from commands import refused
 
 from common.plan import __main__ as plan
 from common.plan import scaling
@@ -101,24 +100,3 @@ def test_a_slow_link_asks_for_more_computation(tmp_path):
 def test_where_nothing_fits_it_says_what_takes_least(tmp_path):
     told = results_of(tmp_path, "--params", "1T", "--world-size", "1", "--budget", "1GB")["advice"]
     assert told.startswith("Nothing fits into 1 GB")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("", "one of them"),
-        ("--params 7e9 --model gpt-nano", "one of them"),
-        ("--params seven", "is no size"),
-        ("--params 7e9 --with block=64", "known are quantize_weights"),
-        ("--params 7e9 --world-size 0", "--world-size 0: at least 1"),
-        ("--params 7e9 --per-node 0", "--per-node 0: at least 1"),
-        ("--params 7e9 --gpu abacus", "unknown hardware"),
-        ("--params 7e9 --world-size 6 --tensor 4", "does not divide it"),
-        ("--landmark apollo", "unknown landmark"),
-        ("--model gpt-nana", "did you mean gpt-nano?"),
-        ("--params 7e9 --world-size 8 --tensor 2 --simulate", "give neither"),
-        ("--params 7e9 --budget 1kB --simulate", "nothing fits"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused_in_one_line(capsys, arguments, said):
-    assert said in refused(capsys, plan.main, arguments.split())

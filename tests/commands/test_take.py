@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-from commands import refused
 
 from common.take import judge, main
 from common.train import ENGINES
@@ -48,21 +47,6 @@ def test_every_engine_and_the_words_train_beside_another_common(tmp_path):
     command = [sys.executable, "-I", "-c", TRAIN, str(tmp_path), *packages.values()]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-1000:]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("stage4", "mine"), "stage4: give one of stage0_ddp"),
-        (("stage1_os", "my-zero"), "'my-zero' cannot be imported"),
-        (("stage1_os", "nowhere/mine"), "there is no folder nowhere"),
-        (("stage1_os", "here"), "here is there already"),
-    ],
-)
-def test_what_cannot_be_taken_is_told_in_one_line(tmp_path, monkeypatch, capsys, arguments, words):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
-    assert words in refused(capsys, main, [*arguments, "--no-verdict"])
 
 
 @pytest.mark.exhaustive

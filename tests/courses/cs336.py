@@ -5,7 +5,7 @@
     python -m pytest tests --engine cs336:DDP --quick
 
 STUDENT is the file in which a student has filled in the course's adapters, and what it imports has to be installed, or
-to be found along PYTHONPATH. `cs336_answer.py` has the functions that are called in it.
+to be found along PYTHONPATH. `toy_answer.py` has the functions that are called in it.
 
 Source: the handouts of 2025 and 2026, and tests/adapters.py of https://github.com/stanford-cs336/assignment2-systems
 """

@@ -12,11 +12,11 @@ from infinity_probes import (
     minds_a_file_that_was_cut,
     says_on_every_rank_that_a_disk_failed,
 )
-from planting import left_out, replaced
+from planting import followed, left_out, preceded, replaced, within
 from stage_mutants import ACCUMULATED, ACCUMULATED_IN_BF16, CLIPPED, TRAINED, TRAINED_IN_BF16
 
 from common.checkpoint import locks
-from common.engine import base
+from common.engine import mixed_precision
 from common.engine.units import hollow
 from common.tiers import disk, sub_group, swap
 from common.tiers.disk import Disks, OnDisk, Staging
@@ -33,12 +33,10 @@ LATE = probes.no_bit_depends_on_when_the_lane_runs
 
 @shown_by(LATE)
 def a_shard_rises_before_it_is_read(engine):
-    def bring_up(original, self, bucket):
-        lend = OnDisk.lend
-        with mock.patch.object(OnDisk, "lend", lambda place, part: (lend(place, part)[0], HERE)):
-            return original(self, bucket)
+    def at_once(lend, place, part):
+        return lend(place, part)[0], HERE
 
-    return replaced(engine, "bring_up", bring_up)
+    return within(engine, "bring_up", lambda *_: replaced(OnDisk, "lend", at_once))
 
 
 @shown_by(LATE)
@@ -57,11 +55,9 @@ def a_buffer_is_used_again_before_it_is_written(engine):
 
 @shown_by(LATE)
 def a_mean_goes_to_disk_before_it_has_come_down(engine):
-    def to_disk(original, self, mean, after, bus):
-        with mock.patch.object(type(bus), "carry", lambda *args, **options: HERE):
-            original(self, mean, after, bus)
-
-    return replaced(TieredBucket, "_to_disk", to_disk)
+    return within(
+        TieredBucket, "_to_disk", lambda *args: mock.patch.object(type(args[-1]), "carry", lambda *_, **__: HERE)
+    )
 
 
 # ---- not written, not read ----------------------------------------------------------------------------------------
@@ -74,22 +70,20 @@ def what_was_stepped_is_not_written(engine):
 
 @shown_by(TRAINED)
 def states_of_the_first_step_are_not_written(engine):
-    def adopt(original, self, states):
+    def forget(self, states):
         for value in states.values():
             if value.dim() and not hollow(value):
                 value.zero_()
-        original(self, states)
 
-    return replaced(SubGroup, "adopt", adopt)
+    return preceded(SubGroup, "adopt", forget)
 
 
 @shown_by(TRAINED_IN_BF16)
 def masters_are_rounded(engine):
-    def swap_out(original, self, optimizer, bus):
+    def rounds(self, *_):
         self.master.data.copy_(self.master.detach().to(self.bucket.kind.dtype))
-        original(self, optimizer, bus)
 
-    return replaced(SubGroup, "swap_out", swap_out)
+    return preceded(SubGroup, "swap_out", rounds)
 
 
 @shown_by(ACCUMULATED)
@@ -99,22 +93,18 @@ def an_earlier_backwards_mean_is_lost(engine):
 
 @shown_by(ACCUMULATED_IN_BF16)
 def a_sum_of_means_is_rounded(engine):
-    def add(original, self, mean, piece):
-        original(self, mean, piece)
+    def rounds(self, mean, piece):
         total, ready = self.sums_at.lend(piece.own)
         ready.wait()
         total.copy_(total.to(self.kind.dtype))
         self.sums_at.put_back(piece.own)
 
-    return replaced(TieredBucket, "_add", add)
+    return followed(TieredBucket, "_add", rounds)
 
 
 @shown_by(CLIPPED)
 def the_norm_is_of_the_first_bucket_alone(engine):
-    def gradient_norm(original, buckets, *others):
-        return original(buckets[:1], *others)
-
-    return replaced(base, "gradient_norm", gradient_norm)
+    return replaced(mixed_precision, "gradient_norm", lambda norm, buckets, *others: norm(buckets[:1], *others))
 
 
 @shown_by(loads_what_was_saved)
@@ -132,11 +122,10 @@ def what_is_read_ahead_is_not_counted(engine):
 
 @shown_by(accounts)
 def a_unit_is_read_twice(engine):
-    def bring_up(original, self, bucket):
+    def read(self, bucket):
         bucket.parameters_at.copy(slice(0, bucket.shard_numel))
-        return original(self, bucket)
 
-    return replaced(engine, "bring_up", bring_up)
+    return preceded(engine, "bring_up", read)
 
 
 # ---- disks that nobody minds --------------------------------------------------------------------------------------

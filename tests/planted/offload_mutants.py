@@ -8,7 +8,7 @@ import stage_probes as probes
 from matrix import Cell
 from offload_probes import counts, delayed, lies_on_the_host, loads_over_what_is_under_way
 from offloaded import WARM_UP
-from planting import left_out, replaced
+from planting import followed, left_out, preceded, replaced, within
 from stage_mutants import CLIPPED, TRAINED, TRAINED_IN_BF16
 
 from common.checkpoint import files
@@ -30,11 +30,8 @@ HALF, DELAYED = ("offloaded:Half",), ("offloaded:Delayed",)
 
 @shown_by(probes.no_bit_depends_on_when_the_bus_runs)
 def a_gradient_is_stepped_before_it_has_come_down(engine):
-    def arrive(original, bucket):
-        bucket.handle = mock.Mock()  # it waits for nothing
-        original(bucket)
-
-    return replaced(Bucket, "arrive", arrive)
+    waits_for_nothing = mock.Mock()
+    return preceded(Bucket, "arrive", lambda bucket: setattr(bucket, "handle", waits_for_nothing))
 
 
 @shown_by(LATE)
@@ -64,20 +61,12 @@ def the_host_does_not_clip(engine):
 
 @shown_by(TRAINED)
 def each_step_begins_with_new_states(engine):
-    def ask(original, self, optimizer, group, factor):
-        optimizer.state.pop(self._piece.master, None)
-        original(self, optimizer, group, factor)
-
-    return replaced(Stepper, "ask", ask)
+    return preceded(Stepper, "ask", lambda self, optimizer, *_: optimizer.state.pop(self._piece.master, None))
 
 
 @shown_by(TRAINED_IN_BF16)
 def masters_are_rounded_with_what_comes_up(engine):
-    def step(original, self):
-        original(self)
-        self._weights.data.copy_(self._fresh)
-
-    return replaced(Stepper, "_step", step)
+    return followed(Stepper, "_step", lambda self: self._weights.data.copy_(self._fresh))
 
 
 @shown_by(TRAINED)
@@ -160,43 +149,30 @@ def what_stays_on_the_device_is_counted_on_the_bus(engine):
 
 @shown_by(delayed, engines=DELAYED)
 def a_delayed_update_lands_at_once(engine):
-    def update(original, self):
-        original(self)
-        self.synchronize()
-
-    return replaced(engine, "update", update)
+    return followed(engine, "update", lambda self: self.synchronize())
 
 
 @shown_by(delayed, engines=DELAYED)
 def a_delayed_gradient_is_used_twice(engine):
-    def begin_step(original, self):
-        original(self)
+    def use_again(self):
         for bucket in self.buckets if self.updates > WARM_UP else ():
             for piece in bucket.pieces:
                 piece.reduced.copy_(piece.spare)
 
-    return replaced(engine, "begin_step", begin_step)
+    return followed(engine, "begin_step", use_again)
 
 
 @shown_by(delayed, engines=DELAYED)
 def the_next_mean_arrives_where_the_last_one_still_is(engine):
-    def step_piece(original, self, bucket, piece):
-        spare, piece.spare = piece.spare, None
-        try:
-            return original(self, bucket, piece)
-        finally:
-            piece.spare = spare
-
-    return replaced(engine, "step_piece", step_piece)
+    return within(engine, "step_piece", lambda self, bucket, piece: mock.patch.object(piece, "spare", None))
 
 
 @shown_by(delayed, engines=DELAYED)
 def the_rate_of_the_next_step_is_taken(engine):
-    def ask(original, self, optimizer, group, factor):
-        original(self, optimizer, group, factor)
+    def follow(self, optimizer, group, factor):
         self._optimizer.param_groups = [_Following(group, self._weights)]
 
-    return replaced(Stepper, "ask", ask)
+    return followed(Stepper, "ask", follow)
 
 
 class _Following(dict):
@@ -212,12 +188,7 @@ class _Following(dict):
 
 @shown_by(delayed, engines=DELAYED)
 def the_warm_up_is_delayed_too(engine):
-    def update(original, self):
-        before, self.warmup_steps = self.warmup_steps, 0
-        original(self)
-        self.warmup_steps = before
-
-    return replaced(engine, "update", update)
+    return within(engine, "update", lambda self: mock.patch.object(self, "warmup_steps", 0))
 
 
 @shown_by(delayed, engines=DELAYED)
@@ -227,11 +198,7 @@ def the_last_update_is_not_drained(engine):
 
 @shown_by(loads_over_what_is_under_way, engines=DELAYED)
 def an_update_under_way_lands_on_what_is_loaded(engine):
-    def load(original, self, path):
-        with left_out(engine, "synchronize"):
-            return original(self, path)
-
-    return replaced(engine, "load", load)
+    return within(engine, "load", lambda *_: left_out(engine, "synchronize"))
 
 
 @shown_by(counts, engines=DELAYED)

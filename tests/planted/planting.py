@@ -50,6 +50,37 @@ def left_out(owner, name):
     return replaced(owner, name, lambda *args, **options: None)
 
 
+def preceded(owner, name, by):
+    """Have `by`, given the same, come before a method or function."""
+
+    def fault(original, *args, **options):
+        by(*args, **options)
+        return original(*args, **options)
+
+    return replaced(owner, name, fault)
+
+
+def followed(owner, name, by):
+    """Have `by`, given the same, come after a method or function."""
+
+    def fault(original, *args, **options):
+        result = original(*args, **options)
+        by(*args, **options)
+        return result
+
+    return replaced(owner, name, fault)
+
+
+def within(owner, name, context):
+    """Have a method or function run within what `context`, given the same, makes."""
+
+    def fault(original, *args, **options):
+        with context(*args, **options):
+            return original(*args, **options)
+
+    return replaced(owner, name, fault)
+
+
 def healthy(engine):
     """No fault at all."""
     return contextlib.nullcontext()

@@ -10,12 +10,12 @@ import planting
 import stage_probes as probes
 import torch
 from matrix import Cell
-from planting import left_out, replaced
+from planting import followed, left_out, preceded, replaced, within
 from torch import nn
 from training import STAGES
 
 from common.checkpoint import checkpoint, files
-from common.engine import Bucket, EngineBase, Owned, base, door, layout, units
+from common.engine import Bucket, EngineBase, Owned, base, door, layout, mixed_precision, units
 from common.engine.buffers import Buffers
 from common.engine.building import InitialValues
 from common.engine.mixed_precision import LossScaler
@@ -53,20 +53,12 @@ SKIPS_NAN = functools.partial(probes.skipped_without_a_trace, float("nan"))
 
 @shown_by(TRAINED)
 def the_division_is_forgotten(engine):
-    def add(original, pieces, mean):
-        original(pieces, mean)
-        mean.mul_(len(pieces))
-
-    return replaced(collectives, "mean_in_rank_order", add)
+    return followed(collectives, "mean_in_rank_order", lambda pieces, mean: mean.mul_(len(pieces)))
 
 
 @shown_by(TRAINED)
 def the_mean_is_divided_twice(engine):
-    def add(original, pieces, mean):
-        original(pieces, mean)
-        mean.div_(len(pieces))
-
-    return replaced(collectives, "mean_in_rank_order", add)
+    return followed(collectives, "mean_in_rank_order", lambda pieces, mean: mean.div_(len(pieces)))
 
 
 @shown_by(TRAINED)
@@ -92,8 +84,7 @@ def pieces_in_16_bit_are_added_in_16_bit(engine):
 @shown_by(TRAINED_IN_BF16)
 def the_sum_is_rounded_before_it_is_divided(engine):
     def add(original, pieces, mean):
-        mean.copy_(sum(piece.float() for piece in pieces))
-        mean.div_(len(pieces))
+        mean.copy_(sum(piece.float() for piece in pieces)).div_(len(pieces))
 
     return replaced(collectives, "mean_in_rank_order", add)
 
@@ -108,26 +99,21 @@ def pieces_are_divided_before_they_are_added(engine):
 
 @shown_by(CLIPPED)
 def padding_is_not_zeroed(engine):
-    def seal(original, bucket):
-        original(bucket)
-        bucket.local[bucket.numel :].fill_(float("nan"))  # what torch.empty may hold
-
-    return replaced(Bucket, "seal", seal)
+    what_empty_may_hold = float("nan")
+    return followed(Bucket, "seal", lambda bucket: bucket.local[bucket.numel :].fill_(what_empty_may_hold))
 
 
 @shown_by(TRAINED)
 @contextlib.contextmanager
 def the_mean_is_read_before_it_arrives(engine):
-    def seal(original, bucket):
-        original(bucket)
+    def keep(bucket):
         bucket.early = bucket.reduced.clone()
 
-    def arrive(original, bucket):
+    def read_what_was_there(bucket):
         bucket.handle.wait()
         bucket.reduced.copy_(bucket.early)  # not left to chance
-        original(bucket)
 
-    with replaced(Bucket, "seal", seal), replaced(Bucket, "arrive", arrive):
+    with followed(Bucket, "seal", keep), preceded(Bucket, "arrive", read_what_was_there):
         yield
 
 
@@ -138,12 +124,11 @@ def the_parameter_is_averaged_instead_of_the_gradient(engine):
         bucket.seal()
         bucket.handle = Handle((), lambda buffers: None)
 
-    def update(original, self):
-        original(self)
+    def average(self):
         for bucket in self.buckets:
             self.comm.all_reduce(bucket.parameters).wait()
 
-    with replaced(engine, "reduce", reduce), replaced(engine, "update", update):
+    with replaced(engine, "reduce", reduce), followed(engine, "update", average):
         yield
 
 
@@ -184,11 +169,7 @@ def no_sync_adds_in_16_bit(engine):
 
 @shown_by(NO_SYNC, engines=ZERO_ONE)
 def no_sync_drops_earlier_micro_batches(engine):
-    def pack(original, bucket, name, gradient):
-        bucket._filled.discard(name)
-        original(bucket, name, gradient)
-
-    return replaced(Bucket, "pack", pack)
+    return preceded(Bucket, "pack", lambda bucket, name, _: bucket._filled.discard(name))
 
 
 @shown_by(NO_SYNC, engines=ZERO_ONE)
@@ -215,12 +196,12 @@ def a_nan_is_not_seen_as_overflow(engine):
         infinite = [bucket.mean.isinf().any() for bucket in buckets]
         return comm.maximum(torch.stack(infinite).any().float().view(1))
 
-    return replaced(base, "overflow_flag", flag)
+    return replaced(mixed_precision, "overflow_flag", flag)
 
 
 @shown_by(SKIPS_INF)
 def an_overflow_does_not_skip_the_step(engine):
-    return replaced(base, "overflow_flag", lambda original, *args: torch.zeros(1))
+    return replaced(mixed_precision, "overflow_flag", lambda original, *args: torch.zeros(1))
 
 
 @shown_by(SKIPS_INF)
@@ -266,11 +247,7 @@ def the_loss_scale_never_grows(engine):
 
 @shown_by(probes.scale_follows)
 def the_first_overflow_is_not_pardoned(engine):
-    def update(original, scaler, overflow):
-        scaler.pardons = 1
-        original(scaler, overflow)
-
-    return replaced(LossScaler, "update", update)
+    return preceded(LossScaler, "update", lambda scaler, overflow: setattr(scaler, "pardons", 1))
 
 
 @shown_by(probes.scale_follows)
@@ -286,11 +263,7 @@ def an_overflow_does_not_begin_the_window_anew(engine):
 
 @shown_by(TRAINED_IN_FP16)
 def unscaling_is_forgotten(engine):
-    def step_shard(original, self, bucket):
-        self._factor = None
-        original(self, bucket)
-
-    return replaced(engine, "step_shard", step_shard)
+    return preceded(engine, "step_shard", lambda self, _: setattr(self, "_factor", None))
 
 
 # ---- norm and clipping --------------------------------------------------------------------------------------------
@@ -298,12 +271,11 @@ def unscaling_is_forgotten(engine):
 
 @shown_by(CLIPPED_IN_FP16)
 def clipping_comes_before_unscaling(engine):
-    def step(original, self):
+    def scaled(self):
         scale = self.loss_scaler.scale
-        with replaced(base, "gradient_norm", lambda norm, *args: norm(*args) * scale):
-            return original(self)
+        return replaced(mixed_precision, "gradient_norm", lambda norm, *args: norm(*args) * scale)
 
-    return replaced(engine, "step", step)
+    return within(engine, "step", scaled)
 
 
 @shown_by(CLIPPED, engines=SHARDED)
@@ -311,21 +283,19 @@ def the_norm_is_that_of_the_own_shard(engine):
     def norm(original, buckets, comm, norm_type):
         return sum(bucket.mean.double().square().sum() for bucket in buckets).sqrt().float()
 
-    return replaced(base, "gradient_norm", norm)
+    return replaced(mixed_precision, "gradient_norm", norm)
 
 
 @shown_by(CLIPPED, engines=STAGES[:1])
 def the_norm_counts_what_is_replicated_on_every_rank(engine):
-    return replaced(base, "gradient_norm", lambda norm, *args: norm(*args) * args[1].size ** 0.5)
+    return replaced(mixed_precision, "gradient_norm", lambda norm, *args: norm(*args) * args[1].size ** 0.5)
 
 
 @shown_by(probes.norm_is_that_of_the_gradient)
 def the_norm_is_summed_in_fp32(engine):
-    def norm(original, *args):
-        with mock.patch.object(torch.Tensor, "double", torch.Tensor.float):
-            return original(*args)
-
-    return replaced(base, "gradient_norm", norm)
+    return within(
+        mixed_precision, "gradient_norm", lambda *_: mock.patch.object(torch.Tensor, "double", torch.Tensor.float)
+    )
 
 
 @shown_by(probes.norm_is_that_of_the_gradient)
@@ -349,11 +319,7 @@ def the_norm_reported_is_that_after_clipping(engine):
 
 @shown_by(probes.clipping_only_shrinks)
 def clipping_enlarges_small_gradients(engine):
-    def step(original, self):
-        with mock.patch.object(torch.Tensor, "clamp", lambda tensor, **_: tensor):
-            return original(self)
-
-    return replaced(engine, "step", step)
+    return within(engine, "step", lambda self: mock.patch.object(torch.Tensor, "clamp", lambda tensor, **_: tensor))
 
 
 # ---- the optimizer's part -----------------------------------------------------------------------------------------
@@ -382,20 +348,12 @@ def shards_are_not_aligned(engine):
 
 @shown_by(TRAINED_IN_BF16)
 def master_weights_start_rounded(engine):
-    def allocate(original, self, bucket):
-        original(self, bucket)
-        bucket.master.data.copy_(bucket.stepped)
-
-    return replaced(engine, "allocate", allocate)
+    return followed(engine, "allocate", lambda self, bucket: bucket.master.data.copy_(bucket.stepped))
 
 
 @shown_by(TRAINED_IN_BF16)
 def master_weights_are_rounded_in_every_step(engine):
-    def step_shard(original, self, bucket):
-        original(self, bucket)
-        bucket.master.data.copy_(bucket.stepped)
-
-    return replaced(engine, "step_shard", step_shard)
+    return followed(engine, "step_shard", lambda self, bucket: bucket.master.data.copy_(bucket.stepped))
 
 
 @shown_by(TRAINED_IN_BF16)
@@ -493,12 +451,11 @@ def a_load_leaves_the_loss_scale(engine):
 
 @shown_by(probes.resumes)
 def a_load_begins_the_step_count_anew(engine):
-    def fill(original, engine, *args):
-        original(engine, *args)
+    def begin_anew(engine, *_):
         for state in engine.optimizer.state.values():
             state["step"].zero_()
 
-    return replaced(checkpoint, "_fill_optimizer", fill)
+    return followed(checkpoint, "_fill_optimizer", begin_anew)
 
 
 @shown_by(probes.resumes)
@@ -514,12 +471,11 @@ def a_load_leaves_the_learning_rate(engine):
 
 @shown_by(probes.resumes)
 def a_load_rounds_the_master_weights(engine):
-    def fill(original, engine, *args):
-        original(engine, *args)
+    def rounds(engine, *_):
         for bucket in engine.buckets:
             bucket.master.data.copy_(bucket.stepped)
 
-    return replaced(checkpoint, "_fill_model", fill)
+    return followed(checkpoint, "_fill_model", rounds)
 
 
 @shown_by(probes.resumes)
@@ -542,13 +498,11 @@ def a_damaged_file_is_loaded(engine):
 
 @shown_by(SOMETIMES_UNUSED)
 def what_is_not_full_is_not_sent(engine):
-    def finish_backward(original, self):
+    def pretend_that_it_travelled(self):
         for bucket in self.buckets:
-            if bucket.handle is None:  # pretend that it travelled
-                bucket.handle = Handle((), lambda buffers: None)
-        original(self)
+            bucket.handle = bucket.handle or Handle((), lambda buffers: None)
 
-    return replaced(engine, "finish_backward", finish_backward)
+    return preceded(engine, "finish_backward", pretend_that_it_travelled)
 
 
 @shown_by(SOMETIMES_UNUSED, engines=ZERO_ONE)
@@ -575,12 +529,7 @@ def an_unused_parameter_gets_what_the_room_held(engine):
 
 @shown_by(IN_PARTS)
 def the_second_part_of_a_gradient_overwrites_the_first(engine):
-    def pack(original, bucket, name, gradient):
-        if name in bucket.reported:
-            bucket._filled.discard(name)
-        original(bucket, name, gradient)
-
-    return replaced(Bucket, "pack", pack)
+    return preceded(Bucket, "pack", lambda bucket, name, _: bucket._filled.difference_update({name} & bucket.reported))
 
 
 @shown_by(IN_PARTS, engines=STAGES[:3])
@@ -613,13 +562,12 @@ def buffers_differ_between_ranks(engine):
 
 @shown_by(Cell("resnet-tiny", "bf16", 2))
 def buffers_are_rounded(engine):
-    def place(original, initial):
-        original(initial)
+    def rounds(initial):
         for buffer in initial._module.buffers():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.bfloat16()
 
-    return replaced(InitialValues, "place_buffers", place)
+    return followed(InitialValues, "place_buffers", rounds)
 
 
 @shown_by(TRAINED_IN_BF16)
@@ -649,20 +597,12 @@ def gradients_of_another_engines_backward_are_not_sent(engine):
 
 @shown_by(functools.partial(probes.gradients_travel_once, "alternating"), engines=STAGES[3:])
 def a_repeated_unit_is_sent_after_its_first_backward(engine):
-    def end_backward(original, self, unit):
-        with mock.patch.object(self.turns, "remains", lambda unit: False):
-            original(self, unit)
-
-    return replaced(engine, "end_backward", end_backward)
+    return within(engine, "end_backward", lambda self, _: mock.patch.object(self.turns, "remains", lambda unit: False))
 
 
 @shown_by(functools.partial(probes.gradients_travel_once, "two forwards"), engines=STAGES[3:])
 def a_second_forward_does_not_count(engine):
-    def end_forward(original, self):
-        self.turns.forget()
-        original(self)
-
-    return replaced(engine, "end_forward", end_forward)
+    return preceded(engine, "end_forward", lambda self: self.turns.forget())
 
 
 @shown_by(Cell("not reentrant: around two", "fp32", 2), engines=STAGES[3:])
@@ -701,24 +641,15 @@ def the_room_of_gradients_is_kept_beside_their_sum(engine):
 @shown_by(probes.two_buckets_in_flight, engines=STAGES[2:3])
 @contextlib.contextmanager
 def a_bucket_does_not_wait_for_room(engine):
-    def backward(original, self, loss):
-        self.late = threading.Event()  # no reduction ends before backward does
+    def hold_reductions(self, loss):  # none ends before backward does
+        self.late = threading.Event()
         if not isinstance(self.comm.lane, InlineLane):
             self.comm.lane.submit(self.late.wait)
-        original(self, loss)
-
-    def take_room(original, self, bucket):
-        self.travelling.clear()
-        original(self, bucket)
-
-    def finish_backward(original, self):
-        self.late.set()
-        original(self)
 
     with (
-        replaced(engine, "backward", backward),
-        replaced(engine, "take_room", take_room),
-        replaced(engine, "finish_backward", finish_backward),
+        preceded(engine, "backward", hold_reductions),
+        preceded(engine, "take_room", lambda self, _: self.travelling.clear()),
+        preceded(engine, "finish_backward", lambda self: self.late.set()),
     ):
         yield
 
@@ -726,16 +657,11 @@ def a_bucket_does_not_wait_for_room(engine):
 @shown_by(ACCOUNTS, engines=STAGES[3:])
 @contextlib.contextmanager
 def units_are_not_freed_after_use(engine):
-    def use(original, self, unit, order):
-        original(self, unit, order)
-        unit.pins = 1
-
-    def free_all(original, self):
+    def let_go(self):
         for unit in self.units:
             unit.pins = 0
-        original(self)
 
-    with replaced(engine, "use", use), replaced(engine, "free_all", free_all):
+    with followed(engine, "use", lambda self, unit, _: setattr(unit, "pins", 1)), preceded(engine, "free_all", let_go):
         yield
 
 

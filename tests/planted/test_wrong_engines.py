@@ -19,7 +19,7 @@ SHOWN = sorted(QUICK.intersection(CROSSINGS), key=lambda cell: ("AdamW" in cell.
 
 
 def name_of(engine):
-    return f"wrong_engines:{engine.__name__}"
+    return f"{engine.__module__}:{engine.__name__}"
 
 
 def first_failure(worlds, wrong, folder):

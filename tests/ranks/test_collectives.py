@@ -1,6 +1,5 @@
 """The collectives: exact, asynchronous, counted. Each test runs one function on every rank of a world."""
 
-import contextlib
 import itertools
 import os
 import sys
@@ -8,7 +7,6 @@ import threading
 import weakref
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,17 +14,13 @@ import torch.distributed as dist
 from groups import SHARD, in_subgroup, of_rank, two_users_of_a_group
 from training import make_engine, train_step
 
-from common.engine import Bucket
 from common.errors import InputError
 from common.measure.traffic import Traffic
 from common.ranks import collectives
 from common.ranks.collectives import Collectives
-from common.ranks.lanes import Handle, StreamLane, ThreadLane, backend_of
+from common.ranks.lanes import Handle, ThreadLane, backend_of
 from common.ranks.sockets import bytes_sent_by_own_sockets
 from common.simulate.world import simulated_world
-from common.tiers.bus import Bus
-from common.tiers.disk import Staging
-from common.tiers.stepping import Stepper
 
 SIZES = [1, 2, 3, 4, 8]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -269,220 +263,7 @@ def test_another_backend_is_an_input_error(monkeypatch):
         backend_of(None)
 
 
-# ---- the lane on CUDA, without a GPU ------------------------------------------------------------------------------
-
-
-class FakeStream:
-    """Records who waited for what."""
-
-    def __init__(self, name, log):
-        self.name, self.log = name, log
-
-    def wait_stream(self, other):
-        self.log.append(f"{self.name} waits for all of {other.name}")
-
-    def wait_event(self, event):
-        self.log.append(f"{self.name} waits for {event.name}")
-
-    def synchronize(self):
-        self.log.append(f"the caller waits for all of {self.name}")
-
-
-class FakeBuffer:
-    """Records which streams the allocator is told of."""
-
-    def __init__(self, log):
-        self.log = log
-
-    def record_stream(self, stream):
-        self.log.append(f"the buffer was used on {stream.name}")
-
-
-@pytest.fixture
-def fake_cuda(monkeypatch):
-    """torch.cuda's streams as fakes: `.on(name)` makes a stream the current one, `.log` is what happened."""
-    log, current = [], []
-
-    @contextlib.contextmanager
-    def on(stream):
-        current.append(FakeStream(stream, log) if isinstance(stream, str) else stream)
-        yield
-        current.pop()
-
-    def event():
-        record = lambda: log.append(f"event on {current[-1].name}")  # noqa: E731
-        held = lambda: log.append("the host waits for the event")  # noqa: E731
-        return SimpleNamespace(name="the event", record=record, synchronize=held)
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: FakeStream("lane", log))
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "Event", event)
-    return SimpleNamespace(on=on, log=log, current=current)
-
-
-def test_the_stream_lane_waits_for_every_stream_that_made_a_gradient(fake_cuda):
-    lane = StreamLane()
-    with fake_cuda.on("one"):
-        lane.follow()
-    with fake_cuda.on("other"):
-        lane.submit(lambda: fake_cuda.log.append(f"work on {fake_cuda.current[-1].name}"))
-    assert fake_cuda.log == [
-        "lane waits for all of one",
-        "lane waits for all of other",
-        "work on lane",
-        "event on lane",
-    ]
-
-
-def test_the_waiters_stream_waits_for_the_lane_and_the_buffers_are_held_until_then(fake_cuda):
-    lane, buffer = StreamLane(), FakeBuffer(fake_cuda.log)
-    with fake_cuda.on("backward"):
-        handle = lane.submit(lambda: None, buffer)
-    assert handle.buffers == (buffer,)
-    with fake_cuda.on("main"):
-        handle.wait()
-    # Told before the buffer may go: made in backward, it would be given away there, while main still reads.
-    assert fake_cuda.log[-2:] == ["main waits for the event", "the buffer was used on main"]
-    assert handle.buffers == ()
-
-
-def test_a_waited_handle_of_the_stream_lane_keeps_no_buffer_alive(fake_cuda):
-    lane, buffer = StreamLane(), FakeBuffer(fake_cuda.log)
-    life = weakref.ref(buffer)
-    with fake_cuda.on("main"):
-        handle = lane.submit(lambda: None, buffer)
-        del buffer
-        assert life() is not None
-        handle.wait()
-    assert life() is None
-
-
-def test_a_gather_waits_for_what_was_queued_before_it_and_not_for_the_unit_that_computes_beside_it(fake_cuda):
-    lane, log = StreamLane(), fake_cuda.log
-    with fake_cuda.on("compute"):
-        log.append("compute: unit 0")
-        lane.submit(lambda: log.append("lane: gather of unit 2"))
-        log.append("compute: unit 1")
-        lane.submit(lambda: log.append("lane: reduce of unit 0")).wait()
-    assert log == [
-        "compute: unit 0",
-        "lane waits for all of compute",
-        "lane: gather of unit 2",
-        "event on lane",
-        "compute: unit 1",
-        "lane waits for all of compute",
-        "lane: reduce of unit 0",
-        "event on lane",
-        "compute waits for the event",
-    ]
-
-
-class FakeCopy:
-    """A tensor that records on which stream it is copied into."""
-
-    nbytes = 8
-
-    def __init__(self, name, cuda):
-        self.name, self.cuda = name, cuda
-
-    def copy_(self, source, non_blocking):
-        assert non_blocking
-        self.cuda.log.append(f"{self.name} is copied into on {self.cuda.current[-1].name}")
-
-
-@pytest.fixture
-def fake_bus(fake_cuda, monkeypatch):
-    """Two lanes, the collectives' and the bus', and a bucket of one piece on the host."""
-    names = iter(["collectives", "bus"])
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: FakeStream(next(names), fake_cuda.log))
-    collectives, bus = StreamLane(), Bus.__new__(Bus)
-    bus._comm, bus.lane, bus.rate = SimpleNamespace(rank=0, owner="", traffic=Traffic()), StreamLane(), None
-    piece = SimpleNamespace(
-        part=slice(0, 4),
-        reduced=FakeCopy("pinned memory", fake_cuda),
-        stepped=FakeCopy("the room of parameters", fake_cuda),
-    )
-    piece.tier, piece.is_apart, piece.fresh = SimpleNamespace(on_host=True), True, None
-    bucket = SimpleNamespace(name="bucket 0", pieces=[piece], shard=lambda rank: slice(0, 4))
-    return SimpleNamespace(collectives=collectives, bus=bus, bucket=bucket, piece=piece)
-
-
-def test_a_gradient_goes_down_behind_its_reduction_and_the_host_waits_for_the_copy(fake_cuda, fake_bus):
-    log, mean = fake_cuda.log, torch.zeros(4)
-    with fake_cuda.on("main"):
-        reduction = fake_bus.collectives.submit(lambda: log.append("reduced"))
-        copied = fake_bus.bus.down(fake_bus.bucket, mean, reduction)
-        log.append("backward goes on")
-        copied.wait_on_host()
-    assert log == [
-        "collectives waits for all of main",
-        "reduced",
-        "event on collectives",
-        "bus waits for all of main",
-        "bus waits for the event",
-        "pinned memory is copied into on bus",
-        "event on bus",
-        "backward goes on",
-        "the host waits for the event",
-    ]
-
-
-def test_parameters_are_gathered_behind_the_copy_that_brings_them(fake_cuda, fake_bus):
-    log = fake_cuda.log
-    with fake_cuda.on("main"):
-        raised = fake_bus.bus.up(fake_bus.bucket)
-        fake_bus.collectives.submit(lambda: (raised.wait(), log.append("gathered")))
-    assert [line for line in log if "all of" not in line] == [
-        "the room of parameters is copied into on bus",
-        "event on bus",
-        "collectives waits for the event",
-        "gathered",
-        "event on collectives",
-    ]
-
-
-def test_the_hosts_next_step_waits_until_what_it_writes_over_has_come_up(fake_cuda, fake_bus):
-    with fake_cuda.on("main"):
-        raised = fake_bus.bus.up(fake_bus.bucket)
-    step = Stepper.__new__(Stepper)
-    step._step = lambda: fake_cuda.log.append("the host steps")
-    step.take("bucket 0", after=raised)
-    assert fake_cuda.log[-2:] == ["the host waits for the event", "the host steps"]
-
-
-def test_a_shard_from_disk_rises_once_it_is_read_and_its_buffer_is_taken_again_once_it_has_risen(fake_cuda, fake_bus):
-    log, unit = fake_cuda.log, FakeCopy("the unit", fake_cuda)
-    staging = Staging(SimpleNamespace(empty=lambda numel, dtype: torch.empty(numel, dtype=dtype)))
-    staging.number, buffer = 1, staging.take()
-    read = Handle((), lambda buffers: log.append("the shard is read"))
-    with fake_cuda.on("main"):
-        risen = fake_bus.bus.carry("up", "block 0", unit, buffer, after=read)
-        staging.give_back(buffer, risen)
-        log.append("another block computes")
-        assert staging.take() is buffer
-    assert log[-5:] == [
-        "the shard is read",
-        "the unit is copied into on bus",
-        "event on bus",
-        "another block computes",
-        "the host waits for the event",
-    ]
-
-
-def test_at_the_end_the_caller_itself_waits_for_the_stream_lane(fake_cuda):
-    StreamLane().finish()
-    assert fake_cuda.log == ["the caller waits for all of lane"]
-
-
-def test_gradients_give_way_only_after_the_allocator_knows_who_read_them(fake_cuda):
-    gradients = FakeBuffer(fake_cuda.log)
-    gradients.is_cuda = True
-    storage = SimpleNamespace(nbytes=lambda: 64, resize_=lambda nbytes: fake_cuda.log.append(f"resized to {nbytes}"))
-    gradients.untyped_storage = lambda: storage
-    with fake_cuda.on("main"):
-        Bucket._resize_gradients(SimpleNamespace(gradients=gradients), 0)
-    assert fake_cuda.log == ["the buffer was used on main", "resized to 0"]
+# ---- what an engine gives the lane, and when -----------------------------------------------------------------------
 
 
 def log_runs(module, name, log):

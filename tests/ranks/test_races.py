@@ -18,6 +18,7 @@ from trap_models import WIDTH, Net
 
 from common.engine.mixed_precision import LossScaler
 from common.models.recompute import run_blocks
+from common.ranks.lanes import StreamLane
 from common.tiers.activations import HostActivations
 
 # What waits, or tells somebody that he has to. The mutants leave out one of these at a time.
@@ -164,6 +165,17 @@ def in_turn(scene, way):
 @pytest.mark.parametrize(("scene", "way"), [in_turn(*pair) for pair in itertools.product(SCENES, WAYS)])
 def test_nothing_races(tmp_path, scene, way):
     assert races(scene, way, tmp_path) == []
+
+
+def test_a_lane_waits_for_what_was_queued_before_it_and_the_caller_at_the_end_for_the_lane():
+    with Gpu() as gpu:
+        lane, compute, ended = StreamLane(), gpu.default, []
+        queued = compute.tick()
+        lane.submit(lambda: ended.append(gpu.current().tick()))
+        compute.tick()  # the unit that computes beside it
+        assert gpu.streams[-1].clock[compute] == queued
+        lane.finish()
+        assert gpu.host.clock[gpu.streams[-1]] == ended[0]
 
 
 # ---- mutants ------------------------------------------------------------------------------------------------------

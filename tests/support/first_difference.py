@@ -64,7 +64,7 @@ def _idea(worlds, cell, at, ours, expected):
     far = {}
     for idea in (idea for idea, touches in wrong_engines.IDEAS.items() if touches(cell)):
         with tempfile.TemporaryDirectory() as folder:
-            theirs = trained(worlds, f"wrong_engines:{idea.__name__}", cell, folder, traced=True)
+            theirs = trained(worlds, f"{idea.__module__}:{idea.__name__}", cell, folder, traced=True)
         far[idea] = (one - _numbers(theirs[0]["events"][at][1])).norm().nan_to_num(math.inf)
     nearest = min(far, key=far.get)
     return f". It is as if {nearest.__doc__}" if far[nearest] < ALIKE * (one - right).norm() else ""

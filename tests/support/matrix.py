@@ -162,10 +162,8 @@ MORE_CELLS += [
 ]
 
 
-CROSSINGS = [  # every two levels meet in one of them: see crossings.py, which found them
-    Cell(model, precision, size, crossed(levels))
-    for model, precision, size, *levels in json.loads(Path(__file__).with_name("crossings.json").read_text())
-]
+CROSSED = json.loads(Path(__file__).with_name("crossings.json").read_text())  # every two levels meet in one of them
+CROSSINGS = [Cell(model, precision, size, crossed(levels)) for model, precision, size, *levels in CROSSED]
 
 
 # A sample: the zoo and each precision at 2 ranks, options at 3, and some of the traps.

@@ -1,38 +1,37 @@
 """Engines that are wrong as sharded trainers have been, in silence. A docstring says what is wrong.
 
-Those of `IDEAS`, of `common.diagnose.suspects`, are also what a failure is compared with: an engine that ends where one
-of them does is wrong as it is.
+Those of `common.diagnose.suspects` are part of this list. Of `IDEAS` they are also what a failure is compared with: an
+engine that ends where one of them does is wrong as it is.
 """
 
 import contextlib
+import re
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from baseline import AverageAfterBackward
-from first_engine import DataParallel, StepResult, any_cell, clips, several_ranks
+from first_engine import DataParallel, ShardedOptimizer, StepResult
 from matrix import OPTIONS
 from torch.func import functional_call
 
-from common.diagnose.suspects import (
-    ClipsAfterTheStep,
-    DecayOfGroupsIgnored,
-    EachForItself,
-    FirstGroupAlone,
-    LastBucketDropped,
-    LocalNorm,
-    MeanOfMeans,
-    NoDivision,
-    NoMaster,
-    NormOfTheFirstGroup,
-    OnlyTheLastMicroBatch,
-    StaleByOneStep,
-    StepCountReset,
-)
+from common.diagnose import suspects
 from stage0_ddp import Engine
 from stage2_grad import Engine as ShardedGradients
 
-# ---- ideas --------------------------------------------------------------------------------------------------------
+# ---- where a wrong engine can be told from one that is right --------------------------------------------------------
+
+
+def any_cell(cell):
+    return True
+
+
+def several_ranks(cell):
+    return cell.world_size > 1
+
+
+def clips(cell):
+    return "clip_norm" in OPTIONS[cell.option].engine
 
 
 def accumulates(cell):
@@ -43,32 +42,110 @@ def has_groups(cell):
     return OPTIONS[cell.option].groups
 
 
-def clips_groups(cell):
-    return clips(cell) and has_groups(cell)
+IDEAS = {  # a wrong engine -> the cells in which that shows
+    suspects.NoDivision: several_ranks,
+    suspects.EachForItself: several_ranks,
+    suspects.LastBucketDropped: several_ranks,
+    suspects.OnlyTheLastMicroBatch: accumulates,
+    suspects.MeanOfMeans: accumulates,
+    suspects.LocalNorm: clips,
+    suspects.NormOfTheFirstGroup: lambda cell: clips(cell) and has_groups(cell),
+    suspects.ClipsAfterTheStep: clips,
+    suspects.DecayOfGroupsIgnored: has_groups,
+    suspects.FirstGroupAlone: has_groups,
+    suspects.StaleByOneStep: any_cell,
+    suspects.NoMaster: lambda cell: cell.precision != "fp32",
+    suspects.StepCountReset: lambda cell: OPTIONS[cell.option].resumed or OPTIONS[cell.option].elsewhere,
+}
 
 
-def in_16_bit(cell):
-    return cell.precision != "fp32"
+# ---- bugs of first engines ------------------------------------------------------------------------------------------
 
 
-def resumes(cell):
-    return OPTIONS[cell.option].resumed or OPTIONS[cell.option].elsewhere
+class ParameterLeftOut(DataParallel):
+    """The optimizer does not get the last parameter."""
+
+    def update(self):
+        self.trained[-1].grad = None
+        super().update()
 
 
-IDEAS = {  # a wrong engine -> whether it can be told from one that is right in a cell
-    NoDivision: several_ranks,
-    EachForItself: several_ranks,
-    LastBucketDropped: several_ranks,
-    OnlyTheLastMicroBatch: accumulates,
-    MeanOfMeans: accumulates,
-    LocalNorm: clips,
-    NormOfTheFirstGroup: clips_groups,
-    ClipsAfterTheStep: clips,
-    DecayOfGroupsIgnored: has_groups,
-    FirstGroupAlone: has_groups,
-    StaleByOneStep: any_cell,
-    NoMaster: in_16_bit,
-    StepCountReset: resumes,
+class StaleParameters(ShardedOptimizer):
+    """Parameters arrive a forward too late, as if nobody waited; full_state_dict() waits."""
+
+    def update(self):
+        self.step_own()
+
+    def reduce(self):
+        self.send()
+        super().reduce()
+
+    def full_state_dict(self):
+        self.send()
+        return super().full_state_dict()
+
+
+class WrongOwner(ShardedOptimizer):
+    """A parameter is sent by the rank after the one that stepped it."""
+
+    def send(self):
+        for index, parameter in enumerate(self.trained):
+            dist.broadcast(parameter.data, self.owner(index + 1))
+
+
+class StepsTwice(ShardedOptimizer):
+    """Rank 1 steps what it owns twice."""
+
+    def step_own(self):
+        super().step_own()
+        if dist.get_rank() == 1:
+            self.optimizer.step()
+
+
+class NoBroadcastOfBuffers(DataParallel):
+    """Each rank keeps the running statistics of its own data."""
+
+    def __call__(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+class KeepsGradientsOfAFailedBackward(DataParallel):
+    """What a backward left that raised is added to the next one's."""
+
+    def backward(self, loss):
+        loss.backward()
+
+
+class NormAfterClipping(DataParallel):
+    """step() tells the norm as it is after clipping."""
+
+    def step(self):
+        return StepResult(min(super().step().norm, self.clip_norm), skipped=False)
+
+
+class UntiedWeights(DataParallel):
+    """A weight with two names is two weights, as `Module.to_empty` makes it."""
+
+    def __init__(self, model, optimizer, *, init=None, **options):
+        if any(parameter.is_meta for parameter in model.parameters()):
+            model.to_empty(device="cpu")
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                init(name, tensor)
+        super().__init__(model, optimizer, init=init, **options)
+
+
+BUGS = {
+    suspects.NoDivision: several_ranks,
+    suspects.EachForItself: several_ranks,
+    suspects.GradientsStay: any_cell,
+    ParameterLeftOut: any_cell,
+    StaleParameters: several_ranks,
+    WrongOwner: several_ranks,
+    StepsTwice: several_ranks,
+    NoBroadcastOfBuffers: lambda cell: several_ranks(cell) and (cell.model == "resnet-tiny" or "buffers" in cell.model),
+    KeepsGradientsOfAFailedBackward: lambda cell: re.search("fails in (backward|recomputation)", cell.model),
+    NormAfterClipping: clips,
+    UntiedWeights: lambda cell: cell.model in ("gpt-tiny", "moe-tiny", "lora-tiny"),
 }
 
 
