@@ -57,13 +57,21 @@ def in_inference_mode(module):
         module.stem.bias.fill_(0.4)
 
 
+def through_state_dicts(module):
+    """As a polyak average does, of the model and of a part of it; and a load."""
+    for value in module.blocks[2].down.state_dict().values():
+        value.mul_(0.5)
+    module.state_dict()["blocks.1.up.bias"].fill_(0.6)
+    module.blocks[0].up.load_state_dict({name: value / 2 for name, value in module.blocks[0].up.state_dict().items()})
+
+
 def loaded(module):
     """All weights, from a state dict."""
     for parameter in module.parameters():
         parameter.data.copy_(torch.arange(parameter.numel()).view(parameter.shape) / 7)
 
 
-ROADS = [initialised, in_place, through_data, other_data, in_inference_mode]
+ROADS = [initialised, in_place, through_data, other_data, in_inference_mode, through_state_dicts]
 
 
 def by_all_roads(module):
