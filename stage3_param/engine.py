@@ -181,7 +181,7 @@ class Engine(EngineBase):
     def begin_backward(self):
         """Autograd is about to run."""
         self.backward_order.rewind()
-        self.turns.begin_backward(self.kept)
+        self.turns.begin_backward(self.kept, self.retains_graph)
         self.kept, self.travelling = [], []
 
     def before_recomputation(self, unit):

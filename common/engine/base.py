@@ -140,6 +140,7 @@ class EngineBase(Files, Access, NoModule):
         self.updates, self._factor = 0, None  # updates in all, kept in checkpoints; what multiplies a step's gradients
         self.naming = self.stepping = self._failed = False
         self.unfinished = None  # whether the backward that has not come to its end reduces
+        self.retains_graph = False  # of the backward that runs
         self._initial = building.InitialValues(model, self.param_groups, init, self.comm)
         self.partition()
         self._initial.place_buffers()
@@ -211,7 +212,7 @@ class EngineBase(Files, Access, NoModule):
             raise InputError(f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, by mean() for instance")
         self.comm.traffic.phase = "backward"
         self.guards.check_trainable()
-        self._failed, self.unfinished = True, self.syncing
+        self._failed, self.unfinished, self.retains_graph = True, self.syncing, retain_graph
         self._begin_gradients()
         self.begin_backward()
         Bucket.scale_of_backward, self.reducing = self._scale, self.syncing
@@ -222,7 +223,7 @@ class EngineBase(Files, Access, NoModule):
                 self.finish_backward()
         finally:
             # What comes later is of another engine's backward: ranks may disagree on it, so that it waits for step().
-            Bucket.scale_of_backward, self.reducing = None, False
+            Bucket.scale_of_backward, self.reducing, self.retains_graph = None, False, False
         self.accounts.backwards += 1
         self.accounts.reductions += self.syncing
         self._failed, self.unfinished = False, None

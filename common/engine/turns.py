@@ -47,7 +47,7 @@ class Turns:
 
     def __init__(self):
         self.forwards, self.now = {}, None
-        self._running, self._runs, self._task = [], Counter(), None
+        self._running, self._runs, self._task, self._anew = [], Counter(), None, {}
 
     def begin_forward(self):
         """Units run from now on; those of a forward that failed are forgotten."""
@@ -79,10 +79,11 @@ class Turns:
             self.forwards[self._number] = self._running
             self._running = []
 
-    def begin_backward(self, kept):
-        """No turn was taken yet. Units that were `kept` for it are whole."""
+    def begin_backward(self, kept, retained=False):
+        """No turn was taken yet. Units that were `kept` for it are whole. If its graph is retained, turns come anew."""
         self.now = None
         self._runs.clear()
+        self._anew = {number: list(turns) for number, turns in self.forwards.items()} if retained else {}
         for turn in filter(None, map(self.next_of, kept)):
             turn.gathers = False
 
@@ -118,6 +119,9 @@ class Turns:
             self.now = max(self.forwards)
         yield from self._take()
         self.forwards.pop(self.now, None)
+        for turn in itertools.chain(*self._anew.values()):
+            turn.gathers = not turn.unit.pins
+        self.forwards.update(self._anew)
 
     def next_of(self, unit):
         """A unit's next turn: in the forward that backward goes through, or else in the last one that has any."""

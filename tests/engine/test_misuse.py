@@ -922,9 +922,9 @@ def test_gradients_of_another_engines_backward_wait_for_the_step(worlds, stage):
 class Plain:
     """A loop without an engine, on every rank: each backward's gradients are averaged in rank order, and added up."""
 
-    def __init__(self, world, engine, seed=0):
+    def __init__(self, world, engine, seed=0, make=Net):
         torch.manual_seed(seed)
-        self.module = Net().to(world.device)
+        self.module = make().to(world.device)
         self.optimizer = UNFUSED(self.module.parameters())
 
     def __call__(self, x):
@@ -996,13 +996,33 @@ def of_one_graph(world, make):
     return (made.full_state_dict(),)
 
 
+class TwoHeads(Net):
+    """Returns what the head makes, and what goes into it."""
+
+    def forward(self, x):
+        deep = self.run(self.blocks, self.stem(x))
+        return self.head(deep), deep
+
+
+def in_another_order(world, make):
+    """Two losses of one graph, of which the ranks take another one first."""
+    made = make(world, make=TwoHeads)
+    for index in range(2):
+        values = [loss(out) for out in made(inputs(world, index))]
+        first, second = values if world.rank else reversed(values)
+        made.backward(first, retain_graph=True)
+        made.backward(second)
+        made.step()
+    return (made.full_state_dict(),)
+
+
 def ends_as_the_plain_loop(world, engine, loop):
     ended = [loop(world, functools.partial(small_engine, engine=engine, bucket_mb=1e-4))]
     ended.append(loop(world, functools.partial(Plain, engine=None)))
     return all(map(same_bits, *ended))
 
 
-@pytest.mark.parametrize("loop", [gan, in_parts, of_one_graph])
+@pytest.mark.parametrize("loop", [gan, in_parts, of_one_graph, in_another_order])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.seven
 def test_zero_grad_and_retain_graph_do_what_they_do_in_a_plain_loop(worlds, engine, size, loop):
