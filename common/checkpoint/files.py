@@ -5,7 +5,7 @@ import torch
 from common.checkpoint import checkpoint, model_state, weights
 from common.checkpoint.background import Saving
 from common.errors import InputError
-from common.tensors import end_to_end
+from common.tensors import end_to_end, past_subclasses
 
 # Who evaluates in torch.inference_mode() may save there. What is made in that mode no other thread can write, such as
 # the lane of collectives.
@@ -48,6 +48,7 @@ class Files:
         self.buffers.broadcast()
         return whole_state(self, to_rank)
 
+    @past_subclasses  # a hook that reads a freed weight is refused by the name of what it makes
     def state_as_it_stands(self):
         """model.state_dict() with the parameters and buffers themselves, whole or not: for its keys."""
         self.naming = True
