@@ -158,9 +158,8 @@ class Disk(Host):
         """Nothing: a sub-group moves its states to disk when it is swapped out."""
 
     def watch(self, optimizer):
-        """Refuse what others would read from an optimizer's states or write there: it holds what stands for them."""
+        """Refuse what others would read from an optimizer's states: it holds what stands for them."""
         optimizer.register_state_dict_pre_hook(_refuse_state_dict)
-        optimizer.register_load_state_dict_pre_hook(_refuse_values)
 
     def read(self, offset, buffer, label, after):
         """Begin to read; see `SwapFile.read`."""
@@ -185,14 +184,7 @@ class Disk(Host):
 
 def _refuse_state_dict(optimizer):
     if any(hollow(state) for state in tensors_of_state(optimizer)):
-        raise RuntimeError("engine.optimizer has no values of states that lie on disk; write engine.save()")
-
-
-def _refuse_values(optimizer, state_dict):
-    """A load of the engine's own has put the values on disk already, and gives what stands for them."""
-    given = [value for state in state_dict["state"].values() for value in state.values() if torch.is_tensor(value)]
-    if any(value.dim() for value in given) and not any(hollow(value) for value in given):
-        raise RuntimeError("engine.optimizer cannot put states on disk; write engine.load()")
+        raise RuntimeError("engine.optimizer has no values of states that lie on disk; write engine.save(path)")
 
 
 class Staging:

@@ -14,7 +14,7 @@ from planting import followed, left_out, preceded, replaced, within
 from torch import nn
 from training import STAGES
 
-from common.checkpoint import checkpoint, files
+from common.checkpoint import checkpoint, files, model_state
 from common.engine import Bucket, EngineBase, Owned, base, door, layout, mixed_precision, units
 from common.engine.buffers import Buffers
 from common.engine.building import InitialValues
@@ -485,7 +485,7 @@ def a_load_leaves_gradients_of_before(engine):
 
 @shown_by(probes.resumes)
 def a_checkpoint_has_no_buffers(engine):
-    return replaced(checkpoint, "_buffers", lambda *_: [])
+    return replaced(model_state, "buffers", lambda *_: [])
 
 
 @shown_by(probes.refuses_what_is_damaged)
