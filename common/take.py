@@ -87,6 +87,9 @@ def take(engine, package):
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(relative(file, files))
         written.append(place)
+        for table in filter(Path.exists, (file.with_suffix(".json"), file.with_suffix(".toml"))):  # which it reads
+            written.append(place.with_suffix(table.suffix))
+            written[-1].write_text(table.read_text())
     (package / "LICENSE").write_text(licence())
     version = f"{common.__version__} {commit()}".strip()
     said = f'"""{engine}, taken from zero-stages {version}: see LICENSE. {about}"""\n{exports}'

@@ -112,7 +112,7 @@ class Freed(nn.Parameter):
 
     Attributes:
         freed_name: its name.
-        nothing: the `units.Nothing` of its bucket; None for a view of a freed parameter.
+        nothing: a weak reference to the `units.Nothing` of its bucket; None for a view of a freed parameter.
     """
 
     nothing = None
@@ -123,7 +123,7 @@ class Freed(nn.Parameter):
         name, tells = (function.__self__.__name__ if name == "__get__" else name), name in TELLS
         if not tells or name in VIEWS:
             freed = [tensor for tensor in tensors_in([args, kwargs]) if isinstance(tensor, cls)]
-            if all(tensor.nothing is not None and tensor.nothing.mover() for tensor in freed):
+            if all(tensor.nothing is not None and tensor.nothing().mover() for tensor in freed):
                 return function(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if not tells:
@@ -135,7 +135,7 @@ class Freed(nn.Parameter):
             if function.__name__ == "__set__" and function.__self__ is torch.Tensor.data:
                 if not isinstance(args[1], cls):
                     freed.__class__ = nn.Parameter
-                    vars(freed).clear()
+                    del freed.freed_name, freed.nothing
             elif torch.is_tensor(result) and result is not freed and storage_id(result) == storage_id(freed):
                 result = result.as_subclass(cls)
                 result.freed_name = freed.freed_name

@@ -364,4 +364,4 @@ class Nothing:
         self.numbers.fill_(float("nan") if self.numbers.is_floating_point() else 0)
         for name, parameter in self._members.items():
             if type(parameter) is nn.Parameter:  # a class of somebody else's stays what it is
-                parameter.__class__, parameter.freed_name, parameter.nothing = Freed, name, self
+                parameter.__class__, parameter.freed_name, parameter.nothing = Freed, name, weakref.ref(self)
