@@ -135,7 +135,8 @@ class Freed(nn.Parameter):
             if function.__name__ == "__set__" and function.__self__ is torch.Tensor.data:
                 if not isinstance(args[1], cls):
                     freed.__class__ = nn.Parameter
-                    del freed.freed_name, freed.nothing
+                    for name in ("freed_name", "nothing"):
+                        vars(freed).pop(name, None)
             elif torch.is_tensor(result) and result is not freed and storage_id(result) == storage_id(freed):
                 result = result.as_subclass(cls)
                 result.freed_name = freed.freed_name
