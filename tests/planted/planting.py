@@ -100,12 +100,21 @@ def planted(world, plant, engine, run, *args):
             return f"raised {error!r}"
 
 
+def leave(worlds, size, answers):
+    """Those of ranks that raised, whose world is left: another rank may still wait in it for what they did not send."""
+    raised = [answer for answer in answers if isinstance(answer, str)]
+    if raised:
+        worlds(size).close(kill=True)
+    return raised
+
+
 def broken_promises(worlds, folder, plant, engine, probe, size):
     """What a probe finds wrong, on any rank."""
     if isinstance(probe, Cell):
         ranks = worlds(probe.world_size).run(planted, plant, engine, train_cell, probe)
-        raised = [rank for rank in ranks if isinstance(rank, str)]
+        raised = leave(worlds, probe.world_size, ranks)
         found, reason = ("fail", raised[0]) if raised else judge(worlds, probe, ranks)
         return [] if found in expected(engine, probe) else [reason]
     found = worlds(size).run(planted, plant, engine, probe, str(folder))
+    leave(worlds, size, found)
     return [promise for rank in found for promise in ([rank] if isinstance(rank, str) else rank)]

@@ -422,9 +422,9 @@ def autocast_keeps_the_casts_of_an_earlier_forward(engine):
     return left_out(torch, "clear_autocast_cache")
 
 
-@shown_by(Cell("hooked after the engine", "fp32", 2), engines=STAGES[3:])
-def hooks_that_came_later_run_when_the_unit_is_freed(engine):
-    return left_out(units._Watch, "surround")
+@shown_by(Cell("tied by reading", "fp32", 2), engines=STAGES[3:])
+def a_weight_that_is_read_elsewhere_stays_where_it_is(engine):
+    return left_out(units.Mover, "__call__")
 
 
 @shown_by(Cell("prompt tuning", "fp32", 2), engines=STAGES[3:])
