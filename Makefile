@@ -54,20 +54,20 @@ help:
 demo: $(INSTALLED)
 	mkdir -p $(RESULTS)
 	@began=$$(date +%s) && \
-	$(BIN)/python -m common.compare --nproc 4 --oversubscribe --model gpt-micro --batch 8 --steps 12 --ranks-per-node 2 --json $(RESULTS)/demo.json && \
+	$(BIN)/python -m lab.compare --nproc 4 --oversubscribe --model gpt-micro --batch 8 --steps 12 --ranks-per-node 2 --json $(RESULTS)/demo.json && \
 	echo "make demo took $$(($$(date +%s) - began)) s. The picture is $(RESULTS)/demo.png. Next: the course, notebooks/README.md; or the code, from stage0_ddp/minimal.py on."
 
 lessons: $(INSTALLED)
-	$(BIN)/python -m common.lessons --out $(RESULTS)/lessons
+	$(BIN)/python -m course.lessons --out $(RESULTS)/lessons
 
 site: $(INSTALLED)
-	$(BIN)/python -m common.site --out $(RESULTS)/site
+	$(BIN)/python -m course.site --out $(RESULTS)/site
 
 slides: $(INSTALLED)
-	$(BIN)/python -m common.slides --out $(RESULTS)/slides.html
+	$(BIN)/python -m course.slides --out $(RESULTS)/slides.html
 
 student: $(INSTALLED)
-	$(BIN)/python -m common.course.release --out $(RESULTS)/student
+	$(BIN)/python -m course.release --out $(RESULTS)/student
 
 # Two processes at once, then what measures time. A failure in the first does not keep the second from running.
 TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -78,7 +78,7 @@ test: lint
 # No .venv: a machine with GPUs has a torch that fits them. What is left out needs no GPU, but further packages.
 test-gpu:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make test-gpu: torch finds no GPU here, so nothing was tested")'
-	$(PYTHON) -m pytest --ignore tests/models/test_data.py --ignore tests/engine/test_layout.py --ignore tests/course/test_notebooks.py --ignore tests/lessons --ignore tests/explorer --ignore tests/slides
+	$(PYTHON) -m pytest --ignore tests/models/test_data.py --ignore tests/engine/test_layout.py --ignore tests/course/test_notebooks.py --ignore tests/course --ignore tests/course --ignore tests/course
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/tools/soak.py
@@ -88,7 +88,7 @@ papers: $(INSTALLED)
 
 # A library that does not pass everything is a result too, so the next one runs all the same.
 scores: $(INSTALLED)
-	for peer in $(PEERS); do $(BIN)/python -m pytest tests --tb no --engine common.peers:$$peer --scores $(RESULTS)/scores; done; true
+	for peer in $(PEERS); do $(BIN)/python -m pytest tests --tb no --engine interop.peers:$$peer --scores $(RESULTS)/scores; done; true
 
 record: $(RECORDS:%=record-%) readme
 
@@ -99,81 +99,81 @@ record-demo:
 	$(MAKE) demo RESULTS=results
 
 record-activations: $(INSTALLED)
-	$(BIN)/python -m common.activations --nproc 4 --oversubscribe --json results/activations.json
+	$(BIN)/python -m lab.activations --nproc 4 --oversubscribe --json results/activations.json
 
 record-accumulated: $(INSTALLED)
-	$(BIN)/python -m common.compare --nproc 4 --oversubscribe --model gpt-micro --batch 8 --steps 12 --precision bf16 --accumulate 2 --json results/accumulated.json
+	$(BIN)/python -m lab.compare --nproc 4 --oversubscribe --model gpt-micro --batch 8 --steps 12 --precision bf16 --accumulate 2 --json results/accumulated.json
 
 # DeepSpeed takes part where it is installed: $(BIN)/python -m pip install --constraint constraints.txt -e '.[peers]'
 record-scores:
 	$(MAKE) scores RESULTS=results
 
 record-bench: $(INSTALLED)
-	$(BIN)/python -m common.bench --nproc 2,4 --oversubscribe --worlds 5 --rounds 4 --json results/bench_cpu.json
+	$(BIN)/python -m lab.bench --nproc 2,4 --oversubscribe --worlds 5 --rounds 4 --json results/bench_cpu.json
 
 # For a machine of another kind than the one above.
 record-second-machine: $(INSTALLED)
-	$(BIN)/python -m common.bench --nproc 2,4 --oversubscribe --worlds 5 --rounds 4 --json results/bench_cpu_second_machine.json
+	$(BIN)/python -m lab.bench --nproc 2,4 --oversubscribe --worlds 5 --rounds 4 --json results/bench_cpu_second_machine.json
 
 record-small-models: $(INSTALLED)
-	$(BIN)/python -m common.bench --models gpt-nano,gpt-micro,gpt-mini --precisions fp32 --nproc 2 --engines stage0_ddp,stage1_os,stage2_grad,stage3_param --peers TorchDDP --worlds 3 --rounds 4 --json results/bench_cpu_small_models.json
+	$(BIN)/python -m lab.bench --models gpt-nano,gpt-micro,gpt-mini --precisions fp32 --nproc 2 --engines stage0_ddp,stage1_os,stage2_grad,stage3_param --peers TorchDDP --worlds 3 --rounds 4 --json results/bench_cpu_small_models.json
 
 record-small-send-buffers: $(INSTALLED)
-	$(BIN)/python -m common.bench --nproc 2,4 --oversubscribe --engines stage0_ddp,stage1_os,stage2_grad --peers TorchDDP --precisions fp32 --small-send-buffers --worlds 3 --rounds 4 --json results/bench_cpu_small_send_buffers.json
+	$(BIN)/python -m lab.bench --nproc 2,4 --oversubscribe --engines stage0_ddp,stage1_os,stage2_grad --peers TorchDDP --precisions fp32 --small-send-buffers --worlds 3 --rounds 4 --json results/bench_cpu_small_send_buffers.json
 
 record-growth: $(INSTALLED)
-	$(BIN)/python -m common.bench --models gpt-1m,gpt-3m,gpt-10m,gpt-30m,gpt-100m --precisions fp32 --nproc 1,2,4 --oversubscribe --peers BareLoop --steps 1 --worlds 1 --rounds 11 --json results/growth_cpu.json
+	$(BIN)/python -m lab.bench --models gpt-1m,gpt-3m,gpt-10m,gpt-30m,gpt-100m --precisions fp32 --nproc 1,2,4 --oversubscribe --peers BareLoop --steps 1 --worlds 1 --rounds 11 --json results/growth_cpu.json
 
 ALONE := --models gpt-1m,gpt-3m,gpt-10m --precisions fp32 --nproc 1
 record-alone: $(INSTALLED)
-	$(BIN)/python -m common.bench $(ALONE) --batch 32 --peers BareLoop --worlds 1 --rounds 11 --json results/alone_cpu.json
-	$(BIN)/python -m common.bench $(ALONE) --batch 128 --steps 1 --peers BareLoop --worlds 1 --rounds 11 --json results/alone_cpu_batch128.json
+	$(BIN)/python -m lab.bench $(ALONE) --batch 32 --peers BareLoop --worlds 1 --rounds 11 --json results/alone_cpu.json
+	$(BIN)/python -m lab.bench $(ALONE) --batch 128 --steps 1 --peers BareLoop --worlds 1 --rounds 11 --json results/alone_cpu_batch128.json
 
 record-capacity: $(INSTALLED)
-	$(BIN)/python -m common.capacity --cap 1GB --nproc 4 --oversubscribe --json results/capacity_cpu.json
+	$(BIN)/python -m lab.capacity --cap 1GB --nproc 4 --oversubscribe --json results/capacity_cpu.json
 
 # DeepSpeed takes part where it is installed, and compiles its optimizer then.
 CAPACITY := --cap 600MB --precisions bf16 --engines stage0_ddp,stage2_grad,offload
 record-offload: $(INSTALLED)
-	$(BIN)/python -m common.capacity $(CAPACITY) --nproc 1 --json results/offload_capacity_1.json
-	$(BIN)/python -m common.capacity $(CAPACITY) --nproc 4 --oversubscribe --json results/offload_capacity_4.json
-	$(BIN)/python -m offload.experiments.delay --nproc 2 --steps 600 --json results/offload_delay.json
-	$(BIN)/python -m offload.experiments.delay --nproc 2 --steps 600 --lr 2e-4 --json results/offload_delay_slow.json
-	$(BIN)/python -m common.bench --nproc 2 --precisions bf16 --worlds 1 --rounds 11 --engines stage2_grad,offload --peers TorchDDP,DeepSpeed2,DeepSpeedOffload --json results/bench_offload.json
+	$(BIN)/python -m lab.capacity $(CAPACITY) --nproc 1 --json results/offload_capacity_1.json
+	$(BIN)/python -m lab.capacity $(CAPACITY) --nproc 4 --oversubscribe --json results/offload_capacity_4.json
+	$(BIN)/python -m lab.offload.delay --nproc 2 --steps 600 --json results/offload_delay.json
+	$(BIN)/python -m lab.offload.delay --nproc 2 --steps 600 --lr 2e-4 --json results/offload_delay_slow.json
+	$(BIN)/python -m lab.bench --nproc 2 --precisions bf16 --worlds 1 --rounds 11 --engines stage2_grad,offload --peers TorchDDP,DeepSpeed2,DeepSpeedOffload --json results/bench_offload.json
 
 # fio is what the disk is measured by: apt-get install fio
 WALL := --cap 600MB --precisions bf16 --engines stage0_ddp,offload.nvme --up-to 128 --compare
 record-infinity: $(INSTALLED)
-	$(BIN)/python -m common.capacity $(WALL) --nproc 1 --json results/infinity_capacity_1.json
-	$(BIN)/python -m common.capacity $(WALL) --nproc 4 --oversubscribe --json results/infinity_capacity_4.json
-	$(BIN)/python -m offload.experiments.disk_step --json results/infinity_disk_step.json
-	$(BIN)/python -m offload.experiments.ablation --oversubscribe --json results/infinity_ablation.json
-	$(BIN)/python -m offload.tiling --nproc 4 --oversubscribe --json results/infinity_tiling.json
+	$(BIN)/python -m lab.capacity $(WALL) --nproc 1 --json results/infinity_capacity_1.json
+	$(BIN)/python -m lab.capacity $(WALL) --nproc 4 --oversubscribe --json results/infinity_capacity_4.json
+	$(BIN)/python -m lab.offload.disk_step --json results/infinity_disk_step.json
+	$(BIN)/python -m lab.offload.ablation --oversubscribe --json results/infinity_ablation.json
+	$(BIN)/python -m lab.offload.tiling --nproc 4 --oversubscribe --json results/infinity_tiling.json
 	$(MAKE) infinity RESULTS=results
 
 record-zeropp: $(INSTALLED)
-	$(BIN)/python -m zeropp.experiments.two_nodes --json results/zeropp_two_nodes.json
-	$(BIN)/python -m zeropp.experiments.pack_time --json results/zeropp_pack_time.json
-	$(BIN)/python -m zeropp.experiments.convergence --oversubscribe --json results/zeropp_convergence.json
+	$(BIN)/python -m lab.zeropp.two_nodes --json results/zeropp_two_nodes.json
+	$(BIN)/python -m lab.zeropp.pack_time --json results/zeropp_pack_time.json
+	$(BIN)/python -m lab.zeropp.convergence --oversubscribe --json results/zeropp_convergence.json
 
 record-simulated: $(INSTALLED)
-	$(BIN)/python -m common.plan.scaling --json results/scaling.json
+	$(BIN)/python -m lab.plan.scaling --json results/scaling.json
 
 record-museum: $(INSTALLED)
-	$(BIN)/python -m common.museum --json results/museum.json
+	$(BIN)/python -m interop.museum --json results/museum.json
 
 record-words: $(INSTALLED)
-	$(BIN)/python -m common.words.beside --json results/words_deepspeed.json
+	$(BIN)/python -m interop.beside_deepspeed --json results/words_deepspeed.json
 
 infinity: $(INSTALLED)
 	mkdir -p $(RESULTS)
-	$(BIN)/python -m offload.experiments.largest --json $(RESULTS)/infinity_largest.json
+	$(BIN)/python -m lab.offload.largest --json $(RESULTS)/infinity_largest.json
 
 notebooks: $(INSTALLED)
-	$(BIN)/python -m common.course.execute
+	$(BIN)/python -m course.execute
 
 readme: $(INSTALLED)
-	$(BIN)/python -m common.readme
+	$(BIN)/python -m lab.readme
 
 test-all: lint
 	$(BIN)/python -m pytest $(TWO) -m "not alone"; first=$$?; \

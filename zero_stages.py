@@ -1,16 +1,28 @@
-"""What every engine's package imports first: is `common` ours? A project may have a folder of that name, too."""
+"""What every package imports first: is `common` ours? A project may have a folder of that name, too."""
 
+import importlib.util
 from pathlib import Path
 
 import common
 
-OURS = Path(__file__).resolve().with_name("common")
-found = Path(common.__file__ or next(iter(common.__path__)))  # a folder without __init__.py has no file
+HERE = Path(__file__).resolve().parent
 
-if found.resolve() != OURS / "__init__.py":
-    raise ImportError(
-        f"'common' is {found} here, and hides {OURS}, which the engines need: rename yours, or take an engine as a "
-        f"package of your own, by `cd {OURS.parent} && python -m common.take stage3_param YOUR_FOLDER/zero3` (or words)"
-    )
 
+def check(*packages):
+    """Look where Python finds these packages.
+
+    Raises:
+        ImportError: another file or folder of that name comes first.
+    """
+    for name in packages:
+        spec = importlib.util.find_spec(name)
+        found = Path(spec.origin or next(iter(spec.submodule_search_locations)))  # a folder without __init__.py
+        if found.resolve() != HERE / name / "__init__.py":
+            raise ImportError(
+                f"{name!r} is {found} here, and hides {HERE / name}, which is needed: rename yours, or take an engine "
+                f"as a package of your own: `cd {HERE} && python -m interop.take stage3_param YOUR_FOLDER/zero3`"
+            )
+
+
+check("common")
 __version__ = common.__version__

@@ -7,7 +7,7 @@ from common.errors import InputError
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
 ENGINES = (*STAGES, "offload", "offload.nvme", "zeropp")
-HERE = __name__.removesuffix("common.engines")  # empty here; "my_project.zero." where `common.take` wrote a copy
+HERE = __name__.removesuffix("common.engines")  # empty here; "my_project.zero." where `interop.take` wrote a copy
 
 
 def find_engine(name):

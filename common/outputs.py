@@ -10,6 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 from common.errors import InputError
 from common.measure import tables
 from common.measure.hardware import commit
@@ -195,3 +198,10 @@ def written(path):
         yield
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def progress_bar(*columns):
+    """A progress bar, with columns of one's own behind the usual ones; a context manager."""
+    usual = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    return Progress(*usual, *columns, console=console, transient=True, disable=not console.is_terminal)

@@ -1,7 +1,6 @@
 """The training command of every stage: `python -m stage2_grad`, alone or under torchrun."""
 
 import argparse
-import hashlib
 import importlib
 import json
 import os
@@ -13,23 +12,22 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TextColumn
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.profiler import record_function
 
 from common import models
 from common.checkpoint import runs
 from common.data import Batches, load_text
 from common.engine.mixed_precision import dtype_of
-from common.engines import ENGINES, STAGES, find_engine  # noqa: F401  others have them from here
+from common.engines import find_engine
 from common.errors import InputError
 from common.generate import generate
+from common.loop import finish, sha256, train_step
 from common.measure import tables
 from common.measure.hardware import cpus, hardware
 from common.measure.memory import Timeline
 from common.measure.timeline import Recording, overlap
-from common.outputs import asked, check_name, one_line_errors, write_json, write_text
+from common.outputs import asked, check_name, one_line_errors, progress_bar, write_json, write_text
 from common.ranks.agreement import together
 from common.ranks.nodes import check_ranks_per_node
 from common.ranks.world import launch, told_by_torchrun
@@ -184,7 +182,7 @@ def train(world, name, options, progress=None):
         progress: called with (steps done, loss) after each step.
 
     Returns:
-        A row as `common.compare` writes it, with the timeline's samples and the final weights beside it.
+        A row as `lab.compare` writes it, with the timeline's samples and the final weights beside it.
     """
     make = find_engine(name) if isinstance(name, str) else name
     module = build_model(options)
@@ -291,61 +289,10 @@ def _run_steps(world, engine, module, options, batches, progress, schedulers, su
     return run
 
 
-def train_step(engine, micro_batches, no_sync=False, loss_of=models.loss):
-    """One step from the mean gradient of some micro-batches.
-
-    Args:
-        engine: an engine.
-        micro_batches: [(inputs, targets)], of equal size.
-        no_sync: ranks exchange gradients in the last backward only.
-        loss_of: of (outputs, targets), a scalar.
-
-    Returns:
-        The mean loss on this rank, a scalar tensor, and the StepResult.
-    """
-    total = 0.0
-    for number, (inputs, targets) in enumerate(micro_batches, start=1):
-        quiet = no_sync and number < len(micro_batches)
-        with engine.no_sync() if quiet else nullcontext():
-            with record_function("forward"):  # labels for a trace: see common.measure.timeline
-                loss = loss_of(engine(inputs), targets) / len(micro_batches)
-            with record_function("backward"):
-                engine.backward(loss)
-        total = total + loss.detach()
-    with record_function("step"):
-        return total, engine.step()
-
-
-def sha256(weights):
-    """A digest of all weights, bit for bit."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        digest.update(name.encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def show_bytes(count):
-    """Bytes for people: 1 kB = 1000 B, as in the papers."""
-    if count is None:
-        return "-"
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:.0f} {unit}"
-    return f"{count} B"
-
-
 def how(options):
     """How a step was cut and what it kept, as results are labelled with."""
     kept = ("checkpoint_activations", "offload_activations", "accumulate", "no_sync")
     return {name: getattr(options, name) for name in kept}
-
-
-def progress_bar(*columns):
-    """A progress bar, with columns of one's own behind the usual ones; a context manager."""
-    usual = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    return Progress(*usual, *columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def run_with_progress(world, name, options):
@@ -388,9 +335,3 @@ def _train_and_report(world, package, options):
         tables.say(f"collectives beside computation, in {options.trace}: {shares}")
     if "generated" in row:
         tables.say(row["generated"])
-
-
-def finish(device):
-    """Return when the device has done what it was given, so that a clock may be read."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -16,10 +16,10 @@ from training import ENGINES, SEVEN, STAGES
 from trap_models import CASES
 from worlds import HANGS, Worlds, WorldsThatMayHang, hangs
 
-from common.checkpoint.to_universal import RELEASE
+from common.engines import find_engine
 from common.errors import InputError
-from common.museum import installed
-from common.train import find_engine
+from interop.formats.to_universal import RELEASE
+from interop.museum import installed
 
 # The files that take minutes begin, so that of two processes none is left alone with one of them.
 LONG = ("test_equivalence", "test_runs", "test_notebooks", "test_commands")

@@ -95,3 +95,13 @@ def fit(columns, room):
 def needed(widths):
     """What a table of columns of such widths takes."""
     return sum(widths) + GAP * (len(widths) - 1)
+
+
+def show_bytes(count):
+    """Bytes for people: 1 kB = 1000 B, as in the papers."""
+    if count is None:
+        return "-"
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:.0f} {unit}"
+    return f"{count} B"

@@ -51,7 +51,7 @@ class Recording:
 
     Args:
         engine: one of the stages' engines. Its phases show where the caller runs them in ranges called as in PHASES,
-            by torch.profiler.record_function, as `common.train.train_step` does.
+            by torch.profiler.record_function, as `common.loop.train_step` does.
     """
 
     def __init__(self, engine):

@@ -174,7 +174,7 @@ class SimulatedLane(InlineLane):
     """The lane of a simulated world: nothing travels, and buffers are held for as long as those of a stream.
 
     Attributes:
-        clock: what counts the time that it would take, a `common.simulate.clock.Clock`; None counts none.
+        clock: what counts the time that it would take, a `lab.simulate.clock.Clock`; None counts none.
     """
 
     clock = None

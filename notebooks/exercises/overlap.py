@@ -4,7 +4,7 @@ Write 4 of its methods anew, so that collectives are under way while the next is
 as often as you like. Bits, bytes and the room for two buckets stay. What counts is what is under way
 when, and not how long it takes:
 
-    python -m common.grade notebooks/exercises/overlap.py
+    python -m course.grade notebooks/exercises/overlap.py
 
 What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters:
 

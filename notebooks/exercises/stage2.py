@@ -2,7 +2,7 @@
 
 Write them all, and ask as often as you like; from then on the answers are about what is wrong:
 
-    python -m common.grade notebooks/exercises/stage2.py
+    python -m course.grade notebooks/exercises/stage2.py
 
 What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters:
 

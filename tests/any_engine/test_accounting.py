@@ -16,7 +16,7 @@ from training import ENGINES, STAGES, batch, claimed, inputs, make_engine, or_re
 from trap_models import CASES, InputsRequireGrad, Net
 from trap_models import step as take_a_step
 
-from common import models, train
+from common import loop, models
 from common.measure.memory import CLASSES, Timeline
 
 MODELS = ("mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny")
@@ -265,7 +265,7 @@ def phases_of_a_labelled_step(world, stage):
     train_step(engine, world)
     inputs_and_targets = batch(engine.module, world, 1)
     with Timeline(engine) as timeline:
-        train.train_step(engine, [inputs_and_targets])
+        loop.train_step(engine, [inputs_and_targets])
     return list(dict.fromkeys(phase for phase, _ in timeline.samples))
 
 

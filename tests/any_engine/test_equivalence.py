@@ -9,8 +9,8 @@ from matrix import CELLS, CROSSED, CROSSINGS, MORE_CELLS, ZOO, Cell, as_judged, 
 from training import STAGES
 from verdicts import judge, other_rounding, reference, verdict
 
-from common.compare import relative_difference
 from common.ranks.world import RankFailed
+from lab.compare import relative_difference
 
 OFF = "ends elsewhere than the baseline"
 
@@ -85,7 +85,7 @@ def test_under_no_sync_stages_that_reduce_at_once_agree_bitwise(worlds, precisio
 @pytest.mark.parametrize("size", [2, 3])
 def test_stock_ddp_agrees_but_for_rounding(worlds, size, model):
     cell = Cell(model, "fp32", size, optimizer="SGD with momentum")
-    stock = worlds(size).run(train_cell, "common.peers:TorchDDP", cell)
+    stock = worlds(size).run(train_cell, "interop.peers:TorchDDP", cell)
     assert judge(worlds, cell, stock)[0] in ("bitwise", "ulp", "tolerance")
 
 

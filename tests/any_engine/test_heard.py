@@ -13,10 +13,10 @@ from trap_models import Net, loss
 from trap_models import step as take_a_step
 
 from common import models
+from common.loop import sha256
 from common.measure.memory import storage_bytes, storage_id
 from common.models import count
 from common.ranks.sockets import bytes_sent_by_own_sockets
-from common.train import sha256
 
 GRADIENT = 4 * count(models.build("gpt-nano"))  # bytes, in fp32
 on_cpus = pytest.mark.skipif(

@@ -10,8 +10,8 @@ from matrix import OPTIMIZERS, OPTIONS, Cell, quantizes, targets_that_count, tra
 from training import batch, claimed, message_of
 
 from common import models
-from common.compare import relative_difference
 from common.loss import IGNORED, TokenMean
+from lab.compare import relative_difference
 
 OPTION = "accumulated, unequal tokens"
 

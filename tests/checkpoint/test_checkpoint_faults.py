@@ -13,8 +13,8 @@ import torch
 from machine import linux, small_disk
 from training import claimed, make_engine, message_of, or_reason, train_step
 
+from common.loop import sha256
 from common.ranks.world import LocalWorld, RankFailed
-from common.train import sha256
 
 
 def names(path):

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import nn
 from training import ENGINES, make_engine, same_bits, train_step
 
+from common.loop import sha256
 from common.measure.memory import set_malloc_thresholds
 from common.ranks.world import LocalWorld
 from common.tensors import length
-from common.train import sha256
 
 WRITERS = (*ENGINES, "zeropp")  # which steps exact master weights by rounded gradients: the others' step is another
 SIZES = (1, 2, 3, 4)

@@ -10,7 +10,7 @@ from training import SEVEN, inputs, message_in_step, small_engine
 from trap_models import WIDTH, Block, step
 
 from common.errors import InputError
-from common.export import export, export_folder
+from interop.export import export, export_folder
 from zeropp.export import save_int8
 
 

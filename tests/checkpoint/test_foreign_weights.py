@@ -9,8 +9,8 @@ from torch import nn
 from training import ADAMW, ENGINES, STAGES, batch, make_engine, same_bits, train_step
 
 from common import models
+from common.engines import find_engine
 from common.errors import InputError
-from common.train import find_engine
 
 EVERY_ENGINE = (*ENGINES, "offloaded:Delayed", "offloaded:Spread", "zeropp", "quantized:Copies")
 

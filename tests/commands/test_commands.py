@@ -15,9 +15,10 @@ from machine import linux, small_disk
 from places import ROOT
 from training import ENGINES, batch, make_engine
 
-from common import compare, outputs, train
+from common import loop, outputs, train
 from common.errors import InputError
 from common.measure.hardware import commit
+from lab import compare
 
 
 def test_training_shows_what_was_measured_and_writes_it(tmp_path):
@@ -48,7 +49,7 @@ def test_a_stage_joins_the_group_that_torchrun_made(tmp_path):
 def test_compare_writes_json_markdown_and_a_picture(tmp_path):
     path = tmp_path / "all.json"
     done = run(
-        *("-m", "common.compare", "--nproc", 4, "--oversubscribe", "--ranks-per-node", 2, "--model", "gpt-tiny"),
+        *("-m", "lab.compare", "--nproc", 4, "--oversubscribe", "--ranks-per-node", 2, "--model", "gpt-tiny"),
         *("--steps", 4, "--json", path),
     )
     assert done.returncode == 0, done.stderr
@@ -72,7 +73,7 @@ def test_compare_writes_json_markdown_and_a_picture(tmp_path):
 def test_what_was_not_measured_is_null(tmp_path):
     path = tmp_path / "one.json"
     options = ("--engines", "stage1_os", "--nproc", 1, "--model", "mlp", "--steps", 1, "--json", path)
-    assert run("-m", "common.compare", *options).returncode == 0
+    assert run("-m", "lab.compare", *options).returncode == 0
     (row,) = json.loads(path.read_text())["rows"]
     assert row["bitwise_equal_to_stage0"] is None
     assert row["tokens_per_second"] is None
@@ -89,7 +90,7 @@ def test_what_was_not_measured_is_null(tmp_path):
 def test_compare_cuts_a_step_into_micro_batches_and_recomputes(tmp_path, options):
     path = tmp_path / "all.json"
     done = run(
-        *("-m", "common.compare", "--nproc", 2, "--oversubscribe", "--model", "gpt-tiny", "--steps", 2),
+        *("-m", "lab.compare", "--nproc", 2, "--oversubscribe", "--model", "gpt-tiny", "--steps", 2),
         *("--engines", "stage0_ddp,stage2_grad"),
         *("--checkpoint-activations", *options, "--json", path),
     )
@@ -109,7 +110,7 @@ def mean_gradient(world, micro_batches, no_sync):
     engine = make_engine("stage1_os", "llama-tiny", functools.partial(torch.optim.SGD, lr=1.0))
     inputs, targets = batch(engine.module, world)
     parts = zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True)
-    return train.train_step(engine, list(parts), no_sync)[0].item(), engine.full_state_dict()
+    return loop.train_step(engine, list(parts), no_sync)[0].item(), engine.full_state_dict()
 
 
 @pytest.mark.parametrize("no_sync", [False, True])
@@ -122,7 +123,7 @@ def test_micro_batches_have_the_mean_loss_and_gradient_of_the_whole_batch(worlds
 
 BAD_INPUT = {
     "unknown model": (("stage1_os", "--model", "gpt-nanno"), "did you mean gpt-nano"),
-    "unknown engine": (("common.compare", "--engines", "stage9"), "unknown engine 'stage9'"),
+    "unknown engine": (("lab.compare", "--engines", "stage9"), "unknown engine 'stage9'"),
     "no rank": (("stage0_ddp", "--nproc", "0"), "at least one rank"),
     "too many ranks": (("stage0_ddp", "--nproc", "999", "--batch", "999"), "--oversubscribe"),
     "missing text": (("stage3_param", "--data", "/no/such/file"), "cannot read the text"),
@@ -136,19 +137,19 @@ BAD_INPUT = {
     "nothing to put off": (("stage0_ddp", "--no-sync"), "--no-sync"),
     "unknown checkpoint": (("stage0_ddp", "--checkpoint-activations", "all"), "known kinds: non-reentrant"),
     "nothing to recompute": (("stage0_ddp", "--model", "mlp", "--checkpoint-activations"), "mlp has no blocks"),
-    "torch cannot": (("common.compare", "--model", "moe-tiny", "--checkpoint-activations", "reentrant"), "torch's DDP"),
+    "torch cannot": (("lab.compare", "--model", "moe-tiny", "--checkpoint-activations", "reentrant"), "torch's DDP"),
     "no text to generate": (("stage0_ddp", "--model", "resnet-tiny", "--generate", "def "), "does not predict text"),
     "no prompt": (("stage0_ddp", "--generate", ""), "a first byte"),
     "unknown precision": (("stage2_grad", "--precision", "fp8"), "unknown precision 'fp8'"),
     "no rate": (("stage2_grad", "--lr", "nan"), "--lr nan"),
-    "no finite rate": (("common.compare", "--lr", "inf"), "--lr inf"),
+    "no finite rate": (("lab.compare", "--lr", "inf"), "--lr inf"),
     "a rate below 0": (("stage0_ddp", "--lr=-1"), "--lr -1.0"),
     "no norm": (("stage2_grad", "--clip-norm", "nan"), "--clip-norm nan"),
     "no bucket": (("stage2_grad", "--bucket-mb", "0"), "--bucket-mb"),
     "more samples than anybody has": (("stage0_ddp", "--batch", "2000000001"), "cannot be divided"),
     "no name of a result": (("stage2_grad", "--json", ""), '--json "": the name is empty'),
     "no name of a trace": (("stage2_grad", "--trace", ""), '--trace "": the name is empty'),
-    "no name of a picture": (("common.compare", "--figure", ""), '--figure "": the name is empty'),
+    "no name of a picture": (("lab.compare", "--figure", ""), '--figure "": the name is empty'),
     "no name of a folder": (("stage2_grad", "--save", ""), '--save "": the name is empty'),
     "a result in place of a folder": (("stage2_grad", "--json", str(ROOT)), "that is a folder"),
     "a result where none can be": (("stage2_grad", "--trace", "/proc/result.json"), "it cannot be written"),
@@ -160,7 +161,7 @@ BAD_INPUT = {
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_gets_one_line_and_exit_status_2(case, capfd):
     (module, *options), message = BAD_INPUT[case]
-    command = [compare.main] if module == "common.compare" else [train.main, module]
+    command = [compare.main] if module == "lab.compare" else [train.main, module]
     assert message in refused(capfd, *command, options)
 
 
@@ -207,19 +208,19 @@ def test_what_nobody_can_read_ends_no_training(reader):
 
 def test_an_error_is_told_whatever_rank_the_environment_claims(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")  # of a torchrun that is not there
-    with pytest.raises(SystemExit), train.one_line_errors():
+    with pytest.raises(SystemExit), outputs.one_line_errors():
         raise InputError("give another")
     assert capsys.readouterr().err == "error: give another\n"
 
 
 OF_OTHERS = {  # command -> {its options: what is said}
-    "common.activations": {
+    "lab.activations": {
         "--model mlp": "mlp has no blocks",
         "--batches 0": "cannot be divided",
         "--cap-batch -1": "cannot be divided",
         "--cap-mb 0": "--cap-mb",
     },
-    "common.bench": {
+    "lab.bench": {
         "--worlds 2 --rounds 5": "--worlds 2 --rounds 5: at least 11 rounds in all",
         "--worlds 0": "--worlds 0: at least 1",
         "--rounds 0": "--rounds 0: at least 1",
@@ -234,7 +235,7 @@ OF_OTHERS = {  # command -> {its options: what is said}
         "--json /no/such/folder/b.json": "there is no such folder",
         "--nproc 64": "--nproc 64: this machine has",
     },
-    "common.capacity": {
+    "lab.capacity": {
         "--up-to 0": "--up-to 0: at least 1 layer",
         "--cap much": "--cap much",
         "--cap 1000000GB": "hold more than this machine has",
@@ -242,19 +243,19 @@ OF_OTHERS = {  # command -> {its options: what is said}
         "--precisions fp16": "skips its first steps",
         "--precisions fp64": "fp64",
         "--engines stage9": "stage9",
-        "--engines common.peers:TorchDDP": "no ownership table",
+        "--engines interop.peers:TorchDDP": "no ownership table",
         "--json nowhere/at/all.json": "no such folder",
     },
-    "common.course.execute": {
+    "course.execute": {
         "none.ipynb": "none.ipynb: there is no notebook",
         "Makefile": "Makefile: there is no notebook",
     },
-    "common.grade": {"stage1" * 100: "there is no such file"},
-    "common.lessons.__main__": {
+    "course.grade": {"stage1" * 100: "there is no such file"},
+    "course.lessons.__main__": {
         "--out /proc/x": "--out /proc/x: no page can be written there",
         "--out /proc": "--out /proc: no page can be written there",
     },
-    "common.plan.__main__": {
+    "lab.plan.__main__": {
         "": "one of them",
         "--params 7e9 --model gpt-nano": "one of them",
         "--params seven": "is no size",
@@ -268,20 +269,20 @@ OF_OTHERS = {  # command -> {its options: what is said}
         "--params 7e9 --world-size 8 --tensor 2 --simulate": "give neither",
         "--params 7e9 --budget 1kB --simulate": "nothing fits",
     },
-    "common.slides.__main__": {"--out /proc/x/slides.html": "--out /proc/x/slides.html: no deck can be written there"},
-    "common.take": {
+    "course.slides.__main__": {"--out /proc/x/slides.html": "--out /proc/x/slides.html: no deck can be written there"},
+    "interop.take": {
         "stage4 mine": "stage4: give one of stage0_ddp",
         "stage1_os my-zero": "'my-zero' cannot be imported",
         "stage1_os nowhere/mine": "there is no folder nowhere",
         "stage1_os tests": "tests is there already",
     },
-    "offload.experiments.ablation": {"--batch 0 --nproc 1": "--batch 0"},
-    "offload.experiments.largest": {
+    "lab.offload.ablation": {"--batch 0 --nproc 1": "--batch 0"},
+    "lab.offload.largest": {
         "--path /no/folder": "--path /no/folder: there is no such folder",
         "--layers 0": "--layers 0: at least 1 is needed",
         "--spare 1": "--spare 1.0",
     },
-    "zeropp.experiments.convergence": {"--block 3": "block 3: give an even number"},
+    "lab.zeropp.convergence": {"--block 3": "block 3: give an even number"},
 }
 
 
@@ -293,7 +294,7 @@ def test_bad_input_of_other_commands_gets_one_line_and_exit_status_2(module, opt
     assert OF_OTHERS[module][options] in refused(capfd, importlib.import_module(module).main, options.split())
 
 
-@pytest.mark.parametrize("module", ["common.readme", "common.course.exercises"])
+@pytest.mark.parametrize("module", ["lab.readme", "course.exercises"])
 def test_an_argument_that_there_is_not_writes_nothing(module, capsys, monkeypatch):
     monkeypatch.setattr("pathlib.Path.write_text", lambda *_: pytest.fail("it writes"))
     with pytest.raises(SystemExit) as exit:

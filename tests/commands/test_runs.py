@@ -22,7 +22,7 @@ from training import ENGINES
 from common import train
 from common.checkpoint import locks, runs
 from common.errors import InputError
-from common.ranks.namespaces import TwoNodes
+from lab.namespaces import TwoNodes
 
 TRAINING = ("--model", "gpt-tiny", "--batch", "24", "--cosine", "--oversubscribe")
 

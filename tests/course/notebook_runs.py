@@ -6,7 +6,7 @@ import re
 import nbformat
 from places import ROOT
 
-from common.course.execute import execute
+from course.execute import execute
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 START = ROOT / "notebooks" / "00_start_here.ipynb"

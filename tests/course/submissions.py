@@ -3,9 +3,9 @@
 import ast
 from dataclasses import dataclass, field
 
-from common.course.exercises import ALL, EXERCISES
-from common.course.parts import methods_of, place, waiting
 from common.ranks.world import LocalWorld
+from course.exercises import ALL, EXERCISES
+from course.parts import methods_of, place, waiting
 
 EACH = "for bucket in self.buckets:"
 GATHERED = ["for bucket in [b for b in self.buckets if b.gathering]:"]
@@ -114,7 +114,7 @@ def imports(package):
 
 
 BY_IMPORTLIB = 'import importlib\n\nEngine = importlib.import_module("stage2_grad").Engine\n'
-BY_FIND = 'from common.train import find_engine\n\nEngine = find_engine("stage3_param")\n'
+BY_FIND = 'from common.engines import find_engine\n\nEngine = find_engine("stage3_param")\n'
 BY_TEXT = 'from pathlib import Path\n\nexec(Path("stage1_os/engine.py").read_text())\n'
 BY_PATH = "import importlib.util\n\nspec = importlib.util.spec_from_file_location('own', 'stage2_grad/engine.py')\n"
 BY_PATH += "own = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(own)\nEngine = own.Engine\n"

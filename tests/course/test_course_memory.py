@@ -10,10 +10,10 @@ import torch
 from notebook_runs import read
 from places import ROOT
 
-from common import capacity
-from common.course import faults
-from common.course.memory import Moves, check_batches, check_depths, check_refused
-from common.train import show_bytes
+from common.measure.tables import show_bytes
+from course.pages import faults
+from course.pages.memory import Moves, check_batches, check_depths, check_refused
+from lab import capacity
 
 MEMORY = ROOT / "notebooks" / "06_memory.ipynb"
 

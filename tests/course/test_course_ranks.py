@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from common.course import notebook
-from common.course.notebook import Ranks
-from common.course.ranks import progress
 from common.ranks.world import RankFailed
+from course.pages import notebook
+from course.pages.notebook import Ranks
+from course.pages.ranks import progress
 
 
 @pytest.fixture

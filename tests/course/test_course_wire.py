@@ -7,10 +7,11 @@ import pytest
 import torch
 from training import batch, make_engine
 
-from common.course import wire
-from common.measure import figures
+from common.engines import STAGES
+from common.loop import train_step
 from common.ranks.collectives import Collectives
-from common.train import STAGES, train_step
+from course import figures
+from course.pages import wire
 
 kernel = pytest.mark.skipif(
     sys.platform != "linux" or torch.cuda.is_available(), reason="the kernel is asked on Linux, and on CPU"

@@ -14,16 +14,16 @@ from planting import healthy, planted
 from submissions import SUBMISSIONS, changed, within
 from training import STAGES
 
-from common import grade as grade_command
-from common.course import grading, remembered
-from common.course.cases import CASES
-from common.course.exercises import ALL, EXERCISES, LATER, apart
-from common.course.graded import graded
-from common.course.grading import Reference, grade
-from common.course.hints import HINTS, hints_of
-from common.course.observing import observe
-from common.course.parts import alone, methods_of, solutions, waiting, written
 from common.ranks.world import RankFailed
+from course import grade as grade_command
+from course.exercises import ALL, EXERCISES, LATER, apart
+from course.grader import grading, remembered
+from course.grader.cases import CASES
+from course.grader.graded import graded
+from course.grader.grading import Reference, grade
+from course.grader.hints import HINTS, hints_of
+from course.grader.observing import observe
+from course.parts import alone, methods_of, solutions, waiting, written
 
 pytestmark = pytest.mark.alone
 
@@ -123,7 +123,7 @@ def name_of(exercise):
 
 @pytest.mark.parametrize("exercise", ALL, ids=name_of)
 def test_an_exercise_is_its_engine_less_a_dozen_lines(exercise):
-    assert exercise.path.read_text() == written(exercise), "python -m common.course.exercises"
+    assert exercise.path.read_text() == written(exercise), "python -m course.exercises"
     if exercise.edits:
         assert not re.search("lines are missing|NotImplementedError", exercise.path.read_text())
         assert len(exercise.parts) == exercise.path.read_text().count("# PART ")

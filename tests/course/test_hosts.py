@@ -6,7 +6,7 @@ import re
 import pytest
 from notebook_runs import stored
 
-from common.course import hosts
+from course.pages import hosts
 
 OFFLOADED = {  # a step of 100 parameters on 2 ranks, in 16-bit, with a little padding
     "parameters": 100,

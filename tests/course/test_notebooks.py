@@ -12,10 +12,10 @@ from nbclient.exceptions import CellExecutionError
 from notebook_runs import ASKS, LABELLED, NOTEBOOKS, SHORTER, START, UNFIT, executed, printed, read, said
 from places import ROOT
 
-from common.course import faults, hosts, memory, questions, rounding, scaling, wire
-from common.course.execute import METADATA, digest, execute
-from common.course.quiz import page, questions_of
-from common.train import STAGES
+from common.engines import STAGES
+from course.execute import METADATA, digest, execute
+from course.pages import faults, hosts, memory, questions, rounding, scaling, wire
+from course.quiz import page, questions_of
 
 MEMORY, DEBUGGING = NOTEBOOKS[6:8]
 CHECKED = (faults, hosts, memory, questions, rounding, scaling, wire)
@@ -147,7 +147,7 @@ def test_notebooks_start_in_the_repositorys_root_too():
 
 
 def test_a_figure_without_names_on_its_axes_is_noticed():
-    imports = "%matplotlib inline\nimport matplotlib.pyplot as plt\nfrom common.course.notebook import show"
+    imports = "%matplotlib inline\nimport matplotlib.pyplot as plt\nfrom course.pages.notebook import show"
     cells = [imports, LABELLED, "plt.plot([1, 2])\nshow('A line.')"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     with pytest.raises(CellExecutionError, match="AssertionError"):

@@ -6,7 +6,7 @@ import re
 import pytest
 from places import ROOT
 
-from common.course import paper
+from course import paper
 
 SEEDS = (0, 16)
 SHEET = ROOT / "notebooks" / "exercises" / "paper.toml"

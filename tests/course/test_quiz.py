@@ -5,7 +5,7 @@ import re
 import pytest
 from places import ROOT
 
-from common.course import quiz
+from course import quiz
 
 QUIZZES = quiz.known()
 

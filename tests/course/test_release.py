@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 from submissions import SUBMISSIONS, within
 
-from common.course.cases import CASES
-from common.course.exercises import ALL, EXERCISES, LATER, apart
-from common.course.grading import grade
-from common.course.parts import ROOT, Part, bare, methods_of, place, shows, solutions
-from common.course.release import __main__ as command
-from common.course.release import gradescope
 from common.errors import InputError
+from course.exercises import ALL, EXERCISES, LATER, apart
+from course.grader.cases import CASES
+from course.grader.grading import grade
+from course.parts import ROOT, Part, bare, methods_of, place, shows, solutions
+from course.release import __main__ as command
+from course.release import gradescope
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_commands_of_the_tree_run_what_the_student_writes(released):
         assert engine.resolve() == released.tree / exercise.path.relative_to(ROOT)
         assert engine.read_text().count("is still open") == len(exercise.parts)
     script = "import common, stage1_os; print(common.__file__, stage1_os.__file__); "
-    script += "from common.course import exercises; exercises.main([])"  # would write over what the student wrote
+    script += "from course import exercises; exercises.main([])"  # would write over what the student wrote
     ran = run_in(released.tree, "-c", script)
     assert ran.stdout.split() == [str(released.tree / name / "__init__.py") for name in ("common", "stage1_os")]
     assert (ran.returncode, "is what you write" in ran.stderr) == (2, True)
@@ -111,7 +111,7 @@ def test_commands_of_the_tree_run_what_the_student_writes(released):
 
 def test_an_exercise_as_given_names_its_gaps(released):
     file = str(EXERCISES[1].path.relative_to(ROOT))
-    opened = run_in(released.tree, "-m", "common.grade", file)
+    opened = run_in(released.tree, "-m", "course.grade", file)
     assert opened.returncode == 1, opened.stderr
     assert "Still open: part 1, owned; part 2, take_room; part 3, reduce; part 4, update;" in opened.stdout
     assert "0 of 18 points" in opened.stdout
@@ -129,7 +129,7 @@ def found_here(worlds, file, exercise):
 
 def test_recorded_promises_answer_as_the_engines_do(worlds, released, tmp_path):
     file, report = mistaken("stage 2, room that does not wait", tmp_path), tmp_path / "report.json"
-    run_in(released.tree, "-m", "common.grade", str(file), "--json", str(report))
+    run_in(released.tree, "-m", "course.grade", str(file), "--json", str(report))
     told = [promise["finding"] for promise in json.loads(report.read_text())["promises"]]
     assert [finding and finding["where"] for finding in told] == found_here(worlds, file, EXERCISES[1])
 

@@ -8,7 +8,7 @@ import torch
 from notebook_runs import stored
 from places import ROOT
 
-from common.course import rounding
+from course.pages import rounding
 
 
 def verdicts(capsys, check, *args):

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from common.course import scaling
-from common.plan import __main__ as plan
-from common.plan.__main__ import of_model
+from course.pages import scaling
+from lab.plan import __main__ as plan
+from lab.plan.__main__ import of_model
 
 SHAPE = plan.Shape("made up", parameters=22.02e9, layers=10, rest=2.02e9)  # blocks of 2 B
 

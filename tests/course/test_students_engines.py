@@ -9,10 +9,10 @@ import re
 import pytest
 from notebook_runs import NOTEBOOKS, read
 
-from common.course.answers import judge
-from common.course.building import check, open_lines
-from common.course.notebook import Ranks
-from common.course.recording import record_step
+from course.pages.answers import judge
+from course.pages.building import check, open_lines
+from course.pages.notebook import Ranks
+from course.pages.recording import record_step
 from stage0_ddp.minimal import DataParallel
 from stage1_os.minimal import ShardedOptimizer
 

@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
-from course import Course, refuse_readers
+from adapters import Course, refuse_readers
 from torch import nn
 from torch.optim import AdamW
 

@@ -13,7 +13,7 @@ Source: the handouts of 2025 and 2026, and tests/adapters.py of https://github.c
 import importlib
 
 import torch.distributed as dist
-from course import Course, mean_over_ranks, refuse_readers
+from adapters import Course, mean_over_ranks, refuse_readers
 from torch import nn
 
 from common.models import count

@@ -10,7 +10,7 @@ import cs336
 import numpy as np
 import torch
 import torch.distributed as dist
-from course import mean_over_ranks
+from adapters import mean_over_ranks
 
 
 def answered(adapter):

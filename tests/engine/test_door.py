@@ -15,8 +15,8 @@ from torch import nn, optim
 from training import ADAMW, ENGINES, STAGES, inputs, make_engine, message_in_step, message_of, same_bits
 
 from common.engine.door import check_model, check_types
+from common.engines import find_engine
 from common.errors import InputError
-from common.train import find_engine
 
 
 def engine_of(stage, module, optimizer=optim.SGD, **options):

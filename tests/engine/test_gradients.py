@@ -111,7 +111,7 @@ def test_clipping_by_hand_is_clip_norm_and_bad_writes_are_refused_on_every_rank(
         assert said["no backward"] == "gradients() without a backward() since the last step"
 
 
-PAGE = ROOT / "common/words/YOUR_SCRIPT.md"
+PAGE = ROOT / "interop/YOUR_SCRIPT.md"
 
 
 def by_the_page(world, engine, precision):

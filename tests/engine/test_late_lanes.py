@@ -8,7 +8,7 @@ from late_lanes import on_lane
 from training import STAGES, inputs, small_engine
 from trap_models import CASES
 
-from common.train import sha256
+from common.loop import sha256
 
 
 def digests(world, engine, lane, cases):

@@ -30,8 +30,9 @@ from trap_models import (
 from common import models
 from common.engine.layout import Run
 from common.engine.units import Order, make_units
+from common.engines import find_engine
+from common.loop import sha256
 from common.tensors import map_tensors
-from common.train import find_engine, sha256
 from stage3_param import Engine
 
 TWO_GROUPS = {"weight_decay": 0.3}, {"lr": 1e-3}

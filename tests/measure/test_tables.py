@@ -8,8 +8,8 @@ import pytest
 from places import RECORDS
 from rich.console import Console
 
-from common import activations, bench_results, capacity, compare
 from common.measure.tables import Table, fit, needed, show
+from lab import activations, bench_results, capacity, compare
 
 COMMANDS = {"demo": compare, "accumulated": compare, "activations": activations, "capacity_cpu": capacity}
 BENCHES = ("bench_cpu", "alone_cpu", "growth_cpu")

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from traces import record, row_names
 from training import batch, make_engine
 
-from common import train
+from common import loop, models, train
 from common.measure.timeline import PHASES, Recording, merge, overlap
 from common.ranks.lanes import Handle
 
@@ -128,7 +128,7 @@ def test_recomputation_shows_and_no_range_stays_open(worlds, tmp_path, kind):
 
 
 def record_recomputation(world, kind, path):
-    model = train.models.build("gpt-tiny", checkpoint_activations=kind)
+    model = models.build("gpt-tiny", checkpoint_activations=kind)
     return record(world, "stage3_param", model, path)
 
 
@@ -140,7 +140,7 @@ def hooks_left(world):
     engine = make_engine("stage1_os")
     before = count_hooks(engine.module)
     with Recording(engine):
-        train.train_step(engine, [batch(engine.module, world)])
+        loop.train_step(engine, [batch(engine.module, world)])
     return count_hooks(engine.module) - before
 
 

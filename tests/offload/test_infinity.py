@@ -24,15 +24,16 @@ from torch import nn
 from traces import record, row_names, rows_of
 from training import batch, handed_on, make_engine, message_of, same_bits, train_step
 
-from common import capacity, models
+from common import models
 from common.engine import mixed_precision
+from common.loop import sha256
 from common.models.gpt import GPT, GPTConfig
 from common.tiers import swap
 from common.tiers.disk import OnDisk
 from common.tiers.swap import SwapFile
-from common.train import sha256
+from lab import capacity
+from lab.offload import ablation, largest
 from offload import InfinityEngine
-from offload.experiments import ablation, largest
 from offload.nvme import STATES, TIERS
 
 PLACEMENTS = list(itertools.product(TIERS, repeat=3))

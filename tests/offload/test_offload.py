@@ -18,13 +18,14 @@ from planting import replaced
 from traces import record, row_names, rows_of
 from training import ENGINES, batch, handed_on, make_engine, message_of, same_bits, train_step
 
-from common import capacity, models, train
+from common import models, train
 from common.measure.memory import HOST, Timeline
 from common.ranks import lanes
 from common.tiers import memory, opening
+from lab import capacity
+from lab.offload import delay
 from offload import OffloadEngine
 from offload.__main__ import add_own
-from offload.experiments import delay
 
 RATIOS = ("offloaded:Third", "offloaded:Half", "offloaded:AllOnDevice")
 DELAYS = ("offloaded:Delayed", "offloaded:DelayedHalf")

@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from training import make_engine, same_bits
 from trap_models import RECOMPUTE, chain, step
 
-from common import capacity
 from common.engine.layout import Run
 from common.engine.units import make_units
 from common.errors import InputError
 from common.measure.memory import Timeline
 from common.ranks.world import LocalWorld, RankFailed
-from offload import tiling
+from lab import capacity
+from lab.offload import tiling
 from offload.tiling import TiledLinear, tile, untiled
 
 MB = 10**6

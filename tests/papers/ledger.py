@@ -17,13 +17,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from common import models
+from common.engines import find_engine
+from common.loop import train_step
 from common.measure.tables import Table, show
 from common.models.gpt import GPT, GPTConfig
 from common.outputs import parser_of, write_json
 from common.ranks.nodes import ACROSS_NODES, IN_NODE
-from common.simulate.hardware import Hardware
-from common.simulate.world import Setting, simulate
-from common.train import find_engine, train_step
+from lab.simulate.hardware import Hardware
+from lab.simulate.world import Setting, simulate
 
 SIDE, LAYERS = 4096, 8
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")

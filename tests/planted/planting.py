@@ -13,7 +13,7 @@ from unittest import mock
 from matrix import Cell, expected, train_cell
 from verdicts import judge
 
-from common.train import find_engine
+from common.engines import find_engine
 
 
 @dataclass(frozen=True)

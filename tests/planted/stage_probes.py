@@ -12,8 +12,8 @@ from trap_models import CASES, Net, Tiny, loss, step
 from common import models
 from common.engine.mixed_precision import overflow_flag
 from common.errors import InputError
+from common.loop import sha256
 from common.measure.memory import Timeline
-from common.train import sha256
 
 # ---- measured = predicted -----------------------------------------------------------------------------------------
 

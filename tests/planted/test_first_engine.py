@@ -16,10 +16,10 @@ from matrix import CELLS, OPTIONS, Cell, as_judged, expected, train_cell
 from places import ROOT
 from verdicts import judge
 
-from common.diagnose import suspects
+from common.engines import find_engine
 from common.errors import InputError
 from common.ranks.world import RankFailed
-from common.train import find_engine
+from interop.diagnose import suspects
 
 PLAIN = Cell("plain", "fp32", 2, optimizer="SGD with momentum")
 GPT = Cell("gpt-tiny", "fp32", 2, optimizer="SGD with momentum")
@@ -123,7 +123,7 @@ def suite(engine, *options):
 
 
 def test_the_command_says_what_fails_and_why_the_rest_was_skipped():
-    said = suite("common.diagnose.suspects:NoDivision", "--quick", "-k", "mlp or returning or wire")
+    said = suite("interop.diagnose.suspects:NoDivision", "--quick", "-k", "mlp or returning or wire")
     assert re.search(
         r"2 cells: ends elsewhere than the baseline\n    all 2 cells, first mlp, plain, fp32, 2 ranks, SGD", said
     )

@@ -10,7 +10,7 @@ from training import batch, make_engine, same_bits, train_step
 from common import models
 from common.engine import units
 from common.engine.mixed_precision import LossScaler
-from common.train import sha256
+from common.loop import sha256
 
 
 def steps_of(values, block, largest):

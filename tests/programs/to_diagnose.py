@@ -1,4 +1,4 @@
-"""Training functions for `python -m common.diagnose`, and engines: some are right, in others a fault is planted."""
+"""Training functions for `python -m interop.diagnose`, and engines: some are right, in others a fault is planted."""
 
 import random
 from functools import partial

@@ -11,9 +11,10 @@ from places import ROOT
 from safetensors.torch import load_file
 from slurm import Slurm, on_slurm, wait_for
 
-from common import train
+from common import engines, train
 from common.checkpoint import runs
-from common.export import export, newest
+from common.loop import sha256
+from interop.export import export, newest
 
 PAGE = (ROOT / "common/CLUSTERS.md").read_text()
 TRAINING = ("--model", "gpt-tiny", "--batch", 24, "--cosine")
@@ -147,7 +148,7 @@ def test_jobs_of_an_array_share_nodes_and_train_a_run_for_each_seed(slurm, submi
     wait_for(lambda: slurm.state(array) == "COMPLETED", within=400)
     for seed in range(2):
         export(newest(tmp_path / f"runs/{seed}"), tmp_path / "model.safetensors")
-        assert train.sha256(load_file(tmp_path / "model.safetensors")) == undisturbed(seed)[0]
+        assert sha256(load_file(tmp_path / "model.safetensors")) == undisturbed(seed)[0]
 
 
 # ---- Kubernetes -----------------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ def test_the_manifests_training_takes_its_options(manifest):
     train.add_arguments(parser)
     runs.add_arguments(parser)
     options = parser.parse_args(words[module + 2 :])
-    assert words[module + 1] in train.ENGINES and options.resume and options.save.startswith("/runs/")
+    assert words[module + 1] in engines.ENGINES and options.resume and options.save.startswith("/runs/")
 
 
 @pytest.mark.exhaustive

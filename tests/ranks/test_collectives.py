@@ -20,7 +20,7 @@ from common.ranks import collectives
 from common.ranks.collectives import Collectives
 from common.ranks.lanes import Handle, ThreadLane, backend_of
 from common.ranks.sockets import bytes_sent_by_own_sockets
-from common.simulate.world import simulated_world
+from lab.simulate.world import simulated_world
 
 SIZES = [1, 2, 3, 4, 8]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

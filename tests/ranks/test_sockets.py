@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from training import STAGES, make_engine
 
-from common import bench, peers
 from common.ranks.sockets import SEND_BUFFER, own_sockets, small_send_buffers
 from common.ranks.world import LocalWorld
+from interop import peers
+from lab import bench
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for sockets in /proc")
 

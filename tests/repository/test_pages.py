@@ -5,10 +5,10 @@ import re
 import pytest
 from places import ROOT
 
-from common.readme import pages
+from lab.readme import pages
 
 PAGES = sorted(
-    {page for places in ("*.md", "[a-z]*/README.md", "common/*.md", "common/words/*.md") for page in ROOT.glob(places)}
+    {page for places in ("*.md", "[a-z]*/README.md", "common/*.md", "interop/*.md") for page in ROOT.glob(places)}
 )
 LINES = 200  # of the first page
 

@@ -9,8 +9,8 @@ from engine_sources import CHANGED_METHODS, methods, source
 from places import ROOT
 from training import STAGES
 
-from common.readme import code_lines
-from common.train import find_engine
+from common.engines import find_engine
+from lab.readme import code_lines
 
 CODE_LINES = {"stage0_ddp": 40, "stage1_os": 45, "stage2_grad": 60, "stage3_param": 185}
 CODE_LINES |= {"offload": 135, "offload.nvme": 153, "zeropp": 85}

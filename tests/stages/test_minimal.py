@@ -21,7 +21,7 @@ from training import ADAMW, batch, make_engine, same_bits, train
 
 import zeropp.minimal
 from common import models
-from common.readme import code_lines
+from lab.readme import code_lines
 from zeropp.quantize import Blocks
 
 PAGES = {  # engine -> its page's module and class, and lines of code at most

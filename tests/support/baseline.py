@@ -1,13 +1,13 @@
 """The baselines: torch's DistributedDataParallel with a hook that sums in rank order; and no overlap at all.
 
 Both are written with torch's own collectives, so that they share no code with what they check. The second is
-`common.peers.plain`.
+`interop.peers.plain`.
 """
 
 import torch
 
-from common.peers import TorchDDP
-from common.peers.plain import AverageAfterBackward, ExactNorm, OtherRounding, mean_in_rank_order
+from interop.peers import TorchDDP
+from interop.peers.plain import AverageAfterBackward, ExactNorm, OtherRounding, mean_in_rank_order
 
 __all__ = [
     "AverageAfterBackward",

@@ -9,11 +9,11 @@ import torch
 import wrong_engines
 from matrix import baseline_of, trained
 
-from common.diagnose.causes import ALIKE
-from common.diagnose.comparing import EPS, MULTIPLE, UNITS, excess, noises
-from common.diagnose.recording import in_one_line
+from common.engines import find_engine
 from common.ranks.world import RankFailed
-from common.train import find_engine
+from interop.diagnose.causes import ALIKE
+from interop.diagnose.comparing import EPS, MULTIPLE, UNITS, excess, noises
+from interop.diagnose.recording import in_one_line
 
 # ---- a crash --------------------------------------------------------------------------------------------------------
 

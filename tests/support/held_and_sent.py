@@ -5,8 +5,8 @@ import torch.distributed as dist
 from training import follows, make_engine, or_reason, train_step
 
 from common import models
+from common.engines import find_engine
 from common.ranks.sockets import bytes_sent_by_own_sockets
-from common.train import find_engine
 
 MODEL = "gpt-nano"
 PARAMETERS = models.count(models.build(MODEL))

@@ -52,7 +52,7 @@ def trainer(engine, folder, model=None, engine_options=None, exact=False, **argu
     """A Trainer: stock if `engine` is None. A stock one's DDP adds in rank order; `exact` norms are in float64."""
     import transformers  # noqa: PLC0415
 
-    from common.words.transformers import Trainer  # noqa: PLC0415
+    from interop.transformers import Trainer  # noqa: PLC0415
 
     transformers.logging.set_verbosity_error()
     given = {name: arguments.pop(name) for name in ("compute_metrics", "optimizers", "model_init") if name in arguments}

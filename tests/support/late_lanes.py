@@ -5,10 +5,10 @@ import random
 import time
 from unittest import mock
 
-from common.course.late import LateLane
 from common.ranks import collectives
 from common.ranks.lanes import InlineLane, ThreadLane
 from common.tiers import bus, memory, swap
+from course.grader.late import LateLane
 
 
 class LateThreads:

@@ -19,8 +19,9 @@ from trap_models import loss as loss_of_traps
 
 from common import models
 from common.engine.mixed_precision import LossScaler
+from common.engines import find_engine
+from common.loop import sha256
 from common.loss import IGNORED, TokenMean
-from common.train import find_engine, sha256
 
 REDUCE_AT_ONCE = ("stage2_grad", "stage3_param", "offload", "offload.nvme")  # under no_sync too
 ZOO = ("mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny", "lora-tiny")

@@ -12,10 +12,10 @@ from rich.console import Console
 from training import ENGINES, STAGES
 
 from common import models
+from common.engines import find_engine
 from common.measure.hardware import hardware
-from common.measure.tables import Table, show
+from common.measure.tables import Table, show, show_bytes
 from common.outputs import write_json
-from common.train import find_engine, show_bytes
 
 
 class Recorder:

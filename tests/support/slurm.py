@@ -1,6 +1,6 @@
 """Slurm on this machine: Debian's daemons, on two nodes with names and addresses of their own.
 
-A node is a network namespace (`common.ranks.namespaces`). What runs there has the node's name from a UTS namespace, and
+A node is a network namespace (`lab.namespaces`). What runs there has the node's name from a UTS namespace, and
 both addresses from a hosts file that nobody else sees. GPUs are devices that nobody opens.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
-from common.ranks.namespaces import ADDRESSES, TwoNodes
+from lab.namespaces import ADDRESSES, TwoNodes
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "nsenter", "unshare", "tc")
 NEEDS = pytest.mark.skipif(

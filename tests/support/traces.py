@@ -4,7 +4,7 @@ import gc
 
 from training import batch, make_engine
 
-from common import train
+from common.loop import train_step
 from common.measure.timeline import Recording
 
 
@@ -17,7 +17,7 @@ def record(world, stage, model, path, **options):
         if step == 2:
             recording = Recording(engine)
             recording.start()
-        train.train_step(engine, micro_batches)
+        train_step(engine, micro_batches)
     engine.synchronize()
     recording.stop()
     return recording.write(path)

@@ -12,9 +12,9 @@ from trap_models import WIDTH, Net
 from common import models
 from common.data import Batches, load_text
 from common.engine.mixed_precision import LossScaler
+from common.engines import find_engine
 from common.errors import InputError
 from common.ranks.collectives import Collectives
-from common.train import find_engine
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
 ENGINES = (*STAGES, "offload", "offload.nvme")

@@ -9,8 +9,8 @@ import torch
 from matrix import baseline_of, trained
 from training import same_bits
 
-from common.diagnose.comparing import EPS, MULTIPLE, UNITS
 from common.engine.mixed_precision import DTYPES
+from interop.diagnose.comparing import EPS, MULTIPLE, UNITS
 
 ROUNDINGS = ("baseline:OtherRounding", "baseline:SecondRounding", "baseline:ThirdRounding")
 # What an engine that sends 4 bits of each gradient may be off: of the distance trained, and of the losses' size.

@@ -1,6 +1,6 @@
 """Engines that are wrong as sharded trainers have been, in silence. A docstring says what is wrong.
 
-Those of `common.diagnose.suspects` are part of this list. Of `IDEAS` they are also what a failure is compared with: an
+Those of `interop.diagnose.suspects` are part of this list. Of `IDEAS` they are also what a failure is compared with: an
 engine that ends where one of them does is wrong as it is.
 """
 
@@ -15,7 +15,7 @@ from first_engine import DataParallel, ShardedOptimizer, StepResult
 from matrix import OPTIONS
 from torch.func import functional_call
 
-from common.diagnose import suspects
+from interop.diagnose import suspects
 from stage0_ddp import Engine
 from stage2_grad import Engine as ShardedGradients
 

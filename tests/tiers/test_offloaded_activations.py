@@ -18,12 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from traces import row_names
 from training import make_engine, same_bits, train_step
 
-from common import compare, train
+from common import train
+from common.loop import sha256
 from common.measure.memory import HOST, Timeline
 from common.models.gpt import GPT, GPTConfig
 from common.models.recompute import KINDS, run_blocks
 from common.tiers.activations import HostActivations, Room
 from common.tiers.bus import Bus
+from lab import compare
 
 ENGINES = ("stage0_ddp", "stage2_grad", "stage3_param", "offload")
 LAYERS, WIDTH, SEQUENCE, BATCH = 4, 32, 32, 24
@@ -93,7 +95,7 @@ def trained(world, engine, kind, host=True, lane=None, plant=healthy):
         losses = [train_step(made, world)]
         with Timeline(made) as timeline:
             losses.append(train_step(made, world, 1))
-        weights = train.sha256(made.full_state_dict())
+        weights = sha256(made.full_state_dict())
         on_host = max(now.get(HOST, 0) for _, now in timeline.samples)
         return losses, weights, timeline.peak_of("activations"), on_host
 

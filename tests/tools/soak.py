@@ -24,7 +24,7 @@ from rich.progress import track
 
 from common.checkpoint.index import read_index
 from common.checkpoint.runs import complete, place
-from common.train import ENGINES
+from common.engines import ENGINES
 
 TRAINING = ("--nproc", "2", "--oversubscribe", "--model", "gpt-tiny", "--cosine", "--steps", "600")
 KEPT = ("--save-every", "3", "--keep", "2", "--resume")

@@ -20,8 +20,8 @@ from training import handed_on, make_engine, message_of, train_step
 from common.engine import Bucket, units
 from common.engine.mixed_precision import DTYPES
 from common.errors import InputError
-from common.train import sha256
-from zeropp.experiments import convergence, two_nodes
+from common.loop import sha256
+from lab.zeropp import convergence, two_nodes
 from zeropp.export import load_int8, save_int8
 from zeropp.quantize import Blocks
 

@@ -1,1 +1,0 @@
-"""What the course needs beside the engines: ranks for a notebook, exercises, and the checks that grade them."""

@@ -1,0 +1,49 @@
+"""One step of a training loop, and a digest of the weights that it ends with."""
+
+import hashlib
+from contextlib import nullcontext
+
+import torch
+from torch.profiler import record_function
+
+from common import models
+
+
+def train_step(engine, micro_batches, no_sync=False, loss_of=models.loss):
+    """One step from the mean gradient of some micro-batches.
+
+    Args:
+        engine: an engine.
+        micro_batches: [(inputs, targets)], of equal size.
+        no_sync: ranks exchange gradients in the last backward only.
+        loss_of: of (outputs, targets), a scalar.
+
+    Returns:
+        The mean loss on this rank, a scalar tensor, and the StepResult.
+    """
+    total = 0.0
+    for number, (inputs, targets) in enumerate(micro_batches, start=1):
+        quiet = no_sync and number < len(micro_batches)
+        with engine.no_sync() if quiet else nullcontext():
+            with record_function("forward"):  # labels for a trace: see common.measure.timeline
+                loss = loss_of(engine(inputs), targets) / len(micro_batches)
+            with record_function("backward"):
+                engine.backward(loss)
+        total = total + loss.detach()
+    with record_function("step"):
+        return total, engine.step()
+
+
+def finish(device):
+    """Return when the device has done what it was given, so that a clock may be read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def sha256(weights):
+    """A digest of all weights, bit for bit."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

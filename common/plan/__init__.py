@@ -1,1 +1,0 @@
-"""Which stage? `formulas` knows what each engine holds, sends and moves; `python -m common.plan` advises."""

@@ -1,1 +1,0 @@
-"""Other libraries' words for these engines, so that a script which has them needs a new import and nothing else."""

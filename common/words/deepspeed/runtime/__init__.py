@@ -1,7 +1,0 @@
-"""`deepspeed.runtime`: its schedulers, `RepeatingLoader` and `see_memory_usage`. The rest is not here."""
-
-from common.words.deepspeed.refusals import missing
-from common.words.deepspeed.runtime import dataloader, lr_schedules, utils
-
-__all__ = ["dataloader", "lr_schedules", "utils"]
-__getattr__ = missing("runtime")

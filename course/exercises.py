@@ -1,0 +1,68 @@
+"""Exercises: the engines with their heart taken out, written anew from the engines.
+
+    python -m course.exercises          write notebooks/exercises/stage1.py and the others
+
+What each takes out, and what is at hand to write it, stands in exercises.toml. A test compares what is there with what
+this writes, so that no exercise falls behind its engine.
+"""
+
+import argparse
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+from common.errors import InputError
+from common.outputs import one_line_errors
+from course.parts import ROOT, Edit, Exercise, Part, bare, methods_of, place, shows, solutions, written
+
+
+def _read():
+    """All exercises, in the order of the course."""
+    found = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    return [_exercise(found["shared"], **one) for one in found["exercise"]]
+
+
+def _exercise(shared, *, at_hand, part=(), edit=(), **fields):
+    lines = [line for one in at_hand for line in (shared[one] if isinstance(one, str) else [one])]
+    edits = tuple(Edit(**one) for one in edit)
+    return Exercise(at_hand=dict(lines), parts=tuple(Part(**one) for one in part), edits=edits, **fields)
+
+
+ALL = tuple(_read())
+EXERCISES, LATER = ALL[:3], ALL[3:]  # what the later ones show of stages 1 to 3 is what the ones before them ask for
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(argv)  # there are none
+    with one_line_errors():
+        for exercise in ALL:
+            if exercise.engine.resolve() == exercise.path.resolve():
+                raise InputError(
+                    f"{exercise.package}/engine.py is what you write; an exercise as given is in the archive"
+                )
+            exercise.path.parent.mkdir(exist_ok=True)
+            exercise.path.write_text(written(exercise))
+            print(exercise.path.relative_to(ROOT))
+
+
+def apart(exercises):
+    """The same exercises with more parts: what an earlier one asks for stands in no later one either."""
+    asked, found = [], []  # (the lines of a part, where it is asked for)
+    for exercise in exercises:
+        parts = {part.method: part for part in exercise.parts}
+        methods, lines = methods_of(exercise.solution)
+        for name, method in methods.items():
+            body = bare(lines[slice(*place(method, Part(name, ""), lines))])
+            before = [(text, where) for text, where in asked if shows(body, text)]
+            if name not in parts and before:
+                text, where = before[-1]
+                but = "" if text in body else ", but for a line"
+                parts[name] = Part(name, f"You have written this before{but}, in {where}.")
+        asked += [(text, f"`{name}` of {exercise.path.name}") for name, text in solutions(exercise).items()]
+        found.append(replace(exercise, parts=tuple(parts[name] for name in methods if name in parts)))
+    return found
+
+
+if __name__ == "__main__":
+    main()

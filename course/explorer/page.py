@@ -1,0 +1,70 @@
+"""The explorer as one HTML file. Its formulas are in formulas.js; every constant in them comes from the planner."""
+
+import json
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+
+from common.engine.mixed_precision import DTYPES
+from course.lessons import page
+from course.lessons.sources import Source
+from lab.figures.style import DISK_COLOR, HOST_COLOR
+from lab.plan import __main__ as plan
+from lab.plan import formulas
+from lab.simulate.hardware import PRESETS
+
+HERE = Path(__file__).parent
+TITLE = "The ZeRO explorer"
+
+
+def explorer(recorded, about):
+    """The page.
+
+    Args:
+        recorded: {engine: what `recording.record_all` has of it}.
+        about: how that was recorded, in one line.
+    """
+    sources = {name: Source(name) for name in recorded}
+    steps = {name: page.step(sources[name], one) for name, one in recorded.items()}
+    steps["most"] = {
+        key: max(event[key] for one in recorded.values() for event in one["events"]) for key in ("sent", "held")
+    }
+    body = (HERE / "body.html").read_text()
+    for place, text in {
+        "legend": page.states_legend(),
+        "steppers": "\n".join(page.stepper(name, source) for name, source in sources.items()),
+        "about": page.inline(about),
+        "plan": data("plan", constants()),
+        "steps": data("recorded", steps),
+    }.items():
+        body = body.replace(f"<!-- {place} -->", text)
+    style = f":root{{--host:{HOST_COLOR};--disk:{DISK_COLOR}}}\n" + (HERE / "explorer.css").read_text()
+    scripts = "\n".join((HERE / name).read_text() for name in ("formulas.js", "explorer.js"))
+    return page.document(TITLE, body, [], style, scripts)
+
+
+def data(name, value):
+    """A value for a page's scripts, under a name."""
+    text = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{escape(name)}">{text}</script>'
+
+
+def constants():
+    """What formulas.js takes from the planner."""
+    return {
+        "block": formulas.BLOCK,
+        "logit": formulas.LOGIT,
+        "bucket": formulas.BUCKET,
+        "scale": formulas.SCALE,
+        "usable": plan.USABLE,
+        "aspect": plan.ASPECT,
+        "sequence": plan.SEQUENCE,
+        "vocabulary": plan.VOCABULARY,
+        "advised": plan.ADVISED,
+        "switches": formulas.SWITCHES,
+        "ways": [{"way": way.title, "engine": way.engine, "own": dict(way.own)} for way in formulas.WAYS],
+        "gpus": {name: asdict(machine) for name, machine in PRESETS.items()},
+        "widths": {name: dtype.itemsize for name, dtype in DTYPES.items()},
+        "shapes": {run[0]: asdict(plan.of_model(run[0])) for run in plan.LANDMARKS.values()},
+        "landmarks": {name: list(run) for name, run in plan.LANDMARKS.items()},
+    }

@@ -1,0 +1,70 @@
+"""Pictures for finding a fault: where ranks are wrong, what stays after a step, how far a step moved."""
+
+from matplotlib.patches import Patch
+
+from lab.figures.style import PALETTE
+
+RIGHT, WRONG = "#56B4E9", "#D55E00"
+RANK_STYLES = ("-", "--", ":", "-.")  # beside colours, as ranks often lie on one line
+
+
+def grid(axes, table, title, right, wrong):
+    """A field for each pair, in one of two colours; the wrong ones are marked with a cross besides.
+
+    Args:
+        axes: an Axes.
+        table: {row: {column: whether it is right}}, the rows from the top.
+        title: of the picture.
+        right, wrong: what the two colours mean.
+    """
+    columns = list(next(iter(table.values())))
+    for y, fields in enumerate(table.values()):
+        for x, good in enumerate(fields.values()):
+            axes.bar(x, 0.92, 0.96, bottom=y - 0.46, color=RIGHT if good else WRONG)
+            if not good:
+                axes.text(x, y, "x", ha="center", va="center", color="white", fontweight="bold")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(table)), table)
+    axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(table) - 0.5, -0.5), title=title)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    handles = [Patch(color=RIGHT, label=right), Patch(color=WRONG, label=wrong)]
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def live_through_steps(panels, engines, ends):
+    """Live bytes of all ranks through some steps, a panel for each engine; dotted lines end the steps.
+
+    Args:
+        panels: Axes, as many as engines. They should share their y axis.
+        engines: {title: [live bytes after each change, of each rank]}.
+        ends: {title: the changes after which a step ended, on rank 0}.
+    """
+    for axes, (title, ranks) in zip(panels, engines.items(), strict=True):
+        for rank, live in enumerate(ranks):
+            style = {"color": PALETTE[(0, 4, 2)[rank % 3]], "linestyle": RANK_STYLES[rank % 4]}
+            axes.plot([count / 1e3 for count in live], label=f"rank {rank}", linewidth=1.4, **style)
+        for end in ends[title]:
+            axes.axvline(end, color="grey", linewidth=0.8, linestyle=":")
+        axes.set(xlabel="changes of what is live", title=title)
+    panels[0].set_ylabel("live kB of a rank")
+    panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def distances(axes, ratios):
+    """Bars of how far a step moved the weights, over stage 0's: a group for each optimizer, a bar for each rank.
+
+    Args:
+        axes: an Axes.
+        ratios: {optimizer: [ratio of each rank]}.
+    """
+    ranks = len(next(iter(ratios.values())))
+    for rank in range(ranks):
+        positions = [group + 0.27 * (rank - (ranks - 1) / 2) for group in range(len(ratios))]
+        heights = [of[rank] for of in ratios.values()]
+        bars = axes.bar(positions, heights, 0.24, color=PALETTE[(0, 4, 2)[rank % 3]], label=f"rank {rank}")
+        axes.bar_label(bars, fmt="%.2f")
+    axes.axhline(1, color="black", linewidth=0.8, linestyle="--", label="as far as stage 0")
+    axes.set_xticks(range(len(ratios)), ratios)
+    axes.set(ylim=(0, 1.2), ylabel="distance moved, over that in stage 0", title="One step of the weights")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))

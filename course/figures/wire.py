@@ -1,0 +1,234 @@
+"""Pictures of the wire: who sent how much to whom, the messages of a step, what ran beside what, where time goes."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from lab.figures.style import LABELS, MARKERS, PALETTE, PHASE_COLORS, PHASES, stacked
+
+GREY = "#BBBBBB"
+HATCHES = {"all_reduce": "xxx", "reduce_scatter": "///", "all_gather": None}
+COLLECTIVE_COLORS = {"all_reduce": "#CC79A7", "reduce_scatter": "#E69F00", "all_gather": "#56B4E9"}
+MOVE_COLORS = {"down the bus": "#8A7D00", "up the bus": "black", "the host's step": "#CC79A7"}
+TIME_COLORS = {"compute": PALETTE[0], "copies": PALETTE[1], "optimizer": PALETTE[2], "waiting": GREY}
+
+
+def moved(counts, laws, per_node=None):
+    """What really moved: a matrix for each collective, rows the senders, columns the receivers.
+
+    Args:
+        counts: {title: bytes [from, to]}.
+        laws: {title: bytes that each rank sends by the formula}.
+        per_node: ranks of a node; lines part the nodes. None draws none.
+
+    Returns:
+        A matplotlib Figure.
+    """
+    columns = min(3, len(counts))
+    rows = -(-len(counts) // columns)
+    figure, grid = plt.subplots(
+        rows,
+        columns,
+        figsize=(3.6 * columns, 3.7 * rows),
+        layout="constrained",
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+    )
+    megabytes = {title: np.array(matrix) / 1e6 for title, matrix in counts.items()}
+    highest = max(matrix.max() for matrix in megabytes.values())
+    for axes in grid.flat[len(counts) :]:
+        axes.set_visible(False)
+    for axes, (title, matrix) in zip(grid.flat, megabytes.items(), strict=False):
+        image = axes.imshow(matrix, cmap="Blues", vmin=0, vmax=highest)
+        for (sender, receiver), size in np.ndenumerate(matrix):
+            color = "white" if size > 0.5 * highest else "black"
+            axes.text(receiver, sender, f"{size:.2f}" if size > 0.005 else "0", ha="center", va="center", color=color)
+        ranks = range(len(matrix))
+        axes.set_xticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=8)
+        axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=8)
+        for edge in range(per_node, len(matrix), per_node) if per_node else ():
+            axes.axhline(edge - 0.5, color="#D55E00", linewidth=2, linestyle="--")
+            axes.axvline(edge - 0.5, color="#D55E00", linewidth=2, linestyle="--")
+        sums = f"a rank sends {matrix.sum(axis=1).max():.2f} MB, law {laws[title] / 1e6:.2f} MB"
+        axes.set_title(f"{title}\n{sums}", fontsize=9)
+    figure.supxlabel("to", fontsize=10)
+    figure.supylabel("from", fontsize=10)
+    figure.colorbar(image, ax=grid, label="MB", shrink=0.8)
+    return figure
+
+
+def messages(axes, steps, unit):
+    """Stacked bars of what a rank sends in a step, a part for each message, the first at the bottom.
+
+    Args:
+        axes: to draw on.
+        steps: {title: messages in their order}, each with `phase`, `collective` and `sent` (bytes).
+        unit: bytes of (N-1)/N Ψ, in which the axis counts.
+    """
+    for position, sent in enumerate(steps.values()):
+        parts = [(m.sent / unit, {"color": PHASE_COLORS[m.phase], "hatch": HATCHES[m.collective]}) for m in sent]
+        stacked(axes, position, parts, told="{:.2f}", edgecolor="white", linewidth=1)
+    for multiple in (1, 2, 3):
+        axes.axhline(multiple, color="black", linewidth=0.8, linestyle=":", zorder=0)
+    axes.set_xticks(range(len(steps)), list(steps))
+    axes.set_ylim(0, 3.4)
+    axes.set_ylabel("sent by one rank per step, in (N-1)/N Ψ")
+    patches = [Patch(color=PHASE_COLORS[phase], label=phase) for phase in PHASES]
+    patches += [
+        Patch(facecolor=GREY, edgecolor="white", hatch=hatch, label=name.replace("_", "-"))
+        for name, hatch in HATCHES.items()
+    ]
+    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def ring_and_direct(axes, seconds):
+    """Time of an all-gather by its size: a small dot for each round, a large one for the median; time logarithmic.
+
+    Args:
+        axes: to draw on.
+        seconds: {name: {bytes of the whole tensor: [seconds of each round]}}.
+    """
+    for number, (name, by_size) in enumerate(seconds.items()):
+        color, shift = PALETTE[4 * number], 0.3 * number - 0.15
+        for place, times in enumerate(by_size.values()):
+            milliseconds, median = 1000 * np.array(times), 1000 * np.median(times)
+            beside_it = place + shift + np.linspace(-0.08, 0.08, len(times))
+            axes.plot(beside_it, milliseconds, MARKERS[number], color=color, alpha=0.4, markeredgewidth=0)
+            label = f"{name}: median, and rounds" if place == 0 else None
+            style = {"color": color, "markeredgecolor": "black", "linestyle": "none", "label": label}
+            axes.plot(place + shift, median, MARKERS[number], markersize=10, **style)
+            axes.text(place + shift + 0.1, median, f"{median:.1f}", va="center")
+    sizes = list(next(iter(seconds.values())))
+    axes.set_xlim(-0.5, len(sizes) - 0.5)
+    axes.set_xticks(range(len(sizes)), [f"{size / 1e6:g} MB" for size in sizes])
+    axes.set_xlabel("size of the whole tensor")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    _plain_numbers(axes.yaxis)
+    axes.set_ylabel("ms per all-gather")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def rounds(axes, seconds):
+    """Step times of contestants: a dot for each round, a bar at the median.
+
+    Args:
+        axes: to draw on.
+        seconds: {engine: seconds of a step, one for each round}.
+    """
+    for position, (name, times) in enumerate(seconds.items()):
+        milliseconds = 1000 * np.array(times)
+        color = PALETTE[0] if name in LABELS else PALETTE[4]
+        shifts = np.linspace(-0.2, 0.2, len(milliseconds))
+        axes.plot(position + shifts, milliseconds, "o", color=color, alpha=0.45, markersize=5, markeredgewidth=0)
+        median = np.median(milliseconds)
+        axes.plot([position - 0.3, position + 0.3], [median, median], color=color, linewidth=3)
+        axes.text(position + 0.34, median, f"{median:.0f}", va="center")
+    axes.set_xlim(-0.5, len(seconds) - 0.3)
+    axes.set_xticks(
+        range(len(seconds)), [LABELS.get(name, name.replace("torch_ddp", "torch\nDDP")) for name in seconds]
+    )
+    axes.set_ylim(0, 1.1 * axes.dataLim.ymax)
+    axes.set_ylabel("ms per step")
+
+
+def beside(steps):
+    """What ran beside what in a step: of each rank the compute row above those of its lanes.
+
+    Args:
+        steps: {title: rows}, where rows are {(rank, "compute" or a lane): [(begin, end, kind)]} in ms; the kind is a
+            phase, "waiting", or one of COLLECTIVE_COLORS or MOVE_COLORS.
+
+    Returns:
+        A matplotlib Figure, its panels on one scale.
+    """
+    colors = {**PHASE_COLORS, "waiting": GREY, **COLLECTIVE_COLORS, **MOVE_COLORS}
+    figure, panels = plt.subplots(
+        len(steps), 1, figsize=(11, 2.5 * len(steps) + 0.5), layout="constrained", sharex=True, squeeze=False
+    )
+    seen = set()
+    for axes, (title, rows) in zip(panels[:, 0], steps.items(), strict=True):
+        for place, spans in enumerate(rows.values()):
+            for kind in dict.fromkeys(kind for *_, kind in spans):
+                bars = [(begin, end - begin) for begin, end, one in spans if one == kind]
+                edge = "black" if kind in COLLECTIVE_COLORS else MOVE_COLORS.get(kind, "none")
+                axes.broken_barh(bars, (place - 0.38, 0.76), facecolor=colors[kind], edgecolor=edge, linewidth=0.4)
+                seen.add(kind)
+        axes.set_yticks(range(len(rows)), [f"rank {rank}, {row}" for rank, row in rows])
+        axes.invert_yaxis()
+        axes.set_title(title, fontsize=10)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("ms since the step began")
+    legend = [Patch(color=color, label=kind.replace("_", "-")) for kind, color in colors.items() if kind in seen]
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
+    return figure
+
+
+def where_time_goes(axes, steps):
+    """Lying bars of a step's time on the compute row, by what it was spent on; a hatched one for its collectives.
+
+    Args:
+        axes: to draw on.
+        steps: {title: ({kind: ms on the compute row}, ms of the collectives beside it)}.
+    """
+    for place, (times, beside_it) in enumerate(steps.values()):
+        left = 0
+        for kind, time in times.items():
+            color, label = TIME_COLORS.get(kind, "white"), kind if place == 0 else None
+            axes.barh(place - 0.17, time, 0.34, left=left, color=color, edgecolor="black", linewidth=0.4, label=label)
+            if time > 0.06 * sum(times.values()):  # else the number is wider than the bar
+                shade = "white" if kind == "compute" else "black"
+                axes.text(left + time / 2, place - 0.17, f"{time:.1f}", ha="center", va="center", color=shade)
+            left += time
+        label = "collectives, on their own thread" if place == 0 else None
+        axes.barh(place + 0.2, beside_it, 0.24, color="white", edgecolor="black", hatch="///", label=label)
+        axes.text(beside_it, place + 0.2, f" {beside_it:.1f}", va="center")
+    axes.set_yticks(range(len(steps)), list(steps))
+    axes.invert_yaxis()
+    axes.set_xlabel("ms of one step")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
+
+
+def batch_and_bucket(by_batch, by_bucket, messages_by_bucket):
+    """Step time over the batch, and over the size of a bucket with the messages that a step then sends.
+
+    Args:
+        by_batch: {samples of a step, all ranks: [seconds of each round]}.
+        by_bucket: {MiB of a bucket: [seconds of each round]}.
+        messages_by_bucket: {MiB of a bucket: messages of a step}.
+
+    Returns:
+        A matplotlib Figure.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained", sharey=True)
+    for axes, times_of in ((left, by_batch), (right, by_bucket)):
+        for place, times in times_of.items():
+            milliseconds = 1000 * np.array(times)
+            axes.plot([place] * len(times), milliseconds, "o", color=PALETTE[0], alpha=0.35, markeredgewidth=0)
+        medians = {place: 1000 * np.median(times) for place, times in times_of.items()}
+        axes.plot(medians.keys(), medians.values(), "o-", color=PALETTE[0], markersize=8, markeredgecolor="black")
+        axes.grid(alpha=0.3)
+    for place, count in messages_by_bucket.items():
+        highest = 1000 * max(by_bucket[place])
+        right.annotate(f"{count} messages", (place, highest), (0, 8), textcoords="offset points", ha="center")
+    left.set_xlim(left=0)
+    left.set_ylim(0, 1200 * max(max(times) for times in (*by_batch.values(), *by_bucket.values())))
+    left.set_xticks(list(by_batch))
+    left.set_xlabel("samples of a step, all ranks")
+    left.set_ylabel("ms per step")
+    right.set_xscale("log")
+    right.set_xticks(list(by_bucket))
+    right.margins(x=0.2)
+    right.minorticks_off()
+    _plain_numbers(right.xaxis)
+    right.set_xlabel("MiB of a bucket")
+    return figure
+
+
+def _plain_numbers(axis):
+    """Numbers of a logarithmic axis as people write them."""
+    axis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:g}"))

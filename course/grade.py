@@ -1,0 +1,138 @@
+"""Grade a submission of an exercise: which promises hold, the smallest case that shows what does not, and a hint.
+
+    python -m course.grade notebooks/exercises/stage2.py            the first hint: the idea
+    python -m course.grade notebooks/exercises/stage2.py --hint 2   where it lives; 3: nearly how it is done
+    python -m course.grade notebooks/exercises/stage2.py --part 3   this part alone, the others being the engine's
+    python -m course.grade notebooks/exercises/stage2.py --json report.json
+
+It trains on a few ranks of this machine, some seconds long, and beside each training the engine itself: a submission
+may take ten times as long as that does. The engines can be graded too: stage2_grad/engine.py. `--hint` is about the
+last grading, and grades again only if the file has changed since.
+Exit status 0 says that all promises hold, 1 that one fails, 2 that nothing was graded, which is not the submission's
+fault: one line says why.
+"""
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from common.errors import InputError
+from common.outputs import check_outputs, one_line_errors, write_json
+from course.exercises import ALL, EXERCISES
+from course.grader.graded import graded
+from course.grader.grading import ENGINES
+from course.grader.promises import PROMISES
+from course.grader.remembered import recall, remember
+
+
+def main(argv=None):
+    """Grade a file, print the answer, and end with its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="a submission, with the exercise in its name or its folder's")
+    parser.add_argument("--hint", type=int, choices=(1, 2, 3), help="how much to say (default: 1)")
+    parser.add_argument("--part", metavar="PART", help="grade one part alone, by its number or its method")
+    parser.add_argument("--json", metavar="FILE", help="write a report here")
+    options = parser.parse_args(argv)
+    with one_line_errors():
+        check_outputs(options)
+        exercise = exercise_of(options.file)
+        part = options.part and part_of(exercise, options.part)  # None where none is named
+        known = report = None if options.hint is None else last_report(options.file, part)
+        if report is None:
+            report = graded(options.file, exercise.key, part)
+            remember(options.file, report)
+        if options.json:
+            write_json(options.json, report)
+    show(report, options.hint or 1, briefly=known is not None)
+    sys.exit(0 if report["passed"] else 1)
+
+
+def exercise_of(file):
+    """The exercise that a file is a submission of.
+
+    Raises:
+        InputError: there is no such file, or no exercise is named, or it is not in this tree.
+    """
+    if not os.path.isfile(file):  # which a name too long for a file is not, either
+        raise InputError(f"{file}: there is no such file")
+    exercises = {exercise.path.stem: exercise for exercise in ALL}
+    named = re.findall("|".join(exercises), str(file))
+    if not named:
+        names = [f"{name}.py" for name in exercises]
+        raise InputError(f"{file}: which stage? Name the file {', '.join(names[:-1])} or {names[-1]}")
+    exercise = exercises[named[-1]]
+    if PROMISES.exists() and exercise not in EXERCISES:
+        raise InputError(f"{file}: here are stages 1 to 3; this exercise needs their engines, which you write here")
+    return exercise
+
+
+def part_of(exercise, named):
+    """A part of an exercise, by its number or its method.
+
+    Raises:
+        InputError: there is none, or what the other parts would be filled from.
+    """
+    if PROMISES.exists():
+        raise InputError(
+            f"--part {named}: the other parts would come from {exercise.package}'s engine, which is yours to write "
+            "here; write them all, and grade the file"
+        )
+    found = [p for n, p in enumerate(exercise.parts, 1) if named in (str(n), p.method, p.method.rpartition(".")[2])]
+    if not found:
+        known = [f"{number} {part.method}" for number, part in enumerate(exercise.parts, 1)]
+        raise InputError(f"--part {named}: the parts of {exercise.path.name} are {', '.join(known)}")
+    return found[0]
+
+
+def last_report(file, part):
+    """The last report on a file as it is now, and on this part if one is named; None if there is none."""
+    kept = recall(file)
+    if kept is None:
+        return None
+    report, unchanged = kept
+    if not unchanged:
+        print(f"{file} has changed since its last grading: it is graded again.")
+    return report if unchanged and (part is None or part.method == report["part"]) else None
+
+
+def show(report, hint, briefly=False):
+    """Print a report, with the hint of this number; briefly, what fails first and no more."""
+    console = Console(highlight=False, soft_wrap=True)
+    if not briefly:
+        show_promises(report, console)
+    part, finding = report["part"], report["finding"]
+    if finding is None:
+        engine = ENGINES.get(report["stage"], report["stage"])
+        what = f"this is {engine}, bit for bit and byte for byte" if part is None else f"`{part}` is right"
+        console.print(f"\nAll of it holds: {what}.")
+        return
+    console.print(f"\n[bold]{escape(finding['where'])}[/]")
+    if not finding["idea"].startswith(("syntax", "import", "solution", "open ")):
+        console.print(f"The case: {finding['model']}.")
+    if report["printed"]:
+        console.print("\nPrinted last:")
+        console.print(report["printed"], markup=False)
+    console.print(f"\nHint {hint} of 3. {finding['hints'][hint - 1]}", markup=False)
+    if hint < 3:
+        console.print(f"[dim]More: python -m course.grade {escape(str(report['file']))} --hint {hint + 1}[/]")
+
+
+def show_promises(report, console):
+    """Print which promises hold, and their points."""
+    signs = {True: "[green]holds [/]", False: "[bold red]fails [/]", None: "[dim]      [/]"}
+    for promise in report["promises"]:
+        dim = "dim" if promise["holds"] is None else "default"
+        console.print(f"{signs[promise['holds']]} {promise['points']}/{promise['of']} [{dim}]{promise['promise']}[/]")
+    if report["part"] is None:
+        console.print(f"{report['points']} of {report['of']} points")
+    else:
+        console.print(f"This is about `{report['part']}` alone: the other parts are the engine's.")
+
+
+if __name__ == "__main__":
+    main()

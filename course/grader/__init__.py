@@ -1,0 +1,1 @@
+"""Grades exercises: promises, cases that show which one is broken, and hints."""

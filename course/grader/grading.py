@@ -1,0 +1,437 @@
+"""What a submission does otherwise than its stage: each promise that is broken, its smallest case, and the idea.
+
+The cases of `course.grader.cases` are tried in their order, smallest first. In each the two are compared: what they
+own, the weights after each step on each rank, what is held and sent, what comes and goes, what is under way when. The
+first difference is the answer, and from its shape follows the idea that it is about.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from common.errors import InputError
+from common.ranks.world import RankFailed
+from course.grader.cases import CASES
+from course.grader.observing import alone, observe
+from course.grader.raised import Finding, gave_no_answer, raised
+
+TIMES, FLOOR = 10, 3.0  # a submission may take so many times what the stage took in the same case, but 3 s in any case
+PATIENCE = 0.5  # of that a rank waits for others, so that it can say where they part
+LONGEST = 180.0  # seconds that the stage itself may take
+HANGS = 2  # after so many cases without an answer the rest is not tried
+
+# Findings about the file itself, which every case would show.
+OF_THE_FILE = ("import", "solution", "past the meter", "open ")
+
+# What weights that are off are about in some cases, where their values tell nothing more.
+IDEAS = {
+    "late": "not waited for",
+    "three": "two ranks only",
+    "elsewhere": "elsewhere",
+    "unused": "unused",
+    "repeated": "sent twice",
+    "computed again": "recomputation",
+    "early": "gathered too early",
+    "in two": "placement",
+    "delayed": "not waited for",
+    "two hops": "pieces",
+    "second shards": "second shards",
+    "three places": "nodes and places",
+    "hops beside": "not waited for",
+}
+ENGINES = {"overlap": "stage2_grad"}  # of exercises that are not called by their engine's package
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the stage's engine does in a case.
+
+    Attributes:
+        seen: what `observe` returned, in rank order.
+        own: what `alone` returned.
+        seconds: that the first took.
+    """
+
+    seen: list
+    own: list
+    seconds: float
+
+
+class Reference:
+    """The stage's own engine, trained where and when a submission is.
+
+    Args:
+        run: `run(ranks, function, *args, timeout=seconds)` calls `function(world, *args)` on so many ranks and returns
+            the results in rank order.
+        stage: its package.
+    """
+
+    def __init__(self, run, stage):
+        self.run, self.stage, self._known = run, stage, {}
+
+    def expected(self, name, again=False):
+        """What is expected in a case. `again` has it trained once more, to see how long that takes by now.
+
+        Raises:
+            InputError: it does not get there, which is no fault of any submission.
+        """
+        if again or name not in self._known:
+            ranks, began = CASES[name].ranks, time.monotonic()
+            try:
+                engine = ENGINES.get(self.stage, self.stage)
+                seen = self.run(ranks, observe, engine, name, PATIENCE * LONGEST, timeout=LONGEST)
+                seconds = time.monotonic() - began
+                own = self.run(ranks, alone, name, timeout=LONGEST)
+            except RankFailed as failure:
+                said = str(failure).strip().splitlines()[-1]
+                busy = "; try again when the machine is less busy" if gave_no_answer(str(failure)) else ""
+                raise InputError(
+                    f"nothing was graded: {self.stage}'s own engine does not get there with {ranks} ranks on this "
+                    f"machine ({said}){busy}"
+                ) from failure
+            self._known[name] = Expected(seen, own, seconds)
+        return self._known[name]
+
+
+def cases_of(stage):
+    """The names of the cases that are about a stage, in order."""
+    return [name for name, case in CASES.items() if stage in case.stages]
+
+
+def grade(run, where, stage, reference=None):
+    """Try a submission, case by case.
+
+    Args:
+        run: as `Reference` takes it.
+        where: a file that holds an `Engine`, or a package that exports one.
+        stage: the package whose engine it is held to, or another key of an exercise.
+        reference: what has an `expected` as a `Reference` has; None is a Reference of the same ranks.
+
+    Yields:
+        (name of the case, None or a Finding). What is about the file, and not about a case, ends it; so do ranks that
+        hang again.
+
+    Raises:
+        InputError: the stage's own engine does not get there.
+    """
+    reference, hangs = reference or Reference(run, stage), 0
+    for name in cases_of(stage):
+        finding = tried(run, where, name, reference, patient=not hangs)
+        yield name, finding
+        if finding is None:
+            continue
+        hangs += finding.idea == "hang"
+        if finding.idea.startswith(OF_THE_FILE) or hangs == HANGS:
+            return
+
+
+def tried(run, where, name, reference, patient):
+    """None or a Finding of one case.
+
+    If `patient`, what gives no answer is tried once more, by what the stage takes then: the machine may have become
+    busy.
+    """
+    case = CASES[name]
+    for again in (False, True) if patient else (False,):
+        expected = reference.expected(name, again)
+        limit = max(FLOOR, TIMES * expected.seconds)
+        try:
+            found = run(case.ranks, observe, where, name, PATIENCE * limit, timeout=limit)
+            return difference(case, found, expected.seen, expected.own)
+        except RankFailed as failure:
+            finding = raised(name, str(failure), where)
+            if not gave_no_answer(str(failure)):
+                return finding
+    return finding
+
+
+def difference(case, found, expected, own):
+    """What is seen otherwise in a case, first in the order of a training.
+
+    Args:
+        found, expected: what `observe` returned of the submission and of the stage, in rank order.
+        own: what `alone` returned.
+    """
+    if case.rounded:
+        return rounded(case, found[0]["rounded"])
+    if case.steps and (finding := weights(case, found, expected, own)):
+        return finding
+    for look in (norms, foreign, held, sent, room, beside, written) if case.steps else (tables,):
+        for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
+            if finding := look(case, rank, one, other):
+                return finding
+    return None
+
+
+# ---- what comes back ----------------------------------------------------------------------------------------------
+
+
+def rounded(case, found):
+    """Numbers that were quantized, block by block: how far off they come back."""
+    block = dict(case.options)["block"]
+    for bits, (largest, values, back, divides_by_zero) in found.items():
+        if divides_by_zero:
+            return Finding("zeros", f"In {bits} bits, a block of zeros is divided by zero.")
+        for row, begin in ((row, begin) for row in range(len(values)) for begin in range(0, values.shape[1], block)):
+            given, came = values[row, begin : begin + block], back[row, begin : begin + block]
+            top = given.abs().max()
+            where = f"In {bits} bits a block of {_list(given)} comes back as {_list(came)}"
+            if not top.isfinite():
+                if not came.isnan().all():
+                    return Finding("no NaN", f"{where}, and not as NaN.")
+                continue
+            half = max(top / largest, torch.finfo(torch.float32).tiny) / 2  # no step is subnormal
+            if came.isinf().any():
+                return Finding("too large", f"{where}: an infinity that nobody put in.")
+            off = (given - came).abs().nan_to_num(torch.inf).max()
+            if off > half * (1 + 1e-5):
+                whole = values[0].abs().max() / largest / 2
+                idea = "one scale" if (values[0] - back[0]).abs().max() <= whole else "bound"
+                return Finding(idea, f"{where}: off by {off:.3g}, where half a step of this block is {half:.3g}.")
+    return None
+
+
+def _list(numbers):
+    return f"[{', '.join(f'{number:.4g}' for number in numbers.tolist())}]"
+
+
+# ---- what is kept -------------------------------------------------------------------------------------------------
+
+
+def tables(case, rank, one, other):
+    """The ownership table."""
+    for bucket, states in other["tables"].items():
+        for state, (first, last) in states.items():
+            given = one["tables"][bucket][state]
+            if given != (first, last):
+                return Finding(
+                    "two ranks only" if case is CASES["owned by three"] else "table",
+                    f"Of {bucket or 'the root'} rank {rank} of {case.ranks} owns as {state} the elements "
+                    f"{given[0]} to {given[1]}, where the stage owns {first} to {last}.",
+                )
+    return None
+
+
+def held(case, rank, one, other):
+    """Bytes of model states just before the update."""
+    for how, states in other.get("on host", {}).items():
+        for state, kept in states.items():
+            given = one["on host"][how][state]
+            if given != kept:
+                said = f"Rank {rank} {how} {given:,} bytes of {state} on the host, where the engine {how} {kept:,}."
+                return Finding("placement", said)
+    for state, kept in other["held"].items():
+        given = one["held"][state]
+        if given != kept:
+            ideas = {"gradients": "room kept", "parameters": "not freed"} if given > kept else {}
+            idea = ideas.get(state, "held too much" if given > kept else "held too little")
+            said = f"Just before the update rank {rank} holds {given:,} bytes of {state}"
+            return Finding(idea, f"{said}, where the stage holds {kept:,}.")
+    return None
+
+
+def room(case, rank, one, other):
+    """The most that comes and goes within a step. Less than the stage has is no fault."""
+    ideas = {"buckets in flight": "two rooms", "gathered units": "not freed"}
+    for kind, most in other.get("peaks", {}).items():
+        if one["peaks"][kind] > most:
+            return Finding(
+                ideas.get(kind, "held too much"),
+                f"Where collectives run late, rank {rank} has up to {one['peaks'][kind]:,} bytes of {kind}, "
+                f"where the stage has {most:,}.",
+            )
+    return None
+
+
+def written(case, rank, one, other):
+    """Freed weights to which something was written."""
+    for step, nan in one["nan"].items():
+        kept = [name for name, is_nan in nan.items() if not is_nan]
+        if kept:
+            after = f"after step {step + 1}" + (", before which 5.0 was written to it" if step else "")
+            return Finding(
+                "freed weights keep what was written" if step else "not freed",
+                f"{kept[0]} on rank {rank} is freed and does not read as NaN, {after}.",
+            )
+    return None
+
+
+# ---- when ---------------------------------------------------------------------------------------------------------
+
+
+def beside(case, rank, one, other):
+    """What is under way while something is computed. What the stage has under way, the submission has too."""
+    for (_, given), (moment, meant) in zip(one.get("beside", ()), other.get("beside", ()), strict=False):
+        if case.beside not in ("all", moment.split()[-4]):  # "matrix product 3 of the backward of step 2"
+            continue
+        for kind in sorted(meant - given):
+            return Finding(
+                "no prefetch" if kind == "all_gather" and "the step of" not in moment else "waited for at once",
+                f"At {moment} rank {rank} has no {kind} under way, where the stage has one.",
+            )
+    return None
+
+
+def foreign(case, rank, one, other):
+    """Gradients of another backward than the engine's own."""
+    if not case.foreign or one["foreign"] == other["foreign"]:
+        return None
+    if one["foreign"]["sent"] != other["foreign"]["sent"]:
+        said = f"the engine behind it sends {one['foreign']['sent']:,} bytes of gradients on rank {rank}, before its"
+        return Finding("foreign backward", f"While another engine's backward runs, {said} own step.")
+    said = f"loss.backward() without any engine goes unnoticed on rank {rank}"
+    return Finding("foreign backward", f"{said}: the stage refuses it.".capitalize())
+
+
+# ---- what is sent -------------------------------------------------------------------------------------------------
+
+
+def sent(case, rank, one, other):
+    """Bytes that a rank sends in a step, by collective."""
+    given, meant = one["sent"], other["sent"]
+    for collective in sorted(given.keys() | meant.keys()):
+        many, few = given.get(collective, 0), meant.get(collective, 0)
+        if many != few:
+            return Finding(
+                _idea_of_sent(case, collective, many, few),
+                f"In a step rank {rank} sends {many:,} bytes by {collective}, where the stage sends {few:,}.",
+            )
+    return None
+
+
+def _idea_of_sent(case, collective, many, few):
+    if many < few:  # in smaller cases as much as the stage: here that prefetches a unit which then does not run
+        return "no prefetch" if case is CASES["unused"] and collective == "all_gather" else "sent too little"
+    if case is CASES["16-bit"]:
+        return "16-bit"  # in fp32 all was well
+    if collective == "all_reduce":
+        return "half of an all-reduce"
+    return "sent twice" if collective == "reduce_scatter" else "sent too much"
+
+
+# ---- what is learnt -----------------------------------------------------------------------------------------------
+
+
+def norms(case, rank, one, other):
+    for step, (given, meant) in enumerate(zip(one["norms"], other["norms"], strict=True), 1):
+        if given != meant:
+            return Finding("differs", f"The norm of step {step} is {given} on rank {rank}, expected {meant}.")
+    return None
+
+
+def weights(case, found, expected, own):
+    """The first step after which a weight is off, and the first such element."""
+    for step in range(len(expected[0]["weights"])):
+        off = [
+            (rank, name)
+            for rank in range(len(found))
+            for name, weight in expected[rank]["weights"][step].items()
+            if not torch.equal(found[rank]["weights"][step][name], weight)
+        ]
+        if off:
+            return Finding(_idea_of_weights(case, step, found, expected, own), _where(step, *off[0], found, expected))
+    return None
+
+
+def _where(step, rank, name, found, expected):
+    one, other = (seen[rank]["weights"][step][name] for seen in (found, expected))
+    index = tuple(int(i) for i in (one != other).nonzero()[0])
+    owner = int(expected[rank]["owners"][name][index])
+    when = f"After step {step}" if step else "Before the first step"
+    whose = "its own shard" if owner == rank else f"the shard of rank {owner}"
+    size = len(found)
+    return (
+        f"{when}, {name}[{', '.join(map(str, index))}] on rank {rank} of {size} is {one[index]:.7g}, expected "
+        f"{other[index]:.7g}. This element lies in {whose}."
+    )
+
+
+def _idea_of_weights(case, step, found, expected, own):
+    """What kind of difference it is. All weights are laid end to end, and each rank's own shards told from the rest."""
+    ours, stages = ([_flat(seen["weights"][step]) for seen in side] for side in (found, expected))
+    mine = [_flat(seen["owners"]) == rank for rank, seen in enumerate(expected)]
+    off = [one != other for one, other in zip(ours, stages, strict=True)]
+    if any(one.isnan().any() for one in ours):
+        return _idea_of_nan(case)
+    if _swapped(step, ours, stages, expected):
+        return "another shard"
+    name = next(name for name, other in CASES.items() if other is case)
+    if name in ("three", "elsewhere", "three places", "in two"):  # the same training was right before
+        return IDEAS[name]
+    if case.classes and any(one["sent"] != other["sent"] for one, other in zip(found, expected, strict=True)):
+        return "one hop"
+    sends = [[sum(seen["sent"].values()) for seen in side] for side in (found, expected)]
+    own_are_right = not any((wrong & own).any() for wrong, own in zip(off, mine, strict=True))
+    if own_are_right and case is not CASES["late"]:
+        idea = _idea_of_old_values(found, expected, mine)
+    elif any(few < many for few, many in zip(*sends, strict=True)):
+        idea = "sent too little"
+    elif step == 1 and name == "trained":
+        idea = _idea_of_a_step(ours, stages, _flat(expected[0]["weights"][0]), mine, own)
+    elif step == 1 and name == "two hops" and _halved(ours, stages, _flat(expected[0]["weights"][0])):
+        idea = "divided twice"
+    else:
+        idea = IDEAS.get(name, "differs")
+    return idea
+
+
+def _swapped(step, ours, stages, expected):
+    """Whether what is off has values of another shard, at the same place of it: new ones, or those before the step."""
+    for one, other, seen in zip(ours, stages, expected, strict=True):
+        off, before = one != other, _flat(seen["weights"][max(step - 1, 0)])
+        rank_of, place = _flat(seen["owners"]), _flat(seen["within"])
+        for values in (other, before):
+            for shard in range(len(ours)):
+                theirs = rank_of == shard
+                there = dict(zip(place[theirs].tolist(), values[theirs].tolist(), strict=True))
+                found = zip(place[off & ~theirs].tolist(), one[off & ~theirs].tolist(), strict=True)
+                if off.any() and not (off & theirs).any() and all(there.get(at) == value for at, value in found):
+                    return True
+    return False
+
+
+def _idea_of_nan(case):
+    if case is CASES["clipped"]:
+        return "padding"  # the plain training had none
+    return {CASES["unused"]: "unused", CASES["computed again"]: "recomputation"}.get(case, "reads nothing")
+
+
+def _idea_of_old_values(found, expected, mine):
+    """Of other ranks' shards the values are old. Are they those of the beginning after two steps as well?"""
+    second = [_flat(seen["weights"][2])[~own_part] for seen, own_part in zip(found, mine, strict=True)]
+    begin = [_flat(seen["weights"][0])[~own_part] for seen, own_part in zip(expected, mine, strict=True)]
+    stays = all(torch.equal(one, other) for one, other in zip(second, begin, strict=True))
+    return "not gathered" if stays else "gathered too early"
+
+
+def _idea_of_a_step(ours, stages, start, mine, own):
+    """How far the first step went, in this rank's own shards: as a multiple of how far it should go."""
+    for rank, own_part in enumerate(mine):
+        went, should = ((side[rank] - start)[own_part].double() for side in (ours, stages))
+        if torch.equal(went, should):
+            continue
+        if rank:  # those before it are right
+            return "another shard"
+        if not went.any():
+            return "not stepped"
+        if torch.allclose(ours[rank][own_part], _flat(own[rank])[own_part]):
+            return "not reduced"
+        multiple = float(went @ should / (should @ should))
+        if (went - multiple * should).norm() > 1e-3 * went.norm():
+            return "differs"
+        size = len(ours)
+        named = {size: "sum, not mean", 1 / size: "divided twice"}
+        return next((idea for value, idea in named.items() if abs(multiple - value) < 1e-3), "factor")
+    return "differs"
+
+
+def _halved(ours, stages, start):
+    """Whether a step went half as far as it should, but for what rounding to 4 bits does to it."""
+    went, should = ((side[0] - start).double() for side in (ours, stages))
+    return float((went - should / 2).norm()) < 0.2 * float(went.norm())
+
+
+def _flat(tensors):
+    """{name: tensor} laid end to end."""
+    return torch.cat([tensor.flatten() for tensor in tensors.values()])

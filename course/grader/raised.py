@@ -1,0 +1,96 @@
+"""What a rank's traceback is about: the line of the submission, and the idea behind the error."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
+ERROR = re.compile(r"^[\w.]+(?:Error|Exception|Exit|Interrupt|Imported).*", re.MULTILINE)
+
+# What an error says, and the idea that it is about: the first that is found.
+SAID = (
+    ("module 'submission' has no attribute", "import"),
+    ("SolutionImported", "solution"),
+    ("PastTheMeterError", "past the meter"),
+    ("'NoneType' object has no attribute 'wait'", "no handle"),
+    ("outside the forward of", "not marked"),
+    (r"optimizer\.step\(\) has no gradients", "step_shard"),
+    ("finds no gradients there", "step_shard"),
+    ("RecursionError", "calls itself"),
+    ("got a gradient outside of engine.backward", "foreign backward"),
+    (r"without a backward\(\) since the last step", "no handle"),
+    ("has left the engine's storage", "a new tensor"),
+    ("out of bounds for storage", "no memory"),
+    ("NoneType", "nothing there"),
+    ("Tensor on device meta|on device meta|meta tensor|from a meta", "elsewhere"),
+    ("NameError|UnboundLocalError|AttributeError", "name"),
+    (r"TypeError: .*(argument|takes|callable|unpack)", "call"),
+    ("(?i)size|shape|length|dimension|expanded|elements", "lengths"),
+)
+
+# What a failure of some cases is about, whatever is raised: the smaller ones before them were right.
+IDEAS = {
+    "computed again": "recomputation",
+    "owned by three": "two ranks only",
+    "three": "two ranks only",
+    "elsewhere": "elsewhere",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong.
+
+    Attributes:
+        idea: a key of hints.toml.
+        where: the smallest case that shows it, in sentences.
+    """
+
+    idea: str
+    where: str
+
+
+def gave_no_answer(said):
+    """Whether the message of a RankFailed is of ranks that wait."""
+    return "RanksParted" in said or re.search(r"gave no answer|[Tt]imed out", said) is not None
+
+
+def raised(name, said, where):
+    """What the message of a RankFailed is about.
+
+    Args:
+        name: of the case.
+        said: the message.
+        where: the file of the submission.
+    """
+    if "NotImplementedError: part" in said:
+        return _open_parts(where)
+    rank = re.match(r"rank (\d+)", said)
+    of = f"On rank {rank[1]}" if rank else "On a rank"
+    parted = re.search(r"RanksParted: (.+)", said)
+    if parted:
+        return Finding("hang", f"The ranks part: {parted[1]}.")
+    if gave_no_answer(said):
+        return Finding("hang", f"{said.splitlines()[0]}.".capitalize())
+    if "died with exit code" in said:
+        return Finding("died", f"{said.splitlines()[0]}.".capitalize())
+    error = [said, *ERROR.findall(said)][-1].removeprefix("course.grader.submission.")
+    inside = [frame for frame in FRAME.finditer(said) if frame["file"] == where]
+    idea = _idea_of(error, name)
+    if not inside:
+        return Finding(idea, f"{of}: {error}")
+    line = f"{of}, line {inside[-1]['line']} in {inside[-1]['function']}: {error}"
+    at_import = inside[-1]["function"] == "<module>" and idea not in ("solution", "past the meter")
+    return Finding("import" if at_import else idea, line)
+
+
+def _open_parts(where):
+    """The parts that are still to be written, in the order of the file."""
+    still = re.findall(r'NotImplementedError\("part (\d+), ([\w.]+), is still open"\)', Path(where).read_text())
+    named = [f"part {number}, {method}" for number, method in still]
+    return Finding(f"open {still[0][1]}", f"Still open: {'; '.join(named)}.")
+
+
+def _idea_of(error, name):
+    idea = next((idea for said, idea in SAID if re.search(said, error)), "crash")
+    return idea if idea in ("import", "solution", "past the meter") else IDEAS.get(name, idea)

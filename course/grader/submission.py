@@ -1,0 +1,131 @@
+"""A submission as a class, on its own: it finds no solution to import, and sends nothing past the meter.
+
+Of ZeRO++ it has a few classes, which take the place of the package's own; all else is imported from there.
+"""
+
+import contextlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+
+from common.engines import ENGINES, find_engine
+from common.outputs import ROOT
+
+COMMON = ROOT / "common"
+SOLUTIONS = {engine.partition(".")[0] for engine in ENGINES}
+# What torch sends by. An engine's own `comm` sends as well, and counts what it sends.
+SENDING = (
+    *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "broadcast"),
+    *("gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
+    *("send", "recv", "isend", "irecv", "batch_isend_irecv"),
+)
+
+
+GIVEN = ("zeropp", "zeropp.engine", "zeropp.quantize", "zeropp.transports")  # to submissions that have classes of it
+
+
+class SolutionImported(ImportError):
+    """A submission takes what it should hold from a stage's package."""
+
+
+class PastTheMeterError(RuntimeError):
+    """A submission calls a collective of torch's, whose bytes nobody counts."""
+
+
+def engine_at(where, classes=()):
+    """The class `Engine` or `OffloadEngine` of a file, or of a package by its name.
+
+    Args:
+        where: the file, or the package.
+        classes: names of those that the file has in the place of an engine; within `on_its_own` ZeRO++ gets them.
+
+    Raises:
+        SolutionImported: a method of it stands in another file.
+    """
+    if not where.endswith(".py"):
+        return find_engine(where)
+    spec = importlib.util.spec_from_file_location("submission", where)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not classes:
+        engine = getattr(module, "OffloadEngine", None) or module.Engine
+        _check_methods(engine, where)
+        return engine
+    made = {name: getattr(module, name) for name in classes}
+    for one in made.values():
+        _check_methods(one, where)
+    for name in GIVEN:
+        vars(sys.modules[name]).update(made)
+    return find_engine("zeropp")
+
+
+def _check_methods(checked, where):
+    """All methods stand in the file, but for those of classes of `common` and of what is given."""
+    for made in inspect.getmro(checked):
+        if made.__module__.startswith("common.") or _is_given(made):
+            continue
+        for name, method in vars(made).items():
+            code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+            if code is not None and code.co_filename != where and not Path(code.co_filename).is_relative_to(COMMON):
+                raise SolutionImported(f"the method {name} of {made.__name__} does not stand in this file")
+
+
+def _is_given(made):
+    return made.__module__ in GIVEN and getattr(sys.modules.get(made.__module__), made.__name__, None) is made
+
+
+@contextlib.contextmanager
+def on_its_own(where, classes=()):
+    """Within it no line of the file `where` calls a collective of torch's, and it finds no engine to import.
+
+    Of ZeRO++, if it has `classes` of that, it finds all but those.
+    """
+    given = [importlib.import_module(name) for name in GIVEN if classes]
+    names = {module.__name__ for module in given}
+    hidden = {n: one for n, one in sys.modules.items() if n.partition(".")[0] in SOLUTIONS and n not in names}
+    finder = _NoSolutions()
+    with contextlib.ExitStack() as patched:
+        for name in SENDING:
+            patched.enter_context(mock.patch.object(dist, name, _not_from(where, name)))
+        for module in given:
+            patched.enter_context(mock.patch.dict(vars(module), {"__getattr__": _withheld}))
+            for name in vars(module).keys() & set(classes):
+                delattr(module, name)
+        for name in hidden:
+            del sys.modules[name]
+        sys.meta_path.insert(0, finder)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(finder)
+            sys.modules.update(hidden)
+
+
+def _withheld(name):
+    if name.startswith("__"):  # of import's own, such as __path__
+        raise AttributeError(name)
+    raise SolutionImported(f"{name} is what this submission is to hold")
+
+
+class _NoSolutions:
+    """A finder of modules that finds none of the engines'."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in SOLUTIONS:
+            raise SolutionImported(f"{name} holds a solution")
+
+
+def _not_from(where, name):
+    """A collective of torch's that may be called from everywhere but from the file `where`."""
+    call = getattr(dist, name)
+
+    def checked(*args, **options):
+        if sys._getframe(1).f_code.co_filename == where:
+            raise PastTheMeterError(f"torch.distributed's {name} was called, whose bytes nobody counts")
+        return call(*args, **options)
+
+    return checked

@@ -1,0 +1,100 @@
+"""`python -m course.lessons`: train the engines on four ranks, record them, and write a page for each increment."""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from common.errors import InputError
+from common.outputs import one_line_errors
+from course.lessons import page, recording
+from course.lessons.sources import Source
+
+# (the engine before, the engine after)
+INCREMENTS = [
+    ("stage0_ddp", "stage1_os"),
+    ("stage1_os", "stage2_grad"),
+    ("stage2_grad", "stage3_param"),
+    ("stage2_grad", "offload"),
+    ("stage3_param", "offload.nvme"),
+    ("stage3_param", "zeropp"),
+]
+
+
+def main(arguments=None):
+    """Parse the arguments, record, write the pages and name them."""
+    parser = argparse.ArgumentParser(prog="python -m course.lessons", description=__doc__)
+    parser.add_argument("--out", default="results/local/lessons", help="a folder (default: %(default)s)")
+    parser.add_argument("--only", metavar="ENGINE", help="the page that leads to this engine, stage1_os for instance")
+    options = parser.parse_args(arguments)
+    with one_line_errors():
+        increments, out = chosen(options.only), opened(options.out)
+        recorded = recording.record_all(dict.fromkeys(name for pair in increments for name in pair))
+        for path in write(out, increments, recorded):
+            print(path)
+
+
+def chosen(only):
+    """The increments whose pages are to be written.
+
+    Raises:
+        InputError: none leads to the engine `only`.
+    """
+    found = [pair for pair in INCREMENTS if only in (None, pair[1])]
+    if not found:
+        raise InputError(f"--only {only}: no page leads there; choose one of {', '.join(b for _, b in INCREMENTS)}")
+    return found
+
+
+def opened(out):
+    """The path of the folder that pages go to, which is made if it is missing.
+
+    Raises:
+        InputError: there can be no such folder, or no file in it.
+    """
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            return Path(out)
+    except OSError as error:
+        raise InputError(f"--out {out}: no page can be written there: {error.strerror}; give a folder") from error
+
+
+def write(out, increments, recorded):
+    """Write the pages of some increments into a folder.
+
+    Args:
+        out: its path.
+        increments: some of INCREMENTS.
+        recorded: what `recording.record_all` has of their engines.
+
+    Returns:
+        The files, the index first.
+    """
+    about = described(next(iter(recorded.values())))
+    sources = {pair: [Source(name) for name in pair] for pair in increments}
+    links = [(file_of(pair), page.title(before, after)) for pair, (before, after) in sources.items()]
+    leads = [page.inline(after.paragraphs[0]) for _, after in sources.values()]
+    pages = {"index.html": page.index(links, leads, about)}
+    for pair in increments:
+        pages[file_of(pair)] = page.lesson(sources[pair], [recorded[name] for name in pair], links, about)
+    for name, text in pages.items():
+        (out / name).write_text(text)
+    return [out / name for name in pages]
+
+
+def file_of(pair):
+    """The page of an increment: stage0_ddp-stage1_os.html."""
+    return f"{pair[0]}-{pair[1]}.html"
+
+
+def described(one):
+    """How the pages were recorded, in one line."""
+    return (
+        f"Recorded by `python -m course.lessons`: {recording.MODEL}, {one['parameters']:,} parameters, fp32, AdamW, "
+        f"{recording.BATCH} samples a step, {recording.RANKS} ranks, buckets of {recording.BUCKET_MB} MiB; "
+        f"{one['hardware']}."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Ranks that train engines on real text, and record a step of each: its events, its bytes, its memory timeline."""
+
+from dataclasses import asdict
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+
+from common import models
+from common.data import Batches, load_text
+from common.engines import find_engine
+from common.loop import train_step
+from common.measure.hardware import hardware
+from common.measure.memory import Timeline
+from common.ranks.world import LocalWorld
+from course.lessons.events import Recorder
+from course.lessons.held import HOST, has_second, live
+
+RANKS, PER_NODE = 4, 2  # told that they live on two nodes, which one engine makes something of
+MODEL, BATCH, BUCKET_MB = "gpt-nano", 4, 0.5  # small, and yet of several buckets and units
+WARM_UP = 2  # steps before: the optimizer then has its states, and stage 3 knows the order of its units
+
+
+def record_all(names):
+    """Train engines on ranks of this machine, one after the other.
+
+    Returns:
+        {name: what rank 0 recorded, with the cells of all ranks in its events}.
+
+    Raises:
+        AssertionError: the ranks did not go through the same events.
+    """
+    with LocalWorld(RANKS, oversubscribe=True, ranks_per_node=PER_NODE) as world:
+        return {name: together(world.run(record, name)) for name in names}
+
+
+def record(world, name):
+    """Train one engine on this rank: two steps, one that is recorded, one under the memory timeline.
+
+    Returns:
+        A dict of plain values, as `page` takes it.
+    """
+    module = models.build(MODEL)
+    adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+    engine = find_engine(name)(module, adamw, init=models.initial_values(0), bucket_mb=BUCKET_MB)
+    batches = Batches(load_text(), module.window, BATCH, 0)
+
+    # One more than the steps to warm up is recorded, the last runs under the timeline.
+    *first, recorded, last = (
+        [module.inputs_and_targets(batches.of(number, world.rank, world.size).to(world.device))]
+        for number in range(WARM_UP + 2)
+    )
+    for batch in first:
+        train_step(engine, batch)
+    with Recorder(engine) as recorder:
+        train_step(engine, recorded)
+    sent = engine.comm.traffic.by_collective()
+    engine.comm.traffic.phase = "forward"
+    measured, predicted = engine.accounts.measured(), engine.accounts.predicted()
+    with Timeline(SimpleNamespace(comm=engine.comm, live=partial(live, engine))) as timeline:
+        train_step(engine, last)
+    return {
+        "engine": name,
+        "events": [asdict(event) for event in recorder.events],
+        "methods": {method: vars(count) for method, count in recorder.methods.items()},
+        "sent": sent,
+        "predicted_sent": engine.predicted_wire_bytes_per_step(),
+        "states": engine.model_state_bytes(),
+        "predicted_states": engine.predicted_model_state_bytes(),
+        "measured": measured,
+        "predicted": predicted,
+        "areas": recorder.held.areas,
+        "ways": list(recorder.ways),
+        "per_node": engine.comm.ranks_per_node,
+        "owned": [owned_row(engine, bucket) for bucket in recorder.buckets.values()],
+        "samples": [(phase, _of(now)) for phase, now in timeline.samples],
+        "host_samples": [(phase, _of(now, HOST)) for phase, now in timeline.samples],
+        "parameters": models.count(module),
+        "hardware": hardware(world.device),
+    }
+
+
+def _of(now, area=""):
+    """The classes of one area in a sample: the host's begin with HOST, and the device's with nothing."""
+    return {name[len(area) :]: size for name, size in now.items() if name.startswith(HOST) == bool(area)}
+
+
+def owned_row(engine, bucket):
+    """What the tables `owned` and `sends` say of a bucket."""
+    owned = engine.owned(bucket)
+    return {
+        "bucket": bucket.name,
+        "members": list(bucket.members),
+        "nbytes": bucket.padded_numel * bucket.kind.dtype.itemsize,
+        "parameters": [owned.parameters.start, owned.parameters.stop],
+        "gradients": [owned.gradients.start, owned.gradients.stop],
+        "optimizer": [owned.optimizer.start, owned.optimizer.stop],
+        **({"second": [owned.second.start, owned.second.stop]} if has_second(bucket) else {}),
+        "shard_numel": bucket.shard_numel,
+        "sends": dict(engine.sends(bucket, 1)),
+    }
+
+
+def together(everyone):
+    """One recording from those of all ranks: events have the same order on each, and the cells of all.
+
+    Raises:
+        AssertionError: the ranks did not go through the same events.
+    """
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        assert len(other["events"]) == len(first["events"]), f"rank {rank} has another number of events than rank 0"
+        for mine, theirs in zip(first["events"], other["events"], strict=True):
+            same = all(mine[key] == theirs[key] for key in ("kind", "phase", "about", "names", "method", "line"))
+            assert same, f"rank {rank}: {theirs}, rank 0: {mine}"
+    for number, event in enumerate(first["events"]):
+        event["cells"] = [other["events"][number]["cells"] for other in everyone]
+    first["owned"] = [other["owned"] for other in everyone]
+    return first

@@ -1,0 +1,1 @@
+"""What the notebooks record, ask and check."""

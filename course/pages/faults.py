@@ -1,0 +1,180 @@
+"""Five engines with a planted fault each, for `notebooks/07_debugging`: find them by what they do.
+
+Read this afterwards.
+
+`a()` to `e()` make an engine's class: a stage's, with one method that is wrong. What is wrong, on which rank and where,
+each class says in `truth`, from faults.toml, and `check` holds a student's answers against it.
+"""
+
+import itertools
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.engines import find_engine
+from course.pages.answers import NAME, NUMBER, Form, asks, by_name, is_number, judge, unfit
+
+EVERY = "every rank"
+KINDS = (
+    "a bucket is not gathered",
+    "a shard is stepped after it was gathered",
+    "a weight is read while it is freed",
+    "padding is not zeroed",
+    "the division is forgotten",
+    "the mean is divided twice",
+    "the room of gradients is kept",
+)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is wrong with an engine.
+
+    Attributes:
+        kind: one of KINDS.
+        rank: where it goes wrong, or EVERY.
+        place: the bucket or the parameter.
+        hints: {"kind", "rank" or "place": what to look at}, for those who are wrong there.
+    """
+
+    kind: str
+    rank: int | str
+    place: str
+    hints: dict
+
+
+FOUND = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TRUTHS = {letter: Truth(**truth) for letter, truth in FOUND.items()}
+
+
+def a():
+    """Stage 2."""
+
+    class Engine(find_engine("stage2_grad")):
+        truth = TRUTHS["a"]
+
+        def gather(self, bucket):
+            if (self.rank, bucket.name) != (self.truth.rank, self.truth.place):
+                super().gather(bucket)
+
+    return Engine
+
+
+def b():
+    """Stage 3."""
+
+    class Engine(find_engine("stage3_param")):
+        truth = TRUTHS["b"]
+
+        def use(self, unit, order):
+            super().use(unit, order)
+            if self.rank == self.truth.rank and self.updates and self.recording:
+                for bucket in unit.buckets:
+                    if self.truth.place in bucket.members:
+                        bucket.members[self.truth.place].data = bucket.nothing.views[self.truth.place]
+
+    return Engine
+
+
+def c():
+    """Stage 2."""
+
+    class Engine(find_engine("stage2_grad")):
+        truth = TRUTHS["c"]
+
+        def reduce(self, bucket):
+            self.take_room(bucket)
+            if (self.rank, bucket.name) == (self.truth.rank, self.truth.place):
+                self.seen = [*getattr(self, "seen", ()), bucket.local]
+            super().reduce(bucket)
+
+    return Engine
+
+
+def d():
+    """Stage 1."""
+
+    class Engine(find_engine("stage1_os")):
+        truth = TRUTHS["d"]
+
+        def finish_backward(self):
+            super().finish_backward()
+            for bucket in self.buckets:
+                bucket.mean.div_(self.world_size)
+
+    return Engine
+
+
+def e():
+    """Stage 1."""
+
+    class Engine(find_engine("stage1_os")):
+        truth = TRUTHS["e"]
+
+        def update(self):
+            for bucket in self.buckets:
+                late = (self.rank, bucket.name) == (self.truth.rank, self.truth.place)
+                if not late:
+                    self.step_shard(bucket)
+                self.gather(bucket)
+                if late:
+                    self.synchronize()
+                    self.step_shard(bucket)
+            self.synchronize()
+
+    return Engine
+
+
+FORMS = {
+    "kind": NUMBER,
+    "rank": Form(f'a rank, or "{EVERY}"', lambda answer: answer == EVERY or is_number(answer)),
+    "place": NAME,
+}
+FAULTS = {"a": a, "b": b, "c": c, "d": d, "e": e}
+
+
+@asks(by_name(FAULTS), str)
+def check(question, answer):
+    """Whether answers are right, a line for each.
+
+    Args:
+        question: "kind", "rank" or "place".
+        answer: {letter: answer or None}; a kind is its number in KINDS.
+    """
+    return "\n".join(f"{letter}: {_verdict(question, letter, one)}" for letter, one in answer.items())
+
+
+def _verdict(question, letter, answer):
+    truth = FAULTS[letter]().truth
+    right = KINDS.index(truth.kind) if question == "kind" else getattr(truth, question)
+    return unfit(answer, FORMS[question]) or judge(answer, right, otherwise=truth.hints[question])
+
+
+NAMES = Form(
+    'a list of names, such as ["accounts"]', lambda answer: isinstance(answer, list) and all(map(NAME.fits, answer))
+)
+
+
+@asks(NAMES, str)
+def check_probes(answer, unnoticed):
+    """Whether some probes notice all mutants, and no fewer would.
+
+    Args:
+        answer: names of probes, or None.
+        unnoticed: {mutant: {probe: whether the mutant passes it}}.
+    """
+    if answer is None:
+        return "not solved yet"
+
+    names = next(iter(unnoticed.values()))
+    if not set(answer) <= names.keys():
+        return f"not yet: choose from {', '.join(names)}"
+
+    def missed(probes):
+        return [mutant for mutant, passes in unnoticed.items() if all(passes[probe] for probe in probes)]
+
+    if missed(answer):
+        return f"not yet: nobody notices that {missed(answer)[0]}"
+    if any(not missed(fewer) for fewer in itertools.combinations(names, len(set(answer)) - 1)):
+        return "not yet: all are noticed, but fewer probes would do"
+    return "solved"

@@ -1,0 +1,322 @@
+"""For `08_offload` and `09_infinity`: steps whose states lie beside the device, counted; and the questions' checks.
+
+The answers stand here so that no question's cell shows them: do not read on before you have tried. Each check prints
+its verdict.
+"""
+
+import gc
+import itertools
+import mmap
+import time
+
+import torch
+
+from common import models
+from common.engines import find_engine
+from common.errors import InputError
+from common.loop import sha256, train_step
+from common.measure.memory import Timeline
+from common.measure.timeline import COLLECTIVES, PHASES
+from common.measure.traffic import BUS, DISK
+from common.ranks.world import RankFailed
+from common.tiers.memory import HERE
+from common.tiers.swap import SwapFile
+from course.pages.answers import AGAIN, NUMBER, Form, asks, judge, numbers
+from course.pages.recording import ADAMW, batch
+from lab import capacity
+from lab.capacity import give_back_freed_memory, hard_limit, held, ran_out_of_memory
+
+WITHIN = 0.005  # that an answer may be off: padding
+LAYERS = 4  # of the GPT whose steps are counted, as wide as that of `lab.capacity`
+COUNTS = {"device": "model_state_bytes", "host": "host_state_bytes", "disk": "disk_state_bytes"}
+ROWS = {  # of a trace: what is shown on each, by its label
+    "compute": {**{phase: phase for phase in PHASES}, "wait": "waiting"},
+    "collectives": {name: name for name in COLLECTIVES},
+    "bus": {"down": "down the bus", "up": "up the bus"},
+    "host": {"optimizer's step": "the host's step"},
+}
+
+
+# ---- steps, counted ---------------------------------------------------------------------------------------------
+
+
+def make(engine, precision="bf16", layers=LAYERS, **own):
+    """An engine over a GPT of width 256; `own` is what it takes besides."""
+    options = {"precision": precision, "bucket_mb": capacity.BUCKET_MB, "init": models.initial_values(0)}
+    return find_engine(engine)(capacity.build(layers), ADAMW, **{**options, **own})
+
+
+def by_tier(engine):
+    """Bytes of model states that this rank keeps: {tier: {class: bytes}}."""
+    counted = engine.accounts.measured()
+    return {tier: counted[name] for tier, name in COUNTS.items() if sum(counted.get(name, {}).values())}
+
+
+def count(world, engine, precision="bf16", **own):
+    """Train two steps from one sample for each rank, and count the second: the optimizer has its states then.
+
+    Returns:
+        {"parameters": Ψ, "held": see `by_tier`, "moved": {direction: {phase: bytes}}, "predicted": {direction: bytes}
+        by the engine's table, "digest": of the weights}
+    """
+    made = make(engine, precision, **own)
+    for step in range(2):
+        made.comm.traffic.reset()
+        train_step(made, [batch(world, made.module, step, world.size)])
+    moved, predicted = {}, made.accounts.predicted()
+    for (phase, kind), nbytes in made.comm.traffic.sent.items():
+        if kind in BUS + DISK and nbytes:
+            moved.setdefault(kind, {})[phase] = nbytes
+    return {
+        "parameters": models.count(made.module),
+        "held": by_tier(made),
+        "moved": {kind: moved[kind] for kind in BUS + DISK if kind in moved},
+        "predicted": predicted.get("bus_bytes_per_step", {}) | predicted.get("disk_bytes_per_step", {}),
+        "digest": sha256(made.full_state_dict())[:8],
+    }
+
+
+def through_a_step(world, engine, **own):
+    """Live bytes by class through the second step, as `Timeline` samples them."""
+    made = make(engine, **own)
+    first, second = (batch(world, made.module, step, world.size) for step in range(2))
+    train_step(made, [first])
+    with Timeline(made) as timeline:
+        train_step(made, [second])
+    return timeline.samples
+
+
+# ---- behind a wall ----------------------------------------------------------------------------------------------
+
+
+def trains(ranks, engine, precision, layers, room):
+    """Whether ranks train two steps when each may hold `room` bytes more than now; see `06_memory`.
+
+    Args:
+        ranks: `Ranks`. Where one runs out of memory all of them end, and the next call starts new ones.
+
+    Returns:
+        Bytes of model states of a rank: {tier: {class: bytes}}; None where it ran out of memory.
+    """
+    try:
+        return ranks.run(_train_behind_a_wall, engine, precision, layers, room)[0]
+    except (RankFailed, InputError) as failure:
+        if not ran_out_of_memory(failure):
+            raise
+        return None
+
+
+def _train_behind_a_wall(world, engine, precision, layers, room):
+    give_back_freed_memory()
+    capacity.take_step(capacity.make_engine(engine, precision, layers=1))  # libraries load what they need
+    gc.collect()
+    with hard_limit(world.device, held(world.device) + room):
+        made = capacity.make_engine(engine, precision, layers)
+        for _ in range(2):  # the second holds everything: the first makes Adam's moments on its way
+            capacity.take_step(made)
+        made.synchronize()
+    return by_tier(made)
+
+
+# ---- a disk -----------------------------------------------------------------------------------------------------
+
+
+def disk_rounds(nbytes, rounds):
+    """Bytes a second that a swap file among the temporary ones is written and read with, in turns.
+
+    Returns:
+        [(written, read)] of each round, and whether that was past the system's cache.
+    """
+    file, data = SwapFile(None, 0), torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)  # on whole pages
+    data.fill_(1)
+    found = []
+    try:
+        file.reserve(nbytes)
+        for _ in range(rounds):
+            began = time.perf_counter()
+            file.write(0, data, "", HERE).wait()
+            written = time.perf_counter()
+            file.read(0, data, "", HERE).wait()
+            found.append((nbytes / (written - began), nbytes / (time.perf_counter() - written)))
+    finally:
+        file.close()
+    return found, file.direct
+
+
+# ---- from a trace -----------------------------------------------------------------------------------------------
+
+
+def rows_of(trace, rank=0):
+    """What a trace shows of a rank: its phases and where it waits, and what each lane runs.
+
+    Args:
+        trace: what `common.measure.timeline.merge` made, of CPU ranks.
+
+    Returns:
+        {(rank, row): [(begin, end, kind)]} in ms since the first phase began, as `figures.beside` draws them.
+    """
+    events = [event for event in trace["traceEvents"] if event["pid"] == 2 * rank]
+    named = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    rows = {(rank, row): [] for row in ROWS}
+    for event in sorted((e for e in events if e.get("cat") == "user_annotation"), key=lambda event: event["ts"]):
+        row, label = named[event["tid"]], event["name"].split(" of ")[0]
+        if label in ROWS.get(row, ()):
+            rows[rank, row].append((event["ts"] / 1000, (event["ts"] + event["dur"]) / 1000, ROWS[row][label]))
+    began = rows[rank, "compute"][0][0]
+    rows[rank, "compute"].sort(key=lambda span: span[2] == "waiting")  # drawn last, over the phases
+    return {row: [(begin - began, end - began, kind) for begin, end, kind in spans] for row, spans in rows.items()}
+
+
+# ---- 08: offload ------------------------------------------------------------------------------------------------
+
+
+@asks(numbers(3, "(2, 4, 8)"))
+def check_placed(formula, ranks, counted):
+    """Hold `formula(n)`, bytes of a parameter (on the device, on the host, over the bus), against a counted step."""
+    held = [sum(counted["held"][tier].values()) / counted["parameters"] for tier in ("device", "host")]
+    crossed = sum(sum(phases.values()) for phases in counted["moved"].values()) / counted["parameters"]
+    for n, truth in ((ranks, (*held, crossed)), (64, (2, 14 / 64, 4 / 64))):
+        hints = [
+            ((2, 14, 4), "that is one rank alone: what does each of n ranks keep on its host?"),
+            ((2 / n, 14 / n, 4 / n), "parameters are sharded in stage 3; here every rank has all of them"),
+            ((2, 14 / n, 4), "each rank steps an n-th, and so brings down and up an n-th"),
+            ((2, 14 / n, 2 / n), "something goes down, and something comes up"),
+            ((2, 12 / n, 4 / n), "the gradient waits for the step on the host, too"),
+            ((2 + 2 / n, 12 / n, 4 / n), "the gradient leaves the device in backward"),
+            ((4, 16 / n, 8 / n), "those are the bytes in fp32"),
+        ]
+        print(f"{n} ranks: {judge(formula(n), truth, hints, WITHIN)}")
+
+
+@asks(NUMBER)
+def check_tokens(formula, cases):
+    """Hold `formula(seconds, flops)`, tokens, against cases {title: (host's seconds for a parameter, operations/s)}."""
+    for title, (seconds, flops) in cases.items():
+        hints = [
+            (seconds * flops, "a token takes more than one operation for each parameter"),
+            (seconds * flops / 2, "that is forward alone; backward takes twice as many"),
+            (seconds * flops / 4, "that is backward alone"),
+            (seconds * flops / 8, "that computes forward twice, as activation checkpoints do"),
+            (6 / seconds / flops, "the other way round: the device is to take as long as the host"),
+        ]
+        print(f"{title}: {judge(formula(seconds, flops), seconds * flops / 6, hints, WITHIN)}")
+
+
+@asks(NUMBER)
+def check_reads(formula, warm_up, reads):
+    """Hold `formula(i, w)`, updates that iteration i reads, against a run, [reads]; and w = 40 against the rule."""
+    for w, truth in ((warm_up, reads), (40, [i if i <= 40 else i - 1 for i in range(60)])):
+        said = [formula(i, w) for i in range(len(truth))]
+        hints = [
+            (tuple(range(len(truth))), "that is an exact update: where does the delayed one land?"),
+            (tuple(max(0, i - 1) for i in range(len(truth))), "the first w updates are not delayed"),
+            (
+                tuple(i if i < w else max(0, i - 1) for i in range(len(truth))),
+                "iteration w reads all before it",
+            ),
+        ]
+        verdict = judge(None if None in said else tuple(said), tuple(truth), hints)
+        if verdict.endswith(AGAIN):
+            first = next(i for i, (one, other) in enumerate(zip(said, truth, strict=True)) if one != other)
+            verdict = f"not yet: iteration {first} reads {truth[first]} updates, and not {said[first]}"
+        print(f"w = {w}: {verdict}")
+
+
+@asks(numbers(2, "(3, 1.5)"))
+def check_rates(answer):
+    """Whether (exact, delayed) are the largest learning rates of gradient descent that are stable, in 1/λ."""
+    hints = [
+        ((2, 2), "look where the delayed curve rises above its beginning"),
+        ((1, 1), "exact steps still come nearer there: each is (1 - rate λ) times as far away as the last"),
+        ((1, 2), "the other way round: which of them bears less?"),
+        ((1, 0.5), "the ratio is right; an exact step of 1/λ lands in the minimum"),
+        ((2, 0.5), "the delayed curve is still below its beginning there"),
+    ]
+    print(judge(answer, (2, 1), hints))
+
+
+# ---- 09: infinity -----------------------------------------------------------------------------------------------
+
+
+@asks(numbers(2, "(4, 8)"))
+def check_moved(formula, ranks, counted):
+    """Hold `formula(n)`, bytes of a parameter (read, written) in a step with all on disk, against a counted one."""
+    found = [sum(counted["moved"][way].values()) / counted["parameters"] for way in DISK]
+    for n, truth in ((ranks, tuple(found)), (64, (18 / 64, 16 / 64))):
+        hints = [
+            ((18, 16), "each of n ranks has an n-th on its disk"),
+            ((16 / n, 16 / n), "parameters are read for forward, and once more for backward"),
+            ((16 / n, 14 / n), "what is reduced in backward is written, and read by the step"),
+            ((12 / n, 12 / n), "that is the step alone: forward and backward read and write, too"),
+            ((14 / n, 14 / n), "forward and backward read parameters; the gradient goes to disk and comes back"),
+            ((18 / n, 18 / n), "parameters are read twice, and written once"),
+            ((20 / n, 16 / n), "the step makes new parameters from the master weights; it does not read the old"),
+            ((24 / n, 16 / n), "those are the bytes in fp32"),
+        ]
+        print(f"{n} ranks: {judge(formula(n), truth, hints, within=0.04)}")  # whole pages are moved
+
+
+def under_way(events):
+    """What is gathered and what is read ahead while each unit computes.
+
+    Args:
+        events: [(phase, "read", "gather", "use" or "free", unit)], in their order.
+
+    Returns:
+        [(phase, unit that computes, [units gathered ahead], [units read ahead])], for each use.
+    """
+    state, computing, found = {}, None, []
+    for (phase, what, unit), (_, following, _) in itertools.pairwise([*events, (None, "use", None)]):
+        state[unit] = what
+        computing = (phase, unit) if what == "use" else computing
+        if computing is not None and following in ("use", "free"):
+            ahead = [[one for one, last in state.items() if last == kind] for kind in ("gather", "read")]
+            found.append((*computing, *ahead))
+            computing = None
+    return found
+
+
+def _is_ahead(answer):
+    if not isinstance(answer, tuple | list) or len(answer) != 2 or not isinstance(answer[1], tuple | list):
+        return False
+    return all(isinstance(unit, str) for unit in (answer[0], *answer[1]))
+
+
+AHEAD = Form('a unit and a list of units, such as ("blocks.1", ["blocks.2"])', _is_ahead)
+
+
+@asks(AHEAD)
+def check_ahead(formula, events):
+    """Hold `formula(order, i)`, (unit gathered, [units read]) while the i-th of a forward computes, against a step."""
+    found = [one for one in under_way(events) if one[0] == "forward"]
+    order = [unit for _, unit, _, _ in found]
+    for i, (_, unit, gathered, read) in enumerate(found[:-3]):  # the last ones have no three behind them
+        answer = formula(order, i)
+        if answer is None:
+            print("not solved yet")
+            return
+        if ([answer[0]], sorted(answer[1])) == (gathered, sorted(read)):
+            continue
+        hint = f"while {unit} computes, {', '.join(gathered)} is gathered, and {' and '.join(read)} read"
+        if answer[0] == unit:
+            hint = f"{unit} computes, so it is whole; which one is gathered meanwhile?"
+        elif answer[0] in answer[1]:
+            hint = "what is gathered now was read before"
+        print(f"not yet: {hint}")
+        return
+    print("solved")
+
+
+@asks(NUMBER)
+def check_bandwidth(formula, peak, cases):
+    """Hold `formula(efficiency, intensity, peak, n)`, bytes a second, against cases {title: the first, second, n}."""
+    for title, (efficiency, intensity, n) in cases.items():
+        truth = peak * efficiency / (1 - efficiency) / intensity / n
+        hints = [
+            (truth * n, "n ranks read and write side by side, each its n-th"),
+            (truth * (1 - efficiency), "solve it for the bandwidth again: 1 - efficiency is missing"),
+            (truth * n * (1 - efficiency), "solve it for the bandwidth again: 1 - efficiency is missing; and n"),
+            (truth * (1 - efficiency) ** 2 / efficiency**2, "efficiency and what it lacks have changed places"),
+            (truth * intensity**2, "a higher intensity needs less bandwidth"),
+        ]
+        print(f"{title}: {judge(formula(efficiency, intensity, peak, n), truth, hints, WITHIN)}")

@@ -1,0 +1,132 @@
+"""Ranks for a notebook, processes that run functions of its cells and whose lines appear as they print them; figures.
+
+A cell defines `hello(world)`, another one runs it on every rank: `Ranks(2).run(hello)` returns what the two return, and
+beneath the cell stand their lines, each rank's in its colour.
+"""
+
+import html
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import cloudpickle
+import matplotlib.pyplot as plt
+from IPython.display import HTML, display
+
+from common.ranks.world import LocalWorld
+from course.pages import ranks as far_side
+from course.pages.ranks import PROGRESS
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a7d00", "#777777")
+SHOWN = 200  # lines beneath a cell; of more the last
+
+
+class Ranks:
+    """Ranks on this machine, started by the first `run` and kept until `close`.
+
+    Args:
+        size: how many; where there are fewer CPUs they share them.
+        timeout: seconds that a call may take, after which all ranks are ended.
+        options: what else `LocalWorld` takes.
+    """
+
+    def __init__(self, size, *, timeout=120.0, **options):
+        self.size, self.timeout = size, timeout
+        self._options = {"oversubscribe": True, "preload": ("course.pages.ranks",), **options}
+        self._world = None
+
+    def run(self, function, *args):
+        """Call `function(world, *args)` on every rank; return the results in rank order.
+
+        The function may be one of a cell, as its arguments and results may. `world` has `rank`, `size` and `device`.
+
+        Raises:
+            RankFailed: a rank raised or died, or gave no answer in time. The next `run` starts new ranks.
+        """
+        if self._world is None or not self._world.alive:
+            self._world = LocalWorld(self.size, **self._options)
+        # What a cell defines has no module that a rank could import, so it travels by value.
+        pickled = cloudpickle.dumps((function, args))
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(self._world.run, far_side.call, pickled, folder, timeout=self.timeout)
+            lines = Lines(self.size, folder)
+            try:
+                while not answers.done():
+                    wait([answers], timeout=0.2)
+                    lines.show()
+            except KeyboardInterrupt:  # the notebook's stop button
+                self._world.close(kill=True)
+                raise
+            lines.show()
+            return [cloudpickle.loads(answer) for answer in answers.result()]
+
+    def close(self):
+        """End the ranks."""
+        if self._world is not None:
+            self._world.close()
+
+
+def show(alt):
+    """Draw the figure at hand beneath its cell. `alt` says what is to be seen in it, to those who do not see it."""
+    figure = plt.gcf()
+    display(figure, metadata={"image/png": {"alt": alt}})
+    plt.close(figure)
+
+
+class Lines:
+    """What ranks print, beneath the cell that runs them.
+
+    Args:
+        size: number of ranks.
+        folder: holds a file for each rank, named by its number.
+    """
+
+    def __init__(self, size, folder):
+        self._files = [Path(folder, str(rank)) for rank in range(size)]
+        self._read = [0] * size  # bytes of each file
+        self._lines, self._progress = [], {}
+        self._shown = None
+
+    def show(self):
+        """Read what came since the last time, and draw all of it anew."""
+        before = len(self._lines), dict(self._progress)
+        for rank, file in enumerate(self._files):
+            self._take(rank, file)
+        if before == (len(self._lines), self._progress):
+            return
+        page = HTML(f'<div style="font-family: monospace; line-height: 1.4">{self._bars()}{self._text()}</div>')
+        if self._shown is None:
+            self._shown = display(page, display_id=True)
+        else:
+            self._shown.update(page)
+
+    def _take(self, rank, file):
+        if not file.exists():  # this rank has not begun
+            return
+        text = file.read_bytes()[self._read[rank] :]
+        whole = text[: text.rfind(b"\n") + 1]  # a line may be half written
+        self._read[rank] += len(whole)
+        for line in whole.decode(errors="replace").splitlines():
+            if line.startswith(PROGRESS):
+                self._progress[rank] = tuple(map(int, line[1:].split()))
+            else:
+                self._lines.append((rank, line))
+
+    def _bars(self):
+        return "".join(
+            f'<div>{_name(rank)}<progress value="{done}" max="{of}" style="accent-color: {COLOURS[rank % 8]}">'
+            f"</progress> {done} of {of}</div>"
+            for rank, (done, of) in sorted(self._progress.items())
+        )
+
+    def _text(self):
+        left_out = len(self._lines) - SHOWN
+        first = f"<div>... {left_out:,} lines before</div>" if left_out > 0 else ""
+        return first + "".join(
+            f'<div style="white-space: pre-wrap">{_name(rank)}{html.escape(line)}</div>'
+            for rank, line in self._lines[-SHOWN:]
+        )
+
+
+def _name(rank):
+    return f'<span style="color: {COLOURS[rank % 8]}; font-weight: bold">rank {rank}&nbsp;▏</span>'

@@ -1,0 +1,251 @@
+"""For `10_zeropp` and `11_precision`: steps of ZeRO++, counted; numbers of 16 bits; and the questions' checks.
+
+The answers stand here so that no question's cell shows them: do not read on before you have tried. Each check prints
+its verdict.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from common import models
+from common.engines import find_engine
+from common.errors import InputError
+from common.loop import train_step
+from course.pages.answers import NUMBER, asks, judge
+from course.pages.recording import ADAMW, batch
+from lab.namespaces import TwoNodes
+
+RECORD = Path("results/zeropp_two_nodes.json")
+OFF = {"quantize_weights": False, "hierarchical": False, "quantize_gradients": False}
+SWITCHES = {  # what is compared: options of ZeRO++, whose engine is stage 3 with all of them off
+    "stage 3": OFF,
+    "qwZ": OFF | {"quantize_weights": True},
+    "hpZ": OFF | {"hierarchical": True},
+    "qgZ": OFF | {"quantize_gradients": True},
+    "all three": {},
+}
+PLACES = 2  # ranks of a node
+
+
+# ---- 10: steps, counted ------------------------------------------------------------------------------------------
+
+
+def make(switches, precision="bf16", optimizer=ADAMW):
+    """ZeRO++ over gpt-nano, on nodes of two ranks. As in the paper, every unit is gathered twice."""
+    options = {"precision": precision, "ranks_per_node": PLACES, "keep_last": False, "init": models.initial_values(0)}
+    return find_engine("zeropp")(models.build("gpt-nano"), optimizer, **options, **switches)
+
+
+def count(world, switches):
+    """Train three steps from one sample for each rank, and count the third: by then the order of units is known.
+
+    Returns:
+        {"numel": Ψ, "out", "inside": bytes that this rank sends to other nodes and within its own, "predicted": those
+        to other nodes by the engine's table, "held": bytes of its model states}
+    """
+    engine = make(switches)
+    for step in range(3):
+        engine.comm.traffic.reset()
+        train_step(engine, [batch(world, engine.module, step, world.size)])
+    sent = sum(engine.comm.traffic.by_collective().values())
+    out = sum(engine.comm.traffic.between_nodes().values())
+    return {
+        "numel": sum(p.numel() for p in models.build("gpt-nano").parameters()),
+        "out": out,
+        "inside": sent - out,
+        "predicted": sum(engine.accounts.predicted_between_nodes().values()),
+        "held": sum(engine.model_state_bytes().values()),
+    }
+
+
+def between_two_nodes(measure, rate="100mbit", steps=3):
+    """Stage 3 and ZeRO++ on two nodes of this machine where that is possible, else what is recorded.
+
+    Args:
+        measure: `lab.zeropp.two_nodes.on_nodes`.
+
+    Returns:
+        The results, and a word on where they are from.
+    """
+    rows = "keep_last=False, as the paper counts", "all"
+    options = {"model": "gpt-nano", "precision": "bf16", "steps": steps, "block": 256, "only": ";".join(rows)}
+    try:
+        with TwoNodes(rate) as nodes:
+            results = measure(nodes, argparse.Namespace(**options, rate=rate))
+    except InputError as reason:
+        recorded = json.loads(RECORD.read_text())
+        of_rows = [row for row in recorded["rows"] if row["switches"] in rows]
+        return {**recorded, "rows": of_rows}, f"recorded ({str(reason).splitlines()[0]})"
+    return results, "live, on this machine"
+
+
+def gradients(world, micro_batches, name="blocks.0.mlp.up.weight"):
+    """Real gradients of one weight of gpt-nano on this rank, one for each micro-batch: fp32 [micro-batches, elements].
+
+    The numbers of 11's sums and of 10's hops.
+    """
+    module = models.build("gpt-nano")
+    models.materialize(module, models.initial_values(0), world.device)
+    weight, found = module.get_parameter(name), []
+    for micro in range(micro_batches):
+        inputs, targets = batch(world, module, micro, world.size)
+        models.loss(module(inputs), targets).backward()
+        found.append(weight.grad.flatten())
+        weight.grad = None
+    return torch.stack(found).cpu()
+
+
+def check_quantizer(rounded):
+    """Whether `rounded(values, bits, block)` rounds block by block as ZeRO++ does; print what it gets wrong first.
+
+    Returns:
+        True where it does.
+    """
+    verdict = "not solved yet" if Ellipsis in rounded.__code__.co_consts else _first_fault(rounded)
+    print(verdict)
+    return verdict == "solved"
+
+
+def _first_fault(rounded):
+    """The verdict on four blocks. The second one's largest element is negative, and much larger than all others."""
+    torch.manual_seed(0)
+    values = torch.randn(4, 256)
+    values[1, 7] = -1000.0
+    try:
+        arrived = {bits: rounded(values.flatten(), bits, 256) for bits in (8, 4)}
+        zeros = rounded(torch.zeros(256), 8, 256)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"not yet: it raises {type(error).__name__}: {error}"
+    for bits, found in arrived.items():
+        come = list(found.shape) if torch.is_tensor(found) else f"no tensor, but {type(found).__name__}"
+        if come != [4 * 256]:
+            return f"not yet: of {4 * 256} values come {come}"
+        steps = values.abs().amax(dim=1, keepdim=True) / (2 ** (bits - 1) - 1)
+        codes = found.view(4, 256) / steps
+        off = (codes - values / steps).abs().amax(dim=1)
+        if off.max() > 0.51 and off[1] < 0.51:
+            return "not yet: an outlier in another block changes this one: each block has a scale of its own"
+        if not (codes - codes.round()).abs().max() < 0.01:
+            return (
+                f"not yet: {bits} bits, a step is the largest absolute value over {2 ** (bits - 1) - 1}: think of signs"
+            )
+        if off.max() > 0.51:
+            return f"not yet: {bits} bits, off by {off.max():.2f} steps; to the nearest code it would be half a step"
+    return "solved" if zeros.eq(0).all() else "not yet: a block of zeros does not stay zero; what is 0 / 0?"
+
+
+# ---- 10: questions -----------------------------------------------------------------------------------------------
+
+
+@asks(NUMBER)
+def leaves_a_node(formula, ranks, counted):
+    """Hold `formula(numel, nodes, places)`, bytes leaving a node with all three switches, against what was counted."""
+    numel = counted["numel"]
+    for nodes, places, found in ((ranks // PLACES, PLACES, PLACES * counted["out"]), (16, 8, None)):
+        others = (nodes - 1) / nodes  # of the sums and shards belong to other nodes
+        weights, sums = (bits * numel * (1 + 32 / (256 * 8 * bits)) for bits in (1, 0.5))
+        truth = found or places * others * weights + others * sums
+        hints = [
+            (places * weights + sums, "what a node has itself does not cross"),
+            (places * others * 2 * weights + others * sums, "the second gather stays in the node"),
+            (others * (weights + sums), "a shard goes to every rank of the other nodes, not to each node once"),
+            (
+                places * others * (weights + sums),
+                "sums are made in the node first: each crosses once, not from every rank",
+            ),
+            (places * others * 2 * numel + others * sums, "a weight crosses in 8 bits, not in 16"),
+            (1.5 * numel, "that is the paper's count, of a ring and many nodes; here every byte goes straight"),
+            (truth / places, "that is what one rank sends; all ranks of the node do"),
+        ]
+        print(f"{nodes} nodes of {places} ranks: {judge(formula(numel, nodes, places), truth, hints, within=0.03)}")
+
+
+@asks(NUMBER)
+def second_shards(formula, ranks, counted):
+    """Hold `formula(numel, n, p)`, bytes of model states in 16-bit with second shards, against what was counted.
+
+    And at the paper's 100 billion parameters on 1024 ranks, nodes of 16.
+    """
+    for n, p, numel, truth in (
+        (ranks, PLACES, counted["numel"], counted["held"]),
+        (1024, 16, 100e9, 16 * 100e9 / 1024 + 2 * 100e9 / 16),
+    ):
+        hints = [
+            (16 * numel / n, "that is stage 3: add the node's own copy of the parameters"),
+            (16 * numel / n + 2 * numel, "each rank keeps a part of the node's copy, not all of it"),
+            (16 * numel / p, "gradients and optimizer states stay cut over all ranks"),
+            (2 * numel / p, "that is the second shard alone; stage 3's states are there, too"),
+            (16 * numel / n + 4 * numel / p, "the copy is in 16 bits"),
+            (16 * numel / n + numel / p, "a node keeps its copy as it computes with it, in 16 bits and not in 8"),
+        ]
+        print(f"{n} ranks in nodes of {p}: {judge(formula(numel, n, p), truth, hints, within=0.01)}")
+
+
+@asks(NUMBER)
+def largest_error(formula):
+    """Whether `formula(largest, bits)` is the most by which a value of a block may be off."""
+    for largest, bits in ((1.0, 8), (0.7, 4)):
+        top = 2 ** (bits - 1) - 1
+        hints = [
+            (largest / top, "that is a whole step; rounding goes to the nearest code"),
+            (largest / 2**bits / 2, "codes go both ways from zero: how many steps lie between 0 and the largest?"),
+            (largest / 2**bits, "codes go both ways from zero: how many steps lie between 0 and the largest?"),
+            (largest / (top + 1) / 2, "nearly: codes go from -127 to 127, so that zero stays zero"),
+        ]
+        print(f"{bits} bits: {judge(formula(largest, bits), largest / top / 2, hints)}")
+
+
+# ---- 11: questions -----------------------------------------------------------------------------------------------
+
+
+@asks(NUMBER)
+def smallest_increase(formula):
+    """Whether `formula(weight)` is half the spacing of bf16 above a weight: what is smaller vanishes."""
+    for weight in (1.0, 0.02, 3.0):
+        power = 2.0 ** math.floor(math.log2(weight))
+        hints = [
+            (power * 2**-7, "that is the distance to the next number; rounding goes to the nearest"),
+            (weight * 2**-8, "the spacing is the same from one power of two to the next"),
+            (weight * 2**-7, "the spacing is the same from one power of two to the next; and half of it is enough"),
+            (2**-8, "the spacing grows with the weight: find the power of two below it"),
+            (power * 2**-9, "bf16 has 7 bits after the leading one; half a spacing is 2^-8 of the power of two"),
+            (power * 2**-11, "that is fp16, which has 10 bits after the leading one"),
+        ]
+        print(f"weight {weight}: {judge(formula(weight), power * 2**-8, hints)}")
+
+
+@asks(NUMBER)
+def largest_scale(formula, largest):
+    """Whether `formula(largest)` is the largest power of two under whose loss scale fp16 does not overflow."""
+    for top in (largest, 0.01):
+        truth = 2.0 ** math.floor(math.log2(65504 / top))
+        hints = [
+            (65504 / top, "a power of two, so that scaling rounds nothing"),
+            (2 * truth, "that overflows: round the exponent down"),
+            (truth / 2, "twice of that still fits"),
+            (2.0**16, "that is where scalers begin; it knows nothing of this gradient"),
+        ]
+        print(f"largest gradient {top:.3g}: {judge(formula(top), truth, hints)}")
+
+
+# Bytes for each parameter in 16-bit with Adam: (those that every rank holds, those of which it holds an N-th).
+HELD = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}
+
+
+@asks(NUMBER)
+def held(formula, ranks, counted):
+    """Hold `formula(stage, n)`, bytes for each parameter, against counted {stage: bytes for each parameter}."""
+    for stage, found in counted.items():
+        whole, cut = HELD[stage]
+        without_masters = (whole, cut - 4) if stage else (whole - 4, cut)
+        wrongs = [(without_masters, "you left out the master weights, 4 bytes")]
+        if stage:
+            wrongs.append((HELD[stage - 1], f"that is stage {stage - 1}: what is cut besides?"))
+        if stage == 1:
+            wrongs.append(((8, 8), "those are fp32's bytes: parameters and gradients have 2 each here"))
+        hints = [(kept + shared / ranks, hint) for (kept, shared), hint in wrongs]
+        print(f"stage {stage} on {ranks} ranks: {judge(formula(stage, ranks), found, hints, within=0.01)}")

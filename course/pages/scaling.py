@@ -1,0 +1,196 @@
+"""Helpers of 12_scale and 13_when, and what their questions are checked by: do not read on before you have tried.
+
+`ways` gives the rows of `python -m lab.plan` for one machine and model. Each check prints its verdict.
+"""
+
+import math
+from dataclasses import replace
+
+from common.measure.tables import show_bytes
+from course.pages.answers import NAME, NUMBER, Form, asks, by_name, judge, unfit
+from lab.plan.__main__ import ADVISED, LANDMARKS, USABLE, fit, of_model, of_size
+from lab.plan.formulas import WAYS, Rank
+from lab.simulate.hardware import preset
+
+TITLES = [way.title for way in WAYS]
+
+
+def ways(shape, machine, gpus, *, tensor=1, pipeline=1, batch=1, checkpoints=True, width=2):
+    """What each engine holds, sends and moves.
+
+    Args:
+        shape: a Shape, of `lab.plan`'s `of_size` or `of_model`.
+        machine: a Hardware.
+        gpus: how many in all; tensor and pipeline degrees divide them.
+        batch: samples of a rank's micro-batch.
+        checkpoints: activations are computed again in backward.
+        width: bytes of a parameter: 2 of bf16, 4 of fp32.
+
+    Returns:
+        {title: a row of `Rank.row`, with "fits", into 90 % of the device, and "computes", seconds of a micro-batch}
+    """
+    degree = tensor * pipeline
+    ranks = gpus // degree
+    per_node = math.gcd(ranks, max(1, machine.ranks_per_node // degree))
+    rank = Rank(shape, machine, ranks, per_node, tensor, pipeline, width, batch, shape.sequence, checkpoints)
+    rows = {}
+    for way in WAYS:
+        row = rank.row(way)
+        fits = fit(machine, row["device"], row["host"], row["disk"], USABLE * machine.holds)
+        rows[way.title] = row | {"fits": fits, "computes": rank.compute_seconds()}
+    return rows
+
+
+def landmark(name):
+    """The rows of a run that a paper tells of."""
+    model, gpu, gpus, tensor, pipeline, _ = LANDMARKS[name]
+    return ways(of_model(model), preset(gpu), gpus, tensor=tensor, pipeline=pipeline)
+
+
+def lowest(rows):
+    """The title of the lowest that fits; None where nothing does."""
+    return next((TITLES[number] for number in ADVISED if rows[TITLES[number]]["fits"]), None)
+
+
+def decision(rows):
+    """The lowest that fits; ZeRO++ in place of a stage 3 whose collectives outlast computation."""
+    title = lowest(rows)
+    waits = title == "stage 3" and rows[title]["seconds"]["collectives"] > rows[title]["computes"]
+    return "ZeRO++" if waits and rows["ZeRO++"]["fits"] else title
+
+
+# ---- 12: scale --------------------------------------------------------------------------------------------------
+
+
+STAGE = Form("a stage, 0 to 3", lambda answer: answer in range(4))
+
+
+@asks(by_name(LANDMARKS))
+def check_landmarks(answer):
+    """Whether {landmark: the lowest stage, 0 to 3, that fits} is what the plan says."""
+    for name, lowest_stage in answer.items():
+        rows = landmark(name)
+        truth = TITLES.index(lowest(rows))
+        hints = [
+            (stage, f"stage {stage} fits, and so does a lower one")
+            if stage > truth
+            else (stage, f"stage {stage} takes {show_bytes(round(rows[TITLES[stage]]['device']))} of a GPU")
+            for stage in range(4)
+        ]
+        print(f"{name}: {unfit(lowest_stage, STAGE) or judge(lowest_stage, truth, hints)}")
+
+
+@asks(NUMBER)
+def check_in_flight(formula, shape, worst):
+    """Hold `formula(block, rest)`, bytes that come and go in stage 3, against the worst moment of a simulated rank.
+
+    Args:
+        shape: the model's Shape.
+        worst: {class: bytes} at that moment.
+    """
+    block, rest = (shape.parameters - shape.rest) / shape.layers, shape.rest
+    truth = worst["gathered units"] + worst["buckets in flight"]
+    hints = [
+        (2 * (2 * block + rest), "that is what is gathered; what is being reduced meanwhile?"),
+        (
+            2 * (3 * block + rest),
+            "nearly: the embedding is the head as well, and has a gradient from the first block on",
+        ),
+        (2 * (block + rest), "while one block computes, the next one is gathered"),
+        (2 * (2 * block + 2 * rest), "that has one block too few: count those gathered, and those reduced"),
+        (3 * block + 2 * rest, "these are elements; an element has 2 bytes"),
+    ]
+    print(judge(formula(block, rest), truth, hints, within=0.01))  # the shards' padding is not in a formula
+
+
+@asks(NUMBER)
+def check_gpus(answer):
+    """Whether it is the smallest power of two of H100s on which stage 3 trains gpt-1t."""
+    shape, machine = of_model("gpt-1t"), preset("h100-80g")
+    needed = {2**n: ways(shape, machine, 2**n)["stage 3"] for n in range(3, 15)}
+    truth = next(gpus for gpus, row in needed.items() if row["fits"])
+    hints = []
+    for gpus, row in needed.items():
+        whole, states = show_bytes(round(row["device"])), show_bytes(round(sum(row["states"].values())))
+        if not row["fits"]:
+            hints.append((gpus, f"the states are {states}, all together {whole}"))
+        elif gpus > truth:
+            hints.append((gpus, "it fits, but fewer do"))
+    print(judge(answer, truth, hints))
+
+
+# ---- 13: when ---------------------------------------------------------------------------------------------------
+
+
+def slow(name, gbit):
+    """A preset whose nodes are joined by so many Gbit/s each."""
+    return replace(preset(name), between=gbit / 8 * 1e9)
+
+
+CASES = {  # what is trained, on what
+    "7 B on 8 x A100": ("7B", preset("a100-80g"), 8),
+    "13 B on 1 x H100": ("13B", preset("h100-80g"), 1),
+    "70 B on 64 x H100, 100 Gbit/s a node": ("70B", slow("h100-80g", 100), 64),
+}
+
+
+def case(name):
+    """The rows of one of CASES."""
+    size, machine, gpus = CASES[name]
+    return ways(of_size(size), machine, gpus)
+
+
+@asks(NUMBER)
+def check_crossover(formula):
+    """Hold `formula(bytes_per_parameter, flops_per_second, link)`, in tokens, against where the two times are equal."""
+    a100, v100 = preset("a100-80g"), preset("v100-32g")
+    for name, machine, per_parameter, rate in (
+        ("A100, stage 3 between nodes", a100, 6, a100.between),
+        ("V100, ZeRO-Offload over the bus", v100, 4, v100.bus),
+    ):
+        speed = machine.flops[2] * machine.fraction
+        truth = per_parameter * speed / (6 * rate)
+        hints = [
+            (per_parameter * speed / rate, "a token takes 6 operations for each parameter"),
+            (per_parameter * speed / (2 * rate), "that is forward alone; backward takes twice as many operations"),
+            (speed / (6 * rate), "how many bytes are sent for each parameter?"),
+            (6 * rate / (per_parameter * speed), "turned round: which of the two times grows with tokens?"),
+        ]
+        print(f"{name}: {judge(formula(per_parameter, speed, rate), truth, hints)}")
+
+
+@asks(by_name(CASES))
+def check_decisions(answer):
+    """Whether {case: title of a way} are the lowest that fit, with ZeRO++ where links are what a step waits for."""
+    for name, title in answer.items():
+        rows = case(name)
+        truth = decision(rows)
+        if title is None:
+            verdict = "not solved yet"
+        elif line := unfit(title, NAME):
+            verdict = line
+        elif title not in rows:
+            verdict = f"not yet: choose from {', '.join(rows)}"
+        elif title == truth:
+            verdict = "solved"
+        elif not rows[title]["fits"]:
+            verdict = f"not yet: it takes {show_bytes(round(rows[title]['device']))} of a GPU"
+        elif title == lowest(rows):
+            seconds, computes = rows[title]["seconds"]["collectives"], rows[title]["computes"]
+            verdict = f"not yet: it fits, but sends for {seconds:.2g} s where it computes for {computes:.2g} s"
+        else:
+            verdict = "not yet: it fits, but so does a lower one that sends or moves less"
+        print(f"{name}: {verdict}")
+
+
+@asks(NUMBER)
+def token_factor(answer):
+    """Whether it is what a sum over tokens is multiplied by: two ranks, with (10, 30) and (40, 0) tokens."""
+    hints = [
+        (1 / 80, "the engine still divides by the number of ranks"),
+        (2 / 40, "count the tokens of both ranks"),
+        (1 / 40, "count the tokens of both ranks; and then the engine divides by the number of ranks"),
+        (2 / 50, "count the tokens of all micro-batches of the step"),
+        (4 / 80, "backwards are added up, not averaged"),
+    ]
+    print(judge(answer, 2 / 80, hints))

@@ -1,0 +1,393 @@
+"""What collectives move and what a step waits for, in `04_communication` and `05_throughput`.
+
+Counted by the kernel from rank to rank, written down message by message, read from a trace. The checks of the pages'
+questions print "solved", "not solved yet", or "not yet" with what to look at.
+"""
+
+import contextlib
+import statistics
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+from common.measure.timeline import PHASES
+from common.ranks.collectives import Collectives
+from common.ranks.sockets import bytes_sent_by, own_sockets
+from course.pages.answers import NUMBER, TRUTH, asks, judge
+
+COPIES = ("aten::copy_", "aten::cat", "aten::_foreach_copy_", "aten::fill_", "aten::zero_")
+TIMES = ("compute", "copies", "optimizer", "waiting", "between operations")
+
+
+# ---- from rank to rank ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a rank sent in one call.
+
+    Attributes:
+        to: bytes that went to each rank [N], by the kernel; None where it cannot be asked.
+        metered: bytes in all, by the meter; 0 for what does not pass `common.ranks.collectives`.
+    """
+
+    to: list | None
+    metered: int
+
+
+class Sockets:
+    """The connections of this rank to the others of its machine, and what the kernel counted on each.
+
+    A collective: ranks tell each other the two ends of their connections. Only Linux can be asked, and only on CPU:
+    NCCL passes shared memory and links, which have no sockets.
+
+    Args:
+        comm: `Collectives` of the ranks, whose meter is read.
+    """
+
+    def __init__(self, comm):
+        self.readable = sys.platform == "linux" and comm.device.type == "cpu"
+        self._traffic, self._own = comm.traffic, Collectives(comm.group)  # whose messages are in nobody's account
+        ends = self._own.gather_objects(list(self._sent()))
+        # A connection's other end has the same two addresses, the other way round.
+        self.peers = {(here, there): rank for rank, names in enumerate(ends) for there, here in names}
+
+    def sent(self):
+        """Bytes sent to each rank so far [N]; None where the kernel cannot be asked."""
+        if not self.readable:
+            return None
+        to = [0] * self._own.size
+        for name, count in self._sent().items():
+            if name in self.peers:  # else it leads to the store
+                to[self.peers[name]] += count
+        return to
+
+    def moved(self, call):
+        """Run `call()` on all ranks at once; return what this rank `Moved` in it."""
+        self._own.gather_objects(None)  # begin together
+        metered, before = _metered(self._traffic), self.sent()
+        call()
+        self._own.gather_objects(None)  # some hundred bytes; when they are here, so is all that was sent before
+        after = self.sent()
+        to = after and [now - then for now, then in zip(after, before, strict=True)]
+        return Moved(to, _metered(self._traffic) - metered)
+
+    def _sent(self):
+        """{(address here, address there): bytes sent}"""
+        sent = {}
+        for own in own_sockets() if self.readable else ():
+            with contextlib.suppress(OSError):  # not TCP, or not connected
+                sent[own.getsockname()[:2], own.getpeername()[:2]] = bytes_sent_by(own)
+        return sent
+
+
+def from_to(answers):
+    """What ranks moved as one matrix of bytes [from, to].
+
+    Where the kernel could not be asked, the meter's bytes, to all others the same; None where it has none either.
+
+    Args:
+        answers: the `Moved` of each rank, in rank order.
+    """
+    size = len(answers)
+    if answers[0].to is not None:
+        return [moved.to for moved in answers]
+    if not answers[0].metered:
+        return None
+    return [
+        [0 if to == rank else moved.metered / (size - 1) for to in range(size)] for rank, moved in enumerate(answers)
+    ]
+
+
+def leaving_nodes(matrix, per_node):
+    """Bytes that leave each node, where so many ranks in a row make one: the sums of a matrix [from, to]."""
+    left = [0] * (len(matrix) // per_node)
+    for rank, row in enumerate(matrix):
+        left[rank // per_node] += sum(count for to, count in enumerate(row) if to // per_node != rank // per_node)
+    return left
+
+
+# ---- message by message -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective as it was issued.
+
+    Attributes:
+        phase: forward, backward or step.
+        collective: its name.
+        label: who asked, "blocks.3" for instance.
+        nbytes: of the whole tensor.
+        sent: bytes that this rank sends in it, by the meter.
+    """
+
+    phase: str
+    collective: str
+    label: str
+    nbytes: int
+    sent: int
+
+
+@contextlib.contextmanager
+def messages(comm):
+    """In this context what is issued on an engine's `comm` is written down; gives the list of each `Message`."""
+    log, before = _Log(comm.traffic), comm.tracer
+    comm.tracer = log
+    try:
+        yield log.messages
+    finally:
+        comm.tracer = before
+
+
+class _Log:
+    """Stands in for a tracer, which is asked about each collective just after the meter counted it."""
+
+    def __init__(self, traffic):
+        self.messages, self._traffic, self._before = [], traffic, _metered(traffic)
+
+    def checked(self, collective, nbytes, label, phase, work):
+        sent = _metered(self._traffic)
+        self.messages.append(Message(phase, collective, label, nbytes, sent - self._before))
+        self._before = sent
+        return work
+
+
+def _metered(traffic):
+    return sum(traffic.by_collective().values())
+
+
+# ---- from a trace -----------------------------------------------------------------------------------------------
+
+
+def step_rows(trace):
+    """What a trace of one step shows on each rank's compute row and on that of its collectives.
+
+    Args:
+        trace: what `common.measure.timeline.merge` made, of CPU ranks, where operations run in the thread that calls
+            them.
+
+    Returns:
+        {(rank, "compute" or "collectives"): [(begin, end, kind)]} in ms since the first phase began. The kind is the
+        phase of an operation, "waiting", or the name of a collective.
+    """
+    rows = {}
+    for pid, events in sorted(_compute(trace).items()):
+        phases = [event for event in events if event["name"] in PHASES]
+        spans = [(event, "waiting") for event in events if event["name"] == "wait"]
+        for event in events:
+            if event["name"].startswith("aten::"):
+                spans += [(event, phase["name"]) for phase in phases if phase["ts"] <= event["ts"] < _end(phase)]
+        rows[pid // 2, "compute"] = spans
+        rows[pid // 2, "collectives"] = [(event, event["name"].split(" of ")[0]) for event in _collectives(trace, pid)]
+    began = min(event["ts"] for events in _compute(trace).values() for event in events if event["name"] in PHASES)
+    return {
+        row: [((event["ts"] - began) / 1000, (_end(event) - began) / 1000, kind) for event, kind in spans]
+        for row, spans in rows.items()
+    }
+
+
+def time_on_compute(trace):
+    """Where the time of each rank's phases goes: {rank: {kind of TIMES: ms}}.
+
+    Of ranges within each other the innermost counts: a copy in the range of backward is a copy.
+
+    Args:
+        trace: as `step_rows` takes it.
+    """
+    return {pid // 2: _own_times(events) for pid, events in sorted(_compute(trace).items())}
+
+
+def time_of_collectives(trace):
+    """How long the collectives of each rank lasted, waiting for other ranks included: {rank: ms}."""
+    return {pid // 2: sum(event["dur"] for event in _collectives(trace, pid)) / 1000 for pid in sorted(_compute(trace))}
+
+
+def _own_times(events):
+    own, around = Counter(dict.fromkeys(TIMES, 0.0)), []
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        while around and _end(around[-1]) <= event["ts"]:
+            around.pop()
+        if around or event["name"] in PHASES:
+            own[_kind(event["name"])] += event["dur"] / 1000
+            if around:  # which has lasted so much less by itself
+                own[_kind(around[-1]["name"])] -= event["dur"] / 1000
+            around.append(event)
+    return dict(own)
+
+
+def _kind(name):
+    if name == "wait":
+        return "waiting"
+    if name.startswith("aten::_fused_adam"):
+        return "optimizer"
+    if name in COPIES:
+        return "copies"
+    return "compute" if name.startswith("aten::") else "between operations"
+
+
+def _compute(trace):
+    """{process: its events on the compute row}"""
+    events = defaultdict(list)
+    rows = {row for row, name in _row_names(trace).items() if name == "compute"}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X" and (event["pid"], event["tid"]) in rows:
+            events[event["pid"]].append(event)
+    return events
+
+
+def _collectives(trace, pid):
+    """The ranges of a process's collectives."""
+    rows = {row for row, name in _row_names(trace).items() if row[0] == pid and name == "collectives"}
+    labels = (event for event in trace["traceEvents"] if event.get("cat") == "user_annotation")
+    return [event for event in labels if (event["pid"], event["tid"]) in rows]
+
+
+def _row_names(trace):
+    named = (event for event in trace["traceEvents"] if event["name"] == "thread_name")
+    return {(event["pid"], event["tid"]): event["args"]["name"] for event in named}
+
+
+def _end(event):
+    return event["ts"] + event["dur"]
+
+
+MB = 1e6, "MB"
+
+
+# ---- the questions of 04_communication --------------------------------------------------------------------------
+
+
+@asks(NUMBER)
+def check_sent(formula, counts, nbytes):
+    """Hold `formula(collective, n, m)`, the bytes that one rank sends, against counts {collective: [from, to]}."""
+    for name, matrix in counts.items():
+        n, truth = len(matrix), statistics.fmean(map(sum, matrix))
+        hints = {
+            n / (n - 1): "a rank keeps its own part, and sends the other N-1",
+            1 / 2: "you left out a half: it is one collective, and then another",
+            n / (n - 1) / 2: "it is two collectives, and in each a rank keeps its own part",
+            n: "that is what all ranks send together",
+            1 / (n - 1): "that is what goes to one other rank",
+        }
+        print(f"{name}: {judge_in(MB, formula(name, n, nbytes), truth, hints)}")
+
+
+@asks(NUMBER)
+def check_multiple(answer, sent, counts, unit):
+    """Hold the multiple of (N-1)/N Ψ that stage 2 would send by gloo's own reduce-scatter against what was counted.
+
+    Args:
+        answer: the multiple.
+        sent: the messages of a step of stage 2.
+        counts: {collective: bytes [from, to]}.
+        unit: bytes of (N-1)/N Ψ.
+    """
+    gloos = counts.get("gloo's reduce-scatter")
+    if gloos is None:
+        print("nothing to check it by: gloo's own calls are counted by the kernel alone")
+        return
+    ratio = sum(map(sum, gloos)) / sum(map(sum, counts["reduce-scatter"]))
+    truth = sum(message.sent * (ratio if message.collective == "reduce_scatter" else 1) for message in sent) / unit
+    hints = {
+        2 / 3: "gloo's reduce-scatter sends more than ours: look at its picture",
+        1 / 3: "the step still has its all-gather of parameters",
+        4 / 3: "only the reduce-scatter doubles, not the all-gather",
+    }
+    print(judge_in((1, "times"), answer, truth, hints, within=0.05))
+
+
+@asks(NUMBER)
+def check_leaving(formula, counts, nbytes):
+    """Hold `formula(way, n, p, m)`, the bytes that leave a node of p ranks, against counts {way: [from, to]}."""
+    for way, matrix in counts.items():
+        n = len(matrix)
+        for p in (1, 2):
+            truth = max(leaving_nodes(matrix, p))
+            hints = {
+                p: "in a ring only the last rank of a node sends out of it",
+                1 / p: "a node has P ranks, and each of them sends",
+                (n - 1) / (n - p): "of what a rank sends, a part stays in the node",
+                n / (n - 1): "a rank keeps its own part",
+            }
+            print(f"{way}, nodes of {p}: {judge_in(MB, formula(way, n, p, nbytes), truth, hints)}")
+
+
+@asks(NUMBER)
+def check_ring_time(formula, medians, n):
+    """Hold `formula(n, m)`, seconds, against medians {bytes: seconds}: the smallest and the largest gave α and β."""
+    smallest, *between, largest = sorted(medians)
+    answers = {size: formula(n, size) for size in medians}
+    if None in answers.values():
+        print("not solved yet")
+        return
+    for size in (smallest, largest):
+        hints = {1 / (n - 1): "there are N-1 rounds, one after another", n: "a round sends M/N, and there are N-1"}
+        if (said := judge_in(MB, answers[size], medians[size], hints, within=0.1)) != "solved":
+            print(f"{size / 1e6:g} MB: {said}")
+            return
+    for size in between:  # a factor of two for the machine's moods
+        answer, truth = answers[size], medians[size]
+        near = truth / 2 <= answer <= 2 * truth
+        print(f"{size / 1e6:g} MB: predicted {1000 * answer:.1f} ms, measured {1000 * truth:.1f} ms")
+        print("solved" if near else "not yet: α and β fit, but more than a factor of 2 is missing; measure again")
+
+
+# ---- the questions of 05_throughput -----------------------------------------------------------------------------
+
+
+@asks(TRUTH)
+def check_apart(answer, ratio, interval):
+    """Whether a difference is more than noise: the interval of the ratio (low, high) does not hold 1."""
+    truth = not interval[0] <= 1 <= interval[1]
+    said = f"the ratio is {ratio:.2f}, its interval {interval[0]:.2f} to {interval[1]:.2f}, and 1 lies "
+    if answer is None:
+        print("not solved yet")
+    else:
+        print(("solved: " if answer == truth else "not yet: ") + said + ("outside" if truth else "within"))
+
+
+@asks(NUMBER)
+def check_hidden(formula, steps):
+    """Hold `formula(ms, share)`, ms that nothing hides, against steps {title: (ms, share beside computation)}."""
+    for title, (lasted, share) in steps.items():
+        truth = lasted * (1 - share)
+        hints = {share / (1 - share): "that is what is hidden", 1 / (1 - share): "a part of it lies beside computation"}
+        print(f"{title}: {judge_in((1, 'ms'), formula(lasted, share), truth, hints)}")
+
+
+@asks(NUMBER)
+def check_messages(formula, counted):
+    """Hold `formula(stage, buckets)` against counted {(stage, buckets): messages of a step}."""
+    for (stage, buckets), truth in counted.items():
+        hints = {
+            1 / 2: "gradients travel in one, parameters in another",
+            2: "an all-reduce is one call, though two collectives are in it",
+        }
+        said = judge_in((1, "messages"), formula(stage, buckets), truth, hints, within=0)
+        print(f"stage {stage}, {buckets} buckets: {said}")
+
+
+@asks(NUMBER)
+def check_batch(formula, medians):
+    """Hold `formula(batch)`, seconds of a step, against medians {batch: seconds}, the last of which it did not know."""
+    *known, last = sorted(medians)
+    for batch in known:
+        said = judge_in((1e-3, "ms"), formula(batch), medians[batch], within=0.05)
+        if said != "solved":
+            print(said if said == "not solved yet" else f"batch {batch}: {said}; your line should pass through it")
+            return
+    answer, truth = formula(last), medians[last]
+    if answer is None:
+        print("not solved yet")
+        return
+    print(f"batch {last}: predicted {1000 * answer:.0f} ms, measured {1000 * truth:.0f} ms")
+    print("solved" if truth / 1.5 < answer < 1.5 * truth else "not yet: more than half of it off; measure again")
+
+
+def judge_in(unit, answer, truth, hints=None, within=0.02):
+    """What `judge` says, with both numbers; hints by what a known mistake comes to, over the truth.
+
+    2 % are left for padding and headers.
+    """
+    return judge(answer, truth, [(ratio * truth, hint) for ratio, hint in (hints or {}).items()], within, unit)

@@ -1,0 +1,294 @@
+"""How an exercise is made of an engine: parts of its text are taken out, or made to wait, and can be put back."""
+
+import ast
+import sys
+import textwrap
+from collections import defaultdict
+from dataclasses import dataclass
+
+from common.outputs import ROOT
+
+WIDTH = 116
+OPEN = 'raise NotImplementedError("part {number}, {method}, is still open")'
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is taken out of an engine.
+
+    Attributes:
+        method: whose body it is; of another class than the engine's, "Class.method".
+        task: what to write, without saying how.
+        begin: text of the first line that is taken out; "" for the whole body.
+        until: text of the first line that stays again; "" for the rest of the body.
+    """
+
+    method: str
+    task: str
+    begin: str = ""
+    until: str = ""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Other lines in a method of the engine, where nothing is taken out.
+
+    Attributes:
+        method: whose body it is.
+        lines: what stands there instead.
+        begin, until: as a Part has them; "" for begin puts the lines at the end of the body.
+    """
+
+    method: str
+    lines: tuple
+    begin: str = ""
+    until: str = ""
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """An engine's exercise.
+
+    Attributes:
+        package: of the engine.
+        held, sent: what a rank keeps, and sends in a step.
+        parts: in the order of the file.
+        at_hand: {what there is: what it does}.
+        sources: the files of the package that it is made of; of several, those classes of which something is taken out.
+        edits: where these are, the engine is complete but for the worse, and its parts are to be written anew.
+        name: of the file and of its grading; "" for the package's.
+    """
+
+    package: str
+    held: str
+    sent: str
+    parts: tuple
+    at_hand: dict
+    sources: tuple = ("engine.py",)
+    edits: tuple = ()
+    name: str = ""
+
+    @property
+    def key(self):
+        """What its cases call it."""
+        return self.name or self.package
+
+    @property
+    def path(self):
+        return ROOT / "notebooks" / "exercises" / f"{self.name or self.package.partition('_')[0]}.py"
+
+    @property
+    def engine(self):
+        return ROOT / self.package / self.sources[-1]
+
+    @property
+    def classes(self):
+        """The classes of which something is taken out, where it is not the engine's."""
+        return tuple(dict.fromkeys(part.method.partition(".")[0] for part in self.parts if "." in part.method))
+
+    @property
+    def solution(self):
+        """The text of the file in which nothing is missing."""
+        if not self.classes:
+            return self.engine.read_text()
+        return joined([ROOT / self.package / source for source in self.sources], self.classes)
+
+
+def joined(files, classes):
+    """The text of some classes of several modules as one: the last docstring, imports, and then class by class."""
+    modules = {file: ast.parse(file.read_text()) for file in files}
+    nodes = [(file, node) for file, tree in modules.items() for node in tree.body if isinstance(node, ast.ClassDef)]
+    made = {node.name: (file, node) for file, node in nodes if node.name in classes}
+    used = {node.id for _, one in made.values() for node in ast.walk(one) if isinstance(node, ast.Name)} - made.keys()
+    parts = [f'"""{ast.get_docstring(modules[files[-1]])}\n"""', _imports(modules, used)]
+    for file, tree in modules.items():
+        head = [f"# ---- {file.name} {'-' * (WIDTH - len(file.name) - 5)}"]
+        if file != files[-1]:
+            head += ["#", *(f"# {line}".rstrip() for line in ast.get_docstring(tree).splitlines())]
+        lines = file.read_text().splitlines()
+        texts = ["\n".join(lines[node.lineno - 1 : node.end_lineno]) for of, node in made.values() if of == file]
+        parts.append("\n\n\n".join(["\n".join(head), *texts]))
+    return "\n\n".join(parts[:2]) + "\n\n" + "\n\n\n".join(parts[2:]) + "\n"
+
+
+def _imports(modules, used):
+    """The imports of used names, in the order that a linter wants; what a module defines itself comes from there."""
+    plain, names = set(), defaultdict(set)
+    for file, tree in modules.items():
+        for node in tree.body:
+            if isinstance(node, ast.Import):
+                plain.update(alias.name for alias in node.names if alias.name in used)
+            elif isinstance(node, ast.ImportFrom):
+                names[node.module].update(alias.name for alias in node.names if alias.name in used)
+            elif isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in used:
+                names[f"{file.parent.name}.{file.stem}"].add(node.name)
+            elif isinstance(node, ast.Assign):
+                defined = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)} & used
+                names[f"{file.parent.name}.{file.stem}"].update(defined)
+    sections = {"stdlib": [], "torch": [], "ours": []}
+    for module in sorted(plain):
+        sections[_section(module)].append(f"import {module}")
+    for module in sorted(module for module, found in names.items() if found):
+        sections[_section(module)].append(f"from {module} import {', '.join(sorted(names[module]))}")
+    return "\n\n".join("\n".join(lines) for lines in sections.values() if lines)
+
+
+def _section(module):
+    top = module.partition(".")[0]
+    return "stdlib" if top in sys.stdlib_module_names else "torch" if top == "torch" else "ours"
+
+
+# ---- taken out ----------------------------------------------------------------------------------------------------
+
+
+def solutions(exercise):
+    """What the engine has in the place of each part: {method: its lines, as `bare` gives them}."""
+    methods, lines = methods_of(exercise.solution)
+    return {part.method: bare(lines[slice(*place(methods[part.method], part, lines))]) for part in exercise.parts}
+
+
+def bare(lines):
+    """Lines as one text without indentation and empty ones, so that it is found wherever it stands."""
+    return "\n".join(line.strip() for line in lines if line.strip())
+
+
+def shows(body, solution):
+    """Whether a body has a part's lines, both as `bare` gives them; of more than two lines, all but one."""
+    lines = solution.splitlines()
+    missing = sum(line not in body.splitlines() for line in lines)
+    return solution in body or (len(lines) > 2 and missing <= 1)
+
+
+def methods_of(text):
+    """The methods of a text's classes, in its order, {name: node}, and its lines. An engine's go without its name."""
+    found, lines = {}, text.splitlines()
+    for made in ast.parse(text).body:
+        if isinstance(made, ast.ClassDef):
+            before = "" if made.name.endswith("Engine") else f"{made.name}."
+            found |= {before + node.name: node for node in made.body if isinstance(node, ast.FunctionDef)}
+    return found, lines
+
+
+def place(method, part, lines):
+    """The lines that are taken out, as a slice's ends: what follows the docstring, or the part's first line."""
+    first = method.body[0].end_lineno if ast.get_docstring(method) else method.body[0].lineno - 1
+    if part.begin:
+        first = next(n for n in range(first, method.end_lineno) if part.begin in lines[n])
+    if part.until:
+        return first, next(n for n in range(first, method.end_lineno) if part.until in lines[n])
+    return first, method.end_lineno
+
+
+def written(exercise):
+    """The text of an exercise."""
+    lines = waiting(exercise).splitlines()
+    methods, _ = methods_of("\n".join(lines))
+    tree = ast.parse("\n".join(lines))
+    taken = 0
+    for number, part in reversed(list(enumerate(exercise.parts, 1))):  # from below, so that line numbers stay
+        first, last = place(methods[part.method], part, lines)
+        indent = " " * (len(lines[first]) - len(lines[first].lstrip()))
+        of = sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines[first:last])
+        here = "" if exercise.edits else f", {of} line{'s' * (of > 1)} here"
+        task = f"PART {number} of {len(exercise.parts)}{here}. {part.task}"
+        comment = textwrap.wrap(task, WIDTH - len(indent), initial_indent="# ", subsequent_indent="# ")
+        open_part = [] if exercise.edits else [OPEN.format(number=number, method=part.method)]
+        lines[first : first if exercise.edits else last] = [indent + line for line in [*comment, *open_part]]
+        taken += of
+    head = tree.body[0].end_lineno
+    docstring = ast.get_docstring(tree)
+    return "\n".join([f'"""{_task(exercise, taken)}\n\n{docstring}\n"""', *lines[head:], ""])
+
+
+def waiting(exercise):
+    """The engine's text with an exercise's edits."""
+    text = exercise.solution
+    for edit in exercise.edits:
+        methods, lines = methods_of(text)
+        first, last = place(methods[edit.method], edit, lines)
+        first = first if edit.begin else last
+        lines[first:last] = [" " * 8 + line for line in edit.lines]
+        text = "\n".join(lines) + "\n"
+    return text
+
+
+# ---- one by one ---------------------------------------------------------------------------------------------------
+
+
+def alone(exercise, text, part):
+    """A submission's text in which a part alone is the student's, and the engine has the others.
+
+    They stand behind the student's lines, whose numbers stay what they are.
+    """
+    methods, lines = methods_of(exercise.solution)
+    for number, other in enumerate(exercise.parts, 1):
+        if other is part:
+            continue
+        text = text.replace(OPEN.format(number=number, method=other.method), "pass")
+        made, _, method = other.method.rpartition(".")
+        node = methods[other.method]
+        source = textwrap.indent(textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])), "    ")
+        owner = made or _engine_in(exercise)
+        text += f"\n\nclass _Given:\n{source}\n\n\n{owner}.{method} = _Given.{method}\n"
+    return text
+
+
+def _engine_in(exercise):
+    classes = [node.name for node in ast.parse(exercise.solution).body if isinstance(node, ast.ClassDef)]
+    return classes[-1]
+
+
+# ---- what stands above --------------------------------------------------------------------------------------------
+
+
+def _task(exercise, taken):
+    """What stands above the engine's own docstring."""
+    wide = max(map(len, exercise.at_hand)) + 2
+    at_hand = []
+    for what, does in exercise.at_hand.items():
+        at_hand += textwrap.wrap(
+            does, WIDTH - 4, initial_indent=f"    {what:{wide}}", subsequent_indent=" " * (wide + 4)
+        )
+    return "\n".join(
+        [
+            *_what_to_do(exercise, taken),
+            "",
+            f"    python -m course.grade {exercise.path.relative_to(ROOT)}",
+            "",
+            "What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters:",
+            "",
+            f"    held    {exercise.held}",
+            f"    sent    {exercise.sent}",
+            "",
+            "At hand:",
+            "",
+            *at_hand,
+            "",
+            _the_rest(exercise),
+        ]
+    )
+
+
+def _what_to_do(exercise, taken):
+    many, engine = len(exercise.parts), f"{exercise.package}/{exercise.sources[-1]}"
+    if exercise.edits:
+        return [
+            f"Exercise. This is {engine}, right to the last bit, but each collective is waited for at once.",
+            "",
+            f"Write {many} of its methods anew, so that collectives are under way while the next is computed, and ask",
+            "as often as you like. Bits, bytes and the room for two buckets stay. What counts is what is under way",
+            "when, and not how long it takes:",
+        ]
+    if exercise.classes:
+        engine = f"{', '.join(exercise.classes[:-1])} and {exercise.classes[-1]} of {exercise.package}/"
+    return [
+        f"Exercise. From {engine} {taken} lines are missing, in {many} parts.",
+        "",
+        "Write them all, and ask as often as you like; from then on the answers are about what is wrong:",
+    ]
+
+
+def _the_rest(exercise):
+    if exercise.classes:
+        return f"The rest of these classes stands as in {exercise.package}/, which has all else. It says of itself:"
+    return "The rest stands as in the engine, and what it says of itself as well:"

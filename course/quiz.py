@@ -1,0 +1,182 @@
+"""A notebook's quiz: beneath its last cell, in a terminal, and as a sheet for lecturers.
+
+    python -m course.quiz 02_gradients                 one question after the other
+    python -m course.quiz 02_gradients --all           a sheet of them; of all notebooks where none is named
+    python -m course.quiz 02_gradients --answers       the same with answers
+
+The questions are in notebooks/quizzes/, a file for each notebook. Every choice says why it is right, or what is
+mistaken in it: a wrong answer teaches as much as a right one.
+"""
+
+import html
+import re
+import tomllib
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+
+from common.errors import InputError
+from common.outputs import ROOT, one_line_errors, parser_of
+
+FOLDER = ROOT / "notebooks" / "quizzes"
+VERDICTS = {True: "Right.", False: "Not yet."}
+
+
+def main(arguments=None):
+    """Ask, or print a sheet."""
+    parser = parser_of("course.quiz", __doc__)
+    parser.add_argument("notebook", nargs="?", help="such as 02_gradients")
+    parser.add_argument("--all", action="store_true", help="print all questions, and ask none")
+    parser.add_argument("--answers", action="store_true", help="the same, with answers")
+    options = parser.parse_args(arguments)
+    sheet, console = options.all or options.answers, Console(highlight=False)
+    with one_line_errors():
+        if not options.notebook and not sheet:
+            raise InputError(f"name a notebook: {', '.join(known())}")
+        quizzes = {name: questions_of(name) for name in ([options.notebook] if options.notebook else known())}
+        for name, questions in quizzes.items():
+            if sheet:
+                print_sheet(console, name, questions, options.answers)
+            else:
+                ask(console, questions)
+
+
+def known():
+    """The notebooks that have a quiz."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def questions_of(name):
+    """The questions of a notebook: [{"ask", "choice": [{"say", "why", and of one of them "right"}]}].
+
+    Raises:
+        InputError: there is no such quiz, or it is not as it should be.
+    """
+    if name not in known():
+        raise InputError(f"there is no quiz {name!r}; there are {', '.join(known())}")
+    try:
+        questions = tomllib.loads((FOLDER / f"{name}.toml").read_text()).get("question")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{name}.toml is not TOML: {error}") from error
+    if not isinstance(questions, list) or not questions:
+        raise InputError(f"{name}.toml has no [[question]]")
+    for number, question in enumerate(questions, start=1):
+        if missing := lacking(question):
+            raise InputError(f"{name}.toml, question {number}: {missing}")
+    return questions
+
+
+def lacking(question):
+    """What a question lacks, in words; "" where it lacks nothing."""
+    choices = question.get("choice")
+    if not isinstance(question.get("ask"), str):
+        return "it has no `ask`"
+    if not isinstance(choices, list) or len(choices) < 2:
+        return "it has fewer than two [[question.choice]]"
+    for number, choice in enumerate(choices, start=1):
+        for key in ("say", "why"):
+            if not isinstance(choice.get(key), str) or not choice[key].strip():
+                return f"choice {number} has no `{key}`"
+    right = [choice.get("right", False) for choice in choices].count(True)
+    return "" if right == 1 else f"{right} choices are right, and one should be"
+
+
+# ---- in a notebook ----------------------------------------------------------------------------------------------
+
+
+def quiz(name):
+    """A notebook's quiz, which Jupyter shows beneath the cell that ends with it.
+
+    Raises:
+        InputError: see `questions_of`.
+    """
+    return Quiz(name, page(questions_of(name)))
+
+
+@dataclass(frozen=True)
+class Quiz:
+    """A quiz as a page; what has no HTML shows its name."""
+
+    name: str
+    html: str = field(repr=False)
+
+    def _repr_html_(self):
+        return self.html
+
+
+def page(questions):
+    """The quiz in HTML: each choice folded, its answer inside. Without a script, and in the page's own colours."""
+    parts = []
+    for number, question in enumerate(questions, start=1):
+        parts.append(f"<p><b>{number}.</b> {marked_up(question['ask'])}</p>")
+        for choice in question["choice"]:
+            verdict = VERDICTS[choice.get("right", False)]
+            parts.append(
+                f'<details style="margin: 0.3em 0 0.3em 1.5em"><summary style="cursor: pointer">'
+                f"{marked_up(choice['say'])}</summary>"
+                f'<div style="margin: 0.3em 0 0.6em 1.2em"><b>{verdict}</b> {marked_up(choice["why"])}</div></details>'
+            )
+    return f'<div style="max-width: 50em; line-height: 1.5">{"".join(parts)}</div>'
+
+
+def marked_up(text):
+    """Text for a page; what stands in `backticks` is code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text.strip()))
+
+
+# ---- in a terminal ----------------------------------------------------------------------------------------------
+
+
+def ask(console, questions):
+    """Ask each question until its answer is right, and say of each answer why it is or is not."""
+    at_once = 0
+    try:
+        for number, question in enumerate(questions, start=1):
+            show_question(console, number, question)
+            tries = 1
+            while not answered(console, question["choice"]):
+                tries += 1
+            at_once += tries == 1
+    except (EOFError, KeyboardInterrupt):  # who leaves has had enough
+        console.print()
+        return
+    console.print(f"{at_once} of {len(questions)} right at once.")
+
+
+def answered(console, choices):
+    """Read the number of a choice, and say what there is to it; whether it was right."""
+    said = input(f"Your answer, 1 to {len(choices)}: ").strip()
+    if not said.isdecimal() or not 1 <= int(said) <= len(choices):
+        console.print(f"Give a number from 1 to {len(choices)}.")
+        return answered(console, choices)
+    choice = choices[int(said) - 1]
+    show_verdict(console, choice)
+    return choice.get("right", False)
+
+
+def print_sheet(console, name, questions, answers):
+    """All questions of a notebook, for paper or a projector."""
+    console.print(f"[bold]{name}[/bold]\n")
+    for number, question in enumerate(questions, start=1):
+        show_question(console, number, question, answers)
+
+
+def show_question(console, number, question, answers=False):
+    console.print(f"[bold]{number}.[/bold] {escape(question['ask'].strip())}")
+    for place, choice in enumerate(question["choice"], start=1):
+        console.print(Padding(escape(f"{place}  {choice['say'].strip()}"), (0, 0, 0, 3)))
+        if answers:
+            show_verdict(console, choice)
+    console.print()
+
+
+def show_verdict(console, choice):
+    right = choice.get("right", False)
+    text = f"[{'green' if right else 'yellow'}]{VERDICTS[right]}[/] {escape(choice['why'].strip())}"
+    console.print(Padding(text, (0, 0, 1, 6)))
+
+
+if __name__ == "__main__":
+    main()

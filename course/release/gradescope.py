@@ -1,0 +1,71 @@
+"""Grade what was handed in on Gradescope: a folder with one exercise or several, such as stage1.py and offload.py.
+
+    python -m course.release.gradescope submission results.json
+
+The file is what Gradescope calls results.json: a test for each promise, with its points, and a hint where it fails.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from common.errors import InputError
+from common.outputs import one_line_errors, write_text
+from course.exercises import ALL
+from course.grader.graded import graded
+
+NOTHING = f"Nothing to grade: hand in files named {', '.join(exercise.path.name for exercise in ALL)}, or some of them."
+FAULT = "That is not your fault, and no answer about your file: have the autograder run again."
+
+
+def main(argv=None):
+    """Grade a folder and write the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("submission", type=Path, help="a folder")
+    parser.add_argument("results", help="the JSON to write")
+    options = parser.parse_args(argv)
+    with one_line_errors():
+        write_text(options.results, json.dumps(results_of(options.submission), indent=2) + "\n")
+
+
+def results_of(folder):
+    """What Gradescope is told of a folder. Of several files of one name, in folders of it, the first is graded."""
+    began, tests, said = time.monotonic(), [], []
+    for exercise in ALL:
+        for file in sorted(folder.rglob(exercise.path.name))[:1]:
+            try:
+                report = graded(file, exercise.key)
+            except InputError as error:
+                said.append(f"{file.name}: {error}. {FAULT}")
+                continue
+            tests += [tested(file.name, promise) for promise in report["promises"]]
+            said.append(f"{file.name}: {report['points']} of {report['of']} points")
+            if report["printed"]:
+                said.append(f"It printed last:\n{report['printed']}")
+    results = {
+        "output": "\n".join(said or [NOTHING]),
+        "execution_time": round(time.monotonic() - began),
+        "tests": tests,
+    }
+    return results if tests else {"score": 0, **results}
+
+
+def tested(name, promise):
+    """A promise as a test of Gradescope's."""
+    finding, holds = promise["finding"], promise["holds"]
+    output = "Holds." if holds else "Not tried."
+    if finding:
+        output = f"{finding['where']}\n\nThe case: {finding['model']}.\n\nHint: {finding['hints'][0]}"
+    return {
+        "name": f"{name}: {promise['promise']}",
+        "score": promise["points"],
+        "max_score": promise["of"],
+        "status": "passed" if holds else "failed",
+        "output": output,
+        "visibility": "visible",
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""DeepSpeed beside its words: one script, with the real library and with these engines, and where losses part.
+
+Where they do, a second row takes the cause away: then they are equal to the bit, or by as much as the next cause.
+DeepSpeed is installed into a folder of its own. That takes the package index and some minutes, of which DeepSpeed's own
+building takes most.
+
+    python -m interop.beside_deepspeed --json results/local/words_deepspeed.json
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from common.errors import InputError
+from common.measure import tables
+from common.measure.hardware import hardware
+from common.measure.tables import Table
+from common.outputs import ROOT, check_outputs, one_line_errors, parser_of, publish
+from interop.formats.to_universal import RELEASE
+from interop.museum import installed, last
+
+LIMIT = 900  # seconds for a library
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}}
+SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 1e-2}}
+WAYS = {  # what a script does -> what it adds to the configuration
+    "plain": {"gradient_clipping": 0.0},
+    "accumulating": {"gradient_accumulation_steps": 2, "scheduler": SCHEDULER, "gradient_clipping": 0.0},
+    "clipping": {"gradient_clipping": 0.1},  # every step's gradient is longer
+    "SGD": {"gradient_clipping": 0.0, "optimizer": SGD},
+}
+CAUSES = {
+    "first weights": "DeepSpeed rounds the model to bf16 and then copies its masters; here these are as it was built",
+    "clipping": "the factor is computed in another order of operations, and rounds otherwise",
+    "micro-batches": "DeepSpeed adds reduced micro-batches in bf16, engines here in fp32",
+    "stage 0": "DeepSpeed makes Adam's states by a step of zero gradients, and so counts a step more",
+}
+
+
+def main(arguments=None):
+    """Parse the arguments, run all, show the table and write it."""
+    parser = parser_of("interop.beside_deepspeed", __doc__)
+    parser.add_argument("--folder", type=Path, default=Path("results/local/museum"), help="(default: %(default)s)")
+    parser.add_argument("--nproc", type=int, default=2, help="ranks (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows here")
+    options = parser.parse_args(arguments)
+    with one_line_errors():
+        check_outputs(options)
+        place = installed(RELEASE, options.folder)
+        rows = compared(cases(), place, options.nproc)
+    machine = f"{hardware(torch.device('cpu'))}; deepspeed {RELEASE}"
+    results = {"world_size": options.nproc, "hardware": machine, "rows": rows}
+    publish(options, results, [table(results)])
+
+
+def cases():
+    """(stage, precision, way, whether first weights are rounded)."""
+    ways = [way for way in WAYS if way != "SGD"]
+    fp32 = itertools.product(range(4), ["fp32"], ways, [False])
+    bf16 = itertools.product(range(4), ["bf16"], ways, [True])
+    return [*fp32, *((stage, "bf16", "plain", False) for stage in range(4)), *bf16, (0, "bf16", "SGD", True)]
+
+
+def compared(cases, place, ranks):
+    """Run cases with both: how far apart their losses are, and from which micro-batch on."""
+    scripts = [(configuration(*case[:3]), case[3]) for case in cases]
+    theirs, ours = (losses(library, scripts, place, ranks) for library in ("deepspeed", "interop.deepspeed"))
+    return [row(*found) for found in zip(cases, theirs, ours, strict=True)]
+
+
+def configuration(stage, precision, way):
+    """DeepSpeed's JSON of a case."""
+    config = {"train_micro_batch_size_per_gpu": 8, "optimizer": ADAMW, "zero_optimization": {"stage": stage}}
+    return {**config, "bf16": {"enabled": precision == "bf16"}, **WAYS[way]}
+
+
+def row(case, theirs, ours):
+    """How far apart the losses of a case are."""
+    stage, precision, way, rounded = case
+    apart = [abs(one - other) for one, other in zip(theirs, ours, strict=True)]
+    parted = next((number for number, difference in enumerate(apart, start=1) if difference), None)
+    found = {"stage": stage, "precision": precision, "way": way, "rounded_first": rounded, "micro_batches": len(apart)}
+    return {**found, "largest_difference": max(apart), "first_apart": parted, "cause": cause(case) if parted else None}
+
+
+def cause(case):
+    """Which of the CAUSES it is, of the case's own; the rows beside it show that it is no other."""
+    stage, precision, way, rounded = case
+    if precision == "bf16" and stage == 0 and way != "SGD":
+        return "stage 0"
+    if way == "clipping":
+        return "clipping"
+    if precision == "bf16" and not rounded:
+        return "first weights"
+    return "micro-batches" if way == "accumulating" else "unknown"
+
+
+def losses(library, scripts, place, ranks):
+    """Rank 0's losses of the program, started by torchrun, [scripts][micro-batches].
+
+    Raises:
+        InputError: it failed, and the message has its last line; or it takes too long.
+    """
+    tables.say(f"{len(scripts)} scripts with {library}")
+    environment = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    environment |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "TORCH_EXTENSIONS_DIR": str(place / "built")}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "losses.json")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        program = ["-m", "interop.program", library, json.dumps(scripts), str(file)]
+        options = {"env": environment, "capture_output": True, "text": True, "timeout": LIMIT}
+        try:
+            ended = subprocess.run([*torchrun, *program], check=False, **options)
+        except subprocess.TimeoutExpired as error:
+            lock = f"a file called lock in {place / 'built'}, of a run that was killed, makes DeepSpeed wait: remove it"
+            raise InputError(f"{library} takes longer than {LIMIT} s; {lock}") from error
+        if ended.returncode:
+            raise InputError(f"{library}: {last(ended.stderr)}")
+        return json.loads(file.read_text())
+
+
+def table(results):
+    """The rows for people, and the causes below."""
+    cells = [
+        (
+            f"{found['stage']}",
+            found["precision"] + (", rounded" if found["rounded_first"] else ""),
+            found["way"],
+            "equal" if found["first_apart"] is None else f"{found['largest_difference']:.1e}",
+            "" if found["first_apart"] is None else f"{found['first_apart']} of {found['micro_batches']}",
+            found["cause"] or "",
+        )
+        for found in results["rows"]
+    ]
+    head = ("stage", "precision", "the script", "losses apart by", "from micro-batch", "cause")
+    title = f"DeepSpeed and its words here: losses on {results['world_size']} ranks\n{results['hardware']}"
+    named = {found["cause"] for found in results["rows"]}
+    note = "\n".join(f"- *{name}*: {words}." for name, words in CAUSES.items() if name in named)
+    return Table(title, head, cells, words=(0, 1, 2, 5), note=note)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""DeepSpeed's words: in a script write `from interop import deepspeed` for `import deepspeed`.
+
+    engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds_config.json", ...)
+    for batch in loader:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+
+It is started by torchrun, as these engines are. `keys.py` says of every key of the JSON what becomes of it here.
+"""
+
+from interop.deepspeed import accelerator, comm, ops, runtime, utils, zero
+from interop.deepspeed.accelerator import get_accelerator
+from interop.deepspeed.comm import init_distributed
+from interop.deepspeed.engine import Engine
+from interop.deepspeed.initialize import add_config_arguments, initialize
+from interop.deepspeed.refusals import INSTEAD
+from interop.deepspeed.utils import log_dist, logger
+
+DeepSpeedEngine = Engine
+
+__all__ = [
+    "DeepSpeedEngine",
+    "Engine",
+    "accelerator",
+    "add_config_arguments",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "log_dist",
+    "logger",
+    "ops",
+    "runtime",
+    "utils",
+    "zero",
+]
+
+
+def __getattr__(name):
+    instead = INSTEAD.get(name, f"interop.deepspeed has {', '.join(__all__)}")
+    raise AttributeError(f"DeepSpeed's {name!r} is not here: {instead}")

@@ -1,0 +1,45 @@
+"""`deepspeed.ops.adam`: torch's fused AdamW, or Adam, as the configuration's "Adam" is. The rest is not here."""
+
+from common.errors import InputError
+from interop.deepspeed.refusals import missing, refuse_arguments
+from interop.deepspeed.settings import optimizer_of
+
+__getattr__ = missing("ops.adam")
+
+
+def FusedAdam(
+    params,
+    lr=1e-3,
+    bias_correction=True,
+    betas=(0.9, 0.999),
+    eps=1e-8,
+    adam_w_mode=True,
+    weight_decay=0.0,
+    amsgrad=False,
+    set_grad_none=True,
+):
+    """An optimizer to give to `initialize`, which builds it anew; where it steps is the engine's.
+
+    Raises:
+        InputError: `amsgrad`, which DeepSpeed refuses too, or no correction of the bias.
+    """
+    refuse_arguments("FusedAdam", "DeepSpeed's has no AMSGrad", amsgrad=amsgrad)
+    given = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return optimizer_of("Adam", {**given, "adam_w_mode": adam_w_mode})(params)
+
+
+def DeepSpeedCPUAdam(
+    model_params,
+    lr=1e-3,
+    bias_correction=True,
+    betas=(0.9, 0.999),
+    eps=1e-8,
+    weight_decay=0,
+    amsgrad=False,
+    adamw_mode=True,
+    fp32_optimizer_states=True,
+):
+    """The same, in another order of arguments. Its states are in fp32."""
+    if not fp32_optimizer_states:
+        raise InputError("DeepSpeedCPUAdam(fp32_optimizer_states=False) is refused: states are in fp32")
+    return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)

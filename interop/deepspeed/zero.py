@@ -1,0 +1,79 @@
+"""`deepspeed.zero`: a model that is built in parts, and weights that are whole for a while."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from common.engine.misuse import engine_of
+from common.errors import InputError
+from interop.deepspeed.refusals import DATA_PARALLEL, missing, refuse_arguments
+
+__getattr__ = missing("zero")
+
+
+@contextlib.contextmanager
+def Init(
+    module=None,
+    data_parallel_group=None,
+    mem_efficient_linear=True,
+    remote_device=None,
+    pin_memory=False,
+    config_dict_or_path=None,
+    config=None,
+    enabled=True,
+    dtype=None,
+    mpu=None,
+    zero_param_parallel_group=None,
+    zero_quantized_weights=False,
+    zero_quantized_nontrainable_weights=False,
+    sequence_data_parallel_group=None,
+    param_swapper=None,
+    tensor_overrides=None,
+):
+    """Build a model within it: on the host, in fp32, whole on each rank. `initialize` cuts it, as its JSON says.
+
+    DeepSpeed cuts each module while it is built. Here a model that the host's memory does not hold is built on the meta
+    device, and an engine fills it bucket by bucket: see `init` of `EngineBase`.
+
+    Raises:
+        InputError: ranks are to be others than all.
+    """
+    groups = {"data_parallel_group": data_parallel_group, "zero_param_parallel_group": zero_param_parallel_group}
+    groups |= {"mpu": mpu, "sequence_data_parallel_group": sequence_data_parallel_group}
+    refuse_arguments("zero.Init", f"{DATA_PARALLEL}, over all ranks", **groups)
+    with torch.device("cpu"):
+        yield
+
+
+def register_external_parameter(module, parameter):
+    """Refused: a weight is gathered for the modules that have it."""
+    raise InputError(
+        "zero.register_external_parameter is refused: give the parameter to the other module, too "
+        "(other.weight = owner.weight), and it is gathered for both"
+    )
+
+
+@contextlib.contextmanager
+def GatheredParameters(params, modifier_rank=None, fwd_module=None, enabled=True):
+    """Parameters are whole in it, for reading; with `modifier_rank` that rank writes, and all take what it wrote.
+
+    Args:
+        params: a parameter, or several, of one engine or of none yet.
+
+    Raises:
+        InputError: they are to be gathered for another module's forward, too.
+    """
+    if fwd_module is not None:
+        register_external_parameter(fwd_module, params)
+    params = [params] if isinstance(params, torch.Tensor) else list(params)
+    if not enabled or not params:
+        yield
+        return
+    engine = engine_of.get(id(params[0]))
+    whole = engine.gathered(nn.ParameterList(params), write=modifier_rank is not None) if engine else None
+    with whole or contextlib.nullcontext():
+        yield
+        for parameter in params if modifier_rank is not None else ():
+            dist.broadcast(parameter.data, modifier_rank)

@@ -1,0 +1,260 @@
+"""Plain data parallelism, wrong in one way each, as sharded trainers have been: a docstring says in which.
+
+An engine that ends where one of them does is wrong, or has its own convention, as that one has.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from interop.peers.plain import AverageAfterBackward, mean_in_rank_order
+
+
+class Suspect(AverageAfterBackward):
+    """One of them. They stand in the order in which they are asked: of several that are alike the first is named."""
+
+
+class GradOutOfSight(Suspect):
+    """what the function does to .grad after backward has no effect: clip by clip_norm=, drop by engine.zero_grad()"""
+
+
+class NoDivision(Suspect):
+    """gradients are added over ranks, and not divided by their number"""
+
+    def mean(self, gradient):
+        return mean_in_rank_order(gradient, factor=dist.get_world_size())
+
+
+class EachForItself(Suspect):
+    """each rank trains for itself"""
+
+    def mean(self, gradient):
+        return gradient
+
+
+class OnlyTheLastMicroBatch(Suspect):
+    """of several backwards before a step the last alone counts"""
+
+    def backward(self, loss):
+        self.zero_grad()
+        super().backward(loss)
+
+
+class MeanOfMeans(Suspect):
+    """the sum of several backwards is divided by their number, whatever each of them counts for"""
+
+    backwards = 0
+
+    def backward(self, loss):
+        super().backward(loss)
+        self.backwards += 1
+
+    def step(self):
+        for total in [*self.total.values(), *self.own.values()]:
+            total.div_(self.backwards)
+        self.backwards = 0
+        return super().step()
+
+
+class ClipsAfterTheStep(Suspect):
+    """nothing is clipped before the optimizer steps"""
+
+    def clip(self):
+        clip_norm, self.clip_norm = self.clip_norm, math.inf
+        norm = super().clip()
+        self.clip_norm = clip_norm
+        return norm
+
+
+class LocalNorm(Suspect):
+    """the norm that clips is that of this rank's own gradient"""
+
+    squares = 0.0
+
+    def average(self):
+        squares = sum(own.double().square().sum() for own in self.own.values())
+        self.squares = squares if squares > 0 else self.squares  # in step() there is mostly nothing left
+        super().average()
+
+    def clip(self):
+        norm = (self.squares.sqrt() / (1 if self.loss_scaler is None else self.loss_scaler.scale)).float()
+        for master in self.masters.values():
+            master.grad.mul_((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+
+class RateOfTheStepBefore(Suspect):
+    """a step takes the learning rate of the one before: the schedule is a step late"""
+
+    late = None
+
+    def step(self):
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, self.late or rates, strict=True):
+            group["lr"] = rate
+        result = super().step()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        self.late = rates
+        return result
+
+
+class GradientsStay(Suspect):
+    """gradients of one step are there in the next: nobody drops them"""
+
+    def zero_grad(self):
+        before = {parameter: total.clone() for parameter, total in getattr(self, "total", {}).items()}
+        super().zero_grad()
+        for parameter, total in before.items():
+            self.total[parameter].copy_(total)
+
+
+class StaleByOneStep(Suspect):
+    """forward and backward read the weights of the step before"""
+
+    before = None
+
+    def __call__(self, *args, **kwargs):
+        newest = [parameter.data for parameter in self.masters]
+        for parameter, value in zip(self.masters, self.before or newest, strict=True):
+            parameter.data = value.clone()
+        self.newest = newest
+        return super().__call__(*args, **kwargs)
+
+    def backward(self, loss):
+        super().backward(loss)
+        for parameter, value in zip(self.masters, self.newest, strict=True):
+            parameter.data = value
+
+    def step(self):
+        self.before = [parameter.data.clone() for parameter in self.masters]
+        return super().step()
+
+
+class NoMaster(Suspect):
+    """in 16-bit there are no fp32 master weights: the rounded ones are stepped"""
+
+    def step(self):
+        with torch.no_grad():
+            for parameter, master in self.masters.items():
+                master.copy_(parameter)
+        return super().step()
+
+
+class OtherDecay(Suspect):
+    """weight decay is coupled where it is to be decoupled, or the other way round: Adam's for AdamW's"""
+
+    def __init__(self, model, optimizer, **options):
+        super().__init__(model, optimizer, **options)
+        for group in self.optimizer.param_groups:
+            if "decoupled_weight_decay" in group:
+                group["decoupled_weight_decay"] = not group["decoupled_weight_decay"]
+
+
+class DecayOfGroupsIgnored(Suspect):
+    """all parameter groups have the weight decay of the optimizer"""
+
+    def __init__(self, model, optimizer, **options):
+        super().__init__(model, optimizer, **options)
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = self.optimizer.defaults["weight_decay"]
+
+
+class NoDecay(Suspect):
+    """weights do not decay"""
+
+    def __init__(self, model, optimizer, **options):
+        super().__init__(model, optimizer, **options)
+        for group in self.optimizer.param_groups:
+            if "weight_decay" in group:
+                group["weight_decay"] = 0.0
+
+
+class NormOfTheFirstGroup(Suspect):
+    """the norm that clips is that of the first parameter group alone"""
+
+    def clip(self):
+        masters = self.masters
+        self.masters = {master: master for master in self.optimizer.param_groups[0]["params"]}
+        before = [master.grad.clone() for master in self.masters.values()]
+        norm = super().clip()
+        for master, gradient in zip(self.masters.values(), before, strict=True):
+            master.grad.copy_(gradient)
+        self.masters = masters
+        for master in masters.values():
+            master.grad.mul_((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+
+class FirstGroupAlone(Suspect):
+    """the first parameter group alone is stepped"""
+
+    def __init__(self, model, optimizer, **options):
+        super().__init__(model, optimizer, **options)
+        self.others = [p for group in self.optimizer.param_groups[1:] for p in group["params"]]
+
+    def step(self):
+        before = [parameter.detach().clone() for parameter in self.others]
+        result = super().step()
+        with torch.no_grad():
+            for parameter, value in zip(self.others, before, strict=True):
+                parameter.copy_(value)
+        return result
+
+
+class PassesUnusedBy(Suspect):
+    """parameters without a gradient are passed by; zeros for a gradient would let momentum and decay go on"""
+
+    def clip(self):
+        norm = super().clip()
+        for master in self.masters.values():
+            if not master.grad.any():
+                master.grad = None
+        return norm
+
+
+class OneStepMore(Suspect):
+    """the optimizer has counted a step more, of zero gradients, by which its states were made"""
+
+    def __init__(self, model, optimizer, **options):
+        super().__init__(model, optimizer, **options)
+        before = [master.detach().clone() for master in self.masters.values()]
+        self.optimizer.step()
+        with torch.no_grad():
+            for master, value in zip(self.masters.values(), before, strict=True):
+                master.copy_(value)
+
+
+class LastBucketDropped(Suspect):
+    """the last bucket is never reduced: there each rank has its own gradient"""
+
+    def average(self):
+        last = [*self.own][-2:]
+        own = [self.own[parameter].clone() for parameter in last]
+        before = [self.total[parameter].clone() for parameter in last]
+        super().average()
+        for parameter, total, gradient in zip(last, before, own, strict=True):
+            self.total[parameter] = total + gradient
+
+
+class DividesTwice(Suspect):
+    """the mean over ranks is divided by their number once more"""
+
+    def mean(self, gradient):
+        return mean_in_rank_order(gradient, factor=1 / dist.get_world_size())
+
+
+class StepCountReset(Suspect):
+    """the optimizer counts its steps from 0 again when a checkpoint is loaded"""
+
+    def load(self, path):
+        extra = super().load(path)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"].zero_()
+        return extra
+
+
+SUSPECTS = tuple(Suspect.__subclasses__())

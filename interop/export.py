@@ -1,0 +1,188 @@
+"""`python -m interop.export CHECKPOINT model.safetensors`: a checkpoint for programs elsewhere, its model in one file.
+
+The file has the names of model.state_dict(), so that a plain load_state_dict(strict=True) takes it: parameters, fp32
+master weights where there are any, persistent buffers, and tied weights under all of their names. Extra state of
+modules is in it if it is a tensor, and else refused. No ranks and no model are needed, and no more memory than a tensor
+of it takes: each is put together from its pieces, cast and written. A number that is too large for --dtype is refused,
+with its parameter's name.
+
+Checkpoints of an older version do not tell which names are tied, and are exported without the further ones.
+
+With --format a folder is written instead, from which training goes on elsewhere: weights and the optimizer's states.
+
+    dcp          for FSDP2, or whatever else loads by torch.distributed.checkpoint; engines here load it, too
+    universal    for DeepSpeed
+"""
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from common.checkpoint import runs, tensor_file
+from common.checkpoint.checkpoint import check_intact
+from common.checkpoint.encoding import decode
+from common.checkpoint.index import flush, read_index
+from common.engine.mixed_precision import DTYPES
+from common.errors import InputError
+from common.measure.tables import show_bytes
+from common.outputs import one_line_errors, parser_of
+from interop.formats import to_dcp, to_universal
+
+FOLDERS = {"dcp": to_dcp.write, "universal": to_universal.write}  # formats of several files
+
+
+def main(arguments=None):
+    """Parse the arguments, export, say what was written."""
+    parser = parser_of("interop.export", __doc__)
+    parser.add_argument("checkpoint", type=Path, help="the folder that save() was given; of a run's, its newest step")
+    parser.add_argument("place", type=Path, help="what to write: a file, in place of what is there; or a new folder")
+    parser.add_argument(
+        "--format", choices=["safetensors", *FOLDERS], default="safetensors", help="(default: %(default)s)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the parameters; buffers keep theirs (default: as saved)")
+    parser.add_argument("--allow-overflow", action="store_true", help="what is too large for --dtype becomes infinite")
+    options = parser.parse_args(arguments)
+    with one_line_errors():
+        checkpoint = newest(options.checkpoint)
+        if options.format == "safetensors":
+            checksum = export(checkpoint, options.place, DTYPES.get(options.dtype), options.allow_overflow)
+            said = f"{show_bytes(options.place.stat().st_size)}, sha256 {checksum}"
+        elif options.dtype or options.allow_overflow:
+            raise InputError(f"--format {options.format} keeps all dtypes; leave --dtype and --allow-overflow out")
+        else:
+            export_folder(checkpoint, options.place, options.format)
+            said = show_bytes(sum(file.stat().st_size for file in options.place.rglob("*")))
+    print(f"{options.place}: {said}, of {checkpoint}")
+
+
+def newest(folder):
+    """The newest complete checkpoint in the folder of a run; of another folder that itself."""
+    steps = runs.complete(folder)
+    return runs.place(folder, max(steps)) if steps else folder
+
+
+def export(checkpoint, file, dtype=None, allow_overflow=False):
+    """Write a checkpoint's model into one safetensors file. The file is there when it is whole.
+
+    Args:
+        checkpoint: a Path, the folder that `save` was given.
+        file: a Path, outside of that folder.
+        dtype: of all floating parameters; None keeps the one that each was saved in.
+        allow_overflow: let finite values that are too large for `dtype` become infinite.
+
+    Returns:
+        The file's sha256, in hex.
+
+    Raises:
+        InputError: there is no checkpoint, it is damaged, a value is too large for `dtype`, or the file cannot be
+            written.
+    """
+    with _exported(checkpoint, file, Path.touch) as (index, files, partial):
+        return _write(index, files, partial, dtype, allow_overflow)
+
+
+def export_folder(checkpoint, folder, form):
+    """Write a checkpoint's model and optimizer into a new folder. It is there when it is whole.
+
+    Args:
+        checkpoint: a Path, the folder that `save` was given.
+        folder: a Path, outside of that folder.
+        form: of FOLDERS.
+
+    Raises:
+        InputError: there is no checkpoint, it is damaged, the format cannot hold it, or it cannot be written.
+    """
+    with _exported(checkpoint, folder, Path.mkdir) as (index, files, partial):
+        FOLDERS[form](index, files, partial)
+
+
+@contextlib.contextmanager
+def _exported(checkpoint, place, make):
+    """In this context a checkpoint is read, and a place beside `place` is written, which takes its name at the end.
+
+    Yields:
+        The index, each rank's file as a Source, and the path to write to, which `make` has made.
+    """
+    partial = place.parent / f"{place.name}.partial"
+    try:
+        index = read_index(checkpoint)
+        _check_place(checkpoint, place, make)
+        with contextlib.ExitStack() as opened:
+            make(partial)  # where that fails nothing needs to be read
+            opened.callback(_remove, partial)  # there is nothing unless something failed
+            for entry in index["files"]:
+                check_intact(checkpoint, entry)
+            files = [opened.enter_context(tensor_file.Source(checkpoint / entry["name"])) for entry in index["files"]]
+            yield index, files, partial
+            os.replace(partial, place)
+        flush(place.parent)
+    except (InputError, OSError, SafetensorError) as error:
+        raise InputError(f"cannot export {str(checkpoint)!r} to {str(place)!r}: {error}") from error
+
+
+def _check_place(checkpoint, place, make):
+    """Refuse to write where something else is, or where it would take the place of one of the checkpoint's files."""
+    if make == Path.mkdir and os.path.lexists(place):
+        raise InputError("there is something; give the name of a new folder")
+    if place.exists() and not place.is_file():
+        raise InputError("there is something else than a file; give the name of one")
+    folder = os.path.realpath(checkpoint)
+    for path in (os.path.realpath(place), os.path.realpath(place.parent)):
+        if os.path.commonpath([path, folder]) == folder:
+            raise InputError("it would lie in the checkpoint's own folder; give another one")
+
+
+def _remove(path):
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _write(index, files, partial, dtype, allow_overflow):
+    """Write all tensors of a checkpoint, one at a time."""
+    parameters = index["parameters"]
+    saved_as = {name: name for name in [*parameters, *index["buffers"]]} | index.get("tied", {})
+
+    extra_state = {key: decode(value, files[0]) for key, value in index.get("extra_state", {}).items()}
+    for key, value in extra_state.items():
+        if not torch.is_tensor(value):
+            raise InputError(f"{key!r} is no tensor, and the file holds nothing else; choose --format dcp")
+    saved_as |= {key: key for key in extra_state}
+
+    def kind(name):
+        if name in extra_state:
+            return extra_state[name].dtype, extra_state[name].shape
+        if name not in parameters:
+            return files[0].tensors[f"buffers/{name}"]
+        saved = getattr(torch, parameters[name]["dtype"])
+        return dtype if dtype and saved.is_floating_point else saved, parameters[name]["shape"]
+
+    def value(name):
+        name = saved_as[name]
+        if name in extra_state:
+            return extra_state[name]
+        if name not in parameters:
+            return files[0].get_tensor(f"buffers/{name}")
+        own, shape = kind(name)
+        whole = torch.empty(shape, dtype=own)
+        for rank, start, stop in parameters[name]["pieces"]:
+            piece = f"parameters/{name}@{start}"
+            if not allow_overflow and files[rank].overflows(piece, 0, stop - start, own):
+                raise InputError(
+                    f"{name!r} has finite values that are infinite in {own}; choose another --dtype, or take them so "
+                    "by --allow-overflow"
+                )
+            files[rank].read(piece, 0, whole.view(-1)[start:stop])
+        return whole
+
+    tensors = {name: kind(own) for name, own in saved_as.items()}
+    return tensor_file.write(partial, tensors, value, {"format": "pt"})  # which some libraries ask for
+
+
+if __name__ == "__main__":
+    main()

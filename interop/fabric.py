@@ -1,0 +1,169 @@
+"""Lightning's words: a strategy for Fabric that trains by an engine.
+
+    from interop.fabric import ZeroStrategy
+    fabric = Fabric(strategy=ZeroStrategy("stage3_param"), devices=2)
+    fabric.launch()
+    model, optimizer = fabric.setup(model, optimizer)
+
+Ranks, devices, loaders and `all_reduce` are those of Fabric's DDP strategy, from which this one derives.
+"""
+
+import contextlib
+import math
+import os
+
+from common.errors import InputError
+from interop.wrapped import Model, Optimizer, engine_for, tried
+
+tried("lightning")
+
+from lightning.fabric.plugins.precision import MixedPrecision, Precision  # noqa: E402
+from lightning.fabric.strategies import DDPStrategy  # noqa: E402
+from lightning.fabric.wrappers import _FabricModule  # noqa: E402
+
+REST = "rest.ckpt"  # what a checkpoint holds besides models and optimizers
+
+
+class ZeroStrategy(DDPStrategy):
+    """Fabric's DDP strategy, but that an engine trains.
+
+    Args:
+        engine: which engine.
+        options: what that takes, such as precision="bf16".
+
+    Raises:
+        InputError: what a script asks for cannot be done by an engine; one line names it.
+    """
+
+    def __init__(self, engine="stage2_grad", **options):
+        super().__init__()
+        self._engine_name, self._engine_options = engine, options
+        self._stepping = {}  # engine -> its Optimizer
+        self._backward_sync_control = BackwardSync()
+
+    @property
+    def precision(self):
+        """Fabric's: fp32, or autocast to bf16 over fp32 weights. An engine's own is one of its options."""
+        return super().precision
+
+    @precision.setter
+    def precision(self, precision):
+        if not (precision is None or type(precision) is Precision or is_autocast(precision)):
+            raise InputError(
+                f"precision={precision.precision!r}: give '32-true' or 'bf16-mixed' to Fabric, or precision='bf16' or "
+                "'fp16' to the strategy"
+            )
+        self._precision = precision
+
+    # ---- a training loop ----------------------------------------------------------------------------------------
+
+    def setup_module_and_optimizers(self, module, optimizers, scheduler=None):
+        """Build the engine.
+
+        Raises:
+            InputError: there are several optimizers for one module.
+        """
+        if len(optimizers) != 1:
+            raise InputError(f"setup() takes one optimizer for a module, and has {len(optimizers)}; use param groups")
+        if is_autocast(self.precision) and self._engine_options.get("precision", "fp32") != "fp32":
+            raise InputError("'bf16-mixed' is autocast over fp32 weights; leave it, or the strategy's precision= out")
+        engine = engine_for(self._engine_name, module, optimizers[0], self._engine_options)
+        self._stepping[engine] = Optimizer(engine, optimizers[0])
+        return Model(engine), [self._stepping[engine]], scheduler
+
+    def setup_module(self, module):
+        """A module that does not train stays as it is, whole on every rank."""
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            raise InputError("setup(model) without its optimizer: write fabric.setup(model, optimizer), or freeze it")
+        return module
+
+    def setup_optimizer(self, optimizer):
+        """Refused."""
+        raise InputError("setup_optimizers: write fabric.setup(model, optimizer)")
+
+    def backward(self, tensor, module, *, retain_graph=False):
+        """Backpropagate by the module's engine; with several, fabric.backward(loss, model=model) says which."""
+        if module is None and len(self._stepping) != 1:
+            raise InputError(f"there are {len(self._stepping)} engines; write fabric.backward(loss, model=model)")
+        engine = module.engine if module is not None else next(iter(self._stepping))
+        engine.backward(tensor, retain_graph=retain_graph)
+
+    def optimizer_step(self, optimizer, **named):
+        """The engine's step. What `clip_gradients_norm` was to refuse shows here."""
+        optimizer.step(**named)
+        norm, must_be_finite = getattr(optimizer, "limit", (None, False))
+        if must_be_finite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"the gradient's norm was {norm.item()}, and the step is made; error_if_nonfinite=False?"
+            )
+
+    def clip_gradients_norm(self, module, optimizer, max_norm, norm_type=2.0, error_if_nonfinite=True):
+        """Have the next step clip. The norm that it gives is NaN until then: clipping is a part of an engine's step."""
+        norm = optimizer.clip(max_norm, norm_type)
+        optimizer.limit = norm, error_if_nonfinite
+        return norm
+
+    def clip_gradients_value(self, module, optimizer, clip_val):
+        """Refused."""
+        raise InputError("clip_val: ranks keep shards; clip in step() of an optimizer class of your own")
+
+    # ---- files --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, path, state, storage_options=None, filter=None):
+        """Write a folder: of each model with its optimizer what any engine at any world size loads; and the rest."""
+        if filter:
+            raise InputError("filter: an engine's checkpoint is whole")
+        models, rest = self._split(state)
+        os.makedirs(path, exist_ok=True)
+        super().save_checkpoint(os.path.join(path, REST), rest, storage_options)
+        for name, model in models.items():
+            model.engine.save(os.path.join(path, name))
+        self.barrier()
+
+    def load_checkpoint(self, path, state=None, strict=True, weights_only=None):
+        """Read it into `state`, which has each model together with its optimizer; return what was saved besides."""
+        if not isinstance(state, dict):
+            raise InputError("load() needs a dict of what was saved; for raw weights, load before setup()")
+        models, rest = self._split(state)
+        for name, model in models.items():
+            model.engine.load(os.path.join(path, name))
+            self._stepping[model.engine].share()
+        left = super().load_checkpoint(os.path.join(path, REST), rest, strict, weights_only) if rest else {}
+        state.update(rest)
+        return left
+
+    def _split(self, state):
+        """The models of a state, by name; and what is neither a model of an engine nor its optimizer."""
+        models = {name: thing for name, thing in state.items() if isinstance(thing, Model)}
+        optimizers = [thing.engine for thing in state.values() if isinstance(thing, Optimizer)]
+        if {model.engine for model in models.values()} != set(optimizers):
+            raise InputError("a checkpoint takes each model together with its optimizer: an engine keeps both as one")
+        return models, {k: v for k, v in state.items() if not isinstance(v, (Model, Optimizer))}
+
+    def get_module_state_dict(self, module):
+        """The whole model, on every rank; a collective."""
+        return module.state_dict()
+
+    def get_optimizer_state(self, optimizer):
+        """Refused."""
+        return optimizer.state_dict()
+
+
+class BackwardSync:
+    """Where Fabric finds `no_backward_sync`."""
+
+    def no_backward_sync(self, module, enabled):
+        """A context in which backwards do not communicate, in stages 0 and 1."""
+        return module.no_sync() if enabled else contextlib.nullcontext()
+
+
+def is_autocast(precision):
+    """Whether this is Fabric's autocast to bf16."""
+    return isinstance(precision, MixedPrecision) and precision.precision == "bf16-mixed"
+
+
+def _zero_grad(self, set_to_none=True):
+    self._forward_module.zero_grad(set_to_none)
+
+
+_FabricModule.zero_grad = _zero_grad  # torch's looks for p.grad, and an engine's gradients lie elsewhere

@@ -1,0 +1,143 @@
+"""The engine of a script's model: built when the model first runs, and stepped by the script's own optimizer."""
+
+import gc
+
+import torch
+from torch.optim import Optimizer
+
+from common.engine import door, units
+from common.engine.misuse import engine_of
+from common.engine.mixed_precision import gradient_norm
+from common.errors import InputError
+from interop.fsdp.engine import Sharded, copy_options, part_of, parts_of
+from interop.fsdp.supported import in_its_words, refuse_dtensors
+from interop.taking import factory_of
+
+
+class Stepped:
+    """An optimizer of the script's, whose parameters an engine trains: that steps in its place."""
+
+    @in_its_words()
+    def step(self, closure=None):
+        """The engine's step, with the rates that the groups have now; it drops the gradients."""
+        if closure is not None:
+            raise InputError("step(closure) is refused: call loss.backward() before step()")
+        copy_options(self, self.engine.optimizer)
+        self.engine.step()
+        self._opt_called = True
+
+    step._wrapped_by_lr_sched = True  # torch's schedulers ask for this and for `_opt_called`, and else warn
+
+    def _refuse(self, *_, **__):
+        raise InputError("the optimizer's states lie in the engine: engine_behind(model).save(path), or .load(path)")
+
+    state_dict = load_state_dict = __deepcopy__ = _refuse
+    state = property(_refuse)
+
+    def add_param_group(self, param_group):
+        raise InputError("the optimizer takes no parameters after the first forward")
+
+
+def engine_behind(module):
+    """The engine that trains a module and what is in it, for what FSDP2 has no word for: save, load, gathered.
+
+    Raises:
+        InputError: it is not built yet, and cannot be.
+    """
+    part = part_of(module)
+    if part is None:
+        raise InputError(f"this {type(module).__name__} was not fully_shard-ed")
+    if part.engine is None:
+        engine = built(module, part)
+        for inside in parts_of(module).values():
+            inside.engine = engine
+    return part.engine
+
+
+@torch.inference_mode(False)
+def built(root, part):
+    """Build the engine of a root."""
+    for module, other in parts_of(root).items():
+        fp32_norm = isinstance(module, door.BATCH_NORMS) and other.policy.param_dtype in (None, torch.float32)
+        if other.mesh != part.mesh or (other.policy.param_dtype != part.policy.param_dtype and not fp32_norm):
+            raise InputError("fully_shard: give one mesh and one mp_policy to all modules; batch norms may be in fp32")
+        if other.policy.output_dtype is not None and module is not root:
+            raise InputError("mp_policy.output_dtype is for the root alone")
+    if any(tensor.is_meta for tensor in root.parameters()):
+        raise InputError("the model is on the meta device: call to_empty(device=...) and set its values before forward")
+    optimizer = optimizer_over(root)
+    precision = "bf16" if torch.bfloat16 in (part.policy.param_dtype, next(root.parameters()).dtype) else "fp32"
+    for module in root.modules():
+        module.register_state_dict_pre_hook(before_state_dict)
+    engine = Sharded(
+        root,
+        factory_of(optimizer),
+        param_groups=optimizer.param_groups,
+        precision=precision,
+        process_group=None if part.mesh is None else part.mesh.get_group(),
+        keep_last=part.reshard is not True,
+        broadcast_buffers=False,
+    )
+    optimizer.__class__ = type(f"Stepped{type(optimizer).__name__}", (Stepped, type(optimizer)), {})
+    vars(optimizer).pop("step", None)  # of a scheduler that watches it
+    optimizer.engine, engine.script_optimizer = engine, optimizer
+    refuse_dtensors(root.parameters())  # which to_empty() has made anew
+    return engine
+
+
+def before_state_dict(module, *_):
+    """Refuse the state of a module whose parameters are sharded, before the engine does in words of its own."""
+    for parameter in module.parameters(recurse=False):
+        engine = engine_of.get(id(parameter))
+        if engine is not None and units.hollow(parameter) and not engine.naming:
+            raise InputError(
+                "state_dict() of what is sharded is refused: engine_behind(model).full_state_dict() has the whole "
+                "model, and within engine_behind(model).gathered() modules have their own"
+            )
+
+
+def optimizer_over(root):
+    """The optimizer that the script has built over a model's parameters. torch keeps no list of them, Python does."""
+    gc.collect()
+    parameters = set(root.parameters())
+    found = {
+        candidate: [parameter for group in candidate.param_groups for parameter in group["params"]]
+        for candidate in gc.get_objects()
+        if issubclass(type(candidate), Optimizer) and hasattr(candidate, "param_groups")
+    }
+    over = [candidate for candidate, taken in found.items() if not parameters.isdisjoint(taken)]
+    if len(over) != 1:
+        raise InputError(
+            f"there are {len(over)} optimizers over the parameters of this {type(root).__name__}; build one before its "
+            "first forward"
+        )
+    if not parameters.issuperset(found[over[0]]):
+        raise InputError(
+            f"the optimizer has parameters beside those of this {type(root).__name__}, which ran first; call "
+            "fully_shard on the whole model too, and run that"
+        )
+    return over[0]
+
+
+@in_its_words()
+@torch.no_grad()
+def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
+    """Have the next step scale the gradient down to this global norm; return the norm, a scalar. A collective.
+
+    Raises:
+        InputError: `parameters` are not all of a model's, or have no gradients.
+    """
+    parameters = list(parameters)
+    engine = engine_of.get(id(parameters[0])) if parameters else None
+    if not isinstance(engine, Sharded) or not set(engine.trainable) <= set(parameters):
+        raise InputError("clip_grad_norm_ takes all parameters of a model that is fully_shard-ed and has run")
+    engine.heed_zero_grad()
+    if not engine.shown:
+        raise InputError("clip_grad_norm_: there are no gradients; call it after loss.backward()")
+    door.check_numbers(max_norm, None, norm_type, bucket_mb=1)
+    norm = gradient_norm(engine.buckets, engine.comm, norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of the gradients is {norm.item()}")
+    engine.clip_norm, engine.norm_type = max_norm, norm_type
+    norm.full_tensor = norm.clone  # FSDP2's is a DTensor, whose whole scripts ask for
+    return norm

@@ -1,0 +1,147 @@
+"""What a script says of its modules: `fully_shard`, and the words that modules have from then on."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from common.engine import units
+from common.engine.misuse import engine_of
+from common.errors import InputError
+from common.tensors import map_tensors
+from interop.fsdp.building import engine_behind
+from interop.fsdp.engine import Part, forward, part_of, parts_of
+from interop.fsdp.supported import REFUSED, in_its_words, refusal, refuse_dtensors, refusing
+
+
+def fully_shard(
+    module,
+    *,
+    mesh=None,
+    reshard_after_forward=None,
+    shard_placement_fn=None,
+    mp_policy=None,
+    offload_policy=None,
+    ignored_params=None,
+    dp_mesh_dims=None,
+):
+    """Note that a module's parameters, but for those of modules noted inside it, are gathered together; return it.
+
+    Raises:
+        InputError: something is refused; one line names it.
+    """
+    if not isinstance(module, nn.Module):
+        raise InputError(f"fully_shard takes one module at a time, not a {type(module).__name__}")
+    if type(module).forward is nn.Module.forward:
+        raise InputError(f"fully_shard: a {type(module).__name__} has no forward of its own; shard what is in it")
+    if any(id(parameter) in engine_of for parameter in module.parameters()):
+        raise InputError("fully_shard: the engine is built, with the first forward; shard modules before that")
+    if part_of(module) is not None:
+        raise InputError(f"fully_shard was called on this {type(module).__name__} already")
+    refused = {
+        "shard_placement_fn": shard_placement_fn is not None,
+        "offload_policy": offload_policy is not None and type(offload_policy) is not OffloadPolicy,
+        "ignored_params": bool(ignored_params),
+        "dp_mesh_dims": dp_mesh_dims is not None,
+    }
+    for name, is_asked in refused.items():
+        if is_asked:
+            raise refusal(name)
+    if not isinstance(reshard_after_forward, bool | None):
+        raise InputError(f"reshard_after_forward={reshard_after_forward!r} is refused: give True, False or None")
+    if mesh is not None and not (isinstance(mesh, DeviceMesh) and mesh.ndim == 1):
+        raise InputError(f"mesh={mesh} is refused: states are sharded over all its ranks; give one of one dimension")
+    policy = mp_policy or MixedPrecisionPolicy()
+    check_policy(policy)
+    device = mesh.device_type if mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    if not any(tensor.is_meta for tensor in module.parameters()):
+        module.to(device)
+    refuse_dtensors(module.parameters())
+    module._fully_shard = Part(mesh, reshard_after_forward, policy)
+    module.__class__ = class_with_words(type(module))
+    return module
+
+
+def check_policy(policy):
+    """Refuse what no engine does."""
+    asked, reduced = policy.param_dtype, policy.reduce_dtype
+    if asked not in (None, torch.float32, torch.bfloat16):
+        raise InputError(f"mp_policy.param_dtype={asked} is refused: give torch.float32 or torch.bfloat16")
+    if reduced not in (None, torch.float32, asked):
+        raise InputError(f"mp_policy.reduce_dtype={reduced} is refused: sums are in fp32; give None or torch.float32")
+    if asked == torch.bfloat16 and not policy.cast_forward_inputs:
+        raise InputError("mp_policy.cast_forward_inputs=False is refused: an engine casts floating inputs")
+
+
+_with_words = {}  # class -> the same with FSDP2's words
+
+
+def class_with_words(kind):
+    if kind not in _with_words:
+        _with_words[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    return _with_words[kind]
+
+
+class FSDPModule:
+    """A module that was `fully_shard`-ed: it stays what it was, and has these words."""
+
+    @in_its_words()
+    def __call__(self, *inputs, **named):
+        part = part_of(self)
+        if part is None:  # a slice of a Sequential
+            return super().__call__(*inputs, **named)
+        engine = engine_behind(self)
+        if self is engine._module and not engine.running:
+            return forward(engine, inputs, named)
+        if part.policy.param_dtype is not None:
+            inputs, named = map_tensors(engine._cast, inputs), map_tensors(engine._cast, named)
+        return super().__call__(*inputs, **named)
+
+    def __deepcopy__(self, memo):
+        raise InputError("a module that is fully_shard-ed cannot be copied; see engine_behind(model).full_state_dict()")
+
+    def unshard(self, async_op=False):
+        """Gather the parameters of this module's unit. With `async_op` return a handle that waits for them."""
+        handle = UnshardHandle(part_of(self).engine, self)
+        if async_op:
+            return handle
+        return handle.wait()
+
+    def reshard(self):
+        """Free them."""
+        engine = part_of(self).engine
+        for unit in own_unit(engine, self):
+            engine.free(unit)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync, *, recurse=True):
+        """Whether a step may follow the next backward; that reduces in any case."""
+        for module in parts_of(self) if recurse else [self]:
+            part_of(module).syncing = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward):
+        """Nothing: each backward waits for its reductions."""
+
+
+for _name in REFUSED:
+    if _name.startswith(("set_", "reset_")):
+        setattr(FSDPModule, _name, refusing(_name))
+register_fsdp_forward_method, share_comm_ctx = map(refusing, ("register_fsdp_forward_method", "share_comm_ctx"))
+
+
+def own_unit(engine, module):
+    """The unit of a module in a list; none where it has none, or there is no engine yet."""
+    return [] if engine is None else [unit for unit in engine.units if unit.module is module]
+
+
+class UnshardHandle:
+    """A gathering that is under way."""
+
+    def __init__(self, engine, module):
+        self._engine, self._units = engine, own_unit(engine, module)
+        for unit in self._units:
+            engine.gather(unit)
+
+    def wait(self):
+        """Return when the parameters are whole."""
+        for unit in self._units:
+            self._engine.use(unit, units.Order())

@@ -1,0 +1,213 @@
+"""`python -m interop.museum`: bugs of released trainers, each red in a cell of the suite, and green where it is mended.
+
+Why a baseline? Because these were releases, and nobody was warned: the loss went down, only not as it should. For each
+exhibit two releases of DeepSpeed are installed, each into a folder of its own beside this environment's torch, and
+held to the same cell of the suite. An adapter here claims what the release's own documentation claims; those of
+`interop.peers` leave out what a library cannot do, which would hide the bug.
+
+It takes the package index, a C++ compiler (DeepSpeed builds what it sends with on a CPU) and some minutes.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import torch
+
+from common import models
+from common.errors import InputError
+from common.measure.hardware import hardware
+from common.measure.tables import Table, say
+from common.outputs import ROOT, check_clone, one_line_errors, parser_of, publish
+from interop.peers.deepspeed import DeepSpeed1, DeepSpeed2, DeepSpeed3
+
+CELLS = "tests/any_engine/test_equivalence.py::test_an_engine_ends_with_the_bits_of_the_baseline"
+# What DeepSpeed imports besides torch and numpy. Named, as `pip install --target` would fetch a torch for each folder.
+NEEDS = ["annotated-types", "einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic"]
+NEEDS += ["pydantic-core", "tqdm", "typing-extensions", "typing-inspection"]
+LIMIT = 600  # seconds for a cell, of which building takes most, once
+
+
+# ---- what the releases claim ----------------------------------------------------------------------------------------
+
+
+class Configured:
+    """An adapter that sets `sets` in DeepSpeed's configuration, and `zero` in its "zero_optimization"."""
+
+    follows, zero, sets = "", {}, {}
+
+    def _config(self, precision, bucket_elements):
+        config = super()._config(precision, bucket_elements)
+        return {**config, **self.sets, "zero_optimization": {**config["zero_optimization"], **self.zero}}
+
+
+class WithoutZero(DeepSpeed1):
+    """Stage 0: in 16-bit, its optimizer keeps a master of each parameter."""
+
+    name, follows, stage = "deepspeed0", "", 0
+
+    def full_state_dict(self):
+        """The weights, of which every rank has all."""
+        lists = zip(self._zero.fp16_groups, self._zero.fp32_groups, strict=True)
+        masters = {p: master for group in lists for p, master in zip(*group, strict=True)}
+        state = self.module.state_dict(keep_vars=True)
+        return {name: masters.get(tensor, tensor).detach().clone() for name, tensor in state.items()}
+
+    def _parameters(self):
+        return ()
+
+    _gradients = _parameters
+
+
+class SumsInFp32(Configured, DeepSpeed1):
+    """Stage 1 in bf16 that accumulates in fp32: DeepSpeed has an optimizer of its own for that.
+
+    Its masters are made of weights in bf16 already, which is no bug: here they get the values that were there before.
+    """
+
+    name, sets = "deepspeed1, fp32 sums", {"data_types": {"grad_accum_dtype": "fp32"}}
+
+    def __init__(self, model, optimizer, *, init=None, **options):
+        if any(parameter.is_meta for parameter in model.parameters()):
+            models.materialize(model, init, torch.device("cpu"))
+        values = {parameter: parameter.detach().clone() for parameter in model.parameters()}
+        super().__init__(model, optimizer, init=init, **options)
+        for parameter, value in values.items():
+            self._deepspeed.utils.safe_set_full_fp32_param(parameter, value)
+
+    def _parameters(self):
+        return ()
+
+    _gradients = _parameters
+
+
+class Offloaded(Configured, DeepSpeed2):
+    """Stage 2 with the optimizer on the CPU: torch's own, so that nothing has to be compiled."""
+
+    name = "deepspeed2, offloaded"
+    zero, sets = {"offload_optimizer": {"device": "cpu"}}, {"zero_force_ds_cpu_optimizer": False}
+
+
+class OffloadedInThrees(Offloaded):
+    """The same, told that three micro-batches make a step: it counts the calls of step(), one after each of them."""
+
+    name, sets = "deepspeed2, offloaded, three micro-batches", {**Offloaded.sets, "gradient_accumulation_steps": 3}
+
+    def backward(self, loss):
+        """Backpropagate a loss that its user has divided by the number of micro-batches."""
+        if self._reduced:
+            self._engine.step()  # of the micro-batch before: it updates nothing
+        self._engine.backward(loss, scale_wrt_gas=False)
+        self._reduced = self._added = True
+
+
+class NotContiguous(Configured, DeepSpeed1):
+    """Stage 1 that does not copy gradients into one buffer as they come."""
+
+    name, zero = "deepspeed1, not contiguous", {"contiguous_gradients": False}
+
+
+class GathersBySum(Configured, DeepSpeed3):
+    """Stage 3 that gathers parameters by an all-reduce: an option that spares the host some copies."""
+
+    name, zero = "deepspeed3, gathers by all-reduce", {"stage3_use_all_reduce_for_fetch_params": True}
+
+
+# ---- exhibits -------------------------------------------------------------------------------------------------------
+
+SHOWN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())  # bugs, and those that cannot be shown
+
+
+def main(arguments=None):
+    """Install, run, show and write the results; exit with 1 where an exhibit is not red and then green."""
+    parser = parser_of("interop.museum", __doc__)
+    parser.add_argument("--folder", type=Path, default=ROOT / "results/local/museum", help="for releases (%(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write the results here")
+    parser.add_argument("--only", nargs="+", metavar="N", help="these issues' numbers alone")
+    options = parser.parse_args(arguments)
+    with one_line_errors():
+        check_clone("tests/any_engine")
+        results = visited(options)
+    publish(options, results, [table(results)])
+    if not all(row["red"] and row["green"] for row in results["rows"]):
+        sys.exit("error: an exhibit above is not red in the one release and green in the other")
+
+
+def visited(options):
+    """The results of the exhibits that the options name."""
+    exhibits = [row for row in SHOWN["exhibits"] if not options.only or row["issue"].split()[-1] in options.only]
+    rows = [shown(exhibit, options.folder) for exhibit in exhibits]
+    return {"rows": rows, "not_here": SHOWN["not_here"], "hardware": hardware(torch.device("cpu"))}
+
+
+def shown(exhibit, folder):
+    """A row of the results: what the cell says of both releases."""
+    passes, message = held(exhibit, exhibit["red"], folder)
+    good, complaint = held(exhibit, exhibit["green"], folder)
+    say(f"{exhibit['issue']}: {exhibit['red']} {'passes' if passes else message}")
+    say(f"{exhibit['issue']}: {exhibit['green']} {'passes' if good else complaint}")
+    return {**exhibit, "release": exhibit["red"], "message": message} | {
+        "red": not passes and " off by " in message,  # a crash tells people itself
+        "green": exhibit["green"] if good else None,
+    }
+
+
+def held(exhibit, release, folder):
+    """Hold a release to the exhibit's cell; return whether it passes, and the first line of what is said if not."""
+    place = installed(release, folder)
+    cell = f"{CELLS}[{exhibit['engine']}-{exhibit['cell']}]"
+    command = [sys.executable, "-m", "pytest", "-m", "", "--tb=short", "--engine", exhibit["engine"], cell]
+    environment = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{ROOT}"}
+    environment |= {"DS_BUILD_OPS": "0", "TORCH_EXTENSIONS_DIR": str(place / "built")}
+    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": LIMIT}
+    try:
+        ended = subprocess.run(command, **options, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise InputError(
+            f"DeepSpeed {release} does not end within {LIMIT} s; what it builds may be locked: remove {place / 'built'}"
+        ) from error
+    if ended.returncode == 0 and re.search(r"\b1 passed\b", ended.stdout):
+        return True, ""
+    said = re.search(rf"^{re.escape(exhibit['cell'])}.*", ended.stdout, re.MULTILINE)
+    if ended.returncode != 1 or said is None:
+        raise InputError(f"DeepSpeed {release} was not held to the cell: {last(ended.stdout + ended.stderr)}")
+    return False, said[0]
+
+
+def installed(release, folder):
+    """The folder of a release, installed where it is not yet.
+
+    Raises:
+        InputError: pip does not get it.
+    """
+    place = folder.absolute() / f"deepspeed-{release}"
+    if not (place / "deepspeed").exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", place]
+        environment = {**os.environ, "DS_BUILD_OPS": "0"}
+        ended = subprocess.run(
+            [*command, f"deepspeed=={release}", *NEEDS], env=environment, capture_output=True, text=True, check=False
+        )
+        if ended.returncode:
+            raise InputError(f"pip does not install DeepSpeed {release}: {last(ended.stderr)}")
+    return place
+
+
+def last(text):
+    """The last line of an output that is not empty."""
+    return ["", *filter(str.strip, text.splitlines())][-1]
+
+
+def table(results):
+    """The results as a table."""
+    rows = [
+        [row["issue"], row["bug"], row["cell"], row["release"] if row["red"] else "no", row["green"] or "no"]
+        for row in results["rows"]
+    ]
+    return Table("The museum", ["issue", "what it did, in silence", "cell", "red in", "green in"], rows, words=range(5))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""torch's DistributedDataParallel behind the surface of an engine."""
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from common import models
+from common.engine.door import BATCH_NORMS
+from common.engine.mixed_precision import LossScaler, StepResult, dtype_of
+from common.ranks.collectives import Collectives
+from common.tensors import host_value, map_tensors, tensors_of_state
+from interop.peers.base import Peer, regroup
+
+
+class Replicated(Peer):
+    """A model and an optimizer over all of it on every rank; in 16-bit a plain loop over fp32 master weights.
+
+    Args:
+        As `EngineBase`. Those about buckets are the subclass's.
+        drops_gradients: drop them after a step, torch's default and the faster way, instead of zeroing them, which
+            gives unused parameters a zero gradient, as in the engines.
+
+    Attributes:
+        masters: parameter -> what the optimizer steps: itself or, if it is 16-bit, a copy in fp32.
+    """
+
+    def __init__(
+        self,
+        model,
+        optimizer,
+        *,
+        param_groups=None,
+        precision="fp32",
+        clip_norm=None,
+        norm_type=2.0,
+        process_group=None,
+        init=None,
+        drops_gradients=False,
+    ):
+        self.device = Collectives(process_group).device
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        if any(tensor.is_meta for tensor in model.parameters()):
+            models.materialize(model, init, self.device)
+        self.module, self.clip_norm, self.norm_type, self.dtype = model, clip_norm, norm_type, dtype_of(precision)
+        self.loss_scaler = LossScaler() if precision == "fp16" else None
+        norms = [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
+        kept = {parameter for module in norms for parameter in module.parameters()}  # in fp32, as torch wants it
+        self.masters = {}
+        for parameter in model.parameters():
+            exact = parameter.detach().float() if parameter.is_floating_point() else None
+            if parameter.dtype == torch.float32 and parameter not in kept:
+                parameter.data = parameter.data.to(self.dtype)
+            if parameter.requires_grad:
+                own = parameter.dtype == torch.float32
+                self.masters[parameter] = parameter if own else torch.nn.Parameter(exact.clone())
+        groups = regroup(param_groups, names, model) or [{"params": list(self.masters)}]
+        self.optimizer = optimizer([{**g, "params": [self.masters[p] for p in g["params"]]} for g in groups])
+        self.drops_gradients = drops_gradients
+        Replicated.zero_grad(self)
+
+    def cast(self, *inputs):
+        """Floating inputs in the precision."""
+        return map_tensors(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor, inputs)
+
+    def scaled(self, loss):
+        """The loss times the loss scale of fp16."""
+        return loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
+
+    def add_to_masters(self):
+        """Add 16-bit gradients to those of the masters, in fp32."""
+        for parameter, master in self.masters.items():
+            if master is not parameter:
+                master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
+                self.drop_gradient(parameter)
+
+    def step(self):
+        """Clip, step, drop the gradients; in fp16 skip the step where a gradient overflowed."""
+        norm, gradients = None, [master.grad for master in self.masters.values()]
+        if self.loss_scaler is not None:
+            scale = self.loss_scaler.scale
+            overflow = not all(host_value(gradient.isfinite().all(), True) for gradient in gradients)
+            self.loss_scaler.update(overflow)
+            if overflow:
+                self.zero_grad()
+                return StepResult(None, skipped=True)
+            for gradient in gradients:
+                gradient.div_(scale)
+        if self.clip_norm is not None:
+            norm = host_value(self.clip(), 0.0)
+        self.note_states(self.module.parameters(), self.gradients())
+        self.optimizer.step()
+        for parameter, master in self.masters.items():
+            if master is not parameter:
+                parameter.data.copy_(master.data)
+        self.zero_grad()
+        return StepResult(norm, skipped=False)
+
+    def clip(self):
+        """Scale the gradient down to `clip_norm`; return its norm before."""
+        return torch.nn.utils.clip_grad_norm_(self.masters.values(), self.clip_norm, self.norm_type)
+
+    def zero_grad(self):
+        """Drop the gradients."""
+        for pair in self.masters.items():
+            for tensor in pair:
+                self.drop_gradient(tensor)
+
+    def drop_gradient(self, tensor):
+        """Drop a gradient, or make it zero."""
+        if self.drops_gradients:
+            tensor.grad = None
+        elif tensor.grad is None:
+            tensor.grad = torch.zeros_like(tensor)
+        else:
+            tensor.grad.zero_()
+
+    def gradients(self):
+        """All gradients that are held."""
+        return [tensor.grad for pair in self.masters.items() for tensor in pair]
+
+    def optimizer_tensors(self):
+        """The optimizer's states, and masters that are no parameters."""
+        copies = [master for parameter, master in self.masters.items() if master is not parameter]
+        return [*copies, *tensors_of_state(self.optimizer)]
+
+    def full_state_dict(self):
+        """The weights, on the CPU: the masters where there are any."""
+        state = self.module.state_dict(keep_vars=True)
+        return {name: self.masters.get(tensor, tensor).detach().cpu().clone() for name, tensor in state.items()}
+
+
+class TorchDDP(Replicated):
+    """torch's DistributedDataParallel with an unsharded optimizer.
+
+    Args:
+        As `EngineBase`; `deterministic` has no meaning here.
+        comm_hook: a DDP communication hook that replaces its all-reduce, with signature (state, bucket).
+    """
+
+    name, follows = "torch_ddp", "stage0_ddp"
+    settings = "DistributedDataParallel(gradient_as_bucket_view=True), buckets of bucket_mb"
+    precisions = ("fp32", "bf16", "fp16")
+
+    def __init__(
+        self, model, optimizer, *, bucket_mb=25.0, process_group=None, deterministic=False, comm_hook=None, **options
+    ):
+        uses_every_parameter = getattr(model, "uses_every_parameter", True)
+        super().__init__(model, optimizer, process_group=process_group, drops_gradients=uses_every_parameter, **options)
+        self.ddp = DistributedDataParallel(
+            model,
+            device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            process_group=process_group,
+            bucket_cap_mb=bucket_mb,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=not uses_every_parameter,
+        )
+        if comm_hook is not None:
+            self.ddp.register_comm_hook(None, comm_hook)
+        self.no_sync = self.ddp.no_sync
+
+    def __call__(self, *args, **kwargs):
+        args, kwargs = self.cast(args, kwargs)
+        return self.ddp(*args, **kwargs)
+
+    def backward(self, loss):
+        """Backpropagate; DDP averages gradients beside it. Under `no_sync` it adds up 16-bit ones in 16-bit."""
+        self.scaled(loss).backward()
+        if self.ddp.require_backward_grad_sync:
+            self.add_to_masters()

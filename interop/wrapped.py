@@ -1,0 +1,206 @@
+"""A model and an optimizer that other trainers take for torch's own, and that train by an engine.
+
+Of a model, transformers' Trainer, Accelerate and Fabric use the forward, `no_sync` and attributes; of an optimizer
+`step`, `zero_grad` and `param_groups`. That is what these two have.
+"""
+
+import contextlib
+import importlib.metadata
+import math
+import warnings
+from functools import partial
+
+import torch
+from torch import nn
+
+from common.engine.door import check_numbers
+from common.engines import find_engine
+from common.errors import InputError
+from interop.taking import factory_of, init_distributed, take_from_rank_0
+
+TRIED = {"transformers": "5.24.0", "accelerate": "1.15.0", "peft": "0.21.2", "lightning": "2.6.6"}
+
+
+def tried(*libraries):
+    """See that libraries are installed, and say so where they are not of the versions that this was tried with.
+
+    Raises:
+        InputError: one is not installed.
+    """
+    for library in libraries:
+        try:
+            found = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError as error:
+            raise InputError(f"{library} is not installed; write pip install -e '.[words]'") from error
+        if found != TRIED[library]:
+            said = f"interop was tried with {library} {TRIED[library]}, not with {found}"
+            warnings.warn(said, RuntimeWarning, stacklevel=3)
+
+
+def engine_for(name, model, optimizer, options):
+    """Build an engine for a model that has an optimizer already.
+
+    Args:
+        name: the engine's, such as "stage3_param".
+        model: an nn.Module; it moves to this rank's device and takes rank 0's values, as under DDP.
+        optimizer: one of torch's over the model's parameters. It is built anew, over shards, with its own groups.
+        options: what the engine takes besides.
+
+    Raises:
+        InputError: there are no ranks; or the engine cannot train this model, or with this optimizer.
+    """
+    init_distributed()
+    make = find_engine(name)
+    take_from_rank_0(model)
+    return make(model, factory_of(optimizer), param_groups=optimizer.param_groups, **options)
+
+
+class Model(nn.Module):
+    """The model, by whose forward the engine's runs.
+
+    Args:
+        engine: the engine.
+        around: a function that gives a context for every forward, such as autocast.
+        finish: a function of what the forward returns, or None.
+
+    Attributes:
+        module: the model that the script built.
+    """
+
+    _is_accelerate_prepared = True  # Accelerate neither moves it nor wraps it
+
+    def __init__(self, engine, around=contextlib.nullcontext, finish=None):
+        super().__init__()
+        self.module, self.engine = engine.module, engine
+        self._around, self._finish = around, finish
+
+    def forward(self, *inputs, **named):
+        """The model's own. The Trainer's count of tokens is a float, and engines cast floats to their precision."""
+        if torch.is_tensor(named.get("num_items_in_batch")):
+            named["num_items_in_batch"] = named["num_items_in_batch"].long()
+        with self._around():
+            out = self.engine(*inputs, **named)
+        return out if self._finish is None else self._finish(out)
+
+    def no_sync(self):
+        """Backwards in this context do not communicate, in stages 0 and 1."""
+        return self.engine.no_sync()
+
+    def zero_grad(self, set_to_none=True):
+        """Drop the gradients since the last step."""
+        self.engine.zero_grad()
+
+    def state_dict(self):
+        """The whole model, on every rank; a collective."""
+        return self.engine.full_state_dict()
+
+    def load_state_dict(self, *_, **__):
+        """Refused: ranks keep shards."""
+        raise InputError(
+            "load_state_dict: load into the model before it is wrapped, or write engine.load_weights(file)"
+        )
+
+    def __getattr__(self, name):
+        """What the model has besides. Its methods find whole weights: a collective, so call them on every rank."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            found = getattr(super().__getattr__("module"), name)
+        return self._whole_for(found) if callable(found) and not isinstance(found, nn.Module) else found
+
+    def _whole_for(self, method):
+        def called(*inputs, **named):
+            with self.engine.gathered():
+                return method(*inputs, **named)
+
+        return called
+
+
+class Optimizer(torch.optim.Optimizer):
+    """The optimizer, whose step is the engine's and whose groups are those of the engine's optimizer.
+
+    Args:
+        engine: the engine.
+        optimizer: the one that the script built. Its groups are the engine's, so that its scheduler sets the rates.
+
+    Attributes:
+        step_was_skipped: the last step changed nothing, because a gradient overflowed in fp16.
+    """
+
+    _is_accelerate_prepared = True
+
+    def __init__(self, engine, optimizer):
+        self.engine, self.optimizer, self.step_was_skipped = engine, optimizer, False
+        self._always, self._asked = (engine.clip_norm, engine.norm_type), None
+        self._norm = torch.tensor(math.nan)
+        take_over(optimizer, engine)
+        self.share()
+
+    param_groups = property(lambda self: self.engine.optimizer.param_groups)
+    state = property(lambda self: self.engine.optimizer.state)
+    defaults = property(lambda self: self.engine.optimizer.defaults)
+
+    def share(self):
+        """One set of rates, whoever changes it. To call after `engine.load`, which makes new groups."""
+        self.optimizer.param_groups = self.engine.optimizer.param_groups
+
+    def clip(self, max_norm, norm_type=2.0):
+        """Have the next step scale its gradient down to this norm.
+
+        Returns:
+            The norm before, a scalar tensor: NaN until that step, which computes it and fills it in.
+
+        Raises:
+            InputError: it is no norm above 0, or neither of its type 2 nor infinity.
+        """
+        check_numbers(max_norm, None, norm_type, bucket_mb=1.0)
+        self._asked = float(max_norm), float(norm_type)
+        self._norm = torch.tensor(math.nan)
+        return self._norm
+
+    def step(self, closure=None):
+        """The engine's step, clipped as `clip` has said since the last, or else as the engine was built.
+
+        Raises:
+            InputError: there is a closure.
+        """
+        if closure is not None:
+            raise InputError("step(closure): engines step once for a gradient; call backward before, and step()")
+        self.engine.clip_norm, self.engine.norm_type = self._asked or self._always
+        self._asked = None
+        result = self.engine.step()
+        self.step_was_skipped = result.skipped
+        self.optimizer._opt_called = True  # torch's schedulers ask the optimizer that they were made with
+        if result.norm is not None:
+            self._norm.fill_(result.norm)
+
+    def zero_grad(self, set_to_none=True):
+        """Drop the gradients since the last step."""
+        self.engine.zero_grad()
+
+    def add_param_group(self, param_group):
+        """Refused, by the engine."""
+        self.engine.optimizer.add_param_group(param_group)
+
+    def state_dict(self):
+        """Refused: ranks keep shards."""
+        raise InputError("optimizer.state_dict: its states are shards; write engine.save(path), with the model's")
+
+    def load_state_dict(self, state_dict):
+        """Refused: ranks keep shards."""
+        raise InputError("optimizer.load_state_dict: its states are shards; write engine.load(path)")
+
+
+def take_over(optimizer, engine):
+    """Have an optimizer of the script's drop the engine's gradients, and refuse what the engine does in its place."""
+    optimizer.register_step_pre_hook(_refuse)
+    optimizer.state_dict = optimizer.load_state_dict = _refuse
+    optimizer.zero_grad = partial(_drop, engine)
+
+
+def _drop(engine, set_to_none=True):
+    engine.zero_grad()
+
+
+def _refuse(*_, **__):
+    raise InputError("this optimizer was taken over by an engine; use the one that was given back for it")

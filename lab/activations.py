@@ -1,0 +1,168 @@
+"""`python -m lab.activations`: the other half of the bill. Peak memory by stage, checkpointing and batch size.
+
+Model states are what ZeRO shards; activations grow with the batch instead, and are what checkpointing saves. Each
+combination is trained two steps, and the second is followed by the timeline of live bytes. Then the same is done to
+find the largest batch that each stage's savings buy: the largest per rank whose measured peak stays under one cap.
+How many gradients are in flight at a peak is a matter of timing, so peaks vary a little from run to run.
+
+Source: Chen et al., arXiv 1604.06174, sec. 4.1; ZeRO, arXiv 1910.02054, sec. 6.1, for activations beside model states.
+"""
+
+import argparse
+from functools import cache
+
+from rich.console import Console
+
+from common import models
+from common.engines import STAGES
+from common.errors import InputError
+from common.measure.hardware import hardware
+from common.measure.tables import Table, show_bytes
+from common.models.recompute import KINDS
+from common.outputs import asked, one_line_errors, parser_of, tell
+from common.ranks.collectives import Collectives
+from common.train import add_arguments, build_model, command, rank_count, train
+from lab import figures
+from lab.compare import BASELINE
+
+CHECKPOINTS = (None, KINDS[0])
+
+
+@one_line_errors()
+def main(arguments=None):
+    """Parse the arguments, measure, show and write the results."""
+    parser = parser_of("lab.activations", __doc__)
+    training = argparse.ArgumentParser()
+    add_arguments(training)
+    defaults = training.parse_args([])
+    parser.set_defaults(**vars(defaults) | {"steps": 2, "checkpoint_activations": KINDS[0]})
+    parser.add_argument("--nproc", type=int, default=defaults.nproc, help="local ranks (default: %(default)s)")
+    parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
+    parser.add_argument("--model", default=defaults.model, help="a name of the model zoo (default: %(default)s)")
+    parser.add_argument("--engines", default=",".join(STAGES), help="comma-separated (default: all stages)")
+    parser.add_argument("--precision", default=defaults.precision, help="fp32 (default) or bf16")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 2, 4, 8], help="samples per rank (default: 1 2 4 8)"
+    )
+    parser.add_argument("--cap-batch", type=int, default=4, metavar="B", help="the cap: stage 0's peak at B samples")
+    parser.add_argument("--cap-mb", type=float, metavar="MB", help="the cap, in 1e6 bytes, in place of --cap-batch")
+    options = asked(parser, arguments, figure=True)
+    if options.precision == "fp16":
+        raise InputError("--precision fp16: it has the bytes of bf16, but skips its first steps; choose bf16")
+    if options.cap_mb is not None and not 0 < options.cap_mb < float("inf"):
+        raise InputError(f"--cap-mb {options.cap_mb}: a cap needs a size above 0")
+    options.batch = min(*options.batches, options.cap_batch) * max(1, rank_count(options))
+    tell(options, command(survey, options, options=options), table, figures.activation_memory)
+
+
+def survey(world, options):
+    """Measure the peaks at the batches asked for, then look for the largest batch under the cap.
+
+    Returns:
+        On every rank the JSON of `lab.activations`. Peaks are {class: bytes}, of the rank with the highest.
+    """
+    console = Console(stderr=True, quiet=world.rank > 0)
+
+    @cache
+    def peak(engine, kind, batch):
+        with console.status(f"{engine}, {kind or 'no'} checkpoints, batch {batch}"):
+            return measure(world, engine, kind, batch, options)
+
+    cases = [(engine, kind) for engine in options.engines.split(",") for kind in CHECKPOINTS]
+    rows = [label(*case, batch, peak(*case, batch)) for case in cases for batch in sorted(set(options.batches))]
+    if options.cap_mb is None:
+        cap = sum(peak(BASELINE, None, options.cap_batch).values())
+    else:
+        cap = int(options.cap_mb * 1e6)
+    largest = []
+    for case in cases:
+        batch = largest_fitting(lambda batch, case=case: sum(peak(*case, batch).values()) <= cap)
+        largest.append(label(*case, batch, peak(*case, batch) if batch else None))
+    return {
+        "world_size": world.size,
+        "model": options.model,
+        "parameters": models.count(build_model(options)),
+        "precision": options.precision,
+        "hardware": hardware(world.device),
+        "cap_bytes": cap,
+        "rows": rows,
+        "largest_under_cap": largest,
+    }
+
+
+def measure(world, engine, kind, batch, options):
+    """Live bytes by class at the peak of a step, on the rank where it is highest.
+
+    Args:
+        world: the rank's World.
+        engine: name of a package that exports Engine.
+        kind: of activation checkpoints, or None.
+        batch: samples per rank.
+        options: of training; kind and batch are put in place of its own.
+    """
+    changed = {"checkpoint_activations": kind, "batch": batch * world.size}
+    _, _, samples = train(world, engine, argparse.Namespace(**{**vars(options), **changed}))
+    ours = max((now for _, now in samples), key=total)
+    return max(Collectives(None).gather_objects(ours), key=total)
+
+
+def total(now):
+    """The sum over classes."""
+    return sum(now.values())
+
+
+def label(engine, kind, batch, peak):
+    """A row of the results."""
+    return {"engine": engine, "checkpoint_activations": kind, "batch_per_rank": batch, "peak_bytes": peak}
+
+
+def largest_fitting(fits, near=1):
+    """The largest number that fits, 0 where not even 1 does. Whatever fits must fit when smaller, so it is bisected.
+
+    Args:
+        fits: whether a number from 1 up does.
+        near: where the search begins. It strides away from there, ever wider, until the boundary lies between two
+            tries.
+    """
+    stride = max(1, near // 32)
+    if fits(near):
+        fitting, too_large = near, near + stride
+        while fits(too_large):
+            stride *= 2
+            fitting, too_large = too_large, too_large + stride
+    else:
+        fitting, too_large = max(0, near - stride), near
+        while fitting and not fits(fitting):
+            stride *= 2
+            fitting, too_large = max(0, fitting - stride), fitting
+    while too_large - fitting > 1:
+        middle = (fitting + too_large) // 2
+        if fits(middle):
+            fitting = middle
+        else:
+            too_large = middle
+    return fitting
+
+
+def table(results):
+    """A row for each stage, without and with checkpoints."""
+    title = (
+        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, {results['world_size']} "
+        f"ranks, cap {show_bytes(results['cap_bytes'])}\n{results['hardware']}"
+    )
+    batches = sorted({row["batch_per_rank"] for row in results["rows"]})
+    peaks = {_key(row): show_bytes(total(row["peak_bytes"])) for row in results["rows"]}
+    header = ("peak per rank", "checkpoints", *(f"batch {batch}" for batch in batches), "largest batch under the cap")
+    rows = []
+    for row in results["largest_under_cap"]:
+        engine, kind, largest = _key(row)
+        rows.append((engine, kind or "none", *(peaks[engine, kind, batch] for batch in batches), str(largest)))
+    return Table(title, header, rows, words=(0, 1))
+
+
+def _key(row):
+    return row["engine"], row["checkpoint_activations"], row["batch_per_rank"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,392 @@
+"""`python -m lab.bench`: how long a step takes, stages beside the libraries, in one run.
+
+Every contestant trains in a world of its own. In each round all contestants take some steps in turn, in a new order
+every time, so that the machine's moods fall on all alike. A world may be a few per cent slower or faster for as long as
+it lives: so after some rounds, of which the first warm up, all worlds are opened anew. What counts is the ratio of two
+contestants' times within a round: its median over the rounds of all worlds, and the interval in which that median lies
+in 95 % of bootstrap samples, drawn from the worlds first and from the rounds of each second.
+
+All start from the same weights, see the same batches and get fused AdamW; a library runs with the settings that its
+own documentation recommends. Losses are held against those of torch's DistributedDataParallel: who does not compute
+the same gets no time.
+
+How near they come to what the machine allows is told by a bound: the same model steps on every rank without
+communication (`bare_loop`), and then as many bytes as a contestant sends in a step go round by plain sockets. Who is
+below it hides some of that beside the computation.
+"""
+
+import itertools
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import models
+from common.data import Batches, load_text
+from common.engine.mixed_precision import dtype_of
+from common.engines import ENGINES, find_engine
+from common.errors import InputError
+from common.loop import finish, train_step
+from common.measure.hardware import hardware
+from common.measure.memory import high_water
+from common.outputs import asked, one_line_errors, parser_of, progress_bar, publish
+from common.ranks.collectives import Collectives
+from common.ranks.sockets import Ring, bytes_sent_by_own_sockets, small_send_buffers
+from common.ranks.world import LocalWorld, check_size
+from common.train import default_nproc
+from interop import peers
+from lab import figures
+from lab.bench_results import row, tables
+
+WARM_UP = 6  # rounds that are not timed: libraries take several to settle
+FEWEST_ROUNDS = 11
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the contestants are compared in."""
+
+    model: str
+    precision: str
+    world_size: int
+    batch: int  # samples of a step, all ranks together
+    bucket_mb: float  # of the stages
+    small_send_buffers: bool = False  # for everyone, not for the stages alone
+
+    @property
+    def title(self):
+        """Its name."""
+        return f"{self.model}, {self.precision}, {self.world_size} rank{'s' * (self.world_size > 1)}"
+
+    @property
+    def tokens(self):
+        """The tokens of a step, all ranks together."""
+        return self.batch * (models.build(self.model).window - 1)
+
+    @property
+    def parameters(self):
+        """The model's parameters."""
+        return models.count(models.build(self.model))
+
+    def world(self, **options):
+        """Ranks to train on; `options` are LocalWorld's."""
+        preload = ["interop.peers", "lab.figures"]
+        return LocalWorld(self.world_size, oversubscribe=True, preload=preload, **options)
+
+    def batches(self):
+        """The same for all contestants."""
+        return Batches(load_text(), models.build(self.model).window, self.batch)
+
+    def label(self):
+        """What its rows say."""
+        named = {"model": self.model, "parameters": self.parameters}
+        return named | {"precision": self.precision, "world_size": self.world_size}
+
+
+@one_line_errors()
+def main(arguments=None):
+    """Parse the arguments, compare, show and write the results."""
+    parser = parser_of("lab.bench", __doc__)
+    parser.add_argument("--nproc", default=str(default_nproc()), help="world sizes (default: %(default)s)")
+    parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all)")
+    parser.add_argument("--peers", default="all", help="names in interop.peers, comma-separated (default: all)")
+    parser.add_argument("--models", default="gpt-mini", help="names of the model zoo (default: %(default)s)")
+    parser.add_argument("--precisions", default="fp32,bf16", help="(default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="samples of a step on each rank (default: %(default)s)")
+    parser.add_argument("--bucket-mb", type=float, default=25.0, help="MiB of a stage's bucket (default: %(default)s)")
+    parser.add_argument(
+        "--small-send-buffers",
+        action="store_true",
+        help="give libraries the small send buffers of the stages too",
+    )
+    parser.add_argument("--worlds", type=int, default=3, help="worlds of each, one by one (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each world (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a round (default: %(default)s)")
+    options = asked(parser, arguments, figure=True)
+    results = bench(options)
+    publish(options, results, tables(results), lambda path: figures.save(figures.bench(results), path))
+
+
+def bench(options):
+    """Compare the contestants in every case: model by model, precision by precision, world size by world size.
+
+    Returns:
+        The JSON of `lab.bench`.
+
+    Raises:
+        InputError: the options cannot be used.
+    """
+    who, cases = check(options)
+    rows, versions, settings = [], {"torch": torch.__version__}, {}
+    log = new_log()
+    print(f"what libraries print goes to {log}", file=sys.stderr)
+    for case in cases:
+        reference, contestants = compare(who, case, options, log)
+        rows += [row(contestant, contestants, reference, case) for contestant in [*contestants, *beside(contestants)]]
+        for peer in (one.made for one in contestants if one.refusal is None and hasattr(one.made, "settings")):
+            versions |= peer.versions()
+            settings[peer.name] = peer.settings
+    return {
+        "hardware": hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "versions": versions,
+        "settings": settings,
+        "batch_per_rank": options.batch,
+        "bucket_mb": options.bucket_mb,
+        "small_send_buffers": "everyone" if options.small_send_buffers else "stages",
+        "worlds": options.worlds,
+        "rounds_per_world": options.rounds,
+        "steps_per_round": options.steps,
+        "rows": rows,
+    }
+
+
+def check(options):
+    """Refuse what can be refused before any rank is started.
+
+    Returns:
+        Who takes part, stages by name and peers as classes, and the cases.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise InputError("lab.bench starts its own ranks, a world for each contestant; run it without torchrun")
+    known = {name: getattr(peers, name) for name in peers.__all__ if getattr(peers, name).name}
+    named = list(known) if options.peers == "all" else [name for name in options.peers.split(",") if name]
+    for name in named:
+        if name not in known:
+            raise InputError(f"--peers: unknown peer {name!r}; known peers: {', '.join(known)}")
+    stages = options.engines.split(",")
+    for name in stages:
+        find_engine(name)
+    for name in ("worlds", "rounds", "steps", "batch"):
+        if getattr(options, name) < 1:
+            raise InputError(f"--{name} {getattr(options, name)}: at least 1 needed")
+    if options.worlds * options.rounds < FEWEST_ROUNDS:
+        given = f"--worlds {options.worlds} --rounds {options.rounds}"
+        raise InputError(f"{given}: at least {FEWEST_ROUNDS} rounds in all needed")
+    if not options.bucket_mb > 0:
+        raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
+    cases = []
+    for model in options.models.split(","):
+        for precision in options.precisions.split(","):
+            dtype_of(precision)
+            for size in map(_number, options.nproc.split(",")):
+                check_size(size, options.oversubscribe)
+                batch = options.batch * size
+                cases.append(Case(model, precision, size, batch, options.bucket_mb, options.small_send_buffers))
+                cases[-1].batches().of(step=0, rank=0, world_size=size)
+    return list(dict.fromkeys([*stages, *(known[name] for name in named)])), cases
+
+
+def new_log():
+    """An empty file for what libraries print: among a checkout's own results, or else a temporary one."""
+    results = Path(__file__).parent.parent / "results"
+    folder = results / "local" if results.is_dir() else Path(tempfile.mkdtemp())
+    folder.mkdir(exist_ok=True)
+    log = folder / "bench.log"
+    log.write_text("")
+    return log
+
+
+def _number(text):
+    if not text.isdigit():
+        raise InputError(f"--nproc: {text!r} is no world size; give numbers, such as 2,4")
+    return int(text)
+
+
+def compare(who, case, options, log):
+    """Train all contestants in turns, round by round, and in new worlds again.
+
+    DDP is the reference of the losses: where it does not take part, it trains before the others, and leaves.
+
+    Returns:
+        The reference and the contestants.
+    """
+    contestants = [Contestant(one, log) for one in who if case.world_size == 1 or one is not peers.BareLoop]
+    if case.world_size > 1:
+        contestants.append(Bound(case))
+    found = [contestant for contestant in contestants if contestant.one is peers.TorchDDP]
+    reference = found[0] if found else Contestant(peers.TorchDDP, log)
+    together = [contestants] if reference in contestants else [[reference], contestants]
+    rounds, shuffled = WARM_UP + options.rounds, random.Random(0)
+    with progress_bar() as bar:
+        task = bar.add_task(case.title, total=options.worlds * len(together) * rounds)
+        for _, trained in itertools.product(range(options.worlds), together):
+            with entered(trained, case) as running:
+                for number in range(rounds):
+                    for contestant in shuffled.sample(running, len(running)):
+                        contestant.take_steps(number * options.steps, options.steps)
+                    bar.advance(task)
+    return reference, contestants
+
+
+@contextmanager
+def entered(contestants, case):
+    """In this context each contestant has a world; given are those who take part."""
+    with ExitStack() as worlds:
+        # Of identical contestants the one in the first world is slower by a few per cent: so that one is nobody's.
+        worlds.enter_context(case.world())
+        for contestant in contestants:
+            if contestant.refusal is None:
+                contestant.enter(case, worlds)
+        running = [contestant for contestant in contestants if contestant.refusal is None]
+        yield running
+        for contestant in running:
+            contestant.leave()
+
+
+class Contestant:
+    """An engine or a library, which trains in one world of its own after another.
+
+    Attributes:
+        made, name, follows: its class; what it is called; the stage that it is or follows.
+        log: a file for what its ranks print, if it is a library.
+        refusal: why it does not take part, or None.
+        seconds: of a step, for each world and round.
+        losses: of each step, the mean over ranks.
+        sent: bytes of a step on the rank that sent most, as the kernel counts them; None where it does not.
+        peak_bytes: most memory held in any world, above what was held before it was built, on the rank that held most.
+    """
+
+    def __init__(self, one, log=None):
+        self.one, self.log = one, log
+        self.made = find_engine(one) if isinstance(one, str) else one
+        self.name, self.follows = getattr(self.made, "name", one), getattr(self.made, "follows", one)
+        self.refusal, self.seconds, self.losses, self.sent, self.peak_bytes = None, [], [], None, None
+
+    def enter(self, case, worlds):
+        """Open a world and build it there."""
+        is_stage = isinstance(self.one, str)
+        small = is_stage or case.small_send_buffers
+        self.world = worlds.enter_context(case.world(small_send_buffers=small, log=None if is_stage else self.log))
+        self.refusal = self.world.run(_enter, self.one, case)[0]
+        self.seconds.append([])
+
+    def take_steps(self, first, count):
+        """Train some steps; the slowest rank's time counts."""
+        seconds, losses, sent = zip(*self.world.run(_take_steps, first, count), strict=True)
+        self.seconds[-1].append(max(seconds) / count)
+        self.sent = None if None in sent else max(sent) / count
+        self.losses += [statistics.fmean(parts) for parts in zip(*losses, strict=True)]
+
+    def leave(self):
+        """Ask for the peak and end the world."""
+        peaks = self.world.run(_peak)
+        if None not in peaks:
+            self.peak_bytes = max(peaks if self.peak_bytes is None else [*peaks, self.peak_bytes])
+        self.world.close()
+
+    @property
+    def timed(self):
+        """Seconds of a step [worlds, rounds], without those that warm up."""
+        return np.array([seconds[WARM_UP:] for seconds in self.seconds])
+
+
+class Bound(Contestant):
+    """What the machine allows: each rank steps alone, then a step's bytes go round by plain sockets.
+
+    Attributes:
+        nbytes: what data parallelism sends in a step, 2 (N-1)/N of the gradients.
+        passing: the seconds that they took, for each world and round.
+    """
+
+    def __init__(self, case):
+        super().__init__(peers.BareLoop)
+        gradients = models.count(models.build(case.model)) * dtype_of(case.precision).itemsize
+        self.nbytes, self.passing = 2 * (case.world_size - 1) * gradients // case.world_size, []
+
+    def enter(self, case, worlds):
+        """Open a world, and build it there."""
+        super().enter(case, worlds)
+        self.passing.append([])
+
+    def take_steps(self, first, count):
+        """Train some steps, and pass on the bytes of one."""
+        super().take_steps(first, count)
+        self.passing[-1].append(max(self.world.run(_pass_on, self.nbytes)))
+
+    def with_bytes(self, sent):
+        """A contestant whose steps take as long as these and as so many bytes by sockets."""
+        made = Contestant(self.one)
+        made.name, made.sent, made.peak_bytes = f"{self.name} and sockets", sent, self.peak_bytes
+        made.seconds = (np.array(self.seconds) + np.array(self.passing) * sent / self.nbytes).tolist()
+        return made
+
+
+def beside(contestants):
+    """The row of the bound, with the bytes of data parallelism."""
+    return [contestant.with_bytes(contestant.nbytes) for contestant in contestants if isinstance(contestant, Bound)]
+
+
+# ---- on each rank ---------------------------------------------------------------------------------------------
+
+_here = {}  # what this rank keeps from one round to the next
+
+
+def _enter(world, one, case):
+    """Build the contestant; return why it does not take part, or None."""
+    make = find_engine(one) if isinstance(one, str) else one
+    module = models.build(case.model)
+    adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+    options = {"precision": case.precision, "init": models.initial_values(seed=0)}
+    if isinstance(one, str):  # libraries have their own default, torch's 25 MiB
+        options["bucket_mb"] = case.bucket_mb
+    try:
+        # A library may form groups of its own.
+        with small_send_buffers() if case.small_send_buffers else nullcontext():
+            make(models.build("mlp"), adamw, **options)  # so that what a library loads is not counted as its memory
+            _here["before"] = high_water(world.device)
+            _here["engine"] = make(module, adamw, **options)
+    except NotImplementedError as error:
+        return str(error)
+    _here.update(module=module, batches=case.batches(), comm=Collectives())
+    return None
+
+
+def _take_steps(world, first, count):
+    """Train some steps; return the seconds they took, their losses and the bytes sent."""
+    module, engine = _here["module"], _here["engine"]
+    windows = [_here["batches"].of(step, world.rank, world.size) for step in range(first, first + count)]
+    batches = [module.inputs_and_targets(part.to(world.device)) for part in windows]
+    _here["comm"].gather_objects(None)  # begin together
+    finish(world.device)
+    before, began = _sent(world), time.perf_counter()
+    losses = [train_step(engine, [batch])[0] for batch in batches]
+    engine.synchronize()
+    finish(world.device)
+    seconds, after = time.perf_counter() - began, _sent(world)
+    return seconds, [loss.item() for loss in losses], None if after is None else after - before
+
+
+def _sent(world):
+    """Bytes that this rank's sockets have sent; None where NCCL goes other ways, or the system does not tell."""
+    with suppress(OSError):
+        return None if world.device.type == "cuda" else bytes_sent_by_own_sockets()
+
+
+def _pass_on(world, nbytes):
+    """Pass on so many bytes; return the seconds they took."""
+    if "ring" not in _here:
+        _here["ring"] = Ring(_here["comm"], nbytes)
+    _here["comm"].gather_objects(None)
+    began = time.perf_counter()
+    _here["ring"].pass_on()
+    return time.perf_counter() - began
+
+
+def _peak(world):
+    """Most memory held since the contestant was built, above what was held before."""
+    now = high_water(world.device)
+    return None if now is None else now - _here["before"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Pictures of the records: activations, the largest model, step times."""
+
+import textwrap
+
+import matplotlib.pyplot as plt
+
+from common.measure.memory import CLASSES
+from lab.figures.style import COLORS, LABELS, MARKERS, STEP_COLORS, stacked, stage_axis
+
+
+def activation_memory(results):
+    """Peaks by class for each stage and batch, without and with checkpoints; below, the largest batch under the cap.
+
+    Args:
+        results: what `lab.activations` writes.
+
+    Returns:
+        A matplotlib Figure.
+    """
+    engines = list(dict.fromkeys(row["engine"] for row in results["rows"]))
+    figure = plt.figure(figsize=(13, 9), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=(1.6, 1))
+    for axes, engine in zip(top.subplots(1, len(engines), sharey=True, squeeze=False)[0], engines, strict=True):
+        peaks_by_batch(axes, [row for row in results["rows"] if row["engine"] == engine])
+        axes.axhline(results["cap_bytes"] / 1e6, color="black", linestyle="--", label="cap")
+        axes.set_title(LABELS.get(engine, engine))
+    handles, labels = axes.get_legend_handles_labels()
+    top.supylabel("live MB per rank, at the peak of a step")
+    top.legend(handles, labels, loc="outside lower center", ncols=5)  # one row is wider than the figure
+    largest_batches(bottom.subplots(), results["largest_under_cap"], results["cap_bytes"] / 1e6)
+    figure.suptitle(
+        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
+        f"{results['world_size']} ranks\n{results['hardware']}",
+        fontsize=10,
+    )
+    return figure
+
+
+def peaks_by_batch(axes, rows):
+    """Stacked bars of what was live at the peak, a pair for each batch: left without, right with checkpoints."""
+    batches = sorted({row["batch_per_rank"] for row in rows})
+    for row in rows:
+        checkpointed = row["checkpoint_activations"] is not None
+        position = batches.index(row["batch_per_rank"]) + (0.2 if checkpointed else -0.2)
+        looks = {name: {"color": COLORS[name], "label": name} for name in CLASSES}
+        looks["activations"]["hatch"] = "//" * checkpointed
+        stacked(axes, position, [(row["peak_bytes"][name] / 1e6, look) for name, look in looks.items()], 0.36)
+    axes.bar(0, 0, color=COLORS["activations"], hatch="//", label="activations with checkpoints")
+    axes.set_xticks(range(len(batches)), batches)
+    axes.set_xlabel("batch per rank")
+
+
+def largest_batches(axes, rows, cap):
+    """Bars of the largest batch under the cap, a pair for each stage: left without, right with checkpoints."""
+    engines = list(dict.fromkeys(row["engine"] for row in rows))
+    for checkpointed in (False, True):
+        chosen = [row["batch_per_rank"] for row in rows if (row["checkpoint_activations"] is not None) == checkpointed]
+        positions = [position + (0.2 if checkpointed else -0.2) for position in range(len(engines))]
+        label = "with checkpoints" if checkpointed else "without"
+        bars = axes.bar(positions, chosen, 0.36, color=COLORS["activations"], hatch="//" * checkpointed, label=label)
+        axes.bar_label(bars)
+    axes.set_xticks(range(len(engines)), [LABELS.get(engine, engine) for engine in engines])
+    axes.set_ylim(0, 1.15 * max(row["batch_per_rank"] for row in rows))
+    axes.set_ylabel("samples per rank")
+    axes.set_title(f"Largest batch whose peak stays under the cap of {cap:.3g} MB")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def capacity(results):
+    """Parameters of the largest model under the cap, measured beside predicted, a panel for each precision.
+
+    Args:
+        results: what `lab.capacity` writes.
+
+    Returns:
+        A matplotlib Figure.
+    """
+    precisions = list(dict.fromkeys(row["precision"] for row in results["rows"]))
+    engines = len(results["rows"]) // len(precisions)
+    size = max(6.4, 1 + 1.4 * engines), 1 + 3.6 * len(precisions)
+    figure, panels = plt.subplots(len(precisions), 1, figsize=size, layout="constrained", squeeze=False)
+    for axes, precision in zip(panels[:, 0], precisions, strict=True):
+        largest_models(axes, [row for row in results["rows"] if row["precision"] == precision])
+        axes.set_title(precision)
+        axes.set_ylabel("parameters, in millions")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    figure.suptitle(
+        f"Largest model that trains, {results['world_size']} ranks of {results['cap_bytes'] / 1e6:,.0f} MB each\n"
+        f"{results['hardware']}",
+        fontsize=10,
+    )
+    return figure
+
+
+def largest_models(axes, rows):
+    """Bars of the largest model's parameters, a pair for each stage: left measured, right predicted."""
+    for position, row in enumerate(rows):
+        for key, shift in (("parameters", -0.2), ("predicted_parameters", 0.2)):
+            measured = key == "parameters"
+            if row.get("or_more") and not measured:  # the search ended before memory did
+                continue
+            bar = axes.bar(
+                position + shift,
+                row[key] / 1e6,
+                0.36,
+                color=COLORS["parameters"] if measured else "white",
+                edgecolor=COLORS["parameters"],
+                hatch=None if measured else "///",
+                label=("measured" if measured else "predicted") if position == 0 else None,
+            )
+            ratio = row["ratio_to_stage0"] if measured else None
+            axes.bar_label(bar, [f"{row[key] / 1e6:.0f}" + (f"\n{ratio:.2f}x" if ratio else "")], fontsize=9)
+    stage_axis(axes, rows, headroom=1.15)
+
+
+def bench(results):
+    """Step times of one model as bars over torch DDP's; of several models, or without DDP, as curves.
+
+    Args:
+        results: what `lab.bench` writes.
+
+    Returns:
+        A matplotlib Figure.
+    """
+    timed = [row for row in results["rows"] if row["median_seconds"] is not None]
+    one_model = len({row["model"] for row in timed}) == 1
+    draw = step_times if one_model and all(row["ratio_interval"] for row in timed) else growth
+    figure = draw(timed)
+    figure.suptitle(textwrap.fill(results["hardware"], width=int(12 * figure.get_figwidth())), fontsize=10)
+    return figure
+
+
+def step_times(rows):
+    """Bars of the step time over torch DDP's with its interval, and of peak memory beside it, for each case."""
+    cases = list(dict.fromkeys((row["precision"], row["world_size"]) for row in rows))
+    figure, grid = plt.subplots(len(cases), 2, figsize=(12, 3.4 * len(cases)), layout="constrained", squeeze=False)
+    for (precision, size), (left, right) in zip(cases, grid, strict=True):
+        chosen = [row for row in rows if (row["precision"], row["world_size"]) == (precision, size)]
+        names = [row["engine"] for row in chosen]
+        colors = [STEP_COLORS["ours" if name in LABELS else "others"] for name in names]
+        ratios = [row["ratio_to_torch_ddp"] for row in chosen]
+        below = [row["ratio_to_torch_ddp"] - row["ratio_interval"][0] for row in chosen]
+        above = [row["ratio_interval"][1] - row["ratio_to_torch_ddp"] for row in chosen]
+        bars = left.barh(names, ratios, xerr=[below, above], color=colors)
+        left.bar_label(bars, [f" {1000 * row['median_seconds']:.0f} ms" for row in chosen], padding=4)
+        left.axvline(1, color="black", linewidth=0.8, linestyle="--")
+        left.set_xlim(0, 1.2 * max(ratios))
+        left.set_title(f"{chosen[0]['model']}, {precision}, {size} ranks: step time over torch DDP's")
+        bars = right.barh(names, [(row["peak_bytes"] or 0) / 1e6 for row in chosen], color=colors)
+        right.bar_label(bars, fmt=" %.0f MB")
+        right.set_title("peak memory of a rank")
+        right.set_xlim(0, 1.2 * right.dataLim.xmax)
+        right.set_yticks([])
+        for axes in (left, right):
+            axes.invert_yaxis()
+    return figure
+
+
+def growth(rows):
+    """Curves over the number of parameters: step time above, peak memory below, a column for each world size."""
+    cases = list(dict.fromkeys((row["precision"], row["world_size"]) for row in rows))
+    engines = list(dict.fromkeys(row["engine"] for row in rows))
+    figure, grid = plt.subplots(
+        2, len(cases), figsize=(4.5 * len(cases), 8), layout="constrained", squeeze=False, sharex=True, sharey="row"
+    )
+    for (precision, size), (above, below) in zip(cases, grid.T, strict=True):
+        for number, engine in enumerate(engines):
+            chosen = [r for r in rows if (r["engine"], r["precision"], r["world_size"]) == (engine, precision, size)]
+            chosen.sort(key=lambda row: row["parameters"])
+            parameters = [row["parameters"] for row in chosen]
+            style = {"marker": MARKERS[number], "color": f"C{number}"}
+            above.plot(parameters, [row["median_seconds"] for row in chosen], label=engine, **style)
+            below.plot(parameters, [(row["peak_bytes"] or 0) / 1e6 for row in chosen], label=engine, **style)
+        above.set_title(f"{precision}, {size} rank{'s' * (size > 1)}")
+        below.set_xlabel("parameters")
+        for axes in (above, below):
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.grid(alpha=0.3)
+    grid[0, 0].set_ylabel("seconds per step")
+    grid[1, 0].set_ylabel("peak MB of a rank")
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2 * len(cases))
+    return figure

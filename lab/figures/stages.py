@@ -1,0 +1,117 @@
+"""Stages beside each other: memory by stage, memory through a step, bytes on the wire, throughput."""
+
+import matplotlib.pyplot as plt
+
+from common.measure.memory import HOST
+from lab.figures.style import (
+    COLORS,
+    DISK_COLOR,
+    HOST_COLOR,
+    LABELS,
+    PHASE_COLORS,
+    PHASES,
+    live_bytes,
+    once,
+    stacked,
+    stage_axis,
+)
+
+
+def memory_by_stage(axes, rows):
+    """Stacked bars of model states per rank, measured, beside what the formula says."""
+    states = ("parameters", "gradients", "optimizer")
+    for position, row in enumerate(rows):
+        measured, predicted = (row[key] for key in ("model_state_bytes", "predicted_model_state_bytes"))
+        parts = [(measured[s] / 1e6, {"color": COLORS[s], "edgecolor": COLORS[s], "label": s}) for s in states]
+        stacked(axes, position - 0.2, parts, 0.36, "{:.2f}")
+        parts = [(predicted[s] / 1e6, {"edgecolor": COLORS[s]}) for s in states]
+        stacked(axes, position + 0.2, parts, 0.36, color="white", hatch="///")
+        _below(axes, position, row)
+    axes.bar(0, 0, color="white", edgecolor="black", hatch="///", label="predicted")
+    stage_axis(axes, rows, headroom=1.12)
+    axes.set_ylabel("MB per rank")
+    axes.set_title("Model states, measured beside predicted")
+    axes.legend()
+
+
+def _below(axes, position, row):
+    """What the rank keeps on the host or on disk, below the axis."""
+    for name, where, color in (("host_state_bytes", HOST, HOST_COLOR), ("disk_state_bytes", "on disk", DISK_COLOR)):
+        sizes = [-sum(row[key].values()) / 1e6 for key in (name, f"predicted_{name}") if row.get(key)]
+        if any(sizes):
+            axes.bar(position - 0.2, sizes[0], 0.36, color=color, edgecolor=color, label=once(axes, where))
+            axes.bar(position + 0.2, sizes[1], 0.36, color="white", edgecolor=color, hatch="///")
+            axes.text(position - 0.2, sizes[0], f"{-sizes[0]:.2f}", ha="center", va="top")
+            axes.axhline(0, color="black", linewidth=0.8)
+
+
+def memory_timeline(axes, samples, title):
+    """Live bytes by class through one step; below the axis what is on the host."""
+    highest = max(live_bytes(axes, samples))
+    on_host = [now.get(HOST, 0) / 1e6 for _, now in samples]
+    if any(on_host):
+        below = [-size for size in on_host]
+        axes.fill_between(range(len(samples)), below, color=HOST_COLOR, step="post", label=HOST)
+        axes.axhline(0, color="black", linewidth=0.8)
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(min(bottom, -1.1 * max(on_host)), max(top, 1.15 * highest))  # beside others the highest of all counts
+    axes.set_ylabel("live MB")
+    axes.set_title(title)
+
+
+def wire_by_phase(axes, rows):
+    """Stacked bars of the bytes that one rank sends in a step, by phase; the diamond is the prediction."""
+    for position, row in enumerate(rows):
+        sent = row["wire_bytes_by_phase"]
+        parts = [(sent.get(phase, 0) / 1e6, {"color": PHASE_COLORS[phase], "label": phase}) for phase in PHASES]
+        stacked(axes, position, parts, 0.5)
+        if "bus_bytes_per_step" in row:
+            moved = sum(row["bus_bytes_per_step"].values()) / 1e6
+            axes.bar(position + 0.38, moved, 0.2, color=HOST_COLOR, label=once(axes, "down and up the bus"))
+        predicted = sum(row["predicted_wire_bytes_per_step"].values()) / 1e6
+        label = "predicted" if position == 0 else None
+        axes.plot(position, predicted, "D", color="white", markeredgecolor="black", label=label)
+    stage_axis(axes, rows, headroom=1.35)
+    axes.set_ylabel("MB sent by one rank, per step")
+    axes.set_title("Bytes on the wire")
+    axes.legend(ncols=2)
+
+
+def throughput(axes, rows):
+    """Bars of tokens per second, all ranks together."""
+    speeds = [row["tokens_per_second"] or 0 for row in rows]
+    bars = axes.bar(range(len(rows)), speeds, 0.5, color="#56B4E9")
+    axes.bar_label(bars, [f"{speed:,.0f}" if speed else "-" for speed in speeds], label_type="center")
+    stage_axis(axes, rows, headroom=1.12)
+    axes.set_ylabel("tokens per second")
+    axes.set_title("Throughput")
+
+
+def comparison(results, timelines):
+    """The picture of a comparison: memory by stage, bytes on the wire, and each engine's step.
+
+    Args:
+        results: what `lab.compare` writes.
+        timelines: {engine: samples of its Timeline}.
+
+    Returns:
+        A matplotlib Figure.
+    """
+    rows = results["rows"]
+    columns = max(2, len(rows))
+    figure = plt.figure(figsize=(4.2 * columns, 8.5), layout="constrained")
+    top, bottom = figure.subfigures(2, 1)
+    left, right = top.subplots(1, 2)
+    memory_by_stage(left, rows)
+    wire_by_phase(right, rows)
+    for axes, row in zip(bottom.subplots(1, len(rows), sharey=True, squeeze=False)[0], rows, strict=True):
+        memory_timeline(axes, timelines[row["engine"]], LABELS.get(row["engine"], row["engine"]))
+    shown = [axes.get_legend_handles_labels() for axes in bottom.get_axes()]
+    legend = dict(pair for handles, labels in shown for pair in zip(labels, handles, strict=True))
+    bottom.legend(legend.values(), legend, loc="outside lower center", ncols=len(legend))
+    figure.suptitle(
+        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
+        f"{results['world_size']} ranks\n{results['hardware']}",
+        fontsize=10,
+    )
+    return figure

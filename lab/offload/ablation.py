@@ -1,0 +1,196 @@
+"""Parameters on the host, split over all ranks or each on one, with slow buses.
+
+*Split*: a rank keeps its shard of every parameter, and to gather a unit all ranks bring their shards up at once, each
+over its own bus. *Owned*: a rank keeps whole units, and to gather one its owner brings all of it up and broadcasts it,
+while the other buses are idle. Both move the same bytes in a step, and end with the same bits. But only the first has
+them move over N buses side by side: with N ranks the parameters are there in a N-th of the time.
+
+Each rank's bus is a token bucket of the given rate, slow enough to count beside a CPU rank's computation. Gradients and
+optimizer states stay on the device, so that what is compared is how parameters come.
+
+Source: ZeRO-Infinity, arXiv 2104.07857, sec. 6.1.
+"""
+
+import statistics
+import time
+from functools import partial
+
+import matplotlib.pyplot as plt
+import torch
+
+from common import models
+from common.data import Batches, load_text
+from common.errors import InputError
+from common.loop import sha256, train_step
+from common.measure.hardware import hardware
+from common.measure.tables import Table
+from common.outputs import asked, one_line_errors, parser_of, progress_bar, tell
+from common.ranks.world import LocalWorld, check_size
+from offload.nvme import InfinityEngine
+
+PLACED = {"parameters": "cpu", "gradients": "device", "optimizer": "device"}
+WARM_UP = 2  # steps that are not timed: in the first nothing is prefetched
+
+
+class Split(InfinityEngine):
+    """A shard of every parameter on the host of every rank."""
+
+
+class Owned(InfinityEngine):
+    """Whole parameters on the host of one rank each, which brings them up and broadcasts them."""
+
+    def partition(self):
+        """As ever; then each bucket gets an owner, in turns, and the owner all of it."""
+        super().partition()
+        for number, bucket in enumerate(self.buckets + self.frozen):
+            bucket.owner, bucket.whole_on_host = number % self.world_size, None
+            if bucket.owner == self.rank:
+                bucket.whole_on_host = self.tier["cpu"].empty(bucket.padded_numel, bucket.kind.dtype)
+            self.hand_over(bucket)
+
+    def hand_over(self, bucket):
+        """The owner gets every rank's shard of what was stepped."""
+        whole = torch.empty(bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device)
+        self.comm.all_gather(bucket.parameters, whole, bucket.name).wait()
+        if bucket.owner == self.rank:
+            bucket.whole_on_host.copy_(whole)
+
+    def gather(self, unit):
+        """Begin to have a unit's parameters brought up and broadcast by their owners."""
+        if not unit.gathered:
+            unit.gathered = True
+            for bucket in unit.buckets:
+                bucket.full.untyped_storage().resize_(bucket.full.nbytes)
+                risen = None
+                if bucket.owner == self.rank:
+                    risen = self.bus.carry("up", bucket.name, bucket.full, bucket.whole_on_host)
+                bucket.gathering = self.comm.broadcast(bucket.full, bucket.owner, bucket.name, after=risen)
+
+    def update(self):
+        """Step; then what was stepped goes to its owner."""
+        super().update()
+        for bucket in self.buckets:
+            self.hand_over(bucket)
+
+
+KINDS = {"split": Split, "owned": Owned}
+
+
+@one_line_errors()
+def main(arguments=None):
+    """Parse the arguments, measure, show and write the results."""
+    parser = parser_of("lab.offload.ablation", __doc__)
+    parser.add_argument("--nproc", default="1,2,4", help="numbers of ranks (default: %(default)s)")
+    parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are CPUs")
+    parser.add_argument("--model", default="gpt-micro", help="a name of the model zoo (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="samples of a step, all ranks (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=10.0, help="MB a second over each bus (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=7, help="timed steps (default: %(default)s)")
+    options = asked(parser, arguments, figure=True)
+    tell(options, compare(options, check(options)), table, figure)
+
+
+def check(options):
+    """Refuse what can be refused before any rank is started; return the numbers of ranks."""
+    try:
+        sizes = [int(size) for size in options.nproc.split(",")]
+    except ValueError:
+        raise InputError(f"--nproc {options.nproc}: give numbers of ranks, such as 1,2,4") from None
+    for size in sizes:
+        check_size(size, options.oversubscribe)
+        if options.batch < 1 or options.batch % size:
+            raise InputError(f"--batch {options.batch}: it cannot be divided over {size} ranks")
+    if not 0 < options.rate < float("inf"):
+        raise InputError(f"--rate {options.rate}: give MB a second, above 0")
+    if options.steps < 1:
+        raise InputError(f"--steps {options.steps}: at least one step is needed")
+    models.build(options.model)
+    return sizes
+
+
+def compare(options, sizes):
+    """Measure both kinds at every number of ranks.
+
+    Returns:
+        The JSON of `lab.offload.ablation`.
+    """
+    rows = []
+    with progress_bar() as bar:
+        task = bar.add_task("trainings", total=len(sizes) * len(KINDS))
+        for size in sizes:
+            with LocalWorld(size, oversubscribe=options.oversubscribe) as world:
+                for kind in KINDS:
+                    answers = world.run(measure, kind, options)
+                    rows.append({"world_size": size, "kind": kind, **answers[0]})
+                    bar.advance(task)
+    return {
+        "model": options.model,
+        "bytes_per_second": options.rate * 1e6,
+        "batch": options.batch,
+        "steps": options.steps,
+        "hardware": hardware(torch.device("cpu")),
+        "rows": rows,
+    }
+
+
+def measure(world, kind, options):
+    """Train with one kind; what rank 0 answers has the bytes of all ranks and the median of its own steps."""
+    module = models.build(options.model)
+    optimizer = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+    engine = KINDS[kind](module, optimizer, tiers=PLACED, init=models.initial_values(0))
+    engine.bus.rate = options.rate * 1e6
+    batches, seconds = Batches(load_text(), module.window, options.batch), []
+    for step in range(WARM_UP + options.steps):
+        windows = batches.of(step, world.rank, world.size)
+        inputs, targets = module.inputs_and_targets(windows)
+        engine.comm.traffic.reset()
+        began = time.perf_counter()
+        train_step(engine, [(inputs, targets)])
+        seconds.append(time.perf_counter() - began)
+    up = engine.comm.gather_objects(engine.comm.traffic.on_bus().get("up", 0))
+    median = statistics.median(seconds[WARM_UP:])
+    return {"up_bytes": up, "seconds": median, "param_sha256": sha256(engine.full_state_dict())}
+
+
+def table(results):
+    """Both kinds at every number of ranks."""
+    title = (
+        f"{results['model']}, parameters on the host, buses of {results['bytes_per_second'] / 1e6:g} MB/s each\n"
+        f"{results['hardware']}"
+    )
+    header = ("ranks", "parameters", "up a rank's bus", "time at the rate", "time per step", "to split")
+    split = {row["world_size"]: row["seconds"] for row in results["rows"] if row["kind"] == "split"}
+    rows = []
+    for row in results["rows"]:
+        least, most = (some(row["up_bytes"]) / 1e6 for some in (min, max))
+        moved = f"{most:.1f} MB" if least == most else f"{least:.1f} to {most:.1f} MB"
+        bound = f"{1e9 * most / results['bytes_per_second']:,.0f} ms"
+        times = f"{1e3 * row['seconds']:,.0f} ms", f"{row['seconds'] / split[row['world_size']]:.2f}x"
+        rows.append((str(row["world_size"]), row["kind"], moved, bound, *times))
+    return Table(title, header, rows, words=(0, 1))
+
+
+def figure(results):
+    """Time per step over the number of ranks, of both kinds.
+
+    Returns:
+        A matplotlib Figure.
+    """
+    drawn, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for kind, colour, marker in zip(KINDS, ("#0072B2", "#D55E00"), "os", strict=True):
+        rows = [row for row in results["rows"] if row["kind"] == kind]
+        axes.plot(
+            [r["world_size"] for r in rows], [r["seconds"] for r in rows], label=kind, color=colour, marker=marker
+        )
+    axes.set_xticks(sorted({row["world_size"] for row in results["rows"]}))
+    axes.set_ylim(0, None)
+    axes.set_xlabel("ranks, each with a bus")
+    axes.set_ylabel("seconds per step")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(table(results).title, fontsize=9)
+    return drawn
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""How fast the optimizer's step runs over states on disk, beside what the disk can do.
+
+A linear layer's weights and moments lie on disk, 12 bytes of a parameter, and a step of fused AdamW reads and writes
+all of them. In turns with it fio reads and writes the same disk, as much of each, with direct I/O, 8 MiB at a time,
+eight requests under way: that is what the disk can do at that moment. A step cannot end before the slower of two ends,
+the disk at fio's speed or the update in memory: that is its bound.
+
+fio (Debian's package of that name) is needed; nothing else on the machine should use the disk meanwhile.
+
+Source: ZeRO-Infinity, arXiv 2104.07857, sec. 6.3, where states on NVMe are read and written at the disk's own speed.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from functools import partial
+
+import torch
+from torch import nn
+
+from common.errors import InputError
+from common.measure.hardware import hardware
+from common.measure.tables import Table
+from common.outputs import asked, one_line_errors, parser_of, progress_bar, tell
+from common.ranks.world import launch
+from offload.nvme import InfinityEngine
+
+PLACED = {"parameters": "nvme", "gradients": "cpu", "optimizer": "nvme"}
+WIDTH = 8192
+STATES = 12  # bytes of a parameter on disk: weight and two moments, in fp32
+WARM_UP = 2  # steps that are not timed: the first makes the states
+ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+
+
+@one_line_errors()
+def main(arguments=None):
+    """Parse the arguments, measure, show and write the results."""
+    parser = parser_of("lab.offload.disk_step", __doc__)
+    parser.add_argument("--path", default=tempfile.gettempdir(), help="a folder on the disk (default: %(default)s)")
+    parser.add_argument("--elements", type=float, default=2.0**28, help="of the weights (default: 2**28)")
+    parser.add_argument("--sub-group-mb", type=float, default=64.0, help="of fp32 weights (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="timed turns of each (default: %(default)s)")
+    options = asked(parser, arguments)
+    if shutil.which("fio") is None:
+        raise InputError("fio is not installed; it is what the disk is measured by: apt-get install fio")
+    if options.rounds < 1 or not WIDTH <= options.elements < float("inf"):
+        raise InputError(f"--rounds {options.rounds} --elements {options.elements:g}: give at least 1 and {WIDTH}")
+    if not os.path.isdir(options.path):
+        raise InputError(f"--path {options.path}: there is no such folder; make it first")
+    tell(options, launch(measure, options, nproc=1), table)
+
+
+def measure(world, options):
+    """Let the engine's step, the step in memory and fio take turns.
+
+    Returns:
+        The JSON of `lab.offload.disk_step`.
+    """
+    rows = int(options.elements) // WIDTH
+    elements = rows * WIDTH
+    folder = tempfile.mkdtemp(prefix="zero-disk-step-", dir=options.path)
+    try:
+        with torch.device("meta"):
+            layer = nn.Linear(WIDTH, rows, bias=False)
+        engine = InfinityEngine(
+            layer,
+            ADAMW,
+            tiers=PLACED,
+            path=folder,
+            sub_group_mb=options.sub_group_mb,
+            init=lambda name, tensor: tensor.fill_(0.01),
+        )
+        turns = [_turn(engine, folder, elements) for _ in _shown(WARM_UP + options.rounds)][WARM_UP:]
+    finally:
+        shutil.rmtree(folder)
+    return {
+        "hardware": hardware(world.device),
+        "threads": torch.get_num_threads(),
+        "elements": elements,
+        "sub_group_mb": options.sub_group_mb,
+        "direct": engine.tier["nvme"].file.direct,
+        "bytes_read_and_written": 2 * STATES * elements,
+        "turns": turns,
+    }
+
+
+def _shown(number):
+    with progress_bar() as bar:
+        task = bar.add_task("turns", total=number)
+        for turn in range(number):
+            yield turn
+            bar.advance(task)
+
+
+def _turn(engine, folder, elements):
+    """One turn of each; seconds, and fio's bytes a second."""
+    out = engine(torch.ones(1, WIDTH))
+    engine.backward(out.mean())
+    engine.comm.traffic.reset()
+    began = time.perf_counter()
+    engine.step()
+    step = time.perf_counter() - began
+    moved = sum(engine.comm.traffic.on_disk().values())
+    return {"step_seconds": step, "moved": moved, "update_seconds": _update(elements), "fio": _fio(folder)}
+
+
+def _update(elements):
+    """The seconds of the same update over states in memory, a part of it at a time: they need not all fit."""
+    part = min(elements, 2**24)
+    weights = nn.Parameter(torch.zeros(part))
+    weights.grad = torch.full((part,), 1e-3)
+    optimizer = ADAMW([weights])
+    optimizer.step()  # makes the states
+    began = time.perf_counter()
+    for _ in range(3):
+        optimizer.step()
+    return (time.perf_counter() - began) / 3 * elements / part
+
+
+def _fio(folder):
+    """Bytes a second that fio reads and writes together."""
+    command = ["fio", "--name=mixed", f"--directory={folder}", "--filename=fio", "--rw=readwrite", "--rwmixread=50"]
+    command += ["--direct=1", "--ioengine=libaio", "--bs=8M", "--iodepth=8", "--size=2G", "--output-format=json"]
+    run = subprocess.run(command, capture_output=True, check=False)
+    if run.returncode:
+        raise InputError(f"fio failed: {' '.join(run.stderr.decode().split())}")
+    (job,) = json.loads(run.stdout)["jobs"]
+    return job["read"]["bw_bytes"] + job["write"]["bw_bytes"]
+
+
+def summary(results):
+    """{what: its value in each turn}: bandwidths in GB/s, and the two ratios that matter."""
+    found = {"step, GB/s": [], "fio, GB/s": [], "step to fio": [], "update in memory, s": [], "step to its bound": []}
+    for turn in results["turns"]:
+        speed = turn["moved"] / turn["step_seconds"]
+        bound = max(turn["moved"] / turn["fio"], turn["update_seconds"])
+        values = (
+            speed / 1e9,
+            turn["fio"] / 1e9,
+            speed / turn["fio"],
+            turn["update_seconds"],
+            turn["step_seconds"] / bound,
+        )
+        for name, value in zip(found, values, strict=True):
+            found[name].append(value)
+    return found
+
+
+def table(results):
+    """What all turns come to."""
+    title = (
+        f"A step over {results['elements']:,} elements on disk, sub-groups of {results['sub_group_mb']:g} MiB, "
+        f"{results['threads']} threads\n{results['hardware']}"
+    )
+    rows = [
+        (name, *(f"{value:.2f}" for value in (statistics.median(values), min(values), max(values))))
+        for name, values in summary(results).items()
+    ]
+    return Table(title, ("", "median", "lowest", "highest"), rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Which stage? `formulas` knows what each engine holds, sends and moves; `python -m lab.plan` advises."""

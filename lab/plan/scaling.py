@@ -1,0 +1,207 @@
+r"""`python -m lab.plan.scaling`: how memory, size, speed and waiting go with the number of GPUs; all is simulated.
+
+    memory      model states of a rank and its peak, for each engine and number of ranks
+    largest     the largest GPT that fits, for each engine and number of ranks
+    speed       a GPU's part of the throughput, at a batch of 1 and at the batch that freed memory allows
+    exposed     seconds that computation waits for collectives, by the rate of the links between nodes
+
+GPTs are 128 times as wide as they are deep, in bf16 with activation checkpoints. A rank's part of its node's memory and
+disks ends a model, too. Times are those of `lab.simulate`'s clock, so of data sheets: compared with no run.
+"""
+
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+from rich.progress import TextColumn
+
+from common import models
+from common.engines import find_engine
+from common.loop import train_step
+from common.measure.hardware import cpus
+from common.measure.tables import Table
+from common.models.gpt import GPT, GPTConfig
+from common.outputs import asked, one_line_errors, parser_of, progress_bar, tell
+from lab import figures
+from lab.plan.__main__ import ASPECT, USABLE, VOCABULARY, fit, of_model
+from lab.plan.formulas import WAYS, Rank, Shape
+from lab.simulate.hardware import preset
+from lab.simulate.world import Setting, simulate
+
+SEQUENCE = 1024
+CHECKPOINTS = models.KINDS[0]
+RANKS = (1, 4, 16, 64, 256, 1024)  # of memory
+GROWING = (1, 16, 64, 256)  # ranks, of the largest model
+FAST = (16, 64, 256, 1024)  # ranks, of speed
+MODEL, LAYERS = "gpt2-1.5b", 34  # of memory; of a GPT of 8 B parameters, of speed
+SPEEDS = ("stage2_grad", "stage3_param")
+EXPOSED, LAYERS_EXPOSED, AT = ("stage3_param", "zeropp"), 24, 64
+LINKS = (3.125, 6.25, 12.5, 25, 50, 100)  # Gbit/s of a GPU between nodes
+MOST = 400  # layers
+SUB_GROUPS = {"sub_group_mb": 2048.0}  # on the host, where there is room: with more of them a simulation takes minutes
+
+
+@one_line_errors()
+def main(arguments=None):
+    """Parse the arguments, simulate, show and write the results."""
+    parser = parser_of("lab.plan.scaling", __doc__)
+    parser.add_argument("--hardware", default="v100-32g", help="a preset (%(default)s)")
+    options = asked(parser, arguments, figure=True)
+    machine = preset(options.hardware)
+    results = {"hardware": machine.name, "source": machine.source, "model": MODEL, "layers": LAYERS, "links_of": AT}
+    results |= {"layers_exposed": LAYERS_EXPOSED, **survey(options.hardware)}
+    tell(options, results, table, figures.scaling)
+
+
+def survey(hardware):
+    """All four parts, {name: rows}; as many cells at once as there are CPUs."""
+    cells = {
+        "memory": [(name, size) for name in dict.fromkeys(way.engine for way in WAYS) for size in RANKS],
+        "largest": [(way, size) for way in range(len(WAYS)) for size in GROWING],
+        "speed": [(name, size, filled) for name in SPEEDS for size in FAST for filled in (False, True)],
+        "exposed": [(name, link) for name in EXPOSED for link in LINKS],
+    }
+    works = {"memory": memory, "largest": largest, "speed": speed, "exposed": exposed}
+    with ProcessPoolExecutor(cpus()) as pool, progress_bar(TextColumn("simulated")) as bar:
+        task = bar.add_task("scaling", total=sum(map(len, cells.values())))
+        found = {name: [] for name in cells}
+        under_way = {name: [pool.submit(works[name], hardware, *cell) for cell in cells[name]] for name in cells}
+        for name, futures in under_way.items():
+            for future in futures:
+                found[name].append(future.result())
+                bar.advance(task)
+    return found
+
+
+def gpt(layers):
+    """A GPT of the family."""
+    return GPT(GPTConfig(layers, ASPECT * layers, layers, SEQUENCE, VOCABULARY))
+
+
+def run(engine, model, machine, ranks, batch=1, timed=False, own=()):
+    """A simulated step with activation checkpoints in bf16; see `simulate`."""
+    setting = Setting(
+        find_engine(engine),
+        model,
+        ranks,
+        ranks_per_node=min(ranks, machine.ranks_per_node),
+        precision="bf16",
+        batch=batch,
+        checkpoint_activations=CHECKPOINTS,
+        own=dict(own),
+        hardware=machine if timed else None,
+    )
+    return simulate(setting, train_step)
+
+
+def memory(hardware, engine, ranks):
+    """What a rank holds of one model."""
+    found = run(engine, MODEL, preset(hardware), ranks)
+    states = sum(found["model_state_bytes"].values())
+    return {"engine": engine, "ranks": ranks, "states": states, "peak_bytes": found["peak_bytes"]}
+
+
+def planned(way, machine, ranks):
+    """Layers of the largest GPT of the family that fits by formula; 1 where none does."""
+
+    def fits(layers):
+        width = ASPECT * layers
+        rest = VOCABULARY * width
+        shape = Shape("", 12 * layers * width**2 + rest, layers, rest, width, VOCABULARY, SEQUENCE)
+        per_node = min(ranks, machine.ranks_per_node)
+        row = Rank(shape, machine, ranks, per_node, 1, 1, 2, 1, SEQUENCE, checkpoints=True).row(way)
+        return fit(machine, row["device"], row["host"], row["disk"], USABLE * machine.holds)
+
+    layers = 1
+    while layers < MOST and fits(layers + 1):
+        layers += 1
+    return layers
+
+
+def largest(hardware, way, ranks):
+    """The largest model: by formula first, then simulated, deeper or less deep until one fits and the next does not."""
+    way, machine = WAYS[way], preset(hardware)
+
+    def fits(layers):
+        own = dict(way.own) | (SUB_GROUPS if way.engine == "offload.nvme" else {})
+        found = run(way.engine, partial(gpt, layers), machine, ranks, own=own)
+        host, disk = (sum(found.get(f"{where}_state_bytes", {}).values()) for where in ("host", "disk"))
+        return fit(machine, found["peak_bytes"], host, disk, USABLE * machine.holds)
+
+    layers = planned(way, machine, ranks)
+    while layers < MOST and fits(layers + 1):
+        layers += 1
+    while layers and not fits(layers):
+        layers -= 1
+    parameters = of_model(partial(gpt, layers)).parameters if layers else 0
+    return {"way": way.title, "engine": way.engine, "ranks": ranks, "layers": layers, "parameters": parameters}
+
+
+def speed(hardware, engine, ranks, filled):
+    """A step of one model at a batch of 1, or at the largest that fits."""
+    machine, model = preset(hardware), partial(gpt, LAYERS)
+    batch = filling(lambda samples: run(engine, model, machine, ranks, samples)["peak_bytes"], machine) if filled else 1
+    found = run(engine, model, machine, ranks, batch, timed=True)
+    return {
+        "engine": engine,
+        "ranks": ranks,
+        "filled": filled,
+        "batch": batch,
+        "fits": found["peak_bytes"] <= USABLE * machine.holds,
+        "peak_bytes": found["peak_bytes"],
+        "flops_per_second": found["time"]["model_flops"] / found["time"]["step_seconds"],
+        **{name: found["time"][name] for name in ("step_seconds", "busy", "exposed")},
+    }
+
+
+def filling(peak, machine, rounds=2):
+    """Nearly the largest batch whose peak fits; 1 where none does. A peak grows by no less the larger the batch is."""
+    room, fits = USABLE * machine.holds, 1
+    low, more = peak(1), 2
+    while (high := peak(more)) <= room:
+        fits, low, more = more, high, 2 * more
+    for _ in range(rounds):
+        fits += max(0, int((room - low) / (high - low) * (more - fits)))
+        low = peak(fits)
+    return fits
+
+
+def exposed(hardware, engine, link):
+    """A step whose nodes are joined by links of so many Gbit/s for each GPU."""
+    machine = preset(hardware)
+    slower = replace(machine, between=link / 8 * 1e9 * machine.ranks_per_node)
+    time = run(engine, partial(gpt, LAYERS_EXPOSED), slower, AT, timed=True)["time"]
+    waits = time["exposed"].get("collectives", 0.0)
+    return {"engine": engine, "gbit_per_second": link, "step_seconds": time["step_seconds"], "exposed_seconds": waits}
+
+
+def table(results):
+    """The largest model for each engine and number of ranks."""
+    sizes = list(dict.fromkeys(row["ranks"] for row in results["largest"]))
+    found = {(row["way"], row["ranks"]): row["parameters"] for row in results["largest"]}
+    lines = [(way.title, *(f"{found[way.title, size] / 1e9:.1f}" for size in sizes)) for way in WAYS]
+    title = f"The largest GPT on {results['hardware']}, billions of parameters, by number of ranks; simulated"
+    return Table(title, ("", *map(str, sizes)), lines, caption=said(results), note=said(results))
+
+
+def said(results):
+    """What speed and exposed communication come to."""
+    sentences = []
+    for name in SPEEDS:
+        rows = [row for row in results["speed"] if row["engine"] == name and row["filled"]]
+        ranks, batches, tera = (
+            [row[of] for row in (rows[0], rows[-1])] for of in ("ranks", "batch", "flops_per_second")
+        )
+        sentences.append(
+            f"{name}: a full GPU takes {batches[0]} samples of {ranks[0]}, {batches[1]} of {ranks[1]}, and computes "
+            f"{tera[0] / 1e12:.1f} and {tera[1] / 1e12:.1f} TFLOPS."
+        )
+    steps = {(row["engine"], row["gbit_per_second"]): row["step_seconds"] for row in results["exposed"]}
+    plain, compressed = EXPOSED
+    faster = [link for name, link in steps if name == plain and steps[compressed, link] < steps[plain, link]]
+    sentences.append(f"{compressed} is faster than {plain} where a GPU has {', '.join(map(str, faster))} Gbit/s.")
+    return "\n".join(sentences)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+r"""`python -m lab.simulate ENGINE`: one rank of a world of any size, with the bytes that it would hold and send.
+
+    python -m lab.simulate stage3_param --model gpt-1t --world-size 1024 --ranks-per-node 8 --precision bf16 \
+        --checkpoint-activations
+    python -m lab.simulate zeropp --with hierarchical=False --model gpt2-1.5b --world-size 64 --ranks-per-node 8
+    python -m lab.simulate my_package.my_module:MyEngine --model my_package.models:make_model --world-size 16
+
+The engine is the one that trains, on tensors that have shapes and no values. What is shown is counted in its second
+step, by the memory timeline and the traffic meter of real runs, and stands beside what its tables predict.
+"""
+
+import json
+from dataclasses import asdict
+
+from common.engine.mixed_precision import dtype_of
+from common.engines import find_engine
+from common.errors import InputError
+from common.loop import train_step
+from common.measure.memory import CLASSES, HOST
+from common.measure.tables import Table, show_bytes
+from common.outputs import asked, check_counts, one_line_errors, parser_of, publish, write_text
+from common.report import counts_of
+from common.train import add_checkpoints
+from lab.simulate.hardware import PRESETS, preset
+from lab.simulate.world import Setting, own_options, simulate
+
+
+@one_line_errors()
+def main(arguments=None):
+    """Parse the arguments, simulate, show and write the results."""
+    parser = parser_of("lab.simulate", __doc__)
+    parser.add_argument("engine", help="stage3_param, offload.nvme, or a class package.module:Name")
+    parser.add_argument("--model", default="gpt-nano", help="of the zoo, or package.module:function (%(default)s)")
+    parser.add_argument("--world-size", type=int, default=8, metavar="N", help="ranks (%(default)s)")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them to be (%(default)s)")
+    parser.add_argument("--ranks-per-node", type=int, metavar="P", help="ranks that share a node (all)")
+    parser.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16 (%(default)s)")
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="B", help="samples of a rank's micro-batch (%(default)s)"
+    )
+    parser.add_argument(
+        "--seq", type=int, metavar="S", help="length of a sample (the model's; 1024 for one of your own)"
+    )
+    parser.add_argument("--accumulate", type=int, default=1, metavar="K", help="micro-batches of a step (%(default)s)")
+    parser.add_argument("--no-sync", action="store_true", help="reduce gradients with the last micro-batch only")
+    add_checkpoints(parser)
+    parser.add_argument("--clip-norm", type=float, help="clip the gradient to this global norm")
+    parser.add_argument("--bucket-mb", type=float, default=25.0, help="MiB of a bucket (%(default)s)")
+    parser.add_argument(
+        "--with", dest="own", action="append", default=[], metavar="NAME=VALUE", help="an engine's own option"
+    )
+    parser.add_argument("--hardware", metavar="NAME", help=f"how long: {', '.join(PRESETS)}")
+    parser.add_argument("--trace", metavar="FILE", help="with --hardware: the step, for ui.perfetto.dev")
+    options = asked(parser, arguments)
+    setting = setting_of(options)
+    row = simulate(setting, train_step)
+    if options.trace:
+        write_text(options.trace, json.dumps(row["trace"]))
+    results = results_of(options, setting, row)
+    shown = [counts(results), worst(results)] + ([times(results)] if results["time"] else [])
+    publish(options, results, shown)
+
+
+def setting_of(options):
+    """What the options ask for.
+
+    Raises:
+        InputError: it cannot be.
+    """
+    check_counts(options, "batch", "seq", "accumulate")
+    dtype_of(options.precision)
+    if options.trace and not options.hardware:
+        raise InputError(f"--trace {options.trace}: add --hardware, whose time it shows")
+    if options.offload_activations and options.checkpoint_activations is None:
+        raise InputError("--offload-activations: what checkpoints save goes to the host; add --checkpoint-activations")
+    return Setting(
+        find_engine(options.engine),
+        options.model,
+        options.world_size,
+        rank=options.rank,
+        ranks_per_node=options.ranks_per_node,
+        precision=options.precision,
+        bucket_mb=options.bucket_mb,
+        clip_norm=options.clip_norm,
+        batch=options.batch,
+        sequence=options.seq,
+        checkpoint_activations=options.checkpoint_activations,
+        offload_activations=options.offload_activations,
+        accumulate=options.accumulate,
+        no_sync=options.no_sync,
+        own=own_options(options.own),
+        hardware=None if options.hardware is None else preset(options.hardware),
+    )
+
+
+def results_of(options, setting, row):
+    """The JSON of `lab.simulate`."""
+    asked = {name: value for name, value in vars(setting).items() if name not in ("engine", "hardware")}
+    samples, _ = row.pop("samples"), row.pop("trace")
+    timeline = [{"phase": phase, **resident} for phase, resident in samples]
+    return {"engine": options.engine, **asked, **row, "worst": asdict(row["worst"]), "timeline": timeline}
+
+
+def counts(results):
+    """What a rank holds, sends and moves, counted and predicted."""
+    nodes = results["world_size"] // (results["ranks_per_node"] or results["world_size"])
+    title = (
+        f"{results['engine']}: {results['model']}, {results['parameters']:,} parameters, {results['precision']}\n"
+        f"rank {results['rank']} of {results['world_size']} on {nodes} node{'s' * (nodes > 1)}, simulated in "
+        f"{results['simulated_in_seconds']:.1f} s and {show_bytes(results['really_held_bytes'])}"
+    )
+    by_phase = [(f"sent in {phase}, bytes", str(sent), "-") for phase, sent in results["wire_bytes_by_phase"].items()]
+    return Table(title, ("", "counted", "predicted"), counts_of(results) + by_phase)
+
+
+def worst(results):
+    """The worst moment, and what is resident then."""
+    moment = results["worst"]
+    place = f" of {moment['part']}" if moment["part"] else ""
+    rows = [[name, show_bytes(moment["resident"][name])] for name in CLASSES if moment["resident"][name]]
+    for number, shape, dtype, nbytes in moment["activations"]:
+        rows.append([f"  among them {number} x {shape} {dtype}", show_bytes(nbytes)])
+    if moment["resident"].get(HOST):
+        rows.append([f"and {HOST}", show_bytes(moment["resident"][HOST])])
+    title = f"The worst moment: {moment['phase']}{place}, {show_bytes(results['peak_bytes'])}"
+    return Table(title, ("resident", "bytes"), rows, caption=f"after {moment['operation']}")
+
+
+def times(results):
+    """How long the step takes, what bounds it, and what of it is exposed."""
+    time = results["time"]
+    rows = [
+        ["a step", f"{time['step_seconds']:.3g} s"],
+        ["tokens per second, all ranks", f"{time['tokens_per_second']:,.0f}"],
+        ["model FLOPs of a rank, 3 x forward", f"{time['model_flops']:.3g}"],
+        ["of the peak (MFU)", f"{time['mfu']:.1%}"],
+        ["bound by", time["bound"]],
+    ]
+    for stream, seconds in time["busy"].items():
+        waits = time["exposed"].get(stream, 0.0)
+        told = f", {waits:.3g} s exposed" if waits else ""
+        rows.append([f"{stream} is busy", f"{seconds:.3g} s{told}"])
+    return Table(f"Time, on {time['hardware']}", ("", "estimated"), rows, caption=time["source"])
+
+
+if __name__ == "__main__":
+    main()

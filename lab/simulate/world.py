@@ -1,0 +1,365 @@
+"""A rank that is not there: torch's fake process group and fake tensors, with an engine that knows of neither.
+
+Shapes, storages, collectives and their order are those of a real rank on GPUs; no value is computed, and nothing
+travels. So a model that reads values, by `.item()` say, cannot be simulated.
+"""
+
+import ast
+import contextlib
+import gc
+import importlib
+import inspect
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from common import models
+from common.engine.mixed_precision import dtype_of
+from common.errors import InputError
+from common.measure.memory import high_water
+from common.ranks import lanes
+from common.ranks.nodes import check_ranks_per_node
+from common.tensors import fake_tensors
+from common.tiers.accounting import STATES
+from common.tiers.activations import HostActivations, predicted_moves
+from lab.simulate.clock import Clock
+from lab.simulate.hardware import Hardware
+from lab.simulate.moments import Moments
+from lab.simulate.outsider import Outsider
+
+NEED_VALUES = (
+    fake_tensor.DataDependentOutputException,  # .item(), bool(tensor)
+    fake_tensor.DynamicOutputShapeException,  # nonzero(), tensor[mask]
+    fake_tensor.UnsupportedOperatorException,
+)
+LENGTH = 1024  # of a sample of a user's own model
+WARM_UP = 1  # steps before the one that is followed: with the first the optimizer's states appear
+
+
+@contextlib.contextmanager
+def simulated_world(size, rank=0, ranks_per_node=None, backend="nccl"):
+    """In this context this process is one rank of a world, and tensors have no values.
+
+    Args:
+        size, rank: of the world.
+        ranks_per_node: None for all of them.
+        backend: "nccl" or "gloo", whose paths the collectives take.
+
+    Raises:
+        InputError: there can be no such rank; or a model reads values.
+    """
+    if size < 1 or not 0 <= rank < size:
+        raise InputError(f"rank {rank} of {size}: give a world size of 1 or more, and a rank from 0 up to below it")
+    per_node = check_ranks_per_node(size if ranks_per_node is None else ranks_per_node, size)
+    shown_by = sys.excepthook  # torch puts the rank before each line, once for each group
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    sys.excepthook = shown_by
+    try:
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(per_node)), _without_values(backend):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def simulated_group(backend):
+    """The same beside a real world: a group of as many ranks, over which nothing travels. A collective."""
+    group = dist.new_group(backend="fake")
+    try:
+        with _without_values(backend):
+            yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def _without_values(backend):
+    try:
+        # A model's constants are real: they may be made before.
+        with mock.patch.dict(lanes.PATHS, fake=backend), fake_tensors(allow_non_fake_inputs=True):
+            yield
+    except (*NEED_VALUES, RuntimeError) as error:
+        if not isinstance(error, NEED_VALUES) and "data is not allocated yet" not in str(error):  # of C++ code
+            raise
+        raise InputError(
+            f"{_place(error)} reads a tensor's values, of which a simulated rank has none "
+            f"({str(error).splitlines()[0]}); guard it, or compute it from shapes"
+        ) from error
+
+
+def _place(error):
+    """The last line outside of torch that an exception passed, such as "model.py:12 in forward"."""
+    library = str(Path(torch.__file__).parent)
+    frame = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(library)][-1]
+    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+
+
+# ---- models ---------------------------------------------------------------------------------------------------
+
+
+class Foreign(nn.Module):
+    """A user's model, with the surface of the zoo's.
+
+    Args:
+        model: called with what `make_inputs` returns: a tensor, a tuple of arguments or a dict of them.
+        make_inputs: of (samples, length); None for token numbers int64 [samples, length].
+    """
+
+    def __init__(self, model, make_inputs=None):
+        super().__init__()
+        self.model = model
+        self._make_inputs = make_inputs or (lambda samples, length: torch.zeros(samples, length, dtype=torch.int64))
+
+    def batch(self, samples, length):
+        """What the forward takes, and what the loss compares with."""
+        inputs = self._make_inputs(samples, length)
+        return inputs, inputs
+
+    def forward(self, inputs):
+        if isinstance(inputs, dict):
+            return self.model(**inputs)
+        return self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
+
+
+def loss_of(outputs, targets):
+    """What a step trains: the zoo's loss; a foreign model's own `loss`, or that of its logits or of what it returns."""
+    if hasattr(outputs, "loss") and outputs.loss is not None:
+        return outputs.loss
+    outputs = getattr(outputs, "logits", outputs)
+    if torch.is_tensor(targets) and not targets.is_floating_point() and outputs.shape[:-1] == targets.shape:
+        return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())
+    return outputs.float().mean()
+
+
+def model_of(name, checkpoint_activations=None):
+    """A model of the zoo, of `models.LANDMARKS`, or what a function `package.module:make_model` returns.
+
+    Such a function returns a module, or a pair of it and what makes its inputs: see `Foreign`. In place of a name a
+    function may be given that returns a module with the zoo's surface.
+
+    Raises:
+        InputError: there is none of this name.
+    """
+    if callable(name):
+        with torch.device("meta"):
+            made = name()
+        made.checkpoint_activations = checkpoint_activations
+        return made
+    if ":" not in name:
+        return models.build(name, checkpoint_activations=checkpoint_activations, known=models.SIZES | models.LANDMARKS)
+    if checkpoint_activations is not None:
+        raise InputError(f"--checkpoint-activations: {name} is not of the zoo; have it make a model with checkpoints")
+    path, _, attribute = name.partition(":")
+    try:
+        make = getattr(importlib.import_module(path), attribute)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise InputError(
+            f"--model {name}: {error}; name a function package.module:function that returns the model, where Python "
+            "finds the module: in this folder, or along PYTHONPATH"
+        ) from error
+    made = make()
+    return Foreign(*made) if isinstance(made, tuple) else Foreign(made)
+
+
+def batch_of(model, samples, length=None):
+    """What a model of `model_of` is given for so many samples: (inputs, targets).
+
+    Raises:
+        InputError: it cannot take samples of this length.
+    """
+    if isinstance(model, Foreign):
+        return model.batch(samples, length or LENGTH)
+    if length is not None and not getattr(model, "predicts_text", False):
+        raise InputError(f"--seq {length}: the model reads no text; leave it out")
+    if length is not None and length >= model.window:
+        raise InputError(f"--seq {length}: the model takes samples of {model.window - 1} at most")
+    window = model.window if length is None else length + 1
+    return model.inputs_and_targets(torch.zeros(samples, window, dtype=torch.uint8))
+
+
+def tokens_of(model, length=None):
+    """How many tokens a sample has; one that is no text counts as one."""
+    if isinstance(model, Foreign):
+        return length or LENGTH
+    if not getattr(model, "predicts_text", False):
+        return 1
+    return length or model.window - 1
+
+
+# ---- a step ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is simulated.
+
+    Attributes:
+        engine: a class with an engine's surface.
+        model: what `model_of` knows.
+        world_size, rank, ranks_per_node: the rank; None is one node.
+        precision, bucket_mb, clip_norm: the engine's.
+        batch, sequence: samples of a rank's micro-batch, and their length; None is the model's.
+        checkpoint_activations, offload_activations: as the training commands have them.
+        accumulate, no_sync: micro-batches of a step, and whether only the last is reduced.
+        own: what the engine takes besides, {name: value}.
+        backend: whose paths its collectives take, "nccl" or "gloo".
+        hardware: whose time is counted; None counts none.
+    """
+
+    engine: type
+    model: str
+    world_size: int
+    rank: int = 0
+    ranks_per_node: int | None = None
+    precision: str = "fp32"
+    bucket_mb: float = 25.0
+    clip_norm: float | None = None
+    batch: int = 1
+    sequence: int | None = None
+    checkpoint_activations: str | None = None
+    offload_activations: bool = False
+    accumulate: int = 1
+    no_sync: bool = False
+    own: dict = field(default_factory=dict)
+    backend: str = "nccl"
+    hardware: Hardware | None = None
+
+
+def simulate(setting, step):
+    """Train on fake tensors, and follow a step. In a real world a collective, in which each rank follows itself.
+
+    Args:
+        setting: a Setting.
+        step: `step(engine, micro_batches, no_sync, loss)` trains one; common.train's.
+
+    Returns:
+        A row: counts as the training commands have them, "peak_bytes", "peaks" by class, "worst", a Moment, and the
+        "samples" of the timeline; and where there is hardware its "time", see `Clock.found`, and a "trace".
+
+    Raises:
+        InputError: the setting cannot be, or the model reads values.
+    """
+    began = time.perf_counter()
+    if dist.is_initialized():
+        world = simulated_group(setting.backend)
+    else:
+        world = simulated_world(setting.world_size, setting.rank, setting.ranks_per_node, setting.backend)
+    with world as group, _rarely_collected():
+        engine, module = engine_of(setting, group)
+        micro_batches = [batch_of(module, setting.batch, setting.sequence)] * setting.accumulate
+        loss = loss_of if isinstance(module, Foreign) else models.loss
+        for _ in range(WARM_UP):
+            step(engine, micro_batches, setting.no_sync, loss)
+        books = engine if hasattr(engine, "accounts") else Outsider(engine)
+        books.comm.traffic.reset()
+        with contextlib.ExitStack() as modes:
+            if books is not engine:
+                modes.enter_context(books)
+            moments = modes.enter_context(Moments(books, module))
+            step(engine, micro_batches, setting.no_sync, loss)
+        row = {"time": None, "trace": None, **counted(books, moments, setting, module)}
+        if setting.hardware is not None:  # a step of its own: what follows memory makes no operations
+            ranks_per_node = setting.ranks_per_node or setting.world_size
+            with Clock(setting.hardware, ranks_per_node, books.comm.traffic) as clock:
+                step(engine, micro_batches, setting.no_sync, loss)
+            tokens = setting.world_size * setting.batch * setting.accumulate * tokens_of(module, setting.sequence)
+            row["time"] = clock.found(tokens, dtype_of(setting.precision).itemsize)
+            row["trace"] = clock.trace(f"rank {setting.rank}, simulated")
+        return row | {
+            "parameters": models.count(module),
+            "peak_bytes": moments.peak_bytes(),
+            "peaks": {name: moments.peak_of(name) for name in moments.samples[0][1]},
+            "worst": moments.worst,
+            "samples": moments.samples,
+            "simulated_in_seconds": time.perf_counter() - began,
+            "really_held_bytes": high_water(torch.device("cpu")),
+        }
+
+
+@contextlib.contextmanager
+def _rarely_collected():
+    """In this context Python looks for garbage less often, which takes a second of twenty here."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@torch.no_grad()
+def _no_value(name, tensor):
+    tensor.zero_()
+
+
+def engine_of(setting, group=None):
+    """The engine and its model, in a simulated world, or over a simulated group.
+
+    Raises:
+        InputError: the engine takes no option of such a name.
+    """
+    taken = [inspect.signature(kind.__init__).parameters for kind in setting.engine.__mro__]
+    for name in setting.own:
+        if not any(name in parameters for parameters in taken):
+            raise InputError(f"--with {name}: {setting.engine.__module__} takes no option of this name")
+    module, own = model_of(setting.model, setting.checkpoint_activations), setting.own
+    engine = setting.engine(
+        module,
+        partial(torch.optim.AdamW, lr=1e-3, fused=True),
+        precision=setting.precision,
+        bucket_mb=setting.bucket_mb,
+        clip_norm=setting.clip_norm,
+        init=_no_value if any(parameter.is_meta for parameter in module.parameters()) else None,
+        **(own if group is None else {**own, "process_group": group}),
+    )
+    if setting.offload_activations:
+        module.saving = HostActivations(engine)
+    return engine, module
+
+
+def counted(books, moments, setting, module):
+    """What a step held, sent and moved, each beside its prediction where the engine has one."""
+    traffic = books.comm.traffic
+    row = {"wire_bytes_by_phase": traffic.by_phase()}
+    if isinstance(books, Outsider):
+        row["model_state_bytes"] = {state: moments.peak_of(state) for state in STATES}
+        return {**row, "wire_bytes_per_step": traffic.by_collective()}
+    measured, predicted = books.accounts.measured(), books.accounts.predicted()
+    if setting.offload_activations:
+        moved = Counter(predicted.get("bus_bytes_per_step", {}))
+        moved.update(predicted_moves(module, setting.batch * setting.accumulate, books.dtype))
+        measured["bus_bytes_per_step"], predicted["bus_bytes_per_step"] = traffic.on_bus(), dict(moved)
+    for name, count in measured.items():
+        row |= {name: count, f"predicted_{name}": predicted[name]}
+    return row
+
+
+def own_options(pairs):
+    """What an engine takes besides, from texts such as "hierarchical=False" or "tiers=nvme": {name: value}.
+
+    Raises:
+        InputError: a text is no such pair.
+    """
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise InputError(f"--with {pair}: write NAME=VALUE, hierarchical=False for instance")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found

@@ -1,0 +1,216 @@
+"""What quantization costs in loss: stage 3 beside each switch, from several seeds.
+
+Every row trains the same model on the same batches of real text; a tenth of the text is held out. Two losses over that
+tenth are told at the end: with the weights as the optimizer keeps them, and with those weights as int8 from a file
+(`export.py`). What a seed alone changes is the spread of stage 3's own losses.
+
+On one machine the ranks are told that they live on nodes of two, so that gradients take two hops; bits do not depend on
+how fast a link is.
+"""
+
+import statistics
+import tempfile
+from copy import copy
+from functools import partial
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+
+from common import models
+from common.data import Batches, load_text
+from common.engines import find_engine
+from common.errors import InputError
+from common.loop import train_step
+from common.measure.hardware import hardware
+from common.measure.tables import Table
+from common.outputs import asked, check_counts, one_line_errors, parser_of, progress_bar, tell
+from common.train import add_arguments, build_model, command
+from lab import figures
+from zeropp.engine import check_options
+from zeropp.export import load_int8, save_int8
+
+HELD_OUT = 10  # one part in so many of the text
+VALIDATED = 16  # batches of it
+OFF = {"quantize_weights": False, "hierarchical": False, "quantize_gradients": False}
+RUNS = {  # what is compared: (engine, its options)
+    "stage 3": ("stage3_param", {}),
+    "quantize_weights": ("zeropp", OFF | {"quantize_weights": True}),
+    "hierarchical": ("zeropp", OFF | {"hierarchical": True}),
+    "quantize_gradients": ("zeropp", OFF | {"quantize_gradients": True}),
+    "all three": ("zeropp", {}),
+    "quantize_gradients, error_feedback": ("zeropp", OFF | {"quantize_gradients": True, "error_feedback": True}),
+    "all three, error_feedback": ("zeropp", {"error_feedback": True}),
+}
+SMOOTH = 20  # losses that a point of the picture is the mean of
+
+
+@one_line_errors()
+def main(arguments=None):
+    """Parse the arguments, train all, show and write the results."""
+    parser = parser_of("lab.zeropp.convergence", __doc__)
+    add_arguments(parser)
+    parser.set_defaults(steps=500, batch=8, nproc=4, ranks_per_node=2)
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each row (default: %(default)s)")
+    parser.add_argument("--block", type=int, default=256, help="elements that share a scale (default: %(default)s)")
+    parser.add_argument("--only", metavar="NAMES", help="rows of the table, with ; between them")
+    options = asked(parser, arguments, figure=True)
+    check_counts(options, "seeds")
+    if options.steps < SMOOTH:
+        raise InputError(f"--steps {options.steps}: a curve takes {SMOOTH} or more")
+    check_options(options.block, error_feedback=False, quantize_gradients=True)
+    chosen(options)
+    tell(options, command(compare, options, options=options), table, figure)
+
+
+def chosen(options):
+    """The rows of RUNS that are asked for.
+
+    Raises:
+        InputError: there is no such row.
+    """
+    wanted = options.only.split(";") if options.only else list(RUNS)
+    for name in wanted:
+        if name not in RUNS:
+            raise InputError(f"--only {name!r}: known are {'; '.join(RUNS)}")
+    return {name: RUNS[name] for name in wanted}
+
+
+def compare(world, options):
+    """Train every row from every seed.
+
+    Returns:
+        On rank 0 the JSON of `lab.zeropp.convergence`; else None.
+    """
+    rows = []
+    with progress_bar() as bar:
+        task = bar.add_task("trainings", total=len(chosen(options)) * options.seeds, visible=world.rank == 0)
+        for name, (engine, own) in chosen(options).items():
+            rows.append({"run": name, "engine": engine, "options": own, "seeds": []})
+            for seed in range(options.seeds):
+                of_seed = copy(options)
+                of_seed.seed = seed
+                rows[-1]["seeds"].append(train(world, engine, own, of_seed))
+                bar.advance(task)
+    if world.rank:
+        return None
+    return {
+        "world_size": world.size,
+        "ranks_per_node": options.ranks_per_node,
+        "model": options.model,
+        "precision": options.precision,
+        "lr": options.lr,
+        "batch": options.batch,
+        "steps": options.steps,
+        "block": options.block,
+        "hardware": hardware(world.device),
+        "rows": rows,
+    }
+
+
+def train(world, name, own, options):
+    """Train one engine from one seed; return its losses, those of the text held out, and the bytes it keeps."""
+    module = build_model(options)
+    text = load_text(options.data)
+    cut = len(text) - len(text) // HELD_OUT
+    batches = Batches(text[:cut], module.window, options.batch, options.seed)
+    if name == "zeropp":
+        own = {**own, "block": options.block}
+    engine = find_engine(name)(
+        module,
+        partial(torch.optim.AdamW, lr=options.lr, fused=True),
+        precision=options.precision,
+        clip_norm=options.clip_norm,
+        init=models.initial_values(options.seed),
+        **own,
+    )
+    losses = []
+    for step in range(options.steps):
+        windows = batches.of(step, world.rank, world.size).to(world.device)
+        losses.append(train_step(engine, [module.inputs_and_targets(windows)])[0].item())
+    weights = engine.full_state_dict()
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "weights.safetensors")
+        save_int8(weights, path)
+        as_int8 = load_int8(path)
+    everyone = engine.comm.gather_objects(losses)
+    held_out = Batches(text[cut:], module.window, options.batch, seed=0)
+    return {
+        "losses": [statistics.fmean(parts) for parts in zip(*everyone, strict=True)],
+        "validation_loss": validate(world, engine.comm, weights, held_out, options),
+        "validation_loss_of_int8_weights": validate(world, engine.comm, as_int8, held_out, options),
+        "model_state_bytes": engine.model_state_bytes(),
+        "predicted_model_state_bytes": engine.predicted_model_state_bytes(),
+    }
+
+
+@torch.no_grad()
+def validate(world, comm, weights, batches, options):
+    """The mean loss of some weights, in fp32, over batches; each rank computes its part of them."""
+    model = models.build(options.model, device="cpu").to(world.device)
+    model.load_state_dict(weights)
+    model.eval()
+    total = 0.0
+    for step in range(VALIDATED):
+        inputs, targets = model.inputs_and_targets(batches.of(step, world.rank, world.size).to(world.device))
+        total += models.loss(model(inputs), targets).item()
+    return statistics.fmean(comm.gather_objects(total / VALIDATED))
+
+
+def table(results):
+    """A row for each run, means over the seeds; on a page also how far apart seeds alone lie."""
+    title = (
+        f"{results['model']}, {results['precision']}, {results['world_size']} ranks in nodes of "
+        f"{results['ranks_per_node']}, {results['steps']} steps of {results['batch']} samples, "
+        f"blocks of {results['block']}\n{results['hardware']}"
+    )
+    header = ("", "validation loss", "of each seed", "to stage 3", "as int8", "gradients kept")
+    base = [seed["validation_loss"] for seed in results["rows"][0]["seeds"]]
+    rows = []
+    for row in results["rows"]:
+        losses = [seed["validation_loss"] for seed in row["seeds"]]
+        int8 = [seed["validation_loss_of_int8_weights"] for seed in row["seeds"]]
+        kept, of_stage3 = (one["seeds"][0]["model_state_bytes"]["gradients"] for one in (row, results["rows"][0]))
+        cells = (
+            row["run"],
+            f"{statistics.fmean(losses):.4f}",
+            ", ".join(f"{loss:.4f}" for loss in losses),
+            f"{statistics.fmean(losses) / statistics.fmean(base) - 1:+.2%}",
+            f"{statistics.fmean(one / other - 1 for one, other in zip(int8, losses, strict=True)):+.3%}",
+            f"{kept / of_stage3:.0f}x",
+        )
+        rows.append(cells)
+    spread = f"{(max(base) - min(base)) / statistics.fmean(base):.1%}"
+    return Table(title, header, rows, note=f"From seed to seed stage 3's own losses lie up to {spread} apart.")
+
+
+def figure(results):
+    """The loss curves, means of all seeds with the band between the lowest and the highest; and the losses at the end.
+
+    Returns:
+        A matplotlib Figure.
+    """
+    drawn, (curves, ends) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", width_ratios=(3, 2))
+    colours = plt.get_cmap("tab10").colors
+    for row, colour in zip(results["rows"], colours, strict=False):
+        smoothed = [figures.smoothed(seed["losses"], SMOOTH) for seed in row["seeds"]]
+        steps = range(SMOOTH, SMOOTH + len(smoothed[0]))
+        curves.plot(steps, [statistics.fmean(at) for at in zip(*smoothed, strict=True)], color=colour, label=row["run"])
+        if row["run"] == "stage 3":
+            lowest, highest = ([pick(at) for at in zip(*smoothed, strict=True)] for pick in (min, max))
+            curves.fill_between(steps, lowest, highest, color=colour, alpha=0.2, label="stage 3, from seed to seed")
+    curves.set_xlabel("steps")
+    curves.set_ylabel(f"loss, mean of {SMOOTH} steps")
+    curves.legend(frameon=False, fontsize=8)
+    names = [row["run"] for row in results["rows"]]
+    for position, (row, colour) in enumerate(zip(results["rows"], colours, strict=False)):
+        ends.plot([seed["validation_loss"] for seed in row["seeds"]], [position] * len(row["seeds"]), "o", color=colour)
+    ends.set_yticks(range(len(names)), [name.replace(", ", ",\n") for name in names], fontsize=8)
+    ends.invert_yaxis()
+    ends.set_xlabel("validation loss at the end, each seed")
+    drawn.suptitle(table(results).title, fontsize=10)
+    return drawn
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""How long packing and unpacking take on one thread, and what torch.compile would gain.
+
+All run in turns over the same values. What is compiled is what one part of a message becomes, codes and scales to
+values; the same bits are asked of it.
+
+Source: ZeRO++, arXiv 2306.10209, sec. 4.2, where kernels of their own do this on a GPU.
+"""
+
+import statistics
+import time
+
+import torch
+
+from common.measure.hardware import hardware
+from common.measure.tables import Table
+from common.outputs import asked, check_counts, one_line_errors, parser_of, progress_bar, tell
+from zeropp.quantize import Blocks
+
+WARM_UP = 2  # rounds that are not timed
+
+
+@one_line_errors()
+def main(arguments=None):
+    """Parse the arguments, measure, show and write the results."""
+    parser = parser_of("lab.zeropp.pack_time", __doc__)
+    parser.add_argument("--elements", type=int, default=2**22, help="that are packed (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=31, help="timed, of each (default: %(default)s)")
+    options = asked(parser, arguments)
+    check_counts(options, "elements", "rounds")
+    tell(options, measure(options.elements, options.rounds), table)
+
+
+def measure(elements, rounds):
+    """Time all; return the JSON of `lab.zeropp.pack_time`."""
+    torch.set_num_threads(1)
+    values = torch.randn(elements, generator=torch.Generator().manual_seed(0))
+    contestants, arrived = {}, {}
+    for bits in (8, 4):
+        eager, compiled = Blocks(bits), Blocks(bits)
+        compiled._values = torch.compile(compiled._values)
+        message = torch.empty(eager.nbytes(elements), dtype=torch.uint8)
+        eager.pack(values, message)
+        contestants[f"int{bits}, packed"] = (eager.pack, values, torch.empty_like(message))
+        for kind, blocks in (("", eager), (", compiled", compiled)):
+            name = f"int{bits}, unpacked{kind}"
+            arrived[name] = torch.empty_like(values)
+            contestants[name] = (blocks.unpack, message, arrived[name])
+    seconds = {name: [] for name in contestants}
+    with progress_bar() as bar:
+        task = bar.add_task("rounds", total=WARM_UP + rounds)
+        for _ in range(WARM_UP + rounds):
+            for name, (run, *tensors) in contestants.items():
+                began = time.perf_counter()
+                run(*tensors)
+                seconds[name].append(time.perf_counter() - began)
+            bar.advance(task)
+    rows = [
+        {
+            "what": name,
+            "first_seconds": taken[0],
+            "median_seconds": statistics.median(taken[WARM_UP:]),
+            "same_bits": torch.equal(arrived[name], arrived[name.removesuffix(", compiled")])
+            if name.endswith("compiled")
+            else None,
+        }
+        for name, taken in seconds.items()
+    ]
+    return {"elements": elements, "rounds": rounds, "hardware": hardware(torch.device("cpu")), "rows": rows}
+
+
+def table(results):
+    """The median of each, and whether what is compiled has the same bits."""
+    title = f"{results['elements']:,} fp32 elements in blocks of 256, one thread\n{results['hardware']}"
+    rows = []
+    for row in results["rows"]:
+        same = {None: "", True: "yes", False: "NO"}[row["same_bits"]]
+        first = f", after {row['first_seconds']:.0f} s" if row["same_bits"] is not None else ""
+        rows.append((row["what"], f"{1e3 * row['median_seconds']:.1f}{first}", same))
+    return Table(title, ("", "ms", "same bits"), rows)
+
+
+if __name__ == "__main__":
+    main()

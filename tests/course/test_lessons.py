@@ -1,0 +1,561 @@
+"""The lesson pages: every change has its note, the events are what the engines do, and a browser shows all of it.
+
+Chromium comes from the distribution; without it, or without playwright, the tests that open a page are skipped.
+"""
+
+import copy
+import re
+from itertools import pairwise
+
+import pytest
+from browsing import CONTRAST, SCREENS, SMALLEST, opening
+from engine_sources import CHANGED_METHODS, methods
+from training import STAGES as FOUR_STAGES
+from training import batch, make_engine, same_bits
+from training import train_step as train_one_step
+
+from common.errors import InputError
+from course.lessons import chart, diff, notes, recording
+from course.lessons.__main__ import INCREMENTS, chosen, file_of, write
+from course.lessons.events import Event, Recorder
+from course.lessons.moments import moments
+from course.lessons.page import inline
+from course.lessons.sentences import sentence
+from course.lessons.sources import Source
+
+PAIRS = pytest.mark.parametrize("pair", INCREMENTS, ids=lambda pair: pair[1])
+STAGES = pytest.mark.parametrize("name", dict.fromkeys(name for pair in INCREMENTS for name in pair))
+RANKS = range(recording.RANKS)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """{stage: what its ranks recorded}."""
+    return recording.record_all(dict.fromkeys(name for pair in INCREMENTS for name in pair))
+
+
+@pytest.fixture(scope="module")
+def pages(recorded, tmp_path_factory):
+    """The folder with all pages."""
+    folder = tmp_path_factory.mktemp("lessons")
+    write(folder, INCREMENTS, recorded)
+    return folder
+
+
+# ---- the code and its notes ---------------------------------------------------------------------------------------
+
+
+@PAIRS
+def test_every_method_that_differs_has_a_note_of_three_lines(recorded, pages, pair):
+    before, after = (Source(name) for name in pair)
+    one, other = (methods(name).keys() for name in pair)
+    names = CHANGED_METHODS.get(pair[1], one & other) | (other - one)
+    found = {one.name: one for one in diff.pairs(before, after) if one.status in ("changed", "extended", "new")}
+    assert names <= found.keys()
+    text = (pages / file_of(pair)).read_text()
+    for name in names:
+        if pair[1] in FOUR_STAGES:  # elsewhere a docstring may say why
+            assert name in after.reasons(), f"{pair[1]}'s page gives no reason for {name}"
+        note = notes.note(found[name], *(recorded[stage] for stage in pair), after.reasons())
+        shown = re.search(rf'data-name="{name}">.*?</dl>', text, re.DOTALL)[0]
+        for what in ("why", "saves", "sends"):
+            assert getattr(note, what)
+            assert f"<dt>{what.capitalize()}</dt><dd>{inline(getattr(note, what))}</dd>" in shown
+
+
+def test_notes_tell_what_was_counted(recorded):
+    def note(name, pair):
+        before, after = (Source(stage) for stage in pair)
+        (found,) = (one for one in diff.pairs(before, after) if one.name == name)
+        return notes.note(found, *(recorded[stage] for stage in pair), after.reasons())
+
+    first, second, third, offload, infinity, zeropp = INCREMENTS
+    assert note("owned", first).saves == "2.91 MB of optimizer states: 3.88 MB before, 969 kB now"
+    assert note("reduce", first).sends.startswith("1.45 MB in 5 reduce-scatters; before: 2.91 MB in 5 all-reduces")
+    assert note("update", first).sends == "1.45 MB in 5 all-gathers, through `gather`; before: nothing"
+    assert note("take_room", second).saves == "nothing; takes 1.94 MB"
+    assert note("reduce", second).saves == "gives back 1.94 MB; before: nothing"
+    assert note("free", third).saves == "gives back 3.28 MB"
+    assert note("begin_load", third).sends == "nothing: the recorded step does not call it"
+    assert note("reduce", offload).moves == "484 kB down the bus, in 5 parts; before: nothing"
+    assert note("moves", offload).moves == "nothing itself; it predicts 484 kB down the bus and 484 kB up the bus"
+    assert note("bring_up", infinity).moves == "820 kB up the bus, in 8 parts"
+    assert "; 500 kB written to disk, in 5 parts; before" in note("reduce_scatter", infinity).moves
+    assert note("owned", zeropp).saves == "nothing; takes 969 kB of parameters: 485 kB before, 1.45 MB now"
+    assert note("reduce_scatter", zeropp).sends.startswith("125 kB in 5 all-to-alls in the node; 62.5 kB in 5 all-to-")
+
+
+@PAIRS
+def test_every_line_of_both_files_is_shown_and_equal_ones_are_equal(pair):
+    sources = [Source(name) for name in pair]
+    found = diff.pairs(*sources)
+    for side, source in zip(("before", "after"), sources, strict=True):
+        shown = [number for one in found for hunk in one.hunks for number in getattr(hunk, side)]
+        assert len(shown) == len(set(shown))
+        hidden = set(range(1, len(source.lines) + 1)) - set(shown)
+        assert all(re.fullmatch(r"|    # ---- .* -+", source.lines[number - 1]) for number in hidden)
+    for hunk in (hunk for one in found for hunk in one.hunks if hunk.equal and one.status != "inherited"):
+        texts = [[s.lines[n - 1] for n in lines] for s, lines in zip(sources, (hunk.before, hunk.after), strict=True)]
+        assert texts[0] == texts[1]
+
+
+@PAIRS
+def test_the_schedule_is_open_and_the_edges_are_folded(recorded, pages, pair):
+    shown, _, folded = (pages / file_of(pair)).read_text().partition('<details class="fold edges">')
+    core, edges = (set(re.findall(r'data-name="([^"]+)"', half)) for half in (shown, folded))
+    heart = {"offload": {"placed", "moves", "reduce"}, "offload.nvme": {"placed", "moves", "read_ahead"}}
+    heart["zeropp"] = {"owned", "all_gather", "reduce_scatter"}
+    assert heart.get(pair[1], {"owned", "reduce"}) <= core
+    assert not core & edges
+    for name in pair:
+        assert not Source(name).schedule & edges
+        assert not {event["method"] for event in recorded[name]["events"]} & edges
+    if pair[1] == "stage3_param":
+        assert {"gather", "free", "prefetch", "before_forward", "end_backward", "update"} < core
+        assert {"__init__", "hold", "release", "before_recomputation", "begin_load", "at_hand"} < edges
+
+
+def test_a_page_that_is_not_there_is_refused():
+    assert chosen("stage2_grad") == [("stage1_os", "stage2_grad")]
+    with pytest.raises(InputError, match="stage0_ddp"):
+        chosen("stage0_ddp")
+
+
+# ---- the events ---------------------------------------------------------------------------------------------------
+
+
+def events_of(recorded, name, *kinds):
+    """The events of a stage, or those of some kinds, with their numbers."""
+    return [(n, event) for n, event in enumerate(recorded[name]["events"]) if not kinds or event["kind"] in kinds]
+
+
+def cells(event, kind):
+    """[rank][bucket]: letters of one of parameters, gradients, optimizer, second."""
+    place = ("parameters", "gradients", "optimizer", "second").index(kind)
+    return [{bucket: states[place] for bucket, states in of_rank.items()} for of_rank in event["cells"]]
+
+
+def shards_in(states, rank, letters):
+    """The shards that a rank has in one of some states; behind the device's letters stand those of its own shard."""
+    return {shard if shard < len(RANKS) else rank for shard, state in enumerate(states) if state in letters}
+
+
+def numbers_of(recorded, name, kind, bucket):
+    """The numbers of the events of a kind about a bucket."""
+    return [n for n, event in events_of(recorded, name, kind) if event["about"] == bucket]
+
+
+@STAGES
+def test_every_bucket_is_reduced_once_and_all_that_is_sent_is_seen(recorded, name):
+    one = recorded[name]
+    buckets = [row["bucket"] for row in one["owned"][0]]
+    assert len(buckets) > 3
+    reductions = ("all_reduce", "reduce_scatter", "all_to_all in the node")
+    assert sorted(event["about"] for _, event in events_of(recorded, name, *reductions)) == sorted(buckets)
+    sent = [event["sent"] for event in one["events"]]
+    assert sent == sorted(sent)
+    assert sent[-1] == sum(one["sent"].values())
+    assert one["sent"] == one["predicted_sent"]
+
+
+@STAGES
+def test_after_the_step_each_rank_holds_what_owned_says(recorded, name):
+    one = recorded[name]
+    for event in (one["events"][0], one["events"][-1]):
+        for rank in RANKS:
+            for row in one["owned"][rank]:
+                for kind in ("parameters", "gradients", "optimizer"):
+                    begin, end = (position // row["shard_numel"] for position in row[kind])
+                    assert shards_in(cells(event, kind)[rank][row["bucket"]], rank, "rhnqt") == set(range(begin, end))
+    receive_buffer = one["samples"][0][1]["receive buffer"]
+    assert one["events"][0]["held"] == one["events"][-1]["held"] == sum(one["states"].values()) + receive_buffer
+    assert min(event["held"] for event in one["events"]) == one["events"][0]["held"]
+    assert one["states"] == one["predicted_states"]
+
+
+@STAGES
+def test_the_optimizer_steps_every_shard_from_its_mean_and_all_parameters_are_new(recorded, name):
+    for _, event in events_of(recorded, name, "stepped"):
+        about = event["about"]
+        for rank in RANKS:
+            stepped = shards_in(cells(event, "optimizer")[rank][about], rank, "n")
+            assert rank in stepped
+            assert stepped <= shards_in(cells(event, "gradients")[rank][about], rank, "h")
+    last = recorded[name]["events"][-1]
+    coming = {"t"} if name == "offload.nvme" else set()  # what is read for the next forward already
+    for of_rank in cells(last, "parameters"):
+        assert all(set(states) - coming <= {"n", "."} for states in of_rank.values())
+
+
+@STAGES
+def test_the_events_end_with_what_the_books_have(recorded, name):
+    one = recorded[name]
+    last, books = one["events"][-1], one["measured"]
+    assert books == one["predicted"]
+    assert last["sent"] == sum(books["wire_bytes_per_step"].values())
+    assert last["left"] == sum(books["internode_bytes_per_step"].values())
+    moved = books.get("bus_bytes_per_step", {}) | books.get("disk_bytes_per_step", {})
+    assert last["moved"] == moved
+    for before, after in pairwise(one["events"]):
+        assert before["left"] <= after["left"]
+        assert all(before["moved"][way] <= after["moved"][way] for way in moved)
+    if name == "offload":
+        assert last["beside"] == {"host": sum(books["host_state_bytes"].values())}
+    if name == "offload.nvme":
+        assert last["beside"]["disk"] == sum(books["disk_state_bytes"].values())
+
+
+@PAIRS
+def test_the_table_of_a_page_shows_the_books_of_both_engines(recorded, pages, pair):
+    rows = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td><td>(.*?)</td>', (pages / file_of(pair)).read_text())
+    shown = {said: values for said, *values in rows}
+    books = [recorded[name]["measured"] for name in pair]
+    for where, name in (("on the host", "host_state_bytes"), ("on disk", "disk_state_bytes")):
+        for state, nbytes in books[1].get(name, {}).items():
+            if nbytes:
+                assert shown[f"{notes.STATES[state]} {where}"] == ["-", chart.show_bytes(nbytes)]
+    for name in ("bus_bytes_per_step", "disk_bytes_per_step"):
+        for way, nbytes in books[1].get(name, {}).items():
+            assert shown[f"{notes.WAYS[way]} in a step"] == ["-", chart.show_bytes(nbytes)]
+    device = " on the device" if "host_state_bytes" in books[1] else ""
+    for said, name in ((f"model states{device}", "model_state_bytes"), ("sent in a step", "wire_bytes_per_step")):
+        assert shown[said] == [chart.show_bytes(sum(book[name].values())) for book in books]
+    if pair[1] == "zeropp":
+        left = [chart.show_bytes(sum(book["internode_bytes_per_step"].values())) for book in books]
+        assert shown["left the node in a step"] == left
+
+
+def test_what_the_host_is_to_step_goes_down_behind_its_reduction_and_comes_up_before_its_gather(recorded):
+    for bucket in (row["bucket"] for row in recorded["offload"]["owned"][0]):
+        kinds = ("reduce_scatter", "down", "host_step", "stepped", "up", "all_gather")
+        once = [numbers_of(recorded, "offload", kind, bucket) for kind in kinds]
+        assert all(len(numbers) == 1 for numbers in once)
+        assert once == sorted(once)
+
+
+def test_a_disk_reads_a_unit_before_its_turn_and_its_step_while_another_is_stepped(recorded):
+    name = "offload.nvme"
+    for bucket in (f"blocks.{number}" for number in range(2, 4)):  # the first ones were read by the step before
+        ups, reads = (numbers_of(recorded, name, kind, bucket) for kind in ("up", "read"))
+        assert reads[0] < ups[0]
+        assert recorded[name]["events"][ups[0]]["phase"] == "forward"
+    reads = {event["about"]: n for n, event in events_of(recorded, name, "read") if "optimizer" in event["names"]}
+    stepped = [(n, event["about"]) for n, event in events_of(recorded, name, "stepped")]
+    for (now, one), (_, following) in pairwise(stepped):
+        assert reads[following] < now < numbers_of(recorded, name, "write", one)[0]
+
+
+def test_second_shards_are_filled_by_the_first_gather_used_by_the_second_and_outdated_by_the_step(recorded):
+    events, gathered = recorded["zeropp"]["events"], {}
+    for number, event in events_of(recorded, "zeropp", "all_gather", "all_gather in the node"):
+        gathered.setdefault(event["about"], []).append(event["kind"])
+        crosses = event["left"] > events[number - 1]["left"]
+        assert crosses == (event["kind"] == "all_gather")
+    assert all(kinds[0] == "all_gather" and len(kinds) <= 2 for kinds in gathered.values())
+    assert sum(len(kinds) == 2 for kinds in gathered.values()) == 3
+    for rank in RANKS:
+        own = {2 * (rank % 2), 2 * (rank % 2) + 1}
+        for bucket in gathered:
+            assert shards_in(cells(events[0], "second")[rank][bucket], rank, "s") == own
+            for number in numbers_of(recorded, "zeropp", "stepped", bucket):
+                assert shards_in(cells(events[number - 1], "second")[rank][bucket], rank, "q") == own
+                assert shards_in(cells(events[number], "second")[rank][bucket], rank, "s") == own
+
+
+def test_gradients_go_inside_the_node_and_then_across(recorded):
+    for bucket in (row["bucket"] for row in recorded["zeropp"]["owned"][0]):
+        (inside,), (across,) = (
+            numbers_of(recorded, "zeropp", f"all_to_all {where}", bucket) for where in ("in the node", "across nodes")
+        )
+        assert across == inside + 1
+
+
+def test_stage_2_has_room_for_two_buckets_at_most(recorded):
+    alive = [
+        sum("." not in states for states in cells(event, "gradients")[0].values())
+        for _, event in events_of(recorded, "stage2_grad")
+    ]
+    assert max(alive) == 2
+    assert alive[0] == alive[-1] == 0
+
+
+def test_stage_3_frees_every_unit_that_it_gathers(recorded):
+    gathered = set()
+    for _, event in events_of(recorded, "stage3_param", "all_gather", "change"):
+        if event["kind"] == "all_gather":
+            assert event["about"] not in gathered
+            gathered.add(event["about"])
+        elif event["method"] == "free":
+            gathered -= set(event["names"])
+    assert not gathered
+
+
+def test_stage_3_gathers_the_next_unit_before_this_one_computes_and_computes_with_whole_ones_only(recorded):
+    gathers = {}  # (phase, unit) -> number of the event
+    for number, event in events_of(recorded, "stage3_param", "all_gather"):
+        gathers[event["phase"], event["about"]] = number
+        assert ("prefetch" in event["within"]) == (event["about"] != "the root")
+    for phase, step in (("forward", 1), ("backward", -1)):
+        computes = {part: n for n, e in events_of(recorded, "stage3_param", phase) for part in e["names"]}
+        blocks = [f"blocks.{number}" for number in range(4)][::step]
+        for this, following in pairwise(blocks):
+            assert gathers[phase, following] < computes[this] < computes[following]
+        for block in blocks:
+            event = recorded["stage3_param"]["events"][computes[block]]
+            assert all(set(of_rank[block]) == {"h"} for of_rank in cells(event, "parameters"))
+
+
+def test_what_is_gathered_last_in_forward_is_not_gathered_in_backward(recorded):
+    again = {
+        event["about"] for _, event in events_of(recorded, "stage3_param", "all_gather") if event["phase"] != "forward"
+    }
+    assert again == {"blocks.0", "blocks.1", "blocks.2"}
+
+
+@STAGES
+def test_every_event_has_a_sentence_and_most_a_line_of_code(recorded, name):
+    one, source, before = recorded[name], Source(name), None
+    nbytes = {row["bucket"]: row["nbytes"] for row in one["owned"][0]}
+    for recorded_event in one["events"]:
+        event = Event(**{**recorded_event, "cells": recorded_event["cells"][0]})
+        said = sentence(event, before, nbytes)
+        assert said.endswith(".")
+        assert "is done with" not in said  # what is said of a change that nothing else fits
+        if event.kind in ("pack", "all_reduce", "reduce_scatter", "all_gather", "arrive", "stepped"):
+            section = (source.base if event.inherited else source).method(event.method)
+            assert section.first <= event.line <= section.last
+        before = event
+
+
+@PAIRS
+def test_moments_are_those_at_which_the_same_part_computes_on_both_sides(recorded, pair):
+    found = moments(*(recorded[name]["events"] for name in pair))
+    for side, name in zip(("before", "after"), pair, strict=True):
+        events, numbers = recorded[name]["events"], [moment[side] for moment in found]
+        assert numbers == sorted(numbers)
+        assert (numbers[0], numbers[-1]) == (0, len(events) - 1)
+        for moment in found:
+            phase, _, parts = moment["said"].partition(" of ")
+            if parts:
+                event = events[moment[side]]
+                assert (event["kind"], set(re.split(", | and ", parts)) - set(event["names"])) == (phase, set())
+    assert {"backward of blocks.1", "the step begins"} < {moment["said"] for moment in found}
+
+
+def test_ranks_that_go_other_ways_are_noticed(recorded):
+    mine = {"events": [{**event, "cells": event["cells"][0]} for event in recorded["stage1_os"]["events"]], "owned": []}
+    other = copy.deepcopy(mine)
+    other["events"][5]["names"] = ["has_changed"]
+    with pytest.raises(AssertionError, match="has_changed"):
+        recording.together([mine, other])
+
+
+def train_recorded(world, name, looks_on):
+    """Weights after two steps, the second recorded or not, and whether the engine is as it was before."""
+    engine = make_engine(name)
+    train_one_step(engine, world)
+    before = set(vars(engine)), set(vars(engine.comm))
+    batch(engine.module, world)
+    if looks_on:
+        with Recorder(engine):
+            train_one_step(engine, world, step=1)
+    else:
+        train_one_step(engine, world, step=1)
+    return engine.full_state_dict(), before == (set(vars(engine)), set(vars(engine.comm)))
+
+
+@STAGES
+def test_a_recorder_changes_nothing(worlds, name):
+    (one, restored), (other, _) = (worlds(2).run(train_recorded, name, looks_on)[0] for looks_on in (True, False))
+    assert restored
+    assert same_bits(one, other)
+
+
+def test_a_timeline_shows_the_peak_on_an_axis_that_both_share(recorded, pages):
+    for pair in INCREMENTS:
+        text = (pages / file_of(pair)).read_text()
+        ticks = [re.findall(r'class="tick" style="bottom:([\d.]+)%">(\d+)', half) for half in text.split("<figure")[1:]]
+        assert len(ticks) == 2
+        assert ticks[0] == ticks[1]
+    samples = [
+        (phase, dict.fromkeys(chart.CLASSES, 10)) for phase in ("forward", "backward", "step") for _ in range(300)
+    ]
+    samples[777] = ("step", dict.fromkeys(chart.CLASSES, 20))
+    drawn = chart.timeline("", samples, top=20 * len(chart.CLASSES))
+    heights = [float(height) for height in re.findall(r"[ML]\d+ ([\d.]+)H", drawn)]
+    assert min(heights) == 0
+
+
+# ---- in a browser -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(browser, pages):
+    """`opened(file, screen, scheme)`: a page that has loaded. When the test ends, no script has failed."""
+    with opening(browser) as (open_page, asked):
+        yield lambda file, *looks, **named: open_page((pages / file).as_uri(), *looks, **named)
+    assert all(url.startswith(("file:", "data:")) and url.endswith((".html", "data:,")) for url in asked)
+
+
+@PAIRS
+@pytest.mark.parametrize("screen", SCREENS)
+def test_a_page_fits_its_screen_in_letters_that_can_be_read(opened, pair, screen):
+    page = opened(file_of(pair), screen)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate(SMALLEST) >= {"phone": 10, "laptop": 10, "projector": 13}[screen]
+    for text in ("h1", "#code .note dd", "#code .line code", "#memory .tick", ".stepper.shown .sentence"):
+        first = page.locator(text).locator("visible=true").first
+        assert first.inner_text().strip()
+    assert "Recorded by python -m course.lessons: gpt-nano" in page.locator(".about").inner_text()
+    equal_on_the_left = page.locator(".pair .equal .before").first
+    assert equal_on_the_left.is_visible() == (screen != "phone")  # on a phone equal lines are shown once
+    assert page.locator(".stepper").locator("visible=true").count() == (1 if screen == "phone" else 2)
+
+
+def test_light_and_dark_by_the_system_and_by_the_button(opened):
+    file = file_of(INCREMENTS[0])
+    light, dark = (opened(file, scheme=scheme) for scheme in ("light", "dark"))
+    (white, one), (black, other) = light.evaluate(CONTRAST), dark.evaluate(CONTRAST)
+    assert white != black
+    assert min(one, other) > 7
+    light.locator("#theme").click()
+    assert light.evaluate(CONTRAST)[0] == black
+    light.locator("#theme").click()
+    assert light.evaluate(CONTRAST)[0] == white
+
+
+@PAIRS
+def test_the_stepper_steps_by_click_and_by_slider(opened, recorded, pair):
+    page = opened(file_of(pair))
+    for side, name in zip(("before", "after"), pair, strict=True):
+        stepper, last = page.locator(f".stepper[data-side={side}]"), len(recorded[name]["events"])
+        seen = []
+        for go in ("next", "next", "back", "last", "next", "first", "back"):
+            stepper.locator(f"[data-go={go}]").click()
+            seen.append(int(re.search(r"Event (\d+) of", stepper.locator(".count").inner_text())[1]))
+        assert seen == [2, 3, 2, last, last, 1, 1]
+        stepper.locator("input").fill("7")
+        assert stepper.locator(".count").inner_text().startswith("Event 8 of")
+        event = recorded[name]["events"][7]
+        shown = stepper.locator(".ranks .shards").evaluate_all(
+            "rows => rows.map((row) => [...row.children].map((cell) => cell.dataset.state).join(''))"
+        )
+        order = [0, 3, 1, 2] if name == "zeropp" else [0, 1, 2]  # second shards behind parameters
+        cells_of = event["cells"]
+        assert shown == [cells_of[rank][bucket][kind] for bucket in cells_of[0] for rank in RANKS for kind in order]
+        stepper.locator("[data-go=last]").click()
+        moved = recorded[name]["events"][-1]["moved"]
+        for what, nbytes in {"sent": recorded[name]["events"][-1]["sent"], **moved}.items():
+            assert stepper.locator(f"b.{what}").inner_text() == chart.show_bytes(nbytes)
+
+
+def test_the_stepper_steps_by_keys_and_plays(opened):
+    page = opened(file_of(INCREMENTS[2]))
+    count, other = (page.locator(f".stepper[data-side={side}] .count") for side in ("after", "before"))
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
+    assert count.inner_text().startswith("Event 2 of")
+    page.locator("[data-side=before] input").focus()
+    for _ in range(4):  # past First, Back and Play to Next
+        page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert count.inner_text().startswith("Event 3 of")
+    page.keyboard.press("End")
+    assert re.match(r"Event (\d+) of \1,", count.inner_text())
+    page.keyboard.press("Home")
+    assert count.inner_text().startswith("Event 1 of")
+    assert other.inner_text().startswith("Event 1 of")
+    page.locator("[data-side=after] input").focus()
+    page.keyboard.press("ArrowRight")
+    assert count.inner_text().startswith("Event 2 of")
+    page.keyboard.press(" ")
+    page.wait_for_function("document.querySelector('[data-side=after] .count').innerText.startsWith('Event 3 of')")
+    page.keyboard.press(" ")
+    assert page.locator("[data-side=after] [data-go=play]").inner_text() == "Play"
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"  # where the focus is, shows
+
+
+def test_two_keys_step_both_engines_from_one_shared_moment_to_the_next(opened):
+    page = opened(file_of(INCREMENTS[2]))
+    both, sentences = page.locator(".moment"), page.locator(".stepper .sentence")
+    for _ in range(3):  # wte and wpe, blocks.0, blocks.1
+        page.keyboard.press("n")
+    assert both.inner_text() == "Both at: forward of blocks.1"
+    assert all("blocks.1" in said for said in sentences.all_inner_texts())
+    page.keyboard.press("ArrowRight")
+    assert both.inner_text() == "Each at a moment of its own"
+    page.keyboard.press("p")
+    assert both.inner_text() == "Both at: forward of blocks.1"
+    page.locator("[data-both='-1']").focus()
+    page.keyboard.press("Enter")
+    assert both.inner_text() == "Both at: forward of blocks.0"
+    for _ in range(30):
+        page.keyboard.press("n")
+    assert both.inner_text() == "Both at: the step is over"
+
+
+def test_a_print_shows_all_folds_both_engines_and_no_controls(opened):
+    page = opened(file_of(INCREMENTS[2]), scheme="dark")
+    assert not page.locator("[data-name=at_hand]").is_visible()
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("[data-name=at_hand]").is_visible()
+    assert page.locator("details:not([open])").count() == 0
+    assert page.locator("button, input").locator("visible=true").count() == 0
+    assert page.locator(".stepper").locator("visible=true").count() == 2
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator("details[open]").count() == 0
+
+
+@PAIRS
+def test_every_picture_says_what_it_shows(opened, recorded, pair):
+    page = opened(file_of(pair))
+    said = page.locator("svg, img, [role=img], progress").evaluate_all("all => all.map((one) => one.ariaLabel)")
+    assert all(said)
+    says = "all => all.map((one) => one.getAttribute('role') + one.ariaLabel)"
+    charts = page.locator(".plot:not(.narrow) svg").evaluate_all(says)
+    for chart_says, name in zip(charts, pair, strict=True):
+        highest = sum(chart.peak(recorded[name]["samples"]).values())
+        assert re.match(r"img[\w+ -]+: live bytes .* peak in (for|back)ward with ", chart_says)
+        assert chart.show_bytes(highest) in chart_says
+    beside = page.locator(".narrow svg").evaluate_all(says)
+    areas = recorded[pair[1]]["areas"][1:]
+    assert len(beside) == len(areas)
+    for area_says, area in zip(beside, areas, strict=True):
+        books = recorded[pair[1]]["measured"][f"{area}_state_bytes"]
+        assert all(chart.show_bytes(nbytes) in area_says for nbytes in books.values() if nbytes)
+
+
+def test_an_event_leads_to_its_line_in_the_code_above(opened, recorded):
+    page = opened(file_of(INCREMENTS[0]))
+    number, event = events_of(recorded, "stage1_os", "pack")[0]
+    page.locator("[data-side=after] input").fill(str(number))
+    line = page.locator(f"#after-{event['line']}")
+    assert "now" in line.get_attribute("class").split()
+    assert not line.is_visible()  # within unchanged lines, which are folded
+    page.locator("[data-side=after] .cause a").click()
+    assert line.is_visible()
+    assert "bucket.pack(name, gradient)" in line.inner_text()
+
+
+def test_a_phone_shows_one_engine_and_switches(opened):
+    page = opened(file_of(INCREMENTS[1]), "phone")
+    assert [page.locator(f"[data-side={side}].stepper").is_visible() for side in ("before", "after")] == [False, True]
+    page.locator("[data-show=before]").click()
+    assert [page.locator(f"[data-side={side}].stepper").is_visible() for side in ("before", "after")] == [True, False]
+    page.locator("[data-side=before] [data-go=last]").click()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_the_first_page_leads_to_all_others(opened):
+    page = opened("index.html")
+    titles = page.locator(".pages a").all_inner_texts()
+    assert titles[2:4] == ["Stage 2 to stage 3", "Stage 2 to ZeRO-Offload"]
+    for number in range(len(INCREMENTS)):
+        page.locator(".pages a").nth(number).click()
+        assert page.locator("h1").inner_text() == titles[number]
+        page.locator("nav a").first.click()
+    assert page.locator("h1").inner_text() == "ZeRO, increment by increment"

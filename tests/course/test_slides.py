@@ -1,0 +1,134 @@
+"""The deck: no more than 25 slides, each fits its screen, nothing is fetched, and its numbers are those of the records.
+
+Chromium comes from the distribution; without it, or without playwright, the test that opens the deck is skipped.
+"""
+
+import copy
+import html
+import json
+import re
+
+import pytest
+from browsing import opening
+from places import ROOT
+
+from common.measure.memory import CLASSES
+from common.measure.tables import show_bytes
+from course.slides import code, numbers
+from course.slides.page import document, slides
+
+HELD = dict.fromkeys(CLASSES, 1_000_000)
+RECORDED = {  # a step in three samples stands for one that is recorded on four ranks
+    name: {
+        "samples": [(phase, HELD) for phase in ("forward", "backward", "step")],
+        "parameters": 484_416,
+        "hardware": "2 x AMD EPYC, 24 GiB, gloo, torch 2.13.0+cpu, Python 3.11.7",
+    }
+    for name in numbers.STAGES
+}
+MEASURED = """() => [...document.querySelectorAll(".slide")].map((slide, number) => {
+  show(number);
+  const board = slide.querySelector(".board"), body = slide.querySelector(".body"), foot = slide.querySelector(".foot");
+  const parts = [...body.children].map((part) => part.getBoundingClientRect());
+  return {
+    over: Math.max(...[board, body].flatMap((part) => [
+      part.scrollHeight - part.clientHeight, part.scrollWidth - part.clientWidth])),
+    above: foot.getBoundingClientRect().top - Math.max(...parts.map((part) => part.bottom)),
+    prose: Math.min(...[...body.querySelectorAll("p:not(.source), .points li, .bars, .numbers")].map(
+      (part) => parseFloat(getComputedStyle(part).fontSize)), 99),
+    code: Math.min(...[...body.querySelectorAll("pre code")].map(
+      (part) => parseFloat(getComputedStyle(part).fontSize)), 99),
+  };
+})"""
+
+
+@pytest.fixture(scope="module")
+def deck():
+    return slides(RECORDED)
+
+
+def test_ninety_minutes_have_at_most_25_slides_and_each_has_notes(deck):
+    assert 1 < len(deck) <= 25
+    assert all(slide.notes for slide in deck)
+
+
+def test_no_slide_has_more_code_than_its_last_row_can_read(deck):
+    for slide in deck:
+        lines = re.findall(r'class="line (?!space)', slide.body)
+        assert len(lines) <= code.LINES, slide.title
+
+
+def test_code_is_that_of_the_minimal_pages(deck):
+    pages = "\n".join(path.read_text() for path in ROOT.glob("*/minimal*.py"))
+    sources = {line.strip() for line in pages.splitlines()}
+    shown = re.findall(
+        r'<span class="line (?:same|new|gone)"[^>]*>(.*?)</span>(?=<span class="line|</code>)',
+        "".join(s.body for s in deck),
+    )
+    assert len(shown) > 80
+    for line in shown:
+        assert html.unescape(re.sub(r"<[^>]+>", "", line)) in sources
+
+
+def test_the_last_slide_states_what_each_engine_keeps_and_sends(deck):
+    rows = re.findall(r"<tr><th scope=\"row\">(.*?)</th>(.*?)</tr>", deck[-1].body)
+    recorded = json.loads((ROOT / "results/demo.json").read_text())["rows"]
+    assert len(rows) == len(recorded)
+    for (label, cells), row in zip(rows, recorded, strict=True):
+        assert label == numbers.NAMES[row["engine"]]
+        for key in ("model_state_bytes", "wire_bytes_per_step"):
+            assert f">{show_bytes(sum(row[key].values()))}<" in cells
+
+
+def test_other_records_make_other_slides(deck, monkeypatch):
+    """No number is typed: where records change, so does every slide that names one as its source."""
+    real = numbers.record
+
+    def other(name):
+        found = changed(copy.deepcopy(real(name)))
+        found.get("cells", [None]).pop()
+        return found
+
+    monkeypatch.setattr(numbers, "record", other)
+    for before, after in zip(deck, slides(RECORDED), strict=True):
+        measured = re.search("[Cc]ounted|Sent|Simulated|make infinity|nodes of", before.source)
+        assert (before.body + before.notes != after.body + after.notes) == bool(measured), before.title
+
+
+def changed(tree):
+    """A record with every measured number some 30 % larger; what was set stays."""
+    if isinstance(tree, dict):
+        return {
+            key: value if key in ("ranks", "world_size", "layers") else changed(value) for key, value in tree.items()
+        }
+    if isinstance(tree, list):
+        return [changed(value) for value in tree]
+    if isinstance(tree, bool) or not isinstance(tree, int | float):
+        return tree
+    return type(tree)(tree * 1.3)
+
+
+def test_in_a_browser_every_slide_fits_and_nothing_is_fetched(deck, browser, tmp_path):
+    file = tmp_path / "slides.html"
+    file.write_text(document(deck))
+    with opening(browser) as (open_page, asked):
+        page = open_page(f"{file.as_uri()}#3")
+        page.set_viewport_size({"width": 1280, "height": 720})
+        assert now(page) == 3
+        for key, slide in (("ArrowRight", 4), ("Space", 5), ("PageUp", 4), ("End", len(deck)), ("Home", 1)):
+            page.keyboard.press(key)
+            assert now(page) == slide == int(page.url.partition("#")[2]), key
+        page.keyboard.press("n")
+        assert page.locator("aside:visible").count() == 1
+        page.keyboard.press("n")
+        for number, one in enumerate(page.evaluate(MEASURED), 1):
+            assert one["over"] <= 0, (number, one)
+            assert one["above"] >= 0, (number, one)
+            assert one["prose"] >= 24, (number, one)
+            assert one["code"] >= 17, (number, one)
+    assert all(url.startswith((file.as_uri(), "data:")) for url in asked)
+
+
+def now(page):
+    """The number of the slide that is shown."""
+    return page.evaluate("[...document.querySelectorAll('.slide')].findIndex((slide) => slide.checkVisibility()) + 1")

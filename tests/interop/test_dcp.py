@@ -1,0 +1,345 @@
+"""Checkpoints of torch.distributed.checkpoint: FSDP2 goes on from an engine's, and an engine from FSDP2's."""
+
+import copy
+import functools
+import itertools
+import math
+import operator
+import warnings
+from statistics import fmean
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from odd import Odd, build
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from training import SEVEN, UNFUSED, batch, message_in_step, same_bits, train_step
+
+from common import models
+from common.checkpoint.boxes import boxes
+from interop import peers
+from interop.export import export_folder
+
+MODELS = ("gpt-tiny", "resnet-tiny", "lora-tiny", "odd")  # tied; buffers; frozen; two groups, and what has no elements
+
+QUICKLY = ["stage2_grad", "stage3_param"]  # by FSDP2, which takes a second each
+OTHERS = [stage for stage in SEVEN if stage not in QUICKLY]
+
+
+# ---- boxes ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def intervals(draw):
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+    start, stop = sorted(draw(st.tuples(*[st.integers(0, math.prod(shape))] * 2)))
+    return shape, start, stop
+
+
+@given(intervals())
+def test_boxes_hold_each_element_of_an_interval_once_and_in_order(interval):
+    shape, start, stop = interval
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    found = [
+        numbers[tuple(slice(at, at + size) for at, size in zip(*box, strict=True))] for box in boxes(shape, start, stop)
+    ]
+    assert [number for box in found for number in box.flatten().tolist()] == list(range(start, stop))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+# ---- there ------------------------------------------------------------------------------------------------------
+
+ALONE = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
+
+
+def saved(world, stage, model, precision, folder):
+    """Train two steps and save; return the loss of the next one, and the weights after it."""
+    made = build(stage, model, precision=precision, optimizer=UNFUSED)
+    for step in range(2):
+        train_step(made, world, step)
+    made.save(folder, {"scheduler": {"last_epoch": 2}})
+    return train_step(made, world, 2), made.full_state_dict()
+
+
+def script(model):
+    """A model and an optimizer as a script without engines has them, both to be overwritten."""
+    torch.manual_seed(7)
+    module = Odd() if model == "odd" else models.build(model, device="cpu")
+    if model != "odd":
+        return module, UNFUSED([parameter for parameter in module.parameters() if parameter.requires_grad])
+    decayed = {"params": [module.last.weight, module.last.empty], "weight_decay": 0.2}
+    return module, UNFUSED([decayed, {"params": [module.last.bias], "lr": 2e-3}])
+
+
+def state_of(module, optimizer):
+    return dict(zip(("model", "optim"), get_state_dict(module, optimizer), strict=True))
+
+
+def resume(module, optimizer, folder):
+    """What a script does to go on from a checkpoint."""
+    state = state_of(module, optimizer) | {"extra": {"scheduler": {"last_epoch": 0}}}
+    with warnings.catch_warnings(action="ignore"):  # where there are no ranks torch says so
+        dcp.load(state, checkpoint_id=folder)
+    set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    return state["extra"]
+
+
+def store(state, folder):
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(state, checkpoint_id=folder)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("stage", ["stage3_param", pytest.param("stage1_os", marks=pytest.mark.exhaustive)])
+def test_a_plain_script_goes_on_to_the_same_bits(worlds, tmp_path, stage, model):
+    loss, weights = worlds(1).run(saved, stage, model, "fp32", tmp_path / "own")[0]
+    export_folder(tmp_path / "own", tmp_path / "dcp", "dcp")
+    module, optimizer = script(model)
+    extra = resume(module, optimizer, tmp_path / "dcp")
+    inputs, targets = batch(module, ALONE, 2)
+    ours = models.loss(module(inputs), targets)
+    ours.backward()
+    optimizer.step()
+    assert (ours.item(), extra) == (loss, {"scheduler": {"last_epoch": 2}})
+    assert same_bits(module.state_dict(), weights)
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_names_are_those_that_torch_gives_a_checkpoint(worlds, tmp_path, model, precision):
+    worlds(3).run(saved, "stage2_grad", model, precision, tmp_path / "own")
+    export_folder(tmp_path / "own", tmp_path / "dcp", "dcp")
+    module, optimizer = script(model)
+    store(state_of(module, optimizer) | {"extra": {"scheduler": {"last_epoch": 2}}}, tmp_path / "theirs")
+    ours, theirs = (stored(tmp_path / name) for name in ("dcp", "theirs"))
+    assert ours == theirs
+
+
+def stored(folder):
+    """What a folder holds: {key: its shape, None of what is no tensor}."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    return {key: getattr(told, "size", None) for key, told in metadata.state_dict_metadata.items()}
+
+
+# ---- and back ---------------------------------------------------------------------------------------------------
+
+
+def by_fsdp2(world, model, precision, folder, into):
+    """Go on by FSDP2: a step, a save, another step."""
+    made = peers.FSDP2(models.build(model), UNFUSED, init=models.initial_values(9), precision=precision)
+    resume(made.module, made.optimizer, folder)
+    first = train_step(made, world, 2), made.full_state_dict()
+    dcp.save(state_of(made.module, made.optimizer) | {"position": 3}, checkpoint_id=into)
+    return first, (train_step(made, world, 3), made.full_state_dict())
+
+
+def by_engine(world, stage, model, precision, folder):
+    made = build(stage, model, precision=precision, optimizer=UNFUSED, seed=9)
+    extra = made.load(folder)
+    return train_step(made, world, 3), made.full_state_dict(), extra
+
+
+def apart(one, other):
+    """How far two models are apart, by the length of the second."""
+    assert one.keys() == other.keys()
+    return math.sqrt(sum((one[k].double() - other[k].double()).square().sum() for k in one)) / math.sqrt(
+        sum(value.double().square().sum() for value in other.values())
+    )
+
+
+def there_and_back(worlds, folder, stage, model, precision, sizes):
+    """Save by an engine, go on by FSDP2, go on by the engine.
+
+    Returns:
+        Two pairs to compare: the step that FSDP2 took for the engine, and the one that the engine took for FSDP2; of
+        each step its loss and the weights after it.
+    """
+    there = worlds(sizes[0]).run(saved, stage, model, precision, folder / "own")
+    export_folder(folder / "own", folder / "dcp", "dcp")
+    theirs = worlds(sizes[1]).run(by_fsdp2, model, precision, folder / "dcp", folder / "theirs")
+    back = worlds(sizes[2]).run(by_engine, stage, model, precision, folder / "theirs")
+    assert back[0][2] == {"position": 3}
+    steps = [(there, [step for step, _ in theirs]), (back, [step for _, step in theirs])]
+    return [[(fmean(loss for loss, *_ in one), one[0][1]) for one in pair] for pair in steps]
+
+
+@pytest.mark.parametrize("stage", QUICKLY + [pytest.param(stage, marks=pytest.mark.exhaustive) for stage in OTHERS])
+def test_fsdp2_goes_on_from_every_engine_at_another_world_size_and_it_from_fsdp2(worlds, tmp_path, stage):
+    sizes = {"stage0_ddp": (2, 1, 3), "stage3_param": (3, 2, 1)}.get(stage, (1, 2, 2))
+    for (one, ours), (other, theirs) in there_and_back(worlds, tmp_path, stage, "gpt-tiny", "fp32", sizes):
+        assert abs(one - other) < 1e-6
+        assert apart(ours, theirs) < 1e-4  # gradients that are zero but for rounding are whole steps of AdamW
+
+
+@pytest.mark.parametrize("model", ["gpt-tiny", "resnet-tiny"])
+def test_at_one_rank_the_bits_are_the_same(worlds, tmp_path, model):
+    for (one, ours), (other, theirs) in there_and_back(worlds, tmp_path, "stage3_param", model, "fp32", (1, 1, 1)):
+        assert one == other
+        assert same_bits(ours, theirs)
+
+
+def loaded(world, stage, precision, folders):
+    """Load each, take a step; return the weights after it."""
+    found = []
+    for folder in folders:
+        made = build(stage, "odd", seed=9, precision=precision)
+        made.load(folder)
+        train_step(made, world, 2)
+        found.append(made.full_state_dict() | {"updates": torch.tensor(made.updates)})
+    return found
+
+
+@pytest.mark.parametrize(("stage", "precision"), [*zip(SEVEN, itertools.cycle(["bf16", "fp16", "fp32"]), strict=False)])
+def test_what_is_exported_is_loaded_as_the_checkpoint_is(worlds, tmp_path, stage, precision):
+    size = 1 + SEVEN.index(stage) % 3
+    worlds(size).run(saved, stage, "odd", precision, tmp_path / "own")
+    export_folder(tmp_path / "own", tmp_path / "dcp", "dcp")
+    for one, other in worlds(3 - size or 3).run(loaded, stage, precision, [tmp_path / "own", tmp_path / "dcp"]):
+        assert same_bits(one, other)
+
+
+def load_weights(world, model, folder):
+    made = build("stage3_param", model, seed=9)
+    made.load_weights(folder)
+    return made.full_state_dict()
+
+
+@pytest.mark.parametrize("model", ["gpt-tiny", "odd"])
+def test_weights_alone_are_read_with_and_without_a_prefix(worlds, tmp_path, model):
+    module, _ = script(model)
+    store(module.state_dict(), tmp_path / "weights")
+    store({"app": {"model": module.state_dict(), "step": 3}}, tmp_path / "app")
+    for name in ("weights", "app"):
+        for weights in worlds(2).run(load_weights, model, tmp_path / name):
+            assert same_bits(weights, module.state_dict())
+
+
+# ---- what does not fit ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def state():
+    """What a script holds that has trained the odd model for a step; copied by those that spoil it."""
+    module, optimizer = script("odd")
+    inputs, targets = batch(module, ALONE, 0)
+    models.loss(module(inputs), targets).backward()
+    module.last.empty.grad = torch.zeros_like(module.last.empty)  # an optimizer keeps nothing of what has no gradient
+    optimizer.step()
+    return state_of(module, optimizer)
+
+
+def without(path):
+    """Take an entry out of a state: a, b, c for state["a"]["b"]["c"]."""
+
+    def spoil(state):
+        *outer, last = path
+        del functools.reduce(operator.getitem, outer, state)[last]
+
+    return spoil
+
+
+def with_(path, value):
+    """Put another entry in."""
+
+    def spoil(state):
+        *outer, last = path
+        functools.reduce(operator.getitem, outer, state)[last] = value
+
+    return spoil
+
+
+def numbered(state):
+    """As `optimizer.state_dict()` has it."""
+    names = {name: number for number, name in enumerate(state["optim"]["state"])}
+    state["optim"]["state"] = {names[name]: value for name, value in state["optim"]["state"].items()}
+    for group in state["optim"]["param_groups"]:
+        group["params"] = [names[name] for name in group["params"]]
+
+
+GROUPS = ("optim", "param_groups")
+WEIGHT = ("optim", "state", "last.weight")
+SPOILED = {
+    "a parameter": (without(("model", "last.weight")), "'last.weight' is missing"),
+    "a frozen one": (without(("model", "first.bias")), "'first.bias' is missing"),
+    "one without elements": (without(("model", "last.empty")), "'last.empty' is missing"),
+    "a buffer": (without(("model", "seen")), "'seen' is missing; the names are to be those of model.state_dict()"),
+    "a state": (without((*WEIGHT, "exp_avg")), "'optim.state.last.weight.exp_avg' is missing"),
+    "all states of one": (without(("optim", "state", "last.empty")), "'optim.state.last.empty.exp_avg' is missing"),
+    "a counter": (without((*WEIGHT, "step")), "'optim.state.last.weight.step' is missing"),
+    "an option": (without((*GROUPS, 1, "betas")), "option 'betas' of the optimizer is missing there"),
+    "a group": (without((*GROUPS, 1)), "the optimizer has 1 groups there and 2 here"),
+    "the optimizer": (without(("optim",)), "it holds the options of no optimizer"),
+    "the model": (without(("model",)), "is missing; the names are to be those of model.state_dict()"),
+    "another parameter": (with_(("model", "other"), torch.ones(2)), "'other' is not in the model"),
+    "no tensor": (with_(("model", "last._extra_state"), "some"), "'model.last._extra_state' is no tensor"),
+    "another shape": (with_(("model", "last.bias"), torch.ones(6)), "'last.bias' is floating, of shape [6] there"),
+    "another state": (
+        with_((*WEIGHT, "max_exp_avg_sq"), torch.ones(5, 7)),
+        "'optim.state.last.bias.max_exp_avg_sq' is missing",
+    ),
+    "a state of another shape": (
+        with_((*WEIGHT, "exp_avg"), torch.ones(7, 5)),
+        "'optim.state.last.weight.exp_avg' has shape [7, 5] there",
+    ),
+    "another's state": (
+        with_(("optim", "state", "gone"), {"step": torch.ones(())}),
+        "'optim.state.gone.step' is of no parameter here",
+    ),
+    "another option": (with_((*GROUPS, 0, "momentum"), 0.9), "the optimizer has no option 'momentum' here"),
+    "another group": (
+        with_((*GROUPS, 0, "params"), ["last.weight", "last.empty", "last.bias"]),
+        "'last.bias' is twice in the optimizer's groups there",
+    ),
+    "a group's other name": (with_((*GROUPS, 1, "params"), ["gone"]), "'gone', which is no parameter here"),
+    "a parameter of no group": (
+        with_((*GROUPS, 1, "params"), []),
+        "parameter 'last.bias' is floating, of shape [5], fr",
+    ),
+    "steps that differ": (
+        with_((*WEIGHT, "step"), torch.tensor(9.0)),
+        "'step' of 'last.weight' and 'last.empty' differ there",
+    ),
+    "numbers for names": (numbered, "is of no parameter here; save what torch's get_state_dict returns"),
+    "a second model": (lambda state: state.update(ema=dict(state["model"])), "the model is there as 'ema.' and as"),
+    "a second optimizer": (lambda state: state.update(other=state["optim"]), "it holds the options of 2 optimizers"),
+    "all in one": (lambda state: state.update(state.pop("model")), "is no tensor; leave it out"),
+}
+
+
+def complaints(world, folders):
+    """What an engine says of each; it must be as it was."""
+    made = build("stage3_param", "odd")
+    train_step(made, world)
+    before, found = (made.full_state_dict(), str(made.optimizer.state_dict())), []
+    for folder in folders:
+        found.append(message_in_step(made.load, folder))
+    assert same_bits(before[0], made.full_state_dict())
+    assert before[1] == str(made.optimizer.state_dict())
+    train_step(made, world, 1)
+    return found
+
+
+def test_a_folder_that_is_not_whole_is_told(worlds, tmp_path, state):
+    for name in ("cut", "part"):
+        store(state, tmp_path / name)
+    (tmp_path / "cut" / ".metadata").write_bytes((tmp_path / "cut" / ".metadata").read_bytes()[:100])
+    (data,) = (tmp_path / "part").glob("*.distcp")
+    data.unlink()
+    (tmp_path / "none").mkdir()
+    for cut, part, none in worlds(2).run(complaints, [tmp_path / name for name in ("cut", "part", "none")]):
+        assert "UnpicklingError: pickle data was truncated" in cut
+        assert f"{data.name} is missing; copy the whole folder" in part
+        assert "there is no checkpoint" in none
+
+
+def test_what_does_not_fit_is_named_on_every_rank_and_nothing_changes(worlds, tmp_path, state):
+    for number, (spoil, _) in enumerate(SPOILED.values()):
+        spoiled = copy.deepcopy(state)
+        spoil(spoiled)
+        store(spoiled, tmp_path / str(number))
+    for found in worlds(2).run(complaints, [tmp_path / str(number) for number in range(len(SPOILED))]):
+        answers = {what: (expected, said) for (what, (_, expected)), said in zip(SPOILED.items(), found, strict=True)}
+        assert {what: pair for what, pair in answers.items() if pair[0] not in str(pair[1]) or "\n" in pair[1]} == {}

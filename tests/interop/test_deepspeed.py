@@ -1,0 +1,584 @@
+"""DeepSpeed's words: its scripts run unchanged, and each key of its JSON is obeyed, harmless or refused by name."""
+
+import contextlib
+import functools
+import inspect
+import io
+import itertools
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from places import ROOT
+from torch import nn
+
+from common.engine.mixed_precision import gradient_norm
+from common.errors import InputError
+from interop import deepspeed
+from interop.beside_deepspeed import compared
+from interop.deepspeed import Engine, get_accelerator, keys
+from interop.deepspeed.ops.adam import DeepSpeedCPUAdam
+from interop.deepspeed.runtime.lr_schedules import KINDS
+from interop.deepspeed.runtime.utils import see_memory_usage
+from interop.deepspeed.settings import optimizer_of, scheduler_of, settings
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
+USUAL = {"train_micro_batch_size_per_gpu": 8, "optimizer": ADAMW}
+WARMED = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-2}}}
+ZERO = {  # engine -> what leads to it
+    "stage0_ddp": {"stage": 0, "contiguous_gradients": True},
+    "stage1_os": {"stage": 1, "reduce_bucket_size": 5e8},
+    "stage2_grad": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"},
+    "stage3_param": {"stage": 3, "stage3_prefetch_bucket_size": "auto", "sub_group_size": 1e9},
+    "offload": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    "offload.nvme": {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}},
+    "zeropp": {"stage": 3, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True},
+}
+
+
+def script(world, name, arguments):
+    """Run a script as it is, but that DeepSpeed is ours; what it prints."""
+    said = io.StringIO()
+    ours, argv = mock.patch.dict(sys.modules, deepspeed=deepspeed), [name, *map(str, arguments)]
+    with ours, mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(said):
+        runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
+    return said.getvalue()
+
+
+def run(worlds, tmp_path, name, config, *arguments):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**USUAL, **config}))
+    named = ["--deepspeed_config"] if name == "getting_started" else []
+    return worlds(2).run(script, name, [*named, file, *arguments])[0]
+
+
+def numbers(text, what="loss"):
+    return [float(number) for number in re.findall(rf"{what} ([\d.]+)", text)]
+
+
+# ---- scripts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_every_value_of_zero_leads_to_the_engine_that_does_it_and_trains(worlds, tmp_path, name):
+    assert settings({**USUAL, "zero_optimization": ZERO[name]}, 2, torch.float32).engine == name
+    said = run(worlds, tmp_path, "getting_started", {"zero_optimization": ZERO[name]}, "--epochs", 4)
+    assert numbers(said)[-1] < numbers(said)[0]
+    assert numbers(said, "updates") == [16, 32, 48, 64]
+
+
+def test_a_script_keeps_its_optimizer_its_groups_and_its_scheduler(worlds, tmp_path):
+    said = {name: run(worlds, tmp_path, "own_optimizer", {"zero_optimization": ZERO[name]}) for name in list(ZERO)[:6]}
+    assert len({tuple(numbers(text)) for text in said.values()}) == 1
+    assert numbers(said["stage0_ddp"])[-1] < numbers(said["stage0_ddp"])[0]
+
+
+def rates_around_a_checkpoint(world, folder, zero):
+    """The rates that a script's own scheduler sets, and those that the engine has, after it has loaded."""
+    model = nn.Linear(4, 4)
+    own = torch.optim.AdamW(model.parameters(), lr=1.0)
+    halved = torch.optim.lr_scheduler.ExponentialLR(own, 0.5)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=own, lr_scheduler=halved, config=config)
+    rates = []
+    for loads in (False, True, False):
+        if loads:
+            engine.save_checkpoint(folder)
+            engine.load_checkpoint(folder)
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        rates.append((own.param_groups[0]["lr"], engine._engine.optimizer.param_groups[0]["lr"]))
+    return rates
+
+
+@pytest.mark.parametrize("name", list(ZERO))
+def test_a_scripts_scheduler_sets_the_rates_after_loading_too(worlds, tmp_path, name):
+    rates = worlds(2).run(rates_around_a_checkpoint, str(tmp_path), ZERO[name])[0]
+    assert rates == [(0.5, 0.5), (0.25, 0.25), (0.125, 0.125)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_loss_is_divided_and_the_last_micro_batch_steps(worlds, tmp_path, precision):
+    config = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.5, **WARMED}
+    config |= {precision: {"enabled": True}} if precision != "fp32" else {}
+    whole = {**config, "gradient_accumulation_steps": 1}
+    said = [
+        run(worlds, tmp_path, "accumulating", {**config, "zero_optimization": ZERO[name]}) for name in list(ZERO)[:4]
+    ]
+    norms = [numbers(text, "norm") for text in said]
+    assert norms[0] == norms[1]
+    assert norms[2] == norms[3] == pytest.approx(norms[0], rel=1e-2)
+    alone = numbers(run(worlds, tmp_path, "accumulating", whole), "norm")
+    assert norms[0][0] < alone[0]  # the mean of three gradients, and no sum
+
+
+def test_stage_3_has_a_model_built_in_parts_and_weights_that_one_rank_writes(worlds, tmp_path):
+    for name in ("stage3_param", "offload.nvme"):
+        said = run(worlds, tmp_path, "stage3", {"bf16": {"enabled": True}, "zero_optimization": ZERO[name]}, tmp_path)
+        assert numbers(said)[-1] < numbers(said)[0]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "stage2_grad" else pytest.mark.exhaustive) for n in ZERO]
+)
+def test_a_run_goes_on_to_the_same_losses(worlds, tmp_path, name):
+    config = {**WARMED, "zero_optimization": ZERO[name], "gradient_clipping": 1.0}
+    whole = run(worlds, tmp_path, "resuming", config, tmp_path / "whole", 6)
+    first, second = (run(worlds, tmp_path, "resuming", config, tmp_path / "cut", last) for last in (4, 6))
+    assert (numbers(first) + numbers(second), numbers(second, "rate")) == (numbers(whole), numbers(whole, "rate")[4:])
+
+
+@pytest.mark.exhaustive
+def test_torchrun_starts_a_script(tmp_path):
+    file, config = tmp_path / "script.py", tmp_path / "config.json"
+    text = (SCRIPTS / "getting_started.py").read_text()
+    file.write_text(text.replace("import deepspeed\n", "from interop import deepspeed\n"))
+    config.write_text(json.dumps(USUAL))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", file]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [*command, "--deepspeed_config", config], env=environment, capture_output=True, text=True, check=True
+    )
+    assert len(numbers(ended.stdout)) == 2
+
+
+# ---- the configuration -----------------------------------------------------------------------------------------------
+
+
+def refusal(config, ranks=2):
+    with pytest.raises(InputError) as error:
+        made = settings(config, ranks, torch.float32)
+        optimizer_of(*made.optimizer)
+        scheduler_of(*made.scheduler)
+    (line,) = str(error.value).splitlines()
+    return line
+
+
+def nested(name, value):
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return value
+
+
+def merged(one, other):
+    both = {
+        name: {**one[name], **value} if isinstance(value, dict) and name in one else value
+        for name, value in other.items()
+    }
+    return {**one, **both}
+
+
+@pytest.mark.parametrize("key", [key for key in keys.KEYS if key.kind == keys.REFUSED], ids=lambda key: key.name)
+def test_a_refused_key_is_named_in_one_line_unless_it_asks_for_nothing(key):
+    assert repr(key.name) in refusal(merged(USUAL, nested(key.name, {"enabled": True})))
+    for nothing in key.nothing or ({"enabled": False},):
+        assert key.name in settings(merged(USUAL, nested(key.name, nothing)), 2, torch.float32).harmless
+
+
+@pytest.mark.parametrize("key", [key for key in keys.KEYS if key.kind == keys.HARMLESS], ids=lambda key: key.name)
+def test_a_harmless_key_is_listed_and_changes_nothing(key):
+    bare = settings(USUAL, 2, torch.float32)
+    for value in ("auto", True, 7):
+        found = settings(merged(USUAL, nested(key.name, value)), 2, torch.float32)
+        assert found.harmless == [key.name]
+        assert (found.engine, found.options, found.batch) == (bare.engine, bare.options, bare.batch)
+
+
+CLIPPED = {"left out": {}, "0": {"gradient_clipping": 0}, "0.5": {"gradient_clipping": 0.5}}
+BAD = {
+    "a batch that is not its parts": (
+        {"train_batch_size": 30, "gradient_accumulation_steps": 2},
+        "8 x .* 2 x 2 ranks is 32",
+    ),
+    "no batch": ({"train_micro_batch_size_per_gpu": "auto"}, "neither 'train_batch_size' nor"),
+    "an optimizer unknown": (
+        {"optimizer": {"type": "OneBitAdam", "params": {}}},
+        "'OneBitAdam' is unknown here; give AdamW",
+    ),
+    "an argument unknown": ({"optimizer": {"type": "SGD", "params": {"lr": 1, "beta": 2}}}, "'beta'"),
+    "a rate that is auto": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
+        "'optimizer.params.lr' is \"auto\"",
+    ),
+    "a scheduler unknown": (
+        {"scheduler": {"type": "OneCycle", "params": {}}},
+        "'OneCycle' is unknown here; give WarmupLR",
+    ),
+    "clipping that is auto": ({"gradient_clipping": "auto"}, "'gradient_clipping' is \"auto\""),
+    "a key misspelt": ({"zero_optimization": {"stag": 2}}, "did you mean 'zero_optimization.stage'"),
+    "two precisions": ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16"),
+    "a stage unknown": ({"zero_optimization": {"stage": 4}}, "give 0, 1, 2 or 3"),
+    "ZeRO++ in stage 2": ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "belongs to stage 3"),
+    "ZeRO++ with tiers": (
+        {"zero_optimization": {**ZERO["offload.nvme"], "zero_quantized_weights": True}},
+        "two engines here",
+    ),
+    "a disk in stage 2": (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+        "stage 3 all to any",
+    ),
+    "a number that is none": ({"train_batch_size": "many"}, "'train_batch_size' is 'many'; give a whole number"),
+    "a number below 0": ({"gradient_clipping": -1}, "'gradient_clipping' is -1; give a number from 0 on"),
+    "a switch that is none": ({"bf16": {"enabled": "yes"}}, "'bf16.enabled' is 'yes'; give true or false"),
+    "a section that is none": ({"optimizer": {"type": "SGD", "params": 3}}, "'optimizer.params' is 3; give an object"),
+    "a tier unknown": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}},
+        "give none, cpu or nvme",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_is_told_in_one_line(what):
+    config, words = BAD[what]
+    assert re.search(words, refusal({**USUAL, **WARMED, **config}))
+
+
+def test_null_counts_as_left_out():
+    nulls = dict.fromkeys(("scheduler", "fp16", "gradient_clipping", "steps_per_print", "zero_optimization"))
+    assert settings({**USUAL, **nulls}, 2, torch.float32) == settings(USUAL, 2, torch.float32)
+
+
+def test_auto_follows_from_the_rest():
+    auto = dict.fromkeys(("train_batch_size", "gradient_accumulation_steps"), "auto")
+    made = settings({**USUAL, **auto, "bf16": {"enabled": "auto"}}, 4, torch.bfloat16)
+    assert (made.batch.step, made.batch.accumulate, made.options["precision"]) == (32, 1, "bf16")
+    assert settings({"train_batch_size": 64, "gradient_accumulation_steps": 2}, 4, torch.float32).batch.micro == 8
+
+
+def test_a_gradient_is_clipped_to_1_unless_the_configuration_says_otherwise():
+    limits = {
+        value: settings({**USUAL, **said}, 2, torch.float32).options["clip_norm"] for value, said in CLIPPED.items()
+    }
+    assert limits == {"left out": 1.0, "0": float("inf"), "0.5": 0.5}
+
+
+def refused(world, arguments):
+    """What initialize() says."""
+    try:
+        deepspeed.initialize(**{"model": nn.Linear(4, 4), "config": USUAL, **arguments})
+    except InputError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"model": None}, "needs model="),
+        ({"config": None}, "needs config="),
+        ({"config": __file__}, "is no JSON file"),
+        ({"config": {"train_batch_size": 8}}, "there is no optimizer"),
+        ({"mpu": object()}, "data-parallel alone"),
+        ({"model": len}, "an nn.Module, not"),
+        ({"optimizer": "adam"}, "optimizer='adam'"),
+        ({"lr_scheduler": "WarmupLR"}, "lr_scheduler='WarmupLR'"),
+    ],
+)
+def test_initialize_says_what_it_lacks(worlds, arguments, words):
+    said = worlds(2).run(refused, arguments)[0]
+    assert words in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_class_of_torchs_is_found_for_the_optimizers_name():
+    made = optimizer_of("Adam", {"lr": 1, "betas": [0.9, 0.95], "adam_w_mode": False})
+    assert type(made([nn.Parameter(torch.zeros(1))])) is torch.optim.Adam
+    assert type(optimizer_of("adam", {"lr": 1})([nn.Parameter(torch.zeros(1))])) is torch.optim.AdamW
+    assert type(optimizer_of("SGD", {"lr": 1})([nn.Parameter(torch.zeros(1))])) is torch.optim.SGD
+
+
+# ---- words beside them -----------------------------------------------------------------------------------------------
+
+
+def beside(world):
+    """What scripts import besides: Adams in stage 3, torch.distributed; and what an engine does not have."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    adam = DeepSpeedCPUAdam(model.parameters(), lr=1e-2, adamw_mode=False)
+    engine, shown, _, _ = deepspeed.initialize(
+        model=model, optimizer=adam, config={"train_batch_size": 8, "zero_optimization": {"stage": 3}}
+    )
+    engine.backward(engine(torch.ones(4, 8)).sum())
+    engine.step()
+    said = []
+    for name in ("train_batch", "half", "generate"):
+        with pytest.raises(AttributeError) as error:
+            getattr(engine, name)
+        said.append(str(error.value))
+    return (
+        shown.param_groups is adam.param_groups,
+        type(adam),
+        deepspeed.comm.get_world_size(),
+        engine.global_steps,
+        said,
+    )
+
+
+def test_adams_and_comm_are_torchs_and_what_is_missing_is_named(worlds):
+    kept, kind, size, steps, said = worlds(2).run(beside)[0]
+    assert (kept, kind, size, steps) == (True, torch.optim.Adam, 2, 1)
+    for name, line in zip(("train_batch", "half", "generate"), said, strict=True):
+        assert repr(name) in line
+    with pytest.raises(AttributeError, match="'init_inference' is not here"):
+        deepspeed.init_inference()
+
+
+STRAY = "got a gradient outside of engine.backward"
+
+
+def refused_by(call, *arguments, **named):
+    """What it says who refuses a call, in one line."""
+    with pytest.raises((InputError, RuntimeError, AttributeError)) as error:
+        call(*arguments, **named)
+    (line,) = str(error.value).splitlines()
+    return line
+
+
+def norm_of(engine):
+    """Of the gradient that there is."""
+    return gradient_norm(engine._engine.buckets, engine._engine.comm).item()
+
+
+def words_of_an_engine(world, zero, folder):
+    """What a script asks of the engine and the optimizer beside the loop; and norms, however gradients were dropped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    model[0].bias.requires_grad_(False)
+    own = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    rates = torch.optim.lr_scheduler.StepLR(own, 1, 0.5)
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": zero}
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=own, lr_scheduler=rates, config=config)
+    x, norms = torch.full((4, 8), 1.0 + world.rank), []
+    for drop in (None, engine.zero_grad, optimizer.zero_grad, own.zero_grad):
+        if drop is not None:
+            engine.backward(engine(3 * x).square().sum())
+            drop()
+        engine.backward(engine(x).square().sum())
+        norms.append(norm_of(engine))
+        engine.zero_grad()
+    loss = engine(x).square().sum()
+    engine.backward(loss, retain_graph=True)
+    engine.backward(loss)
+    norms.append(norm_of(engine) / 2)
+    engine.zero_grad()
+    said = {
+        "loss.backward": refused_by(engine(x).sum().backward),
+        "optimizer.step": refused_by(optimizer.step),
+        "own.step": refused_by(own.step),
+        "optimizer.state_dict": refused_by(optimizer.state_dict),
+        "optimizer.load_state_dict": refused_by(optimizer.load_state_dict, {}),
+        "own.state_dict": refused_by(own.state_dict),
+        "optimizer.refresh_fp32_params": refused_by(lambda: optimizer.refresh_fp32_params),
+        "engine.state_dict": refused_by(lambda: engine.state_dict),
+        "save_checkpoint": refused_by(engine.save_checkpoint, folder, exclude_frozen_parameters=True),
+        "load_checkpoint": refused_by(engine.load_checkpoint, folder, custom_load_fn=print),
+        "module_state_dict": refused_by(engine.module_state_dict, keep_vars=True),
+    }
+    engine.backward(engine(x).square().sum())
+    engine.step(lr_kwargs={"epoch": 2})
+    applied = engine.was_step_applied()
+    asked = [engine.dp_world_size, engine.get_mom(), engine.gradient_clipping(), optimizer.cur_scale]
+    asked += [engine.bfloat16_enabled(), engine.fp16_enabled(), engine.loss_scale(), engine.get_lr(), applied]
+    engine.save_checkpoint(folder, client_state={"best": np.float32(0.5), "seen": [np.int64(3)]})
+    _, client = engine.load_checkpoint(folder)
+    whole, state = engine._engine.full_state_dict(), engine.module_state_dict()
+    assert whole.keys() == state.keys()
+    assert all(torch.equal(whole[name], state[name]) for name in whole)
+    engine.save_16bit_model(folder, "trained.bin", exclude_frozen_parameters=True)
+    engine.destroy()
+    kept = [*torch.load(f"{folder}/trained.bin"), *engine.module_state_dict(exclude_frozen_parameters=True)]
+    return norms, said, asked, client, kept
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_words_beside_the_loop_do_what_they_say_or_are_refused(worlds, tmp_path, name):
+    norms, said, asked, client, kept = worlds(2).run(words_of_an_engine, ZERO[name], str(tmp_path))[0]
+    assert norms == pytest.approx([norms[0]] * 5, rel=1e-3 if name == "zeropp" else 0)
+    assert STRAY in said.pop("loss.backward")
+    assert all(re.search("refused|taken over|not here|shards|reads all", line) for line in said.values()), said
+    assert asked == [2, [0.9], 0.0, 1.0, False, False, 0, [0.1 / 4], True]
+    assert client == {"best": 0.5, "seen": [3]}
+    assert kept == ["0.weight", "2.weight", "2.bias"] * 2
+
+
+def test_a_step_that_overflows_is_not_applied_and_halves_the_scale(worlds):
+    assert worlds(2).run(overflowing)[0] == [(False, True, 2.0), (True, False, 2.0)]
+
+
+def overflowing(world):
+    """Of two steps, the first with an overflow: whether it was applied, whether it overflowed, and the scale then."""
+    model, told = nn.Linear(4, 4), []
+    fp16 = {"enabled": True, "initial_scale_power": 2, "hysteresis": 1}
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, config={**USUAL, "fp16": fp16})
+    for factor in (1e6, 1.0):
+        engine.backward(engine(torch.ones(2, 4)).float().sum() * factor)
+        engine.step()
+        told.append((engine.was_step_applied(), optimizer.overflow, optimizer.cur_scale))
+    return told
+
+
+def test_the_accelerator_is_this_ranks_device():
+    accelerator = get_accelerator()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert accelerator.device_name() == torch.device(accelerator.current_device_name()).type == device
+    assert accelerator.communication_backend_name() == {"cpu": "gloo", "cuda": "nccl"}[device]
+    assert accelerator.device_count() > 0
+    accelerator.set_device(0)
+    assert "create_graph is not here" in refused_by(lambda: accelerator.create_graph)
+
+
+def test_a_loader_begins_again_and_memory_is_told_when_forced(capsys):
+    loader = deepspeed.utils.RepeatingLoader([1, 2])
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+    see_memory_usage("not this")
+    see_memory_usage("after a step", force=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.search(r"^after a step: at most .* GiB on the host", line)
+
+
+def gathered_for(module):
+    with deepspeed.zero.GatheredParameters(module.weight, fwd_module=module):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: deepspeed.zero.register_external_parameter(nn.Linear(1, 1), None), "register_external_parameter"),
+        (lambda: gathered_for(nn.Linear(1, 1)), "register_external_parameter"),
+        (lambda: deepspeed.zero.Init(mpu=1).__enter__(), "mpu"),
+        (lambda: deepspeed.initialize(model=nn.Linear(1, 1), mesh_param=(2, 1)), "mesh_param"),
+        (lambda: deepspeed.init_distributed(init_method="tcp://"), "init_method"),
+        (lambda: deepspeed.init_distributed(rank=0), "rank='0'"),
+        (lambda: DeepSpeedCPUAdam([], fp32_optimizer_states=False), "fp32_optimizer_states"),
+        (lambda: DeepSpeedCPUAdam([], amsgrad=True), "amsgrad"),
+    ],
+)
+def test_an_argument_that_asks_for_what_is_not_here_is_refused(call, words):
+    assert re.search(rf"{words}.* is refused", refused_by(call))
+
+
+# ---- schedulers ------------------------------------------------------------------------------------------------------
+
+WARM = {"warmup_num_steps": 1000, "warmup_type": "log", "last_batch_iteration": -1}
+DEFAULTS = {  # DeepSpeed 0.19.8's
+    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, **WARM},
+    "WarmupDecayLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.001, **WARM},
+    "WarmupCosineLR": {"warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001, **WARM},
+}
+OTHERS = {"warmup_min_lr": [1e-4, 2e-4], "warmup_max_lr": [0.02, 0.3], "warmup_num_steps": 3, "warmup_type": "linear"}
+OTHERS |= {"warmup_min_ratio": 0.1, "cos_min_ratio": 0.2}
+
+
+def schedules():
+    """(scheduler, arguments): each subset of those that are left out, in warm-ups of 4 steps."""
+    for name, defaults in DEFAULTS.items():
+        needed = {} if name == "WarmupLR" else {"total_num_steps": 9}
+        ways = [argument for argument in defaults if argument in OTHERS]
+        for given in itertools.chain.from_iterable(
+            itertools.combinations(ways, count) for count in range(len(ways) + 1)
+        ):
+            yield name, {**needed, **{argument: OTHERS[argument] for argument in given}}
+
+
+def rates(name, arguments):
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (0.5, 0.03)]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    scheduler, told = scheduler_of(name, arguments)(optimizer), []
+    for _ in range(12):
+        told.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    return told
+
+
+def test_an_argument_of_a_scheduler_that_is_left_out_is_deepspeeds():
+    signatures = {name: inspect.signature(kind).parameters.values() for name, kind in KINDS.items()}
+    assert {
+        name: {argument.name: argument.default for argument in arguments if argument.default is not argument.empty}
+        for name, arguments in signatures.items()
+    } == DEFAULTS
+    assert max(rates("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 3})) == [0.001, 0.001]
+    assert rates("WarmupLR", {"warmup_num_steps": 3, "warmup_max_lr": [0.2, 0.4]})[-1] == [0.2, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"warmup_max_lr": [0.1]}, "'scheduler.params.warmup_max_lr' has 1 values for 2 groups"),
+        ({"warmup_min_lr": "low"}, "'scheduler.params.warmup_min_lr' is 'low'; give a number"),
+        ({"warmup_num_steps": 0}, "above 0"),
+        ({"warmup_num_steps": 1.5}, "a whole number"),
+        ({"warmup_type": "cubic"}, "give log or linear"),
+        ({"last_batch_iteration": 3}, "last_batch_iteration' is refused"),
+        ({"after": 1}, "'after'"),
+    ],
+)
+def test_an_argument_of_a_scheduler_that_cannot_be_is_named(arguments, words):
+    assert words in refused_by(rates, "WarmupLR", arguments)
+
+
+# ---- beside the real one ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+def test_losses_are_deepspeeds_and_where_they_part_the_cause_is_known(deepspeed_place):
+    equal = [(2, "fp32", "plain", False), (3, "fp32", "accumulating", False), (1, "bf16", "plain", True)]
+    apart = [(0, "fp32", "clipping", False), (2, "bf16", "accumulating", True), (3, "bf16", "plain", False)]
+    rows = compared([*equal, *apart], deepspeed_place, ranks=2)
+    assert [row["first_apart"] for row in rows[:3]] == [None] * 3
+    assert [row["cause"] for row in rows[3:]] == ["clipping", "micro-batches", "first weights"]
+    assert all(row["largest_difference"] < 5e-3 for row in rows)
+
+
+MODULES = ["utils", "zero", "comm", "ops", "ops.adam", "accelerator", "runtime"]
+MODULES = ["deepspeed", *(f"deepspeed.{name}" for name in MODULES)]
+MODULES += [f"deepspeed.runtime.{name}" for name in ("dataloader", "utils", "lr_schedules")]
+WORDS = """initialize add_config_arguments init_distributed get_accelerator utils.log_dist utils.log_dist_once zero.Init
+utils.RepeatingLoader zero.GatheredParameters zero.register_external_parameter runtime.utils.see_memory_usage
+comm.init_distributed ops.adam.FusedAdam ops.adam.DeepSpeedCPUAdam runtime.lr_schedules.WarmupLR
+runtime.lr_schedules.WarmupDecayLR runtime.lr_schedules.WarmupCosineLR"""
+OTHERWISE = {
+    "distributed_port",
+    "client_state",
+    "timeout",
+    "tensor_overrides",
+    "parser",
+}  # defaults, which change nothing
+
+
+@pytest.mark.exhaustive
+def test_words_have_deepspeeds_arguments_and_rates_and_what_is_missing_is_named(deepspeed_place):
+    methods = sorted(name for name, word in vars(Engine).items() if inspect.isfunction(word) and name[0] != "_")
+    methods.remove("to")  # of torch, where it takes anything
+    paths, cases = [f"deepspeed.{word}" for word in WORDS.split()], list(schedules())
+    environment = {**os.environ, "PYTHONPATH": str(deepspeed_place), "DS_ACCELERATOR": "cpu"}
+    words = [*paths, *(f"Engine.{name}" for name in methods)]
+    command = [sys.executable, SCRIPTS / "deepspeed_itself.py", *map(json.dumps, (MODULES, words, cases))]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    theirs = json.loads(told.splitlines()[-1])
+    for path, arguments in theirs["arguments"].items():
+        ours = inspect.signature(found(path)).parameters
+        assert [name for name in ours if name != "self"] == [name for name, _ in arguments], path
+        for name, default in arguments:
+            assert name in OTHERWISE or repr(ours[name].default) == default, (path, name)
+    for path, names in theirs["names"].items():
+        thing = found(path) if path != "Engine" else Engine(mock.Mock(module=nn.Identity()), *[mock.Mock()] * 3)
+        for name in names:
+            if not hasattr(thing, name):
+                assert re.search(rf"\b{name}\b.* not here|have '{name}'", refused_by(getattr, thing, name))
+    assert [rates(*case) for case in cases] == theirs["rates"]
+
+
+def found(path):
+    first, *rest = path.split(".")
+    return functools.reduce(getattr, rest, {"deepspeed": deepspeed, "Engine": Engine}[first])

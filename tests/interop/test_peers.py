@@ -1,0 +1,249 @@
+"""The libraries people would otherwise use: each follows torch's DDP, holds what it should, says what it lacks."""
+
+import contextlib
+import functools
+import importlib.util
+
+import pytest
+import torch
+import torch.distributed as dist
+from matrix import CELLS
+from torch.distributed.fsdp import FSDPModule
+from training import ADAMW, BUCKET_MB, batch, train_step
+
+from common import models
+from common.engines import find_engine
+from interop import museum, peers
+from interop.peers.base import Peer
+from lab.compare import relative_difference
+
+# Bytes per parameter of (parameters, gradients, optimizer) in fp32 with Adam on n ranks, on average over them.
+HOLDS = {
+    peers.ZeroRedundancy: lambda n: (4, 4, 8 / n),
+    peers.FSDP2: lambda n: (4 / n, 4 / n, 8 / n),
+    peers.FSDP2KeepParameters: lambda n: (4 / n, 4 / n, 8 / n),
+    peers.DeepSpeed1: lambda n: (4, 4 / n, 12 / n),  # a master copy in fp32 too; of the gradient the shard is left
+    peers.DeepSpeed2: lambda n: (4, 4 / n, 12 / n),
+    peers.DeepSpeed3: lambda n: (4 / n, 4 / n, 12 / n),
+}
+NEED_EVERY_PARAMETER = (peers.DeepSpeed1, peers.DeepSpeed2)
+missing = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+
+def parameters(found):
+    marks = {peer: missing if issubclass(peer, peers.DeepSpeed1) else () for peer in found}
+    return [pytest.param(peer, marks=marks[peer], id=peer.name) for peer in found]
+
+
+every_peer = pytest.mark.parametrize("peer", parameters(HOLDS))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_that_deepspeed_changed_end_here(worlds):
+    yield
+    worlds.close()
+
+
+def make(peer, model="gpt-tiny", **options):
+    return peer(models.build(model), ADAMW, init=models.initial_values(0), bucket_mb=BUCKET_MB, **options)
+
+
+def train(world, peer, model="gpt-tiny", **options):
+    engine = make(peer, model, **options)
+    losses = [train_step(engine, world, step) for step in range(10)]
+    held = engine.model_state_bytes() if peer is not peers.TorchDDP else None
+    return {"weights": engine.full_state_dict(), "losses": losses, "held": held}
+
+
+@functools.cache
+def trained(worlds, peer):
+    return worlds(2).run(train, peer)
+
+
+@functools.cache
+def ddp(worlds, model="gpt-tiny"):
+    return worlds(2).run(train, peers.TorchDDP, model)[0]
+
+
+@every_peer
+def test_ten_adamw_steps_end_with_the_weights_of_ddp(worlds, peer):
+    for rank in trained(worlds, peer):
+        assert relative_difference(rank["weights"], ddp(worlds)["weights"]) < 1e-5
+
+
+@pytest.mark.parametrize("peer", parameters([peer for peer in HOLDS if peer not in NEED_EVERY_PARAMETER]))
+def test_parameters_that_a_rank_does_not_use_are_trained_as_ddp_does(worlds, peer):
+    if issubclass(peer, peers.FSDP2) and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip(f"FSDP2 of torch {torch.__version__} cannot")
+    weights = worlds(2).run(train, peer, "moe-tiny")[0]["weights"]
+    assert relative_difference(weights, ddp(worlds, "moe-tiny")["weights"]) < 1e-5
+
+
+@every_peer
+def test_the_state_dict_is_the_whole_model_in_fp32(worlds, peer):
+    expected = models.build("gpt-tiny", device="cpu").state_dict()
+    for rank in trained(worlds, peer):
+        assert {k: (v.shape, v.dtype) for k, v in rank["weights"].items()} == {
+            k: (v.shape, torch.float32) for k, v in expected.items()
+        }
+
+
+@every_peer
+def test_a_rank_holds_the_model_states_of_its_stage(worlds, peer):
+    held = [rank["held"] for rank in trained(worlds, peer)]
+    count = sum(parameter.numel() for parameter in models.build("gpt-tiny").parameters())
+    for state, per_parameter in zip(("parameters", "gradients", "optimizer"), HOLDS[peer](2), strict=True):
+        mean = sum(rank[state] for rank in held) / 2
+        assert mean == pytest.approx(per_parameter * count, rel=5e-3)  # step counts
+
+
+def clipped(world, peer):
+    engine, norms = make(peer, clip_norm=0.5), []
+    for step in range(4):
+        inputs, targets = batch(engine.module, world, step)
+        engine.backward(models.loss(engine(inputs), targets))
+        norms.append(engine.step().norm)
+    return engine.full_state_dict(), norms
+
+
+@every_peer
+def test_the_norm_and_the_clipped_step_are_those_of_ddp(worlds, peer):
+    weights, norms = worlds(2).run(clipped, peer)[0]
+    ddp_weights, ddp_norms = worlds(2).run(clipped, peers.TorchDDP)[0]
+    assert norms == pytest.approx(ddp_norms, rel=1e-5)
+    assert all(norm > 0.5 for norm in norms)
+    assert relative_difference(weights, ddp_weights) < 1e-4
+
+
+def accumulated(world, peer, quiet):
+    """Two steps of three micro-batches each, of which the last is reduced; before them one that is dropped."""
+    engine = make(peer)
+    for step in range(2):
+        for micro in range(4):
+            inputs, targets = batch(engine.module, world, 4 * step + micro)
+            with engine.no_sync() if micro in (1, 2) or (quiet and micro == 0) else contextlib.nullcontext():
+                engine.backward(models.loss(engine(inputs), targets) / 3)
+            if micro == 0:
+                engine.zero_grad()
+        engine.step()
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("quiet", [False, True], ids=["", "from no_sync too"])
+@every_peer
+def test_no_sync_accumulates_and_zero_grad_drops(worlds, peer, quiet):
+    if quiet and issubclass(peer, (peers.FSDP2, peers.DeepSpeed2)):
+        pytest.skip(f"{peer.name} cannot drop what no_sync left: it says so, below")
+    weights, reference = (worlds(2).run(accumulated, which, quiet)[0] for which in (peer, peers.TorchDDP))
+    assert relative_difference(weights, reference) < 1e-4
+
+
+def read(world, peer):
+    """The first block's weights, as `gathered` and as `full_state_dict` show them after a step."""
+    engine = make(peer)
+    train_step(engine, world)
+    with engine.gathered(engine.module.blocks[0]):
+        block = engine.module.blocks[0]
+        seen = {name: p.detach().cpu().clone() for name, p in block.named_parameters(prefix="blocks.0")}
+    train_step(engine, world, 1)
+    again = make(peer)
+    train_step(again, world)
+    return seen, again.full_state_dict()
+
+
+@every_peer
+def test_gathered_weights_are_whole(worlds, peer):
+    seen, whole = worlds(2).run(read, peer)[0]
+    assert seen
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in seen.items())
+
+
+@pytest.mark.parametrize("peer", parameters([peer for peer in HOLDS if "bf16" in peer.precisions]))
+@pytest.mark.parametrize("model", ["gpt-tiny", "mlp"])  # of integers, of floating inputs
+def test_bf16_trains_fp32_weights_close_to_those_of_fp32(worlds, model, peer):
+    rank = worlds(2).run(functools.partial(train, precision="bf16"), peer, model)[0]
+    assert {tensor.dtype for tensor in rank["weights"].values()} == {torch.float32}
+    assert rank["losses"] == pytest.approx(ddp(worlds, model)["losses"], rel=1e-2)
+    assert rank["losses"] != ddp(worlds, model)["losses"]
+
+
+# ---- what a peer does not do it says ------------------------------------------------------------------------------
+
+
+def refusal(world, peer, what):
+    try:
+        REFUSED[what](peer)
+    except NotImplementedError as error:
+        return str(error)
+
+
+def some_loss(engine):
+    return engine(torch.zeros(2, 16, dtype=torch.long, device=next(engine.module.parameters()).device)).square().mean()
+
+
+def two_reduced_backwards(peer):
+    engine = make(peer)
+    engine.backward(some_loss(engine))
+    engine.backward(some_loss(engine))
+
+
+def drop_what_no_sync_left(peer):
+    engine = make(peer)
+    with engine.no_sync():
+        engine.backward(some_loss(engine))
+    engine.zero_grad()
+
+
+REFUSED = {
+    "fp16": lambda peer: make(peer, precision="fp16"),
+    "a group of its own": lambda peer: make(peer, process_group=dist.new_group()),
+    "two reduced backwards": two_reduced_backwards,
+    "drop what no_sync left": drop_what_no_sync_left,
+    "unused parameters": lambda peer: make(peer, "moe-tiny"),
+    "save": lambda peer: make(peer).save("nowhere"),
+    "load": lambda peer: make(peer).load("nowhere"),
+}
+WHY = {
+    ("fp16", peers.ZeroRedundancy): "zero_redundancy is run in fp32 only: .* no fp32 master",
+    ("fp16", peers.FSDP2): "fsdp2 is run in fp32 and bf16 only: .* no loss scaling",
+    ("fp16", peers.DeepSpeed3): "deepspeed3 is run in fp32 and bf16 only: ",
+    ("a group of its own", peers.DeepSpeed2): "makes its data-parallel group itself",
+    ("two reduced backwards", peers.DeepSpeed1): "a second backward replaces the gradient of the first",
+    ("two reduced backwards", peers.DeepSpeed2): "a second backward replaces the gradient of the first",
+    ("unused parameters", peers.DeepSpeed2): "ranks that use different parameters send buckets of different sizes",
+    ("drop what no_sync left", peers.FSDP2): "cannot drop the whole gradients that no_sync",
+    ("drop what no_sync left", peers.DeepSpeed2): "does not drop gradients that no_sync",
+    ("save", peers.FSDP2): "a checkpoint format of its own",
+    ("load", peers.DeepSpeed1): "a checkpoint format of its own",
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "peer", "why"),
+    [
+        pytest.param(what, peer, why, id=f"{what}-{peer.name}", marks=parameters([peer])[0].marks)
+        for (what, peer), why in WHY.items()
+    ],
+)
+def test_a_peer_says_what_it_does_not_do(worlds, what, peer, why):
+    for message in worlds(2).run(refusal, peer, what):
+        with pytest.raises(NotImplementedError, match=why):
+            raise NotImplementedError(message)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
+def test_without_deepspeed_its_peers_say_how_to_install_it(worlds):
+    for message in worlds(2).run(refusal, peers.DeepSpeed2, "save"):
+        assert "pip install 'zero-stages[peers]'" in message
+
+
+@every_peer
+def test_a_peer_names_its_settings_and_versions(peer):
+    assert peer.settings
+    assert all(version[0].isdigit() for version in peer.versions().values())
+
+
+@pytest.mark.parametrize("exhibit", museum.SHOWN["exhibits"], ids=lambda exhibit: exhibit["issue"])
+def test_what_the_museum_shows_is_a_cell_of_the_matrix_and_an_engine(exhibit):
+    assert exhibit["cell"] in map(str, CELLS)
+    assert issubclass(find_engine(exhibit["engine"]), Peer)

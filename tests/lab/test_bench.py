@@ -1,0 +1,169 @@
+"""The bench: who takes part, who gets a time, and what is said of it."""
+
+import argparse
+import json
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from commands import run
+from training import STAGES
+
+import stage1_os
+from interop import peers
+from lab import bench
+from lab.bench import Case, Contestant
+from lab.bench_results import SAME_LOSS, loss_difference, paired_ratio, row
+
+SMALL = ("--nproc", 2, "--models", "gpt-tiny", "--worlds", 1, "--rounds", 11, "--steps", 1)
+CASE = Case("gpt-tiny", "fp32", 2, 2, 10.0)
+
+
+class Hasty(stage1_os.Engine):
+    """A wrong engine: it forgets half of its steps."""
+
+    name, follows, skips = "hasty", "stage1_os", False
+
+    def update(self):
+        Hasty.skips = not Hasty.skips
+        if not Hasty.skips:
+            super().update()
+
+
+class Loud(peers.TorchDDP):
+    """A library with much to say."""
+
+    def __init__(self, *args, **options):
+        print("a setting and another")
+        warnings.warn("this will change", FutureWarning, stacklevel=2)
+        super().__init__(*args, **options)
+
+
+def options(**changes):
+    given = {"engines": "stage1_os", "peers": "", "models": "gpt-tiny", "precisions": "fp32", "nproc": "2", "batch": 1}
+    given |= {"bucket_mb": 10.0, "worlds": 2, "rounds": 6, "steps": 1, "oversubscribe": True, "json": None}
+    given |= {"small_send_buffers": False}
+    return argparse.Namespace(**{**given, **changes})
+
+
+def contestant(seconds, losses=(1.0,), **attributes):
+    """One whose timed rounds took so long: of one world [rounds] or of several [worlds, rounds]."""
+    made = Contestant("stage1_os")
+    made.seconds = [[9.0] * bench.WARM_UP + list(world) for world in np.atleast_2d(seconds)]
+    vars(made).update(losses=losses, peak_bytes=1, **attributes)
+    return made
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A small bench, as a user types it: its JSON and what it printed."""
+    path = tmp_path_factory.mktemp("bench") / "bench.json"
+    named = ("--precisions", "fp32,bf16", "--peers", "TorchDDP,ZeroRedundancy,FSDP2,BareLoop")
+    done = run("-m", "lab.bench", *SMALL, *named, "--json", path)
+    assert done.returncode == 0, done.stderr
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    assert len(done.stderr.splitlines()) == 1 and "bench.log" in done.stderr
+    return json.loads(path.read_text()), done.stdout
+
+
+def test_stages_and_peers_stand_in_one_table(written):
+    results, printed = written
+    assert {"stage3_param", "fsdp2"} <= set(printed.replace("│", " ").split())
+    timed = {(found["engine"], found["precision"]) for found in results["rows"] if found["median_seconds"]}
+    assert timed >= {
+        (engine, precision) for engine in (*STAGES, "torch_ddp", "fsdp2") for precision in ("fp32", "bf16")
+    }
+    assert "torch" in results["hardware"] and results["versions"]["torch"]
+
+
+def test_a_row_says_the_times_of_all_rounds_its_ratios_and_its_memory(written):
+    for found in written[0]["rows"]:
+        if found["note"] is None:
+            low, high = found["ratio_interval"]
+            assert np.shape(found["seconds"]) == (1, 11)
+            assert low <= found["ratio_to_torch_ddp"] <= high
+            assert found["peak_bytes"] > 0 and found["tokens_per_second"] > 0
+    by_name = {found["engine"]: found for found in written[0]["rows"] if found["precision"] == "fp32"}
+    assert set(by_name["stage1_os"]["ratios_to_peers"]) == {"zero_redundancy", "the bound"}
+    assert set(by_name["stage3_param"]["ratios_to_peers"]) == {"fsdp2", "the bound"}
+
+
+def test_who_does_not_take_part_has_a_reason_and_no_number(written):
+    found = {(r["engine"], r["precision"]): r for r in written[0]["rows"]}
+    assert "no fp32 master weights" in found["zero_redundancy", "bf16"]["note"]
+    assert found["zero_redundancy", "bf16"]["median_seconds"] is None
+
+
+def test_a_bound_tells_what_the_machine_allows(written):
+    by_name = {found["engine"]: found for found in written[0]["rows"] if found["precision"] == "fp32"}
+    alone, bound, ours = (by_name[name] for name in ("bare_loop", "bare_loop and sockets", "stage1_os"))
+    assert alone["sent_bytes"] < ours["sent_bytes"] / 10  # what begins a round
+    assert ours["sent_bytes"] == pytest.approx(bound["sent_bytes"], rel=0.1)
+    assert alone["median_seconds"] < bound["median_seconds"]
+    assert ours["ratios_to_peers"]["the bound"]["ratio"] > 0
+
+
+def test_the_bound_grows_with_what_a_contestant_sends():
+    bound = bench.Bound(CASE)
+    bound.seconds, bound.passing = [[9.0] * bench.WARM_UP + [1.0] * 11], [[9.0] * bench.WARM_UP + [0.5] * 11]
+    assert bound.with_bytes(2 * bound.nbytes).timed == pytest.approx(np.full((1, 11), 2.0))
+
+
+def test_what_a_library_says_stands_in_the_log(tmp_path):
+    (tmp_path / "log").write_text("before\n")
+    bench.compare([Loud], CASE, options(worlds=1, rounds=1), tmp_path / "log")
+    log = (tmp_path / "log").read_text()
+    assert log.startswith("before\n")
+    assert log.count("a setting and another") == 4  # on two ranks, of the engine and of the small one before it
+    assert log.count("FutureWarning: this will change") == 4
+
+
+def test_who_does_not_compute_the_same_gets_no_time():
+    rows = bench.bench(options(engines="stage1_os,test_bench:Hasty", steps=4))["rows"]
+    by_name = {found["engine"]: found for found in rows}
+    assert by_name["stage1_os"]["median_seconds"] > 0
+    assert np.shape(by_name["stage1_os"]["seconds"]) == (2, 6)  # without the rounds that warm up
+    assert by_name["stage1_os"]["ratio_to_torch_ddp"] is None  # DDP gave its losses and left
+    assert by_name["hasty"]["median_seconds"] is None
+    assert "losses differ" in by_name["hasty"]["note"]
+
+
+@pytest.mark.parametrize("losses", [[1.0, 1.1], [1.0, float("nan")], [1.0, float("inf")]])
+def test_any_step_may_show_a_difference(losses):
+    assert not loss_difference(losses, [1.0, 1.0]) <= SAME_LOSS["bf16"]
+    found = row(contestant([1.0] * 11, losses), [], contestant([1.0] * 11, [1.0, 1.0]), CASE)
+    assert found["median_seconds"] is None
+
+
+def test_a_ratio_is_taken_within_rounds():
+    pace = np.linspace(1, 5, 11)  # a machine that slows down throughout
+    ratio, (low, high) = paired_ratio(contestant(1.1 * pace), contestant(pace))
+    assert (ratio, low, high) == pytest.approx((1.1, 1.1, 1.1))
+
+
+def test_a_bare_loop_is_a_peer_of_every_stage():
+    stage, loop = contestant([1.1] * 11), contestant([1.0] * 11, name="bare_loop", follows="stage0_ddp")
+    alone = replace(CASE, world_size=1)
+    found = row(stage, [stage, loop], contestant([1.0] * 11), alone)
+    assert found["ratios_to_peers"]["bare_loop"]["ratio"] == pytest.approx(1.1)
+    assert row(stage, [stage, loop], contestant([1.0] * 11), CASE)["ratios_to_peers"] == {}  # whose ranks part
+
+
+def test_the_interval_widens_with_the_noise():
+    noise = np.random.default_rng(0).normal(1, 0.2, 15)
+    ratio, (low, high) = paired_ratio(contestant(noise), contestant([1.0] * 15))
+    assert low < ratio < high
+
+
+@pytest.mark.parametrize(("luck", "widths"), [([1, 1, 1, 1], (0, 0.01)), ([0.9, 0.95, 1.05, 1.1], (0.1, 0.2))])
+def test_the_interval_holds_what_differs_between_worlds(luck, widths):
+    rounds = np.random.default_rng(0).normal(1, 0.001, (4, 6))
+    _, (low, high) = paired_ratio(contestant(rounds * np.c_[luck]), contestant(np.ones((4, 6))))
+    assert widths[0] < high - low <= widths[1]
+
+
+def test_every_peer_takes_part_unless_others_are_named():
+    who, _ = bench.check(options(peers="all"))
+    assert {peers.FSDP2, peers.DeepSpeed3, peers.ZeroRedundancy, peers.BareLoop} < set(who)
+    assert bench.check(options())[0] == ["stage1_os"]

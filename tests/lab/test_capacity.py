@@ -1,0 +1,128 @@
+"""The largest model under a hard limit: the limit holds, a lack of memory is told from a bug, the line is a line."""
+
+import json
+import os
+
+import pytest
+import torch
+from formulas import bytes_held
+from training import STAGES
+
+from common.errors import InputError
+from common.ranks.world import LocalWorld, RankFailed
+from lab import capacity, capacity_results
+from lab.activations import largest_fitting
+from stage0_ddp import Engine
+
+MB = 10**6
+
+
+@pytest.mark.parametrize(("text", "size"), [("1GB", 1e9), ("800MB", 8e8), ("1.5 gb", 1.5e9), ("0.5MB", 5e5)])
+def test_a_size_is_read_as_the_papers_write_it(text, size):
+    assert capacity.size_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "1", "GB", "0GB", "-1GB", "1GiB", "1kB", "nanGB", "infMB", "1e9GB", "1,5GB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(InputError, match="--cap"):
+        capacity.size_of(text)
+
+
+def take(world, size, cap):
+    """Fill a tensor of so many bytes under a cap on what comes on top."""
+    with capacity.hard_limit(world.device, capacity.held(world.device) + cap):
+        torch.ones(size, dtype=torch.uint8, device=world.device)
+    return torch.ones(size, dtype=torch.uint8, device=world.device).sum().item()
+
+
+def end(world):
+    os.abort()
+
+
+def divide(world):
+    raise ZeroDivisionError
+
+
+def failure(function, *args):
+    with LocalWorld(1) as world, pytest.raises(RankFailed) as caught:
+        world.run(function, *args)
+    return caught.value
+
+
+def test_the_limit_is_hard_and_ends_with_its_context():
+    with LocalWorld(1) as world:
+        assert world.run(take, 40 * MB, 60 * MB) == [40 * MB]
+    assert capacity.ran_out_of_memory(failure(take, 80 * MB, 60 * MB))
+
+
+def test_an_abort_is_a_lack_of_memory_and_another_error_is_not():
+    assert capacity.ran_out_of_memory(failure(end))
+    assert not capacity.ran_out_of_memory(failure(divide))
+    assert not capacity.ran_out_of_memory(RankFailed("rank 0 died with exit code -9"))
+    assert not capacity.ran_out_of_memory(RankFailed("ranks [0, 1] gave no answer in 600 s"))
+
+
+class BrokenFromTwoLayersOn(Engine):
+    def __init__(self, model, *args, **options):
+        if len(model.blocks) > 1:
+            raise RuntimeError("broken")
+        super().__init__(model, *args, **options)
+
+
+def test_a_bug_is_not_taken_for_a_lack_of_memory():
+    with pytest.raises(RankFailed, match="broken"):
+        capacity.attempt("test_capacity:BrokenFromTwoLayersOn", "fp32", 2, 10**9, world_size=1)
+
+
+@pytest.mark.parametrize("near", [1, 2, 10, 64, 200])
+@pytest.mark.parametrize("largest", [0, 1, 2, 9, 10, 11, 63, 64, 65, 150])
+def test_the_boundary_is_found_from_wherever_the_search_begins(largest, near):
+    tries = []
+    assert largest_fitting(lambda number: tries.append(number) or number <= largest, near) == largest
+    assert min(tries) > 0
+    assert len(tries) == len(set(tries))
+
+
+@pytest.fixture
+def small_simulations(monkeypatch):
+    """Predictions come faster from smaller models."""
+    monkeypatch.setattr(capacity, "SIMULATED", (4, 8))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_predictions_lie_on_a_line_and_cost_per_parameter_what_the_paper_says(precision, small_simulations):
+    lines = {stage: capacity.predict(stage, precision, world_size=4) for stage in STAGES}
+    for stage, line in lines.items():
+        assert line.states_per_parameter == pytest.approx(bytes_held(stage, 4, precision), rel=1e-3)
+        peak, _ = capacity.simulate(stage, precision, 6, world_size=4)
+        assert line.fixed + 6 * line.per_layer == pytest.approx(peak, rel=1e-3)
+    largest = [line.layers(10**9) for line in lines.values()]
+    assert largest == sorted(largest)
+    assert 0 < largest[0] < lines["stage0_ddp"].layers(2 * 10**9)
+    assert lines["stage0_ddp"].layers(0) == 0
+
+
+def test_two_stages_for_real(tmp_path, small_simulations):
+    # What libraries and threads hold is the build's affair: a CUDA build's rank holds 2.5 times a CPU build's.
+    held_before = capacity.attempt("stage3_param", "bf16", 1, 10**12, world_size=2).held_before
+    path, cap = tmp_path / "capacity.json", f"{held_before // MB + 200}MB"
+    options = ["--cap", cap, "--nproc", "2", "--oversubscribe", "--precisions", "bf16", "--json", str(path)]
+    capacity.main([*options, "--engines", "stage0_ddp,stage3_param"])
+    results = json.loads(path.read_text())
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "torch" in results["hardware"]
+    replicated, sharded = results["rows"]
+    for row in results["rows"]:
+        assert row["tries"][str(row["layers"])] and not row["tries"][str(row["layers"] + 1)]
+        assert row["measured_over_predicted"] == pytest.approx(1, abs=0.15)
+    assert (replicated["ratio_to_stage0"], replicated["ideal_ratio"]) == (1, pytest.approx(1, rel=1e-3))
+    assert sharded["ratio_to_stage0"] == pytest.approx(2, rel=0.2)
+    assert capacity_results.table(results).markdown().count("\n|") == 4
+
+
+def test_what_does_not_fit_is_said(monkeypatch, small_simulations):
+    monkeypatch.setattr(capacity, "attempt", lambda *_: capacity.Attempt(fits=False, held_before=400 * MB))
+    row = capacity.row("stage0_ddp", "fp32", 401 * MB, world_size=2)
+    assert (row["layers"], row["parameters"], row["measured_over_predicted"]) == (0, 0, None)
+    with pytest.raises(InputError, match="400 MB"):
+        capacity.row("stage0_ddp", "fp32", 399 * MB, world_size=2)

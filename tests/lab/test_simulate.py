@@ -1,0 +1,218 @@
+"""Every engine runs on fake tensors, as one rank of a world that no machine here could hold, and counts as it does."""
+
+import argparse
+import json
+import time
+from dataclasses import replace
+
+import commands
+import pytest
+import torch
+from commands import refused
+from formulas import NODE, bytes_held
+from torch import nn
+from training import ENGINES, SEVEN, STAGES
+
+from common import models
+from common.engines import find_engine
+from common.errors import InputError
+from common.loop import train_step
+from common.measure.memory import Timeline
+from common.train import add_arguments, train
+from lab.simulate import __main__ as command
+from lab.simulate.moments import Moments
+from lab.simulate.world import Setting, batch_of, engine_of, simulate, simulated_world
+
+CASES = [*((stage, "fp32", "gpt-mini") for stage in STAGES)]
+CASES += [("stage2_grad", "fp16", "gpt-mini"), ("stage3_param", "fp16", "gpt-mini"), ("offload", "fp16", "gpt-nano")]
+CASES += [("offload.nvme", "fp16", "gpt-nano"), ("zeropp", "fp16", "gpt-mini")]
+COUNTS = ("model_state_bytes", "wire_bytes_per_step", "internode_bytes_per_step", "bus_bytes_per_step")
+COUNTS += ("disk_bytes_per_step", "host_state_bytes", "disk_state_bytes")
+
+
+@pytest.mark.parametrize(("stage", "precision", "model"), CASES)
+def test_a_simulated_rank_of_64_counts_what_the_formula_says(stage, precision, model):
+    accumulated = precision != "fp32"
+    setting = Setting(
+        find_engine(stage),
+        model,
+        64,
+        ranks_per_node=NODE,
+        precision=precision,
+        bucket_mb=8.0,
+        accumulate=1 + accumulated,
+    )
+    counts = simulate(setting, train_step)
+    for name in COUNTS:
+        assert counts.get(name) == counts.get(f"predicted_{name}")
+    held = bytes_held(stage, 64, precision, accumulated=accumulated) * models.count(models.build(model))
+    assert sum(counts["model_state_bytes"].values()) == pytest.approx(held, rel=5e-3)
+    assert counts["peaks"]["activations"] > 0
+    assert (counts["peaks"]["gathered units"] > 0) == (stage in ("stage3_param", "offload.nvme", "zeropp"))
+
+
+# ---- simulated, and measured ----------------------------------------------------------------------------------------
+
+
+def measured(world, engine, options):
+    return train(world, engine, options)[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="simulates gloo's paths")
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
+@pytest.mark.parametrize(
+    ("size", "model", "precision"),
+    [
+        pytest.param(1, "gpt-tiny", "fp32", marks=pytest.mark.exhaustive),
+        (2, "moe-nano", "bf16"),
+        pytest.param(3, "llama-nano", "fp32", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_bytes_are_those_of_a_real_rank_and_the_peak_is_as_high(worlds, name, size, model, precision):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = ["--nproc", size, "--model", model, "--steps", 3, "--batch", 2 * size, "--precision", precision]
+    rows = worlds(size).run(measured, name, parser.parse_args(list(map(str, given))))
+    for rank, row in enumerate(rows):
+        setting = Setting(
+            find_engine(name), model, size, rank, precision=precision, bucket_mb=0.5, batch=2, backend="gloo"
+        )
+        counts = simulate(setting, train_step)
+        for count in COUNTS:
+            assert counts.get(count) == row.get(count)
+        assert counts["peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.05)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_disks_buffers_are_the_hosts_where_that_is_another_memory(backend):
+    """On a rank that is a CPU they are taken from the memory that it has."""
+    setting = Setting(find_engine("offload.nvme"), f"{__name__}:make_wide_model", 1, sequence=8, backend=backend)
+    disk, host = (simulate(replace(setting, own={"tiers": tier}), train_step)["peak_bytes"] for tier in ("nvme", "cpu"))
+    assert (disk > host) == (backend == "gloo")
+
+
+@pytest.mark.parametrize("name", [*SEVEN, "zeropp"])
+def test_the_worst_moment_is_that_of_a_timeline_that_looks_after_every_operation(name):
+    setting = Setting(find_engine(name), "gpt-nano", 4, precision="bf16", checkpoint_activations="non-reentrant")
+    with simulated_world(4):
+        made, module = engine_of(setting)
+        micro_batches = [batch_of(module, 2)]
+        train_step(made, micro_batches)
+        with Timeline(made) as timeline, Moments(made, module) as moments:
+            train_step(made, micro_batches)
+    assert moments.peak_bytes() == moments.worst.nbytes == timeline.peak_bytes()
+    assert moments.worst.phase == "backward"
+    assert moments.worst.part in ("blocks.2", "blocks.3")  # with the next unit on its way
+    assert len(moments.samples) < len(timeline.samples)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.alone
+def test_a_trillion_parameters_on_1024_ranks_take_20_seconds_and_2_gb(tmp_path):
+    done = tmp_path / "trillion.json"
+    arguments = ["stage3_param", "--model", "gpt-1t", "--world-size", "1024", "--ranks-per-node", "8"]
+    began = time.monotonic()
+    run = commands.run(
+        "-m", "lab.simulate", *arguments, "--precision", "bf16", "--checkpoint-activations", "--json", done
+    )
+    assert run.returncode == 0, run.stderr
+    assert time.monotonic() - began < 20
+    results = json.loads(done.read_text())
+    assert results["parameters"] > 1e12
+    assert results["really_held_bytes"] < 2e9
+    assert results["model_state_bytes"] == results["predicted_model_state_bytes"]
+    assert sum(results["model_state_bytes"].values()) == pytest.approx(16e12 / 1024, rel=0.01)
+
+
+# ---- models and engines of a user's own -----------------------------------------------------------------------------
+
+
+class Reads(nn.Linear):
+    """Looks at a value."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+
+    def forward(self, x):
+        return super().forward(x + 1 if x.sum() > 0 else x)
+
+
+class Masks(Reads):
+    """Chooses rows by value."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)[x > 0]
+
+
+def make_text_model():
+    return nn.Sequential(nn.Embedding(100, 16), *(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 100))
+
+
+def make_wide_model():
+    return nn.Sequential(nn.Linear(1024, 1024, bias=False)), lambda samples, length: torch.zeros(samples, length, 1024)
+
+
+def make_encoder():
+    layer = nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, batch_first=True)
+    return layer, lambda samples, length: {"src": torch.zeros(samples, length, 16)}
+
+
+def make_reads():
+    return Reads(), lambda samples, length: torch.zeros(samples, length, 8)
+
+
+def make_masks():
+    return Masks(), lambda samples, length: torch.zeros(samples, length, 8)
+
+
+@pytest.mark.parametrize("model", ["make_text_model", "make_encoder"])
+@pytest.mark.parametrize("name", SEVEN)
+def test_a_model_of_ones_own_is_simulated(name, model):
+    counts = simulate(Setting(find_engine(name), f"{__name__}:{model}", 4, batch=2, sequence=8), train_step)
+    assert counts["model_state_bytes"] == counts["predicted_model_state_bytes"]
+    assert counts["peak_bytes"] > sum(counts["model_state_bytes"].values())
+
+
+@pytest.mark.parametrize("model", ["make_reads", "make_masks"])
+def test_a_model_that_reads_values_is_named_with_the_line(model):
+    with pytest.raises(InputError, match=r"test_simulate\.py:\d+ in forward reads a tensor's values"):
+        simulate(Setting(find_engine("stage3_param"), f"{__name__}:{model}", 4), train_step)
+
+
+def test_an_engine_without_books_is_counted_by_torchs_own_operations():
+    counts = simulate(Setting(find_engine("first_engine:ShardedOptimizer"), "gpt-tiny", 4), train_step)
+    parameters = models.count(models.build("gpt-tiny"))
+    held = counts["model_state_bytes"]
+    assert (held["parameters"], held["gradients"]) == (4 * parameters, 4 * parameters)
+    assert held["optimizer"] < 8 * parameters
+    assert counts["wire_bytes_per_step"]["all_reduce"] == 4 * parameters * 2 * 3 / 4
+
+
+REFUSED = {
+    "stage9": "unknown engine 'stage9'",
+    "stage2_grad --model gpt-nana": "did you mean gpt-nano?",
+    "stage2_grad --model nowhere:make": "No module named 'nowhere'",
+    "stage2_grad --world-size 10 --ranks-per-node 3": "10 ranks cannot be divided into nodes of so many",
+    "stage2_grad --rank 8": "rank 8 of 8",
+    "stage2_grad --seq 500": "samples of 128 at most",
+    "stage2_grad --model mlp --seq 5": "reads no text",
+    "stage2_grad --with tiers": "write NAME=VALUE",
+    "stage2_grad --with tiers=nvme": "takes no option of this name",
+    "stage2_grad --batch 0": "at least 1 is needed",
+    "stage2_grad --precision fp8": "fp8",
+    "stage2_grad --offload-activations": "add --checkpoint-activations",
+    "interop.peers:TorchDDP": "reads a tensor's values",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_what_cannot_be_simulated_is_refused_in_one_line(capsys, arguments):
+    assert REFUSED[arguments] in refused(capsys, command.main, arguments.split())
+
+
+def test_the_command_shows_what_is_resident_at_the_worst_moment(capsys):
+    command.main(["zeropp", "--world-size", "64", "--ranks-per-node", "8", "--with", "hierarchical=False"])
+    said = capsys.readouterr().out
+    assert "rank 0 of 64 on 8 nodes" in said
+    assert "The worst moment: backward of blocks.3" in said
+    assert "gathered units" in said
