@@ -15,7 +15,7 @@ from lab.simulate.hardware import preset
 TITLES = [way.title for way in WAYS]
 
 
-def ways(shape, machine, gpus, *, tensor=1, pipeline=1, batch=1, checkpoints=True, width=2):
+def ways(shape, machine, gpus, *, tensor=1, pipeline=1, batch=1, checkpoints=True):
     """What each engine holds, sends and moves.
 
     Args:
@@ -24,7 +24,6 @@ def ways(shape, machine, gpus, *, tensor=1, pipeline=1, batch=1, checkpoints=Tru
         gpus: how many in all; tensor and pipeline degrees divide them.
         batch: samples of a rank's micro-batch.
         checkpoints: activations are computed again in backward.
-        width: bytes of a parameter: 2 of bf16, 4 of fp32.
 
     Returns:
         {title: a row of `Rank.row`, with "fits", into 90 % of the device, and "computes", seconds of a micro-batch}
@@ -32,7 +31,7 @@ def ways(shape, machine, gpus, *, tensor=1, pipeline=1, batch=1, checkpoints=Tru
     degree = tensor * pipeline
     ranks = gpus // degree
     per_node = math.gcd(ranks, max(1, machine.ranks_per_node // degree))
-    rank = Rank(shape, machine, ranks, per_node, tensor, pipeline, width, batch, shape.sequence, checkpoints)
+    rank = Rank(shape, machine, ranks, per_node, tensor, pipeline, 2, batch, shape.sequence, checkpoints)
     rows = {}
     for way in WAYS:
         row = rank.row(way)
