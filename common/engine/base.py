@@ -8,8 +8,8 @@ phases this file calls by name:
     backward   -> begin_backward, (hooks) gradient_ready -> reduce, finish_backward
     step       -> update
 
-What is checked, built, counted and kept in files on the way has modules of its own beside this one: `door`, `misuse`,
-`ties`, `writes`, `building`, `buffers`, `reentrant`, `accounting`, `no_module`; files are `common.checkpoint`'s.
+What is checked, built, counted and kept in files on the way has modules of its own beside this one; files are
+`common.checkpoint`'s. `common/README.md` lists them.
 """
 
 import contextlib
@@ -20,18 +20,19 @@ import torch
 
 from common.checkpoint.files import Files
 from common.engine import building, door, layout, ties
-from common.engine.access import Access
 from common.engine.accounting import Accounts
 from common.engine.bucket import Bucket
 from common.engine.buffers import Buffers
 from common.engine.door import BATCH_NORMS
+from common.engine.gradients import gradients
 from common.engine.hooks import Hook, remove_with
 from common.engine.master_weights import alone
 from common.engine.misuse import Guards, engine_of
 from common.engine.mixed_precision import LossScaler, decide, dtype_of
 from common.engine.no_module import NoModule
 from common.engine.reentrant import Uses
-from common.engine.writes import Writes
+from common.engine.snapshots import continue_from, restore, snapshot
+from common.engine.writes import Writes, gathered
 from common.errors import InputError
 from common.measure.memory import HOST, storage_id
 from common.ranks.agreement import check_agreement
@@ -39,7 +40,7 @@ from common.ranks.collectives import Collectives
 from common.tensors import map_tensors
 
 
-class EngineBase(Files, Access, NoModule):
+class EngineBase(Files, NoModule):
     """What the engines share. See a stage's `Engine` for the phases.
 
     Args:
@@ -336,6 +337,11 @@ class EngineBase(Files, Access, NoModule):
     def eval(self):
         """Set the module's evaluation mode."""
         return self.train(False)
+
+    # ---- between a step and the next, whole on every rank, and the way back: each in a module of its own ----------
+
+    gathered, gradients = gathered, gradients
+    snapshot, restore, continue_from = snapshot, restore, continue_from
 
     # ---- phases that not every stage has ----------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The mean gradient between backward and step, whole on every rank: to be read, or written."""
+"""The mean gradient between backward and step, whole on every rank, to be read or written."""
 
 import contextlib
 
@@ -10,8 +10,21 @@ from common.tensors import checksum, end_to_end
 
 
 @contextlib.contextmanager
-def gradients(engine, modules, write):
-    """See `EngineBase.gradients`."""
+def gradients(engine, *modules, write=False):
+    """A context in which the mean gradient of `modules` (all, if none is named) is whole on every rank.
+
+    A collective, between `backward` and `step`: of all backwards since the last step, unscaled, before clipping.
+
+    Args:
+        write: each rank keeps its part of what its entries are when the context is left, in fp32.
+
+    Yields:
+        {name of a parameter: fp32 tensor of its shape}, in the model's order, to read or, with `write`, to write.
+
+    Raises:
+        RuntimeError: there was no backward since the last step.
+        InputError: what was written differs between ranks, or has not the parameter's shape. Nothing is kept.
+    """
     engine.require_gradients("gradients")
     engine.comm.traffic.phase = "gradients"
     wanted = {parameter for module in modules or [engine._module] for parameter in module.parameters()}

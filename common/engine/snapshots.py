@@ -31,8 +31,11 @@ class Snapshot:
     steps: tuple | None
 
 
-def snapshot(engine, optimizer):
-    """See `EngineBase.snapshot`."""
+def snapshot(engine, optimizer=True):
+    """What this rank keeps of the model, copied on the host; with `optimizer` its states and options too.
+
+    Buffers, extra state, the count of updates and the loss scale are in it, gradients are not.
+    """
     engine.synchronize()
     weights = [detached(bucket.read(None, engine.optimizer)) for bucket in engine.buckets + engine.frozen]
     steps = None
@@ -51,23 +54,31 @@ def snapshot(engine, optimizer):
 
 
 @torch.no_grad()
-def restore(engine, kept, optimizer):
-    """See `EngineBase.restore`."""
-    if kept.shard != engine.guards.own_shard():
+def restore(engine, snapshot, optimizer=True):
+    """Go back to a snapshot of this engine; a collective.
+
+    Args:
+        snapshot: what `snapshot` returned on this rank.
+        optimizer: go back to its states and options too, and drop gradients; else all these stay as they are.
+
+    Raises:
+        InputError: it is of another engine or rank; or it has no states of the optimizer.
+    """
+    if snapshot.shard != engine.guards.own_shard():
         raise InputError("this snapshot is of another engine or rank; use engine.save(path) and engine.load(path)")
-    if optimizer and kept.steps is None:
+    if optimizer and snapshot.steps is None:
         raise InputError("this snapshot was taken without the optimizer; write restore(snapshot, optimizer=False)")
     if optimizer:
         engine.zero_grad()
     engine.synchronize()
     engine.begin_load()
-    for bucket, values in zip(engine.buckets + engine.frozen, kept.weights, strict=True):
+    for bucket, values in zip(engine.buckets + engine.frozen, snapshot.weights, strict=True):
         _take_over(engine, bucket, values)
     for name, buffer in engine.module.named_buffers():
-        distinct(buffer).copy_(distinct(kept.buffers[name]))
-    model_state.set_extra_state(engine, copy.deepcopy(kept.extra_state))
+        distinct(buffer).copy_(distinct(snapshot.buffers[name]))
+    model_state.set_extra_state(engine, copy.deepcopy(snapshot.extra_state))
     if optimizer:
-        engine.updates, scaler, groups, of_buckets = kept.steps
+        engine.updates, scaler, groups, of_buckets = snapshot.steps
         if scaler is not None:
             engine.loss_scaler.load_state_dict(scaler)
         of_buckets = dict(zip(engine.buckets, of_buckets, strict=True))
@@ -98,7 +109,14 @@ def _whole(engine, bucket, shard):
 
 @torch.no_grad()
 def continue_from(engine, old):
-    """See `EngineBase.continue_from`."""
+    """Take over weights and optimizer states from the engine of a model that this one's was made of; a collective.
+
+    What has the same name and shape goes on with the old master weights and states. What is new keeps its first
+    values, and begins with states of zeros beside the step count of the others. Options are this engine's own.
+
+    Args:
+        old: an engine, of any stage, over the same ranks.
+    """
     engine.zero_grad()
     engine.synchronize()
     engine.begin_load()

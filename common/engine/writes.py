@@ -98,8 +98,15 @@ class Writes:
 
 
 @contextlib.contextmanager
-def gathered(engine, modules, write):
-    """See `EngineBase.gathered`."""
+def gathered(engine, *modules, write=False):
+    """A context in which the weights of `modules` (all, if none is named) are whole on every rank, for reading.
+
+    With `write`, a collective, for writing: each rank keeps its shard of what is there when the context is left, in
+    master weights and second shards too. What the optimizer keeps stays.
+
+    Raises:
+        InputError: weights were written in a context for reading, or not alike on all ranks.
+    """
     engine.guards.check_parameters()
     wanted = {parameter for module in modules or [engine._module] for parameter in module.parameters()}
     buckets = [b for b in engine.buckets + engine.frozen if not wanted.isdisjoint(b.members.values())]
