@@ -4,12 +4,9 @@ So every figure there comes from a file under results/, which names its hardware
 """
 
 import argparse
-import ast
 import importlib
-import io
 import json
 import re
-import tokenize
 from collections import Counter
 
 from common import models
@@ -34,7 +31,19 @@ IDEAS = {  # what is sharded; model states with Adam in fp32 and 16-bit, in byte
     "stage3_param": ("and parameters", "16/N Ψ", "16/N Ψ", "up to 3 (N-1)/N Ψ"),
     "offload": ("as stage 2, beside the device", "4 Ψ", "2 Ψ", "2 (N-1)/N Ψ"),
     "offload.nvme": ("as stage 3, on disk", "0", "0", "up to 3 (N-1)/N Ψ"),
-    "zeropp": ("as stage 3, in fewer bits", "(16/N + 4/P) Ψ", "(16/N + 2/P) Ψ", "a quarter of stage 3's between nodes"),
+    "zeropp": ("as stage 3, in fewer bits", "(16/N + 4/P) Ψ", "(16/N + 2/P) Ψ", "in 4 to 8 bits"),
+}
+PATH = {  # the first page's
+    "stage0_ddp/minimal.py": "data parallelism on one page, from torch alone",
+    "stage0_ddp/engine.py": "buckets, averaged beside backward",
+    "stage1_os/engine.py": "sharded optimizer states",
+    "stage2_grad/engine.py": "sharded gradients: `owned` says who keeps what",
+    "stage3_param/engine.py": "sharded parameters, gathered when they are needed",
+    "common/engine/base.py": "what all engines do alike in a step",
+    "common/engine/bucket.py": "parameters that travel together",
+    "common/engine/layout.py": "where each element lives",
+    "common/ranks/collectives.py": "every byte between ranks: exact sums, counted",
+    "common/ranks/lanes.py": "what runs beside the computation",
 }
 SOURCES = {"offload": "offload/cpu.py", "offload.nvme": "offload/nvme.py"}  # others have an engine.py
 PAGES = {"offload.nvme": "offload/INFINITY.md"}  # others have a README.md
@@ -54,7 +63,7 @@ def pages():
     """The READMEs as they should read: {path: text}."""
     demo, benches = _read("demo.json"), [_read(name) for name in BENCHES]
     texts = {
-        "README.md": {"stages": stages_table(demo, benches)},
+        "README.md": {"stages": stages_table(demo), "speed": speed(benches), "path": path()},
         "results/README.md": {
             "demo": _table("lab.compare", "demo.json"),
             "reduction": reduction_table(_read("memory_reduction.json")),
@@ -117,21 +126,63 @@ def fill(page, parts):
     return page
 
 
-def stages_table(demo, benches):
-    """The stages beside each other: idea, length, and what was measured of them, as Markdown."""
-    head = ("stage", "what is sharded", "lines of code", "kept by a rank", "in 16-bit", "sent by a rank in a step")
+def stages_table(demo):
+    """The stages beside each other: idea, formulas, and what was counted, as Markdown."""
+    sent_by = {row["engine"]: sum(row["wire_bytes_per_step"].values()) for row in demo["rows"]}
+    between = {row["engine"]: sum(row["internode_bytes_per_step"].values()) for row in demo["rows"]}
     rows = []
     for row in demo["rows"]:
         stage = row["engine"]
         idea, in_fp32, in_16_bit, traffic = IDEAS[stage]
-        held, sent = sum(row["model_state_bytes"].values()), sum(row["wire_bytes_per_step"].values())
-        lines = code_lines((ROOT / SOURCES.get(stage, f"{stage}/engine.py")).read_text())
-        cells = [f"[`{stage}`]({page_of(stage)})", idea, str(lines), f"{in_fp32}: {show_bytes(held)}", in_16_bit]
-        rows.append([*cells, f"{traffic}: {show_bytes(sent)}", _times(stage, benches)])
+        held, sent = show_bytes(sum(row["model_state_bytes"].values())), f"{traffic}: {show_bytes(sent_by[stage])}"
+        if stage == "zeropp":
+            sent += f"; between nodes {show_bytes(between[stage])}, stage 3 {show_bytes(between['stage3_param'])}"
+        source = source_of(stage)
+        cells = (f"[`{stage}`]({page_of(stage)})", idea, f"{in_fp32}: {held}", in_16_bit, sent)
+        rows.append((*cells, f"[{_length(source)}]({source})"))
+    header = ("stage", "what is sharded", "held by a rank", "in 16-bit", "sent by a rank in a step", "lines")
+    note = (
+        "Ψ: parameters of the model; N: ranks (processes, one for each GPU); P: ranks of a node. Bytes are counted: "
+        f"{_what(demo)}, in nodes of 2; for `offload` and `offload.nvme`, on the device. Lines: of the engine's file, "
+        "as `wc -l` counts them."
+    )
+    return Table("", header, rows, words=(0, 1), note=note).markdown()
+
+
+def speed(benches):
+    """How stages' step times compare with those of the libraries, in a sentence."""
     model, precision, size = BENCH_CASE
-    machines = " and on ".join(_processor(record["hardware"]) for record in benches)
-    note = f"Bytes: {_what(demo)}. Times: {model}, {precision}, {size} ranks, on {machines}."
-    return Table("", (*head, "a step over its peer's"), rows, words=(0, 1), note=note).markdown()
+    case = {"model": model, "precision": precision, "world_size": size}
+    ratios = [
+        ratio["ratio"]
+        for record in benches
+        for row in record["rows"]
+        if row["engine"] in STAGES and case.items() <= row.items()
+        for peer, ratio in row["ratios_to_peers"].items()
+        if peer != "the bound"
+    ]
+    machines = " and ".join(_processor(record["hardware"]) for record in benches)
+    return (
+        f"A step of stages 0 to 3 takes {min(ratios):.2f} to {max(ratios):.2f} times as long as that of the library "
+        "that you would otherwise use (torch's DDP, ZeroRedundancyOptimizer, FSDP2, DeepSpeed): "
+        f"{model}, {precision}, {size} CPU ranks with gloo, on {machines}. "
+        "[All times, with their intervals](results/README.md#how-fast)."
+    )
+
+
+def path():
+    """The files to read first, with their lengths, as Markdown."""
+    rows = [(f"[`{file}`]({file})", str(_length(file)), what) for file, what in PATH.items()]
+    return Table("", ("file", "lines", "what it says"), rows, words=(0, 2)).markdown()
+
+
+def source_of(engine):
+    """The file of an engine."""
+    return SOURCES.get(engine, f"{engine}/engine.py")
+
+
+def _length(file):
+    return len((ROOT / file).read_text().splitlines())
 
 
 def _what(demo):
@@ -139,32 +190,8 @@ def _what(demo):
     return f"{demo['model']}, {demo['parameters']:,} parameters, {demo['precision']}, {demo['world_size']} ranks"
 
 
-def _times(stage, benches):
-    """A stage's time over that of each peer that follows it: in every record, with its interval."""
-    model, precision, size = BENCH_CASE
-    told = {}  # peer -> ratios
-    for record in benches:
-        for row in record["rows"]:
-            if (row["engine"], row["model"], row["precision"], row["world_size"]) == (stage, model, precision, size):
-                for peer, ratio in row["ratios_to_peers"].items():
-                    told.setdefault(peer, []).append(bench_results.show_ratio(**ratio))
-    return "<br>".join(f"{peer} {' and '.join(ratios)}" for peer, ratios in told.items()) or "-"
-
-
 def _processor(hardware):
     return hardware.partition(",")[0]
-
-
-def code_lines(text):
-    """How many lines of a Python file hold code: not blank, not comment, not docstring."""
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
-            lines |= set(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
-            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return len(lines)
 
 
 def stage_table(demo, row):

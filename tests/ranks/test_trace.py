@@ -277,7 +277,7 @@ def test_ranks_that_take_another_unit_of_equal_size_do_not_pair_up(part):
     for rank, text in enumerate(printed):
         headline = f"[rank {rank}] the ranks part: {sentence}\n"
         assert text.startswith(headline)
-        assert headline in (ROOT / "common/README.md").read_text()
+        assert headline in (ROOT / "common/RANKS.md").read_text()
 
 
 def raise_on_rank_1(world):

@@ -10,7 +10,7 @@ from lab.readme import pages
 PAGES = sorted(
     {page for places in ("*.md", "[a-z]*/README.md", "common/*.md", "interop/*.md") for page in ROOT.glob(places)}
 )
-LINES = 200  # of the first page
+LINES = 110  # of the first page
 
 
 def test_every_figure_in_a_readme_is_the_recorded_one():

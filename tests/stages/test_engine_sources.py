@@ -5,12 +5,11 @@ import difflib
 import itertools
 
 import pytest
-from engine_sources import CHANGED_METHODS, methods, source
+from engine_sources import CHANGED_METHODS, code_lines, methods, source
 from places import ROOT
 from training import STAGES
 
 from common.engines import find_engine
-from lab.readme import code_lines
 
 CODE_LINES = {"stage0_ddp": 40, "stage1_os": 45, "stage2_grad": 60, "stage3_param": 185}
 CODE_LINES |= {"offload": 135, "offload.nvme": 153, "zeropp": 85}

@@ -15,13 +15,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from engine_sources import code_lines
 from places import ROOT
 from torch import nn
 from training import ADAMW, batch, make_engine, same_bits, train
 
 import zeropp.minimal
 from common import models
-from lab.readme import code_lines
 from zeropp.quantize import Blocks
 
 PAGES = {  # engine -> its page's module and class, and lines of code at most

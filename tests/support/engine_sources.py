@@ -1,6 +1,8 @@
 """The texts of the engines, and what each stage has changed of the one before."""
 
 import ast
+import io
+import tokenize
 
 from places import ROOT
 
@@ -23,3 +25,15 @@ def methods(stage):
     text = source(stage)
     (engine,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
     return {f.name: ast.get_source_segment(text, f) for f in engine.body if isinstance(f, ast.FunctionDef)}
+
+
+def code_lines(text):
+    """How many lines of a Python file hold code: not blank, not comment, not docstring."""
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
