@@ -48,7 +48,8 @@ def main(arguments=None):
     results, timelines = outcome
 
     def draw(path):
-        figures.save(figures.comparison(results, timelines), path)
+        figures.save(figures.comparison(results), path)
+        figures.save(figures.timelines(results, timelines), f"{Path(path).with_suffix('')}_timelines.png")
         if options.json:
             Path(options.json).with_suffix(".md").write_text(as_markdown(results))
 

@@ -23,7 +23,7 @@ from course.figures.wire import (
 )
 from lab.figures.records import activation_memory, bench, capacity, growth, largest_models, step_times
 from lab.figures.scaling import scaling
-from lab.figures.stages import comparison, memory_by_stage, memory_timeline, throughput, wire_by_phase
+from lab.figures.stages import memory_by_stage, memory_timeline, throughput, wire_by_phase
 from lab.figures.style import COLORS, LABELS, PALETTE, save, smoothed
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "bench",
     "beside",
     "capacity",
-    "comparison",
     "crossovers",
     "delayed_losses",
     "distance_by_rate",

@@ -5,7 +5,7 @@
 
 from lab.figures.records import activation_memory, bench, capacity, growth, largest_models, step_times
 from lab.figures.scaling import scaling
-from lab.figures.stages import comparison, memory_by_stage, memory_timeline, throughput, wire_by_phase
+from lab.figures.stages import comparison, memory_by_stage, memory_timeline, throughput, timelines, wire_by_phase
 from lab.figures.style import COLORS, LABELS, PALETTE, save, smoothed
 
 __all__ = [
@@ -25,5 +25,6 @@ __all__ = [
     "smoothed",
     "step_times",
     "throughput",
+    "timelines",
     "wire_by_phase",
 ]

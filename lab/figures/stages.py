@@ -8,6 +8,7 @@ from lab.figures.style import (
     DISK_COLOR,
     HOST_COLOR,
     LABELS,
+    PALETTE,
     PHASE_COLORS,
     PHASES,
     live_bytes,
@@ -87,31 +88,68 @@ def throughput(axes, rows):
     axes.set_title("Throughput")
 
 
-def comparison(results, timelines):
-    """The picture of a comparison: memory by stage, bytes on the wire, and each engine's step.
+def comparison(results):
+    """The picture of a comparison, to be read in a page's column: what a rank holds by state, and what it sends.
 
     Args:
         results: what `lab.compare` writes.
-        timelines: {engine: samples of its Timeline}.
+
+    Returns:
+        A matplotlib Figure.
+    """
+    with plt.rc_context({"font.size": 15}):
+        figure, panels = plt.subplots(1, 2, figsize=(13.3, 5.8), sharey=True, layout="constrained")
+        for place, row in enumerate(results["rows"]):
+            beside = [sum((row.get(name) or {}).values()) for name in ("host_state_bytes", "disk_state_bytes")]
+            across = sum(row.get("internode_bytes_per_step", {}).values())
+            states = [(name, size, COLORS[name]) for name, size in row["model_state_bytes"].items()]
+            states += [("on the host", beside[0], HOST_COLOR), ("on disk", beside[1], DISK_COLOR)]
+            sent = sum(row["wire_bytes_per_step"].values())
+            ways = [("between nodes", across, PALETTE[4]), ("within the node", sent - across, PALETTE[3])]
+            for axes, parts in zip(panels, (states, ways if across else [("sent", sent, PALETTE[3])]), strict=True):
+                end = 0
+                for label, size, color in parts:
+                    axes.barh(place, size / 1e6, 0.7, left=end, color=color, label=once(axes, label) if size else None)
+                    end += size / 1e6
+                axes.text(end, place, f" {end:.1f}", va="center")
+        names = [LABELS.get(row["engine"], row["engine"]).partition("\n")[0] for row in results["rows"]]
+        panels[0].set_yticks(range(len(names)), names)
+        panels[0].invert_yaxis()
+        for axes, title in zip(
+            panels, ("MB of model states held by a rank", "MB sent by a rank in a step"), strict=True
+        ):
+            axes.set_title(title)
+            axes.set_xlim(0, 1.12 * axes.get_xlim()[1])
+            axes.legend(loc="lower right")
+        figure.suptitle(_what(results), fontsize=12)
+    return figure
+
+
+def timelines(results, samples):
+    """Each engine's step, live bytes by class.
+
+    Args:
+        results: what `lab.compare` writes.
+        samples: {engine: those of its Timeline}.
 
     Returns:
         A matplotlib Figure.
     """
     rows = results["rows"]
-    columns = max(2, len(rows))
-    figure = plt.figure(figsize=(4.2 * columns, 8.5), layout="constrained")
-    top, bottom = figure.subfigures(2, 1)
-    left, right = top.subplots(1, 2)
-    memory_by_stage(left, rows)
-    wire_by_phase(right, rows)
-    for axes, row in zip(bottom.subplots(1, len(rows), sharey=True, squeeze=False)[0], rows, strict=True):
-        memory_timeline(axes, timelines[row["engine"]], LABELS.get(row["engine"], row["engine"]))
-    shown = [axes.get_legend_handles_labels() for axes in bottom.get_axes()]
-    legend = dict(pair for handles, labels in shown for pair in zip(labels, handles, strict=True))
-    bottom.legend(legend.values(), legend, loc="outside lower center", ncols=len(legend))
-    figure.suptitle(
-        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
-        f"{results['world_size']} ranks\n{results['hardware']}",
-        fontsize=10,
+    figure, panels = plt.subplots(
+        1, len(rows), figsize=(4.2 * max(2, len(rows)), 4.5), sharey=True, squeeze=False, layout="constrained"
     )
+    for axes, row in zip(panels[0], rows, strict=True):
+        memory_timeline(axes, samples[row["engine"]], LABELS.get(row["engine"], row["engine"]))
+    shown = [axes.get_legend_handles_labels() for axes in panels[0]]
+    legend = dict(pair for handles, labels in shown for pair in zip(labels, handles, strict=True))
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=len(legend))
+    figure.suptitle(_what(results), fontsize=10)
     return figure
+
+
+def _what(results):
+    return (
+        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
+        f"{results['world_size']} ranks; {results['hardware']}"
+    )
