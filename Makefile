@@ -78,7 +78,7 @@ test: lint
 # No .venv: a machine with GPUs has a torch that fits them. What is left out needs no GPU, but further packages.
 test-gpu:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make test-gpu: torch finds no GPU here, so nothing was tested")'
-	$(PYTHON) -m pytest --ignore tests/models/test_data.py --ignore tests/engine/test_layout.py --ignore tests/course/test_notebooks.py --ignore tests/course --ignore tests/course --ignore tests/course
+	$(PYTHON) -m pytest --ignore tests/models/test_data.py --ignore tests/engine/test_layout.py $(foreach file,notebooks lessons explorer slides,--ignore tests/course/test_$(file).py)
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/tools/soak.py
