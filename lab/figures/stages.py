@@ -1,5 +1,7 @@
 """Stages beside each other: memory by stage, memory through a step, bytes on the wire, throughput."""
 
+from itertools import zip_longest
+
 import matplotlib.pyplot as plt
 
 from common.measure.memory import HOST
@@ -135,13 +137,15 @@ def timelines(results, samples):
     Returns:
         A matplotlib Figure.
     """
-    rows = results["rows"]
-    figure, panels = plt.subplots(
-        1, len(rows), figsize=(4.2 * max(2, len(rows)), 4.5), sharey=True, squeeze=False, layout="constrained"
-    )
-    for axes, row in zip(panels[0], rows, strict=True):
-        memory_timeline(axes, samples[row["engine"]], LABELS.get(row["engine"], row["engine"]))
-    shown = [axes.get_legend_handles_labels() for axes in panels[0]]
+    rows, columns = results["rows"], 4
+    shape = -(-len(rows) // columns), columns
+    figure, panels = plt.subplots(*shape, figsize=(13.3, 3.6 * shape[0]), sharey=True, layout="constrained")
+    for axes, row in zip_longest(panels.flat, rows):
+        if row is None:
+            axes.axis("off")
+        else:
+            memory_timeline(axes, samples[row["engine"]], LABELS.get(row["engine"], row["engine"]))
+    shown = [axes.get_legend_handles_labels() for axes in panels.flat]
     legend = dict(pair for handles, labels in shown for pair in zip(labels, handles, strict=True))
     figure.legend(legend.values(), legend, loc="outside lower center", ncols=len(legend))
     figure.suptitle(_what(results), fontsize=10)
