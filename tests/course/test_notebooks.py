@@ -140,6 +140,17 @@ def test_a_question_does_not_show_its_answer(path):
             assert not [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.BinOp)], cell.id
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_a_notebook_imports_is_there(path):
+    """Those that run in `make test-all` alone would miss it last."""
+    code = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "code" and cell.id != "setup")
+    statements = ast.walk(ast.parse(re.sub(r"^%.*$", "", code, flags=re.MULTILINE)))
+    imports = [statement for statement in statements if isinstance(statement, ast.ImportFrom)]
+    assert imports
+    for statement in imports:
+        exec(ast.unparse(statement), {})
+
+
 def test_notebooks_start_in_the_repositorys_root_too():
     (setup,) = {cell.source for path in NOTEBOOKS for cell in read(path).cells if cell.id == "setup"}
     begun = f'{setup}\nassert Path("common").is_dir() and sys.path[0] == str(Path.cwd())'
