@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from common.measure.timeline import PHASES
 from common.ranks.collectives import Collectives
-from common.ranks.sockets import bytes_sent_by, own_sockets
+from common.ranks.sockets import own_sockets
 from course.pages.answers import NUMBER, TRUTH, asks, judge
+from lab.sockets import bytes_sent_by
 
 COPIES = ("aten::copy_", "aten::cat", "aten::_foreach_copy_", "aten::fill_", "aten::zero_")
 TIMES = ("compute", "copies", "optimizer", "waiting", "between operations")

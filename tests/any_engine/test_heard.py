@@ -16,7 +16,7 @@ from common import models
 from common.loop import sha256
 from common.measure.memory import storage_bytes, storage_id
 from common.models import count
-from common.ranks.sockets import bytes_sent_by_own_sockets
+from lab.sockets import bytes_sent_by_own_sockets
 
 GRADIENT = 4 * count(models.build("gpt-nano"))  # bytes, in fp32
 on_cpus = pytest.mark.skipif(

@@ -19,8 +19,8 @@ from common.measure.traffic import Traffic
 from common.ranks import collectives
 from common.ranks.collectives import Collectives
 from common.ranks.lanes import Handle, ThreadLane, backend_of
-from common.ranks.sockets import bytes_sent_by_own_sockets
 from lab.simulate.world import simulated_world
+from lab.sockets import bytes_sent_by_own_sockets
 
 SIZES = [1, 2, 3, 4, 8]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

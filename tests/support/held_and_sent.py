@@ -6,7 +6,7 @@ from training import follows, make_engine, or_reason, train_step
 
 from common import models
 from common.engines import find_engine
-from common.ranks.sockets import bytes_sent_by_own_sockets
+from lab.sockets import bytes_sent_by_own_sockets
 
 MODEL = "gpt-nano"
 PARAMETERS = models.count(models.build(MODEL))
