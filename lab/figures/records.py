@@ -9,14 +9,7 @@ from lab.figures.style import COLORS, LABELS, MARKERS, STEP_COLORS, stacked, sta
 
 
 def activation_memory(results):
-    """Peaks by class for each stage and batch, without and with checkpoints; below, the largest batch under the cap.
-
-    Args:
-        results: what `lab.activations` writes.
-
-    Returns:
-        A matplotlib Figure.
-    """
+    """Of what `lab.activations` writes, peaks by class without and with checkpoints; below, the largest batches."""
     engines = list(dict.fromkeys(row["engine"] for row in results["rows"]))
     figure = plt.figure(figsize=(13, 9), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=(1.6, 1))
@@ -67,14 +60,7 @@ def largest_batches(axes, rows, cap):
 
 
 def capacity(results):
-    """Parameters of the largest model under the cap, measured beside predicted, a panel for each precision.
-
-    Args:
-        results: what `lab.capacity` writes.
-
-    Returns:
-        A matplotlib Figure.
-    """
+    """Of what `lab.capacity` writes, the largest models, measured beside predicted, a panel for each precision."""
     precisions = list(dict.fromkeys(row["precision"] for row in results["rows"]))
     engines = len(results["rows"]) // len(precisions)
     size = max(6.4, 1 + 1.4 * engines), 1 + 3.6 * len(precisions)
@@ -115,14 +101,7 @@ def largest_models(axes, rows):
 
 
 def bench(results):
-    """Step times of one model as bars over torch DDP's; of several models, or without DDP, as curves.
-
-    Args:
-        results: what `lab.bench` writes.
-
-    Returns:
-        A matplotlib Figure.
-    """
+    """Of what `lab.bench` writes, step times of one model over torch DDP's; of several, or without DDP, curves."""
     timed = [row for row in results["rows"] if row["median_seconds"] is not None]
     one_model = len({row["model"] for row in timed}) == 1
     draw = step_times if one_model and all(row["ratio_interval"] for row in timed) else growth

@@ -6,14 +6,7 @@ from lab.figures.style import MARKERS, PALETTE
 
 
 def scaling(results):
-    """Four panels.
-
-    Args:
-        results: what `lab.plan.scaling` writes.
-
-    Returns:
-        A matplotlib Figure.
-    """
+    """Four panels of what `lab.plan.scaling` writes."""
     figure, ((one, two), (three, four)) = plt.subplots(2, 2, figsize=(13, 10), layout="constrained")
     engines = dict.fromkeys(row["engine"] for row in results["memory"])
     styles = {name: {"color": PALETTE[n], "marker": MARKERS[n]} for n, name in enumerate(engines)}

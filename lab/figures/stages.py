@@ -93,9 +93,6 @@ def comparison(results, timelines):
     Args:
         results: what `lab.compare` writes.
         timelines: {engine: samples of its Timeline}.
-
-    Returns:
-        A matplotlib Figure.
     """
     rows = results["rows"]
     columns = max(2, len(rows))
