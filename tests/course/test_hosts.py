@@ -90,15 +90,15 @@ def test_a_list_is_taken_as_a_tuple_is(capsys):
 
 def test_rows_of_a_trace_are_phases_waits_and_lanes_of_one_rank():
     names = {1: "compute", 2: "bus", 3: "host"}
-    rows = [{"name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}} for tid, name in names.items()]
+    rows = [{"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": names[tid]}} for tid in names]
     spans = [(1, "step", 1000, 4000), (1, "wait", 2000, 500), (1, "aten::add", 2500, 100), (2, "up of 0", 3000, 100)]
     spans += [(2, "wait", 2900, 50), (3, "optimizer's step of 0", 2000, 900)]
     events = [
-        {"name": name, "pid": 0, "tid": tid, "ts": ts, "dur": dur, "cat": "user_annotation"}
+        {"ph": "X", "name": name, "pid": 0, "tid": tid, "ts": ts, "dur": dur, "cat": "user_annotation"}
         for tid, name, ts, dur in spans
     ]
-    other = {**events[0], "pid": 2}
-    assert hosts.rows_of({"traceEvents": [*rows, *events, other]}) == {
+    other = [{**rows[0], "pid": 2}, {**events[0], "pid": 2}]
+    assert hosts.rows_of({"traceEvents": [*rows, *events, *other]}) == {
         (0, "compute"): [(0, 4, "step"), (1, 1.5, "waiting")],
         (0, "collectives"): [],
         (0, "bus"): [(2, 2.1, "up the bus")],
