@@ -1,9 +1,11 @@
 """What a submission is told: its promises with their points, what fails first, and what it printed last."""
 
+import contextlib
 import os
 import re
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 from common.errors import InputError
 from common.ranks.world import LocalWorld, RankFailed
@@ -64,13 +66,15 @@ def graded(file, stage, part=None):
 def _judged(stage, name, tried, finding):
     """A promise in the report."""
     case, holds = CASES[name], finding is None if tried else None
-    return {
+    told = finding and {
+        "idea": finding.idea,
         "promise": case.promise,
-        "holds": holds,
-        "points": case.points if holds else 0,
-        "of": case.points,
-        "finding": finding and _told(stage, name, finding),
+        "where": finding.where,
+        "model": _model(case),
+        "hints": hints_of(finding.idea, stage),
     }
+    points = case.points if holds else 0
+    return {"promise": case.promise, "holds": holds, "points": points, "of": case.points, "finding": told}
 
 
 class Worlds:
@@ -97,20 +101,13 @@ class Worlds:
 
 def _tried(where, stage):
     """The cases that were tried, {name: None or a Finding}, and what the submission printed last."""
-    before = os.environ.get("ZERO_TRACE")
-    os.environ["ZERO_TRACE"] = "1"  # ranks then agree on each collective before it begins, and say where they part
-    try:
-        with tempfile.NamedTemporaryFile() as log:
-            worlds = Worlds(log.name)
-            try:
-                results = dict(grade(worlds.run, where, stage, reference_of(worlds.run, stage)))
-            finally:
-                worlds.close()
-            lines = Path(log.name).read_text(errors="replace").splitlines()
-            own = [line for line in lines if not re.match(r"\[rank \d+\]", line)]  # not what the tracer says
-            return results, "\n".join(own[-SHOWN:])
-    finally:
-        os.environ.pop("ZERO_TRACE") if before is None else os.environ.__setitem__("ZERO_TRACE", before)
+    # Traced ranks agree on each collective before it begins, and say where they part.
+    with mock.patch.dict(os.environ, ZERO_TRACE="1"), tempfile.NamedTemporaryFile() as log:
+        with contextlib.closing(Worlds(log.name)) as worlds:
+            results = dict(grade(worlds.run, where, stage, reference_of(worlds.run, stage)))
+        lines = Path(log.name).read_text(errors="replace").splitlines()
+    own = [line for line in lines if not re.match(r"\[rank \d+\]", line)]  # not what the tracer says
+    return results, "\n".join(own[-SHOWN:])
 
 
 def _where_reading_stopped(error):
@@ -119,17 +116,6 @@ def _where_reading_stopped(error):
     line = (error.text or "").rstrip()
     mark = " " * max((error.offset or 1) - 1, 0) + "^"
     return f"Line {error.lineno}: {error.msg}\n\n    {line}\n    {mark}"
-
-
-def _told(stage, name, finding):
-    case = CASES[name]
-    return {
-        "idea": finding.idea,
-        "promise": case.promise,
-        "where": finding.where,
-        "model": _model(case),
-        "hints": hints_of(finding.idea, stage),
-    }
 
 
 def _model(case):

@@ -13,6 +13,7 @@ git tracks, with the two scripts that Gradescope calls: it has the engines, whic
 
 import argparse
 import ast
+import contextlib
 import json
 import os
 import shutil
@@ -142,12 +143,8 @@ def write_bundle(names, bundle):
 
 def record_promises(path):
     """Write what the grader in the tree holds submissions to."""
-    with tempfile.NamedTemporaryFile() as log:
-        worlds = Worlds(log.name)
-        try:
-            record(worlds.run, path)
-        finally:
-            worlds.close()
+    with tempfile.NamedTemporaryFile() as log, contextlib.closing(Worlds(log.name)) as worlds:
+        record(worlds.run, path)
 
 
 if __name__ == "__main__":
