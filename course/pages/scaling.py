@@ -9,13 +9,14 @@ from dataclasses import replace
 from common.measure.tables import show_bytes
 from course.pages.answers import NAME, NUMBER, Form, asks, by_name, judge, unfit
 from lab.plan.__main__ import ADVISED, LANDMARKS, USABLE, fit, of_model, of_size
+from lab.plan.__main__ import ways as with_switches
 from lab.plan.formulas import WAYS, Rank
 from lab.simulate.hardware import preset
 
 TITLES = [way.title for way in WAYS]
 
 
-def ways(shape, machine, gpus, *, tensor=1, pipeline=1, batch=1, checkpoints=True):
+def ways(shape, machine, gpus, *, tensor=1, pipeline=1, batch=1, checkpoints=True, own=()):
     """What each engine holds, sends and moves.
 
     Args:
@@ -24,6 +25,7 @@ def ways(shape, machine, gpus, *, tensor=1, pipeline=1, batch=1, checkpoints=Tru
         gpus: how many in all; tensor and pipeline degrees divide them.
         batch: samples of a rank's micro-batch.
         checkpoints: activations are computed again in backward.
+        own: switches of ZeRO++ that are off, ["hierarchical=False"].
 
     Returns:
         {title: a row of `Rank.row`, with "fits", into 90 % of the device, and "computes", seconds of a micro-batch}
@@ -33,7 +35,7 @@ def ways(shape, machine, gpus, *, tensor=1, pipeline=1, batch=1, checkpoints=Tru
     per_node = math.gcd(ranks, max(1, machine.ranks_per_node // degree))
     rank = Rank(shape, machine, ranks, per_node, tensor, pipeline, 2, batch, shape.sequence, checkpoints)
     rows = {}
-    for way in WAYS:
+    for way in with_switches(own):
         row = rank.row(way)
         fits = fit(machine, row["device"], row["host"], row["disk"], USABLE * machine.holds)
         rows[way.title] = row | {"fits": fits, "computes": rank.compute_seconds()}

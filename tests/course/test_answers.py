@@ -1,10 +1,14 @@
 """Questions of the pages: right answers are taken, open ones are told so, and typical wrong ones get their hint."""
 
+import json
 import math
 
 import pytest
+from places import ROOT
 
-from course.pages import hosts, rounding, scaling, wire
+from common.engines import STAGES
+from course.pages import hosts, memory, rounding, scaling, wire
+from lab import capacity
 from lab.plan.formulas import Shape
 
 # ---- what answers are held against --------------------------------------------------------------------------------
@@ -32,6 +36,14 @@ ON_DISK = {"parameters": 100, "moved": {"read": {"forward": 200, "step": 720}, "
 READS = [0, 1, 2, 3, 3, 4, 5, 6]  # of a training whose first 3 updates are exact
 COUNTED = {"numel": 484_416, "out": 308_604, "held": 2_423_060}  # of the four ranks of 10_zeropp
 IN_16_BIT = {stage: whole + cut / 3 for stage, (whole, cut) in rounding.HELD.items()}
+CAPACITY = json.loads((ROOT / "results" / "capacity_cpu.json").read_text())
+DEEPEST = {  # {stage: (ranks, room, layers)}
+    stage: (CAPACITY["world_size"], row["usable_bytes"], row["layers"])
+    for row in CAPACITY["rows"]
+    for stage, name in enumerate(STAGES)
+    if (row["precision"], row["engine"]) == ("fp32", name)
+}
+PER_LAYER = capacity.parameters(2) - capacity.parameters(1)
 SHAPE = Shape("made up", parameters=22.02e9, layers=10, rest=2.02e9)  # blocks of 2 B
 WORST = {"gathered units": 2 * (2 * 2e9 + 2.02e9), "buckets in flight": 2 * (2e9 + 2.02e9)}
 
@@ -59,6 +71,9 @@ ASK = {  # a check, with what it holds an answer against
     "hidden": lambda answer: wire.check_hidden(answer, {"stage1_os": (20.0, 0.4)}),
     "messages": lambda answer: wire.check_messages(answer, BUCKETS),
     "batch": lambda answer: wire.check_batch(answer, LINE),
+    "batches": lambda answer: print(memory.check_batches(answer, 60e6, [{1: 11e6, 8: 32e6}, {1: 7e6, 8: 14e6}])),
+    "refused": lambda answer: print(memory.check_refused(answer, [5, 30, 12])),
+    "depths": lambda answer: print(memory.check_depths(answer, DEEPEST)),
     "placed": lambda answer: hosts.check_placed(answer, 2, OFFLOADED),
     "tokens": lambda answer: hosts.check_tokens(answer, {"one": (1e-9, 12e12), "other": (2e-9, 6e12)}),
     "reads": lambda answer: hosts.check_reads(answer, 3, READS),
@@ -117,6 +132,9 @@ RIGHT = {
     "hidden": lambda ms, share: ms * (1 - share),
     "messages": lambda stage, buckets: buckets * (1 if stage == 0 else 2),
     "batch": lambda batch: 0.020 + 0.005 * batch,
+    "batches": (17, 54),
+    "refused": lambda holes, nbytes: max(holes) < nbytes <= sum(holes),
+    "depths": lambda stage, n, room: room / PER_LAYER / (16, 8 + 8 / n, 4 + 12 / n, 16 / n)[stage],
     "placed": lambda n: (2, 14 / n, 4 / n),
     "tokens": lambda seconds, flops: seconds * flops / 6,
     "reads": lambda i, w: i if i <= w else i - 1,
@@ -163,6 +181,13 @@ WRONG = [  # a question, an answer, and its hint, or what is said in each line
     ("messages", lambda stage, buckets: buckets, "parameters in another"),
     ("messages", lambda stage, buckets: 2 * buckets, "is one call"),
     ("batch", lambda batch: 0.01 * batch, "should pass through it"),
+    ("batches", (20, 60), ("left out",) * 2),
+    ("batches", (5, 90), ("room for more", "need 96.0 MB")),
+    ("refused", lambda holes, nbytes: max(holes) < nbytes, "alone is the reason"),
+    ("refused", lambda holes, nbytes: nbytes == sum(holes), "in one piece"),
+    ("refused", lambda holes, nbytes: max(holes) <= nbytes <= sum(holes), "just as large"),
+    ("depths", lambda stage, n, room: room / PER_LAYER / 16, ("solved", "not", "not", "is everything sharded")),
+    ("depths", lambda stage, n, room: room / PER_LAYER / 4, "counted too low"),
     ("placed", lambda n: (2, 14, 4), ("one rank alone",) * 2),
     ("placed", lambda n: (2, 14 / n, 2 / n), ("something comes up",) * 2),
     ("placed", lambda n: (2, 12 / n, 4 / n), ("waits for the step",) * 2),
