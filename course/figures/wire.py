@@ -24,14 +24,9 @@ def moved(counts, laws, per_node=None):
     """
     columns = min(3, len(counts))
     rows = -(-len(counts) // columns)
+    size = 3.6 * columns, 3.7 * rows
     figure, grid = plt.subplots(
-        rows,
-        columns,
-        figsize=(3.6 * columns, 3.7 * rows),
-        layout="constrained",
-        squeeze=False,
-        sharex=True,
-        sharey=True,
+        rows, columns, figsize=size, layout="constrained", squeeze=False, sharex=True, sharey=True
     )
     megabytes = {title: np.array(matrix) / 1e6 for title, matrix in counts.items()}
     highest = max(matrix.max() for matrix in megabytes.values())
@@ -42,9 +37,8 @@ def moved(counts, laws, per_node=None):
         for (sender, receiver), size in np.ndenumerate(matrix):
             color = "white" if size > 0.5 * highest else "black"
             axes.text(receiver, sender, f"{size:.2f}" if size > 0.005 else "0", ha="center", va="center", color=color)
-        ranks = range(len(matrix))
-        axes.set_xticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=8)
-        axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=8)
+        for names in (axes.set_xticks, axes.set_yticks):
+            names(range(len(matrix)), [f"rank {rank}" for rank in range(len(matrix))], fontsize=8)
         for edge in range(per_node, len(matrix), per_node) if per_node else ():
             axes.axhline(edge - 0.5, color="#D55E00", linewidth=2, linestyle="--")
             axes.axvline(edge - 0.5, color="#D55E00", linewidth=2, linestyle="--")

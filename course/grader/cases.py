@@ -206,10 +206,7 @@ CASES = {
         foreign=True,
     ),
     "written": Case(
-        "freed weights read as NaN, whatever was written to them",
-        steps=2,
-        written=True,
-        stages=("stage3_param",),
+        "freed weights read as NaN, whatever was written to them", steps=2, written=True, stages=("stage3_param",)
     ),
     "in two": Case(
         "half of a shard stays on the device, and is stepped there",

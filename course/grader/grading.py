@@ -58,10 +58,7 @@ LOOKS = {  # what is compared of a rank, in the order of a training: what is sai
         "Loss.backward() without any engine goes unnoticed on rank {rank}: the stage refuses it.",
         "foreign backward",
     ),
-    "on host": (
-        "Rank {rank} {0} {given:,} bytes of {1} on the host, where the engine {0} {meant:,}.",
-        "placement",
-    ),
+    "on host": ("Rank {rank} {0} {given:,} bytes of {1} on the host, where the engine {0} {meant:,}.", "placement"),
     "held": (
         "Just before the update rank {rank} holds {given:,} bytes of {0}, where the stage holds {meant:,}.",
         "held too little",

@@ -208,10 +208,7 @@ def check_reads(formula, warm_up, reads):
         hints = [
             (tuple(range(len(truth))), "that is an exact update: where does the delayed one land?"),
             (tuple(max(0, i - 1) for i in range(len(truth))), "the first w updates are not delayed"),
-            (
-                tuple(i if i < w else max(0, i - 1) for i in range(len(truth))),
-                "iteration w reads all before it",
-            ),
+            (tuple(i if i < w else max(0, i - 1) for i in range(len(truth))), "iteration w reads all before it"),
         ]
         verdict = judge(None if None in said else tuple(said), tuple(truth), hints)
         if verdict.endswith(AGAIN):

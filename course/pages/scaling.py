@@ -164,24 +164,17 @@ def check_crossover(formula):
 def check_decisions(answer):
     """Whether {case: title of a way} are the lowest that fit, with ZeRO++ where links are what a step waits for."""
     for name, title in answer.items():
-        rows = case(name)
-        truth = decision(rows)
-        if title is None:
-            verdict = "not solved yet"
-        elif line := unfit(title, NAME):
-            verdict = line
-        elif title not in rows:
-            verdict = f"not yet: choose from {', '.join(rows)}"
-        elif title == truth:
-            verdict = "solved"
-        elif not rows[title]["fits"]:
-            verdict = f"not yet: it takes {show_bytes(round(rows[title]['device']))} of a GPU"
-        elif title == lowest(rows):
-            seconds, computes = rows[title]["seconds"]["collectives"], rows[title]["computes"]
-            verdict = f"not yet: it fits, but sends for {seconds:.2g} s where it computes for {computes:.2g} s"
-        else:
-            verdict = "not yet: it fits, but so does a lower one that sends or moves less"
-        print(f"{name}: {verdict}")
+        rows, hints = case(name), []
+        for other, row in rows.items():
+            hint = "it fits, but so does a lower one that sends or moves less"
+            if not row["fits"]:
+                hint = f"it takes {show_bytes(round(row['device']))} of a GPU"
+            elif other == lowest(rows):
+                sends, computes = row["seconds"]["collectives"], row["computes"]
+                hint = f"it fits, but sends for {sends:.2g} s where it computes for {computes:.2g} s"
+            hints.append((other, hint))
+        known = f"choose from {', '.join(rows)}"
+        print(f"{name}: {unfit(title, NAME) or judge(title, decision(rows), hints, otherwise=known)}")
 
 
 @asks(NUMBER)

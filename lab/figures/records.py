@@ -81,21 +81,16 @@ def capacity(results):
 
 def largest_models(axes, rows):
     """Bars of the largest model's parameters, a pair for each stage: left measured, right predicted."""
+    color = COLORS["parameters"]
+    looks = {"measured": {"color": color, "edgecolor": color}}
+    looks["predicted"] = {"color": "white", "edgecolor": color, "hatch": "///"}
     for position, row in enumerate(rows):
-        for key, shift in (("parameters", -0.2), ("predicted_parameters", 0.2)):
-            measured = key == "parameters"
-            if row.get("or_more") and not measured:  # the search ended before memory did
+        for name, key, shift in (("measured", "parameters", -0.2), ("predicted", "predicted_parameters", 0.2)):
+            if row.get("or_more") and name == "predicted":  # the search ended before memory did
                 continue
-            bar = axes.bar(
-                position + shift,
-                row[key] / 1e6,
-                0.36,
-                color=COLORS["parameters"] if measured else "white",
-                edgecolor=COLORS["parameters"],
-                hatch=None if measured else "///",
-                label=("measured" if measured else "predicted") if position == 0 else None,
-            )
-            ratio = row["ratio_to_stage0"] if measured else None
+            label = name if position == 0 else None
+            bar = axes.bar(position + shift, row[key] / 1e6, 0.36, label=label, **looks[name])
+            ratio = row["ratio_to_stage0"] if name == "measured" else None
             axes.bar_label(bar, [f"{row[key] / 1e6:.0f}" + (f"\n{ratio:.2f}x" if ratio else "")], fontsize=9)
     stage_axis(axes, rows, headroom=1.15)
 

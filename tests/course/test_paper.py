@@ -178,10 +178,7 @@ def test_a_typical_mistake_gets_its_hint(group, name, wrong, hint, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [
-        (lambda text: text.replace("seed = 0", ""), "has no seed"),
-        (lambda text: text + "[", "cannot be read"),
-    ],
+    [(lambda text: text.replace("seed = 0", ""), "has no seed"), (lambda text: text + "[", "cannot be read")],
     ids=lambda one: one if isinstance(one, str) else "",
 )
 def test_what_is_no_sheet_is_refused_in_one_line(change, said, tmp_path, capsys):
