@@ -13,35 +13,21 @@ OPEN = 'raise NotImplementedError("part {number}, {method}, is still open")'
 
 @dataclass(frozen=True)
 class Part:
-    """What is taken out of an engine.
+    """What is taken out of an engine, or written otherwise.
 
     Attributes:
         method: whose body it is; of another class than the engine's, "Class.method".
         task: what to write, without saying how.
         begin: text of the first line that is taken out; "" for the whole body.
         until: text of the first line that stays again; "" for the rest of the body.
+        lines: of an edit, what stands there instead; with "" for begin, at the end of the body.
     """
 
     method: str
-    task: str
+    task: str = ""
     begin: str = ""
     until: str = ""
-
-
-@dataclass(frozen=True)
-class Edit:
-    """Other lines in a method of the engine, where nothing is taken out.
-
-    Attributes:
-        method: whose body it is.
-        lines: what stands there instead.
-        begin, until: as a Part has them; "" for begin puts the lines at the end of the body.
-    """
-
-    method: str
-    lines: tuple
-    begin: str = ""
-    until: str = ""
+    lines: tuple = ()
 
 
 @dataclass(frozen=True)
