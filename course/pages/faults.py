@@ -135,12 +135,7 @@ FAULTS = {"a": a, "b": b, "c": c, "d": d, "e": e}
 
 @asks(by_name(FAULTS), str)
 def check(question, answer):
-    """Whether answers are right, a line for each.
-
-    Args:
-        question: "kind", "rank" or "place".
-        answer: {letter: answer or None}; a kind is its number in KINDS.
-    """
+    """Whether {letter: answer} to "kind", "rank" or "place" are right, a line each; a kind is its number in KINDS."""
     return "\n".join(f"{letter}: {_verdict(question, letter, one)}" for letter, one in answer.items())
 
 
@@ -157,12 +152,7 @@ NAMES = Form(
 
 @asks(NAMES, str)
 def check_probes(answer, unnoticed):
-    """Whether some probes notice all mutants, and no fewer would.
-
-    Args:
-        answer: names of probes, or None.
-        unnoticed: {mutant: {probe: whether the mutant passes it}}.
-    """
+    """Whether some probes notice all mutants, and no fewer would, by {mutant: {probe: whether it passes}}."""
     if answer is None:
         return "not solved yet"
 

@@ -45,11 +45,7 @@ RANKS_AND_FLOOR = Form(
 
 @asks(NUMBER)
 def by_stage(formula, results, measured):
-    """Hold `formula(stage, n, parameters)` against what `compare` measured in each stage; 0.5 % is left for padding.
-
-    Args:
-        measured: "model_state_bytes" or "wire_bytes_per_step".
-    """
+    """Hold `formula(stage, n, parameters)` against what `compare` has as `measured`; 0.5 % is left for padding."""
     for stage, row in enumerate(results["rows"]):
         answer, truth = formula(stage, results["world_size"], results["parameters"]), sum(row[measured].values())
         shown = "" if answer is None else f"{show_bytes(int(answer))} predicted, {show_bytes(truth)} measured"

@@ -83,12 +83,7 @@ def check_landmarks(answer):
 
 @asks(NUMBER)
 def check_in_flight(formula, shape, worst):
-    """Hold `formula(block, rest)`, bytes that come and go in stage 3, against the worst moment of a simulated rank.
-
-    Args:
-        shape: the model's Shape.
-        worst: {class: bytes} at that moment.
-    """
+    """Hold `formula(block, rest)`, bytes that come and go in stage 3, against {class: bytes} of a simulated rank."""
     block, rest = (shape.parameters - shape.rest) / shape.layers, shape.rest
     truth = worst["gathered units"] + worst["buckets in flight"]
     hints = [

@@ -82,12 +82,9 @@ class Sockets:
 
 
 def from_to(answers):
-    """What ranks moved as one matrix of bytes [from, to].
+    """What each rank `Moved`, in rank order, as one matrix of bytes [from, to].
 
     Where the kernel could not be asked, the meter's bytes, to all others the same; None where it has none either.
-
-    Args:
-        answers: the `Moved` of each rank, in rank order.
     """
     size = len(answers)
     if answers[0].to is not None:
@@ -188,12 +185,9 @@ def step_rows(trace):
 
 
 def time_on_compute(trace):
-    """Where the time of each rank's phases goes: {rank: {kind of TIMES: ms}}.
+    """Where the time of each rank's phases goes, by a trace as `step_rows` takes it: {rank: {kind of TIMES: ms}}.
 
     Of ranges within each other the innermost counts: a copy in the range of backward is a copy.
-
-    Args:
-        trace: as `step_rows` takes it.
     """
     return {rank: _own_times(events) for rank, (events, _) in _by_rank(trace).items()}
 
@@ -264,13 +258,9 @@ def check_sent(formula, counts, nbytes):
 
 @asks(NUMBER)
 def check_multiple(answer, sent, counts, unit):
-    """Hold the multiple of (N-1)/N Ψ that stage 2 would send by gloo's own reduce-scatter against what was counted.
+    """Hold the multiple of `unit`, (N-1)/N Ψ, that stage 2 would send by gloo's own reduce-scatter against counts.
 
-    Args:
-        answer: the multiple.
-        sent: the messages of a step of stage 2.
-        counts: {collective: bytes [from, to]}.
-        unit: bytes of (N-1)/N Ψ.
+    Those are {collective: bytes [from, to]}; `sent` are the messages of a step of stage 2.
     """
     gloos = counts.get("gloo's reduce-scatter")
     if gloos is None:
