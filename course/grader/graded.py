@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import tempfile
+import tomllib
 from pathlib import Path
 from unittest import mock
 
@@ -12,11 +13,12 @@ from common.ranks.world import LocalWorld, RankFailed
 from course.exercises import ALL
 from course.grader.cases import CASES
 from course.grader.grading import Finding, cases_of, grade
-from course.grader.hints import hints_of
 from course.grader.promises import reference_of
 from course.parts import alone
 
 SHOWN = 5  # last lines of what the submission printed
+# What a teacher says to a mistake, in three steps.
+HINTS = tomllib.loads(Path(__file__).with_name("hints.toml").read_text(encoding="utf-8"))
 
 
 def graded(file, stage, part=None):
@@ -116,6 +118,13 @@ def _where_reading_stopped(error):
     line = (error.text or "").rstrip()
     mark = " " * max((error.offset or 1) - 1, 0) + "^"
     return f"Line {error.lineno}: {error.msg}\n\n    {line}\n    {mark}"
+
+
+def hints_of(idea, exercise=""):
+    """The three hints of an idea; what is said of it in an exercise, by its key, if it is another thing there."""
+    if idea in HINTS.get(exercise, ()):
+        return HINTS[exercise][idea]
+    return HINTS["open"][idea.removeprefix("open ")] if idea.startswith("open ") else HINTS["mistakes"][idea]
 
 
 def _model(case):

@@ -8,8 +8,8 @@ each class says in `truth`, from faults.toml, and `check` holds a student's answ
 
 import itertools
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from common.engines import find_engine
 from course.pages.answers import NAME, NUMBER, Form, asks, by_name, is_number, judge, unfit
@@ -26,25 +26,8 @@ KINDS = (
 )
 
 
-@dataclass(frozen=True)
-class Truth:
-    """What is wrong with an engine.
-
-    Attributes:
-        kind: one of KINDS.
-        rank: where it goes wrong, or EVERY.
-        place: the bucket or the parameter.
-        hints: {"kind", "rank" or "place": what to look at}, for those who are wrong there.
-    """
-
-    kind: str
-    rank: int | str
-    place: str
-    hints: dict
-
-
 FOUND = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-TRUTHS = {letter: Truth(**truth) for letter, truth in FOUND.items()}
+TRUTHS = {letter: SimpleNamespace(**truth) for letter, truth in FOUND.items()}
 
 
 def a():
