@@ -10,7 +10,7 @@ from common.engines import STAGES
 from common.loop import train_step
 from common.ranks.collectives import Collectives
 from course import figures
-from course.pages import wire
+from course.pages import hosts, wire
 
 kernel = pytest.mark.skipif(
     sys.platform != "linux" or torch.cuda.is_available(), reason="the kernel is asked on Linux, and on CPU"
@@ -133,3 +133,22 @@ def test_rows_begin_with_the_first_phase_and_name_phases_waits_and_collectives()
     assert rows[0, "collectives"] == [(5, 15, "reduce_scatter")]
     figure = figures.beside({"a step": rows})
     assert figure.axes[0].get_xlabel() == "ms since the step began"
+
+
+def test_rows_of_a_trace_are_phases_waits_and_lanes_of_one_rank():
+    events = [
+        *(name_of(row, name) for row, name in {1: "compute", 2: "bus", 3: "host"}.items()),
+        event(1, "user_annotation", "step", 1, 5),
+        event(1, "user_annotation", "wait", 2, 2.5),
+        event(1, "user_annotation", "aten::add", 2.5, 2.6),
+        event(2, "user_annotation", "up of 0", 3, 3.1),
+        event(2, "user_annotation", "wait", 2.9, 2.95),
+        event(3, "user_annotation", "optimizer's step of 0", 2, 2.9),
+    ]
+    other = [{**one, "pid": 2} for one in events]
+    assert hosts.rows_of({"traceEvents": events + other}) == {
+        (0, "compute"): [(0, 4, "step"), (1, 1.5, "waiting")],
+        (0, "collectives"): [],
+        (0, "bus"): [(2, pytest.approx(2.1), "up the bus")],
+        (0, "host"): [(1, 1.9, "the host's step")],
+    }

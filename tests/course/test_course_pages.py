@@ -1,5 +1,7 @@
-"""The pages on ZeRO++ and on precision: the quantizer that is asked for, and what the pages show."""
+"""Pages 08 to 13: the quantizer that is asked for, rows that are the planner's, and what is shown, as it is stored."""
 
+import ast
+import json
 import math
 import re
 
@@ -8,7 +10,9 @@ import torch
 from notebook_runs import stored
 from places import ROOT
 
-from course.pages import rounding
+from course.pages import rounding, scaling
+from lab.plan import __main__ as plan
+from lab.plan.__main__ import of_model
 
 
 def quantizer(scales=None, codes=torch.round):
@@ -89,7 +93,43 @@ def test_masters_train_as_fp32_does_and_bf16_alone_does_not():
     assert alone > 1.01 * exact
 
 
-def test_all_stages_end_with_the_same_bits_on_the_page():
-    digests = [line.split()[-1] for line in stored("11_precision", "order-run").splitlines()[1:]]
-    assert len(digests) == 4
+@pytest.mark.parametrize(("page", "cell", "ways"), [("09_infinity", "tiers-run", 5), ("11_precision", "order-run", 4)])
+def test_every_placement_and_every_stage_ends_with_the_same_bits(page, cell, ways):
+    digests = [line.split()[-1] for line in stored(page, cell).splitlines()[-ways:]]
+    assert len(digests) == ways
     assert len(set(digests)) == 1
+
+
+@pytest.mark.parametrize(("page", "cell"), [("08_offload", "wall-run"), ("09_infinity", "larger-run")])
+def test_behind_the_wall_trains_what_lies_elsewhere_and_nothing_else(page, cell):
+    trials = [line for line in stored(page, cell).splitlines() if "layers:" in line]
+    assert ["trained" in line for line in trials] == [True, False]
+    assert "did not fit" in trials[1]
+
+
+@pytest.mark.parametrize(("page", "cell"), [("08_offload", "bus-run"), ("09_infinity", "moves-run")])
+def test_a_page_counts_the_bytes_that_it_predicts(page, cell):
+    lines = [line for line in stored(page, cell).splitlines() if "predicted" in line]
+    assert len(lines) >= 4
+    for line in lines:
+        predicted, counted = re.search(r"([\d,]+) bytes predicted, counted (.*)", line).groups()
+        assert int(predicted.replace(",", "")) == sum(ast.literal_eval(counted).values())
+
+
+def test_the_rows_are_those_of_the_command(tmp_path):
+    path = tmp_path / "plan.json"
+    plan.main(["--landmark", "turing-nlg-17b", "--json", str(path)])
+    told = json.loads(path.read_text())
+    rows = scaling.landmark("turing-nlg-17b")
+    assert {row["way"]: (row["device"], row["fits"]) for row in told["rows"]} == {
+        title: (row["device"], row["fits"]) for title, row in rows.items()
+    }
+    assert told["compute_seconds"] == rows["stage 1"]["computes"]
+
+
+def test_at_the_crossover_the_plans_two_times_are_nearly_equal():
+    """Stage 3 of a wide world, whose units but the last are gathered twice."""
+    machine, shape = scaling.preset("a100-80g"), of_model("gpt2-1.5b")
+    row = scaling.ways(shape, machine, 1024, checkpoints=False)["stage 3"]
+    tokens = 6 * machine.flops[2] * machine.fraction / (6 * machine.between)
+    assert row["computes"] / shape.sequence * tokens == pytest.approx(row["seconds"]["collectives"], rel=0.05)
