@@ -348,7 +348,11 @@ ADD_UP = 'self.comm.work("add up", partial(self.blocks.add_up, received, sums))'
 OUTGOING = "outgoing, incoming = self._messages(bucket, nodes), self._messages(bucket, nodes)"
 AGAIN = "self._pack(bucket, 1, scale, sums, outgoing)"
 ACROSS = "self.across.all_to_all(outgoing.view(-1), incoming.view(-1), bucket.name)"
+FIRST_HOP = [MESSAGES, PACK, INSIDE]
 SECOND_HOP = [SUMS, ADD_UP, OUTGOING, AGAIN, ACROSS]
+AS_IT_LIES = PIECES.replace(".transpose(0, 1)", "")
+NODES_FIRST = MESSAGES.replace("places, nodes", "nodes, places")
+SWAPPED = [line.replace("nodes", "places") for line in SECOND_HOP]
 
 ANY_ROOM = [NO_ROOM, ROOM]
 BEGINS = [TAKES, SEALS, REDUCE, GONE]
@@ -472,23 +476,13 @@ SUBMISSIONS += (
     plus(
         "nodes and places the wrong way round",
         "nodes and places",
-        reduce=[
-            "pieces = bucket.local.view(places, nodes, shard).transpose(0, 1)",
-            "messages, received = self._messages(bucket, nodes, places), self._messages(bucket, nodes, places)",
-            PACK,
-            INSIDE,
-            SUMS.replace("nodes", "places"),
-            ADD_UP,
-            OUTGOING.replace("nodes", "places"),
-            AGAIN,
-            ACROSS,
-        ],
+        reduce=[PIECES.replace("nodes, places", "places, nodes"), NODES_FIRST, PACK, INSIDE, *SWAPPED],
     ),
     plus(
         "one hop",
         "one hop",
         reduce=[
-            PIECES.replace(".transpose(0, 1)", ""),
+            AS_IT_LIES,
             MESSAGES,
             PACK,
             INSIDE.replace("inside", "comm"),
@@ -500,36 +494,21 @@ SUBMISSIONS += (
         "across first",
         "one hop",
         reduce=[
-            PIECES.replace(".transpose(0, 1)", ""),
-            MESSAGES.replace("places, nodes", "nodes, places"),
-            PACK,
-            INSIDE.replace("inside", "across"),
-            SUMS.replace("nodes", "places"),
-            ADD_UP,
-            OUTGOING.replace("nodes", "places"),
-            AGAIN,
-            ACROSS.replace("across", "inside"),
+            *(AS_IT_LIES, NODES_FIRST, PACK, INSIDE.replace("inside", "across")),
+            *(*SWAPPED[:-1], ACROSS.replace("across", "inside")),
         ],
     ),
     plus(
         "sums of the node are not added up on the lane",
         "reads nothing",
-        reduce=[PIECES, MESSAGES, PACK, INSIDE, SUMS, "self.blocks.add_up(received, sums)", OUTGOING, AGAIN, ACROSS],
+        reduce=[PIECES, *FIRST_HOP, SUMS, "self.blocks.add_up(received, sums)", *SECOND_HOP[2:]],
     ),
     plus(
         "the mean is taken twice",
         "divided twice",
         reduce=[
-            PIECES,
-            MESSAGES,
-            PACK,
-            INSIDE,
-            SUMS,
-            ADD_UP,
-            'self.comm.work("mean", lambda: sums.div_(places))',
-            OUTGOING,
-            AGAIN,
-            ACROSS,
+            *(PIECES, *FIRST_HOP, *SECOND_HOP[:2]),
+            *('self.comm.work("mean", lambda: sums.div_(places))', *SECOND_HOP[2:]),
         ],
     ),
     *(
