@@ -334,6 +334,8 @@ PLUS = {  # what ZeRO++ does with a switch of it, and without
     "hierarchical": ("keeps a second shard in each node for backward", "keeps no second shards"),
     "quantize_gradients": ("and reduces in int4 in two hops", "and reduces in bf16, in one ring"),
 }
+TOO_LARGE = "it does not fit: count parameters, gradients and optimizer states one by one, and what comes beside"
+LOWER = "it fits, and so does one before it"
 
 
 def machine(draw):
@@ -349,7 +351,6 @@ def machine(draw):
         for offer, (per_node, rate) in offers.items():
             at, own = replace(gpu, between=rate * 1e9, ranks_per_node=per_node), [f"{off}=False"] if off else []
             for title, row in ways(of_size(psi), at, ranks, batch=samples, own=own).items():
-                row["tight"] = abs(row["device"] / (USABLE * gpu.holds) - 1) < 0.05
                 row["takes"] = max(row["computes"], *row["seconds"].values())
                 rows[offer, title] = row
         fitting = {key: row["takes"] for key, row in rows.items() if row["fits"]}
@@ -358,25 +359,21 @@ def machine(draw):
         least = min(fitting.values())
         fastest = [key for key, takes in fitting.items() if takes == least]
         near = [takes for takes in fitting.values() if least < takes < 1.1 * least]
-        clear = (
-            len({offer for offer, _ in fastest}) == 1 and not near and not any(row["tight"] for row in rows.values())
-        )
-        if clear and (offers[fastest[0][0]][1] == max(rates)) == obvious:
+        near += [row for row in rows.values() if abs(row["device"] / (USABLE * gpu.holds) - 1) < 0.05]
+        if (
+            len({offer for offer, _ in fastest}) == 1
+            and not near
+            and (offers[fastest[0][0]][1] == max(rates)) == obvious
+        ):
             break
     (offer, _), titles = fastest[0], [names[number] for number in order]
     best = next(title for title in titles if (offer, title) in fastest)
     lowest = next(title for title in titles if rows[offer, title]["fits"])
 
-    def too_large(title):
-        return "it does not fit: count parameters, gradients and optimizer states one by one, and what comes beside"
-
-    def of_lowest(title):
-        return "it fits, and so does one before it" if rows[offer, title]["fits"] else too_large(title)
-
     def of_fastest(title):
         row = rows[offer, title]
         if not row["fits"]:
-            return too_large(title)
+            return TOO_LARGE
         if row["takes"] == least:
             return "it is as fast, but one before it is as well"
         return f"it fits, but its {max(row['seconds'], key=row['seconds'].get)} take longer than another's"
@@ -407,7 +404,7 @@ def machine(draw):
             "lowest",
             "The first of these that fits: " + ", ".join(f'"{names[number]}"' for number in ADVISED) + ".",
             lowest,
-            [(title, of_lowest(title)) for title in names],
+            [(title, LOWER if rows[offer, title]["fits"] else TOO_LARGE) for title in names],
             names,
         ),
         Question(

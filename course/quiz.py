@@ -70,14 +70,14 @@ def questions_of(name):
 
 def lacking(question):
     """What a question lacks, in words; "" where it lacks nothing."""
-    choices = question.get("choice")
-    if not isinstance(question.get("ask"), str):
+    choices = question.get("choice", [])
+    if not question.get("ask"):
         return "it has no `ask`"
-    if not isinstance(choices, list) or len(choices) < 2:
+    if len(choices) < 2:
         return "it has fewer than two [[question.choice]]"
     for number, choice in enumerate(choices, start=1):
         for key in ("say", "why"):
-            if not isinstance(choice.get(key), str) or not choice[key].strip():
+            if not choice.get(key):
                 return f"choice {number} has no `{key}`"
     right = [choice.get("right", False) for choice in choices].count(True)
     return "" if right == 1 else f"{right} choices are right, and one should be"

@@ -251,7 +251,6 @@ CASES = {
     ),
     "second shards": Case(
         "after an update each node is filled once, and gathers by itself from then on",
-        "three blocks of two linear layers",
         options=plus_plus("hierarchical"),
         backwards=2,
         points=2,

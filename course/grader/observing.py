@@ -67,9 +67,10 @@ def observe(world, where, name, patience=None):
 
 def _trained(world, make, case, lane):
     engine, model = built(world, make, case)
+    owners, within = places(engine)
     seen = {
-        "owners": owners(engine),  # {weight: rank that steps each element}
-        "within": within(engine),  # {weight: the number of each element in its rank's shard of its bucket}
+        "owners": owners,
+        "within": within,
         "weights": [weights(engine)],  # before training, and after each step
         "norms": {},  # {step: norm}
         "nan": {},  # {when: {weight: whether it reads as nothing while it is freed}}
@@ -263,23 +264,18 @@ def tables(submission, engine):
     return found
 
 
-def owners(engine):
-    """Which rank's shard each element of each weight lies in: {name: int64 tensor in the weight's shape}."""
-    return _by_weight(engine, lambda bucket, places: places // bucket.shard_numel)
+def places(engine):
+    """Of each element of each weight the rank whose shard it lies in, and its number there, which no other bucket has.
 
-
-def within(engine):
-    """Where in that shard it lies, as a number that no other bucket has: {name: int64 tensor}."""
-    return _by_weight(engine, lambda bucket, places: places % bucket.shard_numel + 10**6 * engine.buckets.index(bucket))
-
-
-def _by_weight(engine, number):
-    """{name: `number(bucket, places in the bucket)`, in the weight's shape}, in the order of the model's weights."""
-    found = {}
-    for bucket in engine.buckets:
+    Returns:
+        Twice {name: int64 tensor in the weight's shape}, in the order of the model's weights.
+    """
+    owners, within = ({name: None for name, _ in engine._module.named_parameters()} for _ in range(2))
+    for number, bucket in enumerate(engine.buckets):
         for slot in bucket.slots.values():
-            found[slot.name] = number(bucket, torch.arange(slot.offset, slot.end)).view(slot.shape)
-    return {name: found[name] for name, _ in engine._module.named_parameters()}
+            at = torch.arange(slot.offset, slot.end).view(slot.shape)
+            owners[slot.name], within[slot.name] = at // bucket.shard_numel, at % bucket.shard_numel + 10**6 * number
+    return owners, within
 
 
 @contextlib.contextmanager

@@ -72,7 +72,8 @@ def release(out):
     shutil.rmtree(tree, ignore_errors=True)
     copy_files(names, tree)
     write_exercises(tree)
-    record_promises(tree / PROMISES.relative_to(ROOT))
+    with tempfile.NamedTemporaryFile() as log, contextlib.closing(Worlds(log.name)) as worlds:
+        record(worlds.run, tree / PROMISES.relative_to(ROOT))  # what the grader in the tree holds submissions to
     with tarfile.open(archive, "w:gz") as file:
         file.add(tree, NAME)
     write_bundle(names, bundle)
@@ -139,12 +140,6 @@ def write_bundle(names, bundle):
         file.write(packed.name, f"{GRADER}.tar.gz")
         for script in ("setup.sh", "run_autograder"):
             file.write(ROOT / HERE / script, script)
-
-
-def record_promises(path):
-    """Write what the grader in the tree holds submissions to."""
-    with tempfile.NamedTemporaryFile() as log, contextlib.closing(Worlds(log.name)) as worlds:
-        record(worlds.run, path)
 
 
 if __name__ == "__main__":
