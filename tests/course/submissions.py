@@ -30,6 +30,7 @@ BEGUN = ["if not unit.gathered:", "    unit.gathered = True", "    for bucket in
 AT_ONCE = ["        bucket.gathering.wait()", "        for name, parameter in bucket.members.items():"]
 AT_ONCE += ["            parameter.data = bucket.views[name]", "        bucket.gathering = None"]
 OVER = ["unit.open = False", "self.free(unit)"]
+REDUCES = "    self.reduce(unit)"
 LAST = "if self.reducing and not self.turns.remains(unit):"
 
 
@@ -184,30 +185,17 @@ SUBMISSIONS = (
     two(
         "room without a device",
         "elsewhere",
-        take_room=[
-            NO_ROOM,
-            FILLING,
-            *WAITS,
-            "    bucket.local = torch.empty(bucket.padded_numel, dtype=bucket.kind.dtype)",
-        ],
+        take_room=[NO_ROOM, FILLING, *WAITS, ROOM.replace(", device=self.comm.device", "")],
     ),
     three("a gather that is waited for at once", "no prefetch", gather=[*BEGUN, GROWS, FETCH, *AT_ONCE]),
     three("prefetch that is dead", "no prefetch", prefetch=["return"]),
     three(
         "a reduction that is waited for at once",
         "waited for at once",
-        end_backward=[
-            *OVER,
-            LAST,
-            "    self.reduce(unit)",
-            "    for bucket in unit.trainable:",
-            "        bucket.handle.wait()",
-        ],
+        end_backward=[*OVER, LAST, REDUCES, "    for bucket in unit.trainable:", "        bucket.handle.wait()"],
     ),
     three(
-        "self.reducing left out",
-        "foreign backward",
-        end_backward=[*OVER, "if not self.turns.remains(unit):", "    self.reduce(unit)"],
+        "self.reducing left out", "foreign backward", end_backward=[*OVER, "if not self.turns.remains(unit):", REDUCES]
     ),
     one("a solution imported", "solution", head=imports("stage1_os")),
     two("a solution imported by importlib", "solution", head=BY_IMPORTLIB),
@@ -299,16 +287,7 @@ SUBMISSIONS = (
         ],
     ),
     two("room that does not wait", "two rooms", take_room=[NO_ROOM, ROOM]),
-    two(
-        "room of fp32",
-        "16-bit",
-        take_room=[
-            NO_ROOM,
-            FILLING,
-            *WAITS,
-            "    bucket.local = torch.empty(bucket.padded_numel, device=self.comm.device)",
-        ],
-    ),
+    two("room of fp32", "16-bit", take_room=[NO_ROOM, FILLING, *WAITS, ROOM.replace("dtype=bucket.kind.dtype, ", "")]),
     three("storage does not grow", "no memory", gather=[*BEGUN, FETCH]),
     three(
         "storage grows by elements",
@@ -316,8 +295,8 @@ SUBMISSIONS = (
         gather=[*BEGUN, "        bucket.full.untyped_storage().resize_(bucket.full.numel())", FETCH],
     ),
     three("the unit is not marked", "not marked", gather=["for bucket in unit.buckets:", GROWS[4:], FETCH[4:]]),
-    three("not freed after backward", "not freed", end_backward=["unit.open = False", LAST, "    self.reduce(unit)"]),
-    three("visits are not asked", "sent twice", end_backward=[*OVER, "if self.reducing:", "    self.reduce(unit)"]),
+    three("not freed after backward", "not freed", end_backward=["unit.open = False", LAST, REDUCES]),
+    three("visits are not asked", "sent twice", end_backward=[*OVER, "if self.reducing:", REDUCES]),
 )
 
 # ---- the second half ------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def test_every_check_of_a_question_asks_for_a_form(path):
 
 
 def test_the_exercises_of_the_first_page_know_right_from_wrong():
-    *_, solutions, mistakes = executed(START).cells
+    *_, solutions, mistakes = executed(START, True).cells
     assert re.findall(r"solved|not", printed(solutions)) == ["solved"] * 9
     states, wire = ["solved", "not", "not", "not"], ["solved", "solved", "solved", "not"]
     assert re.findall(r"solved|not", printed(mistakes)) == states + wire + ["not"] * 4
