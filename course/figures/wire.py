@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from lab.figures.style import LABELS, MARKERS, PALETTE, PHASE_COLORS, PHASES, stacked
 
@@ -92,7 +92,7 @@ def ring_and_direct(axes, seconds):
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    _plain_numbers(axes.yaxis)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("ms per all-gather")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
@@ -190,11 +190,6 @@ def batch_and_bucket(by_batch, by_bucket, messages_by_bucket):
     right.set_xticks(list(by_bucket))
     right.margins(x=0.2)
     right.minorticks_off()
-    _plain_numbers(right.xaxis)
+    right.xaxis.set_major_formatter("{x:g}")
     right.set_xlabel("MiB of a bucket")
     return figure
-
-
-def _plain_numbers(axis):
-    """Numbers of a logarithmic axis as people write them."""
-    axis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:g}"))

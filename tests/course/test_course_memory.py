@@ -73,10 +73,8 @@ def test_faults_know_right_from_wrong():
         for letter in truths:
             assert faults.check(question, {letter: None}) == f"{letter}: not solved yet"
             hint = faults.FAULTS[letter]().truth.hints[question]
-            assert (
-                faults.check(question, {letter: "nowhere" if question == "place" else -1})
-                == f"{letter}: not yet: {hint}"
-            )
+            wrong = "nowhere" if question == "place" else -1
+            assert faults.check(question, {letter: wrong}) == f"{letter}: not yet: {hint}"
 
 
 def test_the_fewest_probes_that_notice_all():
