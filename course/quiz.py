@@ -37,10 +37,12 @@ def main(arguments=None):
             raise InputError(f"name a notebook: {', '.join(known())}")
         quizzes = {name: questions_of(name) for name in ([options.notebook] if options.notebook else known())}
         for name, questions in quizzes.items():
-            if sheet:
-                print_sheet(console, name, questions, options.answers)
-            else:
+            if not sheet:
                 ask(console, questions)
+                continue
+            console.print(f"[bold]{name}[/bold]\n")
+            for number, question in enumerate(questions, start=1):
+                show_question(console, number, question, options.answers)
 
 
 def known():
@@ -154,13 +156,6 @@ def answered(console, choices):
     choice = choices[int(said) - 1]
     show_verdict(console, choice)
     return choice.get("right", False)
-
-
-def print_sheet(console, name, questions, answers):
-    """All questions of a notebook, for paper or a projector."""
-    console.print(f"[bold]{name}[/bold]\n")
-    for number, question in enumerate(questions, start=1):
-        show_question(console, number, question, answers)
 
 
 def show_question(console, number, question, answers=False):

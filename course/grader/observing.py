@@ -28,7 +28,6 @@ def observe(world, where, name, patience=None):
     """Train a case, and say what was seen on this rank.
 
     Args:
-        world: the rank's World.
         where: a file that holds an `Engine`, or a package that exports one.
         name: of CASES.
         patience: seconds that a rank waits for the others to come to a collective, where ranks are traced.

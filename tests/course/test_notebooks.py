@@ -22,10 +22,6 @@ CHECKED = (faults, hosts, memory, questions, rounding, scaling, wire)
 CHECKS = {name for module in CHECKED for name, check in vars(module).items() if hasattr(check, "form")}
 
 
-def test_there_is_a_first_page():
-    assert START in NOTEBOOKS
-
-
 # A third of what all pages take: two nodes, a trillion parameters, steps on five machines.
 LONG = ("10_zeropp", "12_scale", "13_when")
 
