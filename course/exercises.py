@@ -13,19 +13,17 @@ from pathlib import Path
 
 from common.errors import InputError
 from common.outputs import one_line_errors
-from course.parts import ROOT, Edit, Exercise, Part, bare, methods_of, place, shows, solutions, written
+from course.parts import ROOT, Exercise, Part, bare, methods_of, place, shows, solutions, written
 
 
 def _read():
     """All exercises, in the order of the course."""
     found = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    return [_exercise(found["shared"], **one) for one in found["exercise"]]
-
-
-def _exercise(shared, *, at_hand, part=(), edit=(), **fields):
-    lines = [line for one in at_hand for line in (shared[one] if isinstance(one, str) else [one])]
-    edits = tuple(Edit(**one) for one in edit)
-    return Exercise(at_hand=dict(lines), parts=tuple(Part(**one) for one in part), edits=edits, **fields)
+    for fields in found["exercise"]:
+        listed = (found["shared"][one] if isinstance(one, str) else [one] for one in fields.pop("at_hand"))
+        at_hand = dict(line for lines in listed for line in lines)
+        parts, edits = (tuple(Part(**one) for one in fields.pop(kind, ())) for kind in ("part", "edit"))
+        yield Exercise(at_hand=at_hand, parts=parts, edits=edits, **fields)
 
 
 ALL = tuple(_read())
@@ -53,7 +51,7 @@ def apart(exercises):
         parts = {part.method: part for part in exercise.parts}
         methods, lines = methods_of(exercise.solution)
         for name, method in methods.items():
-            body = bare(lines[slice(*place(method, Part(name, ""), lines))])
+            body = bare(lines[slice(*place(method, Part(name), lines))])
             before = [(text, where) for text, where in asked if shows(body, text)]
             if name not in parts and before:
                 text, where = before[-1]

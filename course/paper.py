@@ -27,8 +27,9 @@ from common.models.gpt import GPT, GPTConfig
 from common.outputs import one_line_errors, parser_of, write_text
 from common.tiers.accounting import STATES
 from course.pages.answers import is_number, judge
-from lab.plan.__main__ import ADVISED, USABLE, fit, of_size, ways
-from lab.plan.formulas import SWITCHES, WAYS, Rank
+from course.pages.scaling import ways
+from lab.plan.__main__ import ADVISED, USABLE, of_size
+from lab.plan.formulas import SWITCHES, WAYS
 from lab.simulate.hardware import PRESETS
 from lab.simulate.world import Setting, batch_of, engine_of, simulated_world
 
@@ -253,10 +254,10 @@ def links(draw):
     gpu = replace(gpu, between=draw.choice((3.125, 6.25, 12.5, 25)) * 1e9, ranks_per_node=per_node)
     shape, way = of_size(draw.choice(("1.5e9", "7e9", "13e9", "30e9"))), WAYS[draw.choice((1, 2, 3))]
     tokens, checkpoints = draw.choice((2048, 4096, 16384, 65536)), draw.choice((False, True))
-    rank = Rank(shape, gpu, nodes * per_node, per_node, 1, 1, 2, tokens // 2048, 2048, checkpoints)
-    row, computing = rank.row(way), rank.compute_seconds()
-    sent, sending = row["sent"], row["seconds"]["collectives"]
-    psi, part, operations = shape.parameters, 1 - 1 / rank.ranks, 8 if checkpoints else 6
+    ranks = nodes * per_node
+    row = ways(shape, gpu, ranks, batch=tokens // 2048, checkpoints=checkpoints)[way.title]
+    sent, sending, computing = row["sent"], row["seconds"]["collectives"], row["computes"]
+    psi, part, operations = shape.parameters, 1 - 1 / ranks, 8 if checkpoints else 6
     rate, least = gpu.flops[2] * gpu.fraction, sending / computing * tokens
     kept = (psi - shape.rest) / shape.layers + shape.rest
     third = way.engine == "stage3_param"
@@ -303,7 +304,7 @@ def links(draw):
             "Seconds that computation takes.",
             computing,
             [(computing * factor, hint) for factor, hint in slower]
-            + [(computing * rank.ranks, "count the tokens of one GPU"), (1 / rate, "multiply by the operations")],
+            + [(computing * ranks, "count the tokens of one GPU"), (1 / rate, "multiply by the operations")],
         ),
         Question(
             "bound",
@@ -318,7 +319,7 @@ def links(draw):
             least,
             [(least / factor, hint) for factor, hint in slower]
             + [
-                (least * rank.ranks, "those are the tokens of all GPUs"),
+                (least * ranks, "those are the tokens of all GPUs"),
                 (sent / gpu.inside / computing * tokens, "that is inside a node: which link is the slowest?"),
             ],
         ),
@@ -333,6 +334,8 @@ PLUS = {  # what ZeRO++ does with a switch of it, and without
     "hierarchical": ("keeps a second shard in each node for backward", "keeps no second shards"),
     "quantize_gradients": ("and reduces in int4 in two hops", "and reduces in bf16, in one ring"),
 }
+TOO_LARGE = "it does not fit: count parameters, gradients and optimizer states one by one, and what comes beside"
+LOWER = "it fits, and so does one before it"
 
 
 def machine(draw):
@@ -346,40 +349,31 @@ def machine(draw):
         rates, sizes = draw.sample((3.125, 6.25, 12.5, 25, 50, 100), 3), draw.sample((2, 4, 8, 16), 3)
         offers, rows = dict(zip("ABC", zip(sizes, rates, strict=True), strict=True)), {}
         for offer, (per_node, rate) in offers.items():
-            at = replace(gpu, between=rate * 1e9, ranks_per_node=per_node)
-            rank = Rank(of_size(psi), at, ranks, per_node, 1, 1, 2, samples, 2048, checkpoints=True)
-            for way in ways([f"{off}=False"] if off else []):
-                row = rank.row(way)
-                budget = USABLE * gpu.holds
-                row["fits"] = fit(gpu, row["device"], row["host"], row["disk"], budget)
-                row["tight"] = abs(row["device"] / budget - 1) < 0.05
-                row["takes"] = max(rank.compute_seconds(), *row["seconds"].values())
-                rows[offer, way.title] = row
+            at, own = replace(gpu, between=rate * 1e9, ranks_per_node=per_node), [f"{off}=False"] if off else []
+            for title, row in ways(of_size(psi), at, ranks, batch=samples, own=own).items():
+                row["takes"] = max(row["computes"], *row["seconds"].values())
+                rows[offer, title] = row
         fitting = {key: row["takes"] for key, row in rows.items() if row["fits"]}
         if not fitting:
             continue
         least = min(fitting.values())
         fastest = [key for key, takes in fitting.items() if takes == least]
         near = [takes for takes in fitting.values() if least < takes < 1.1 * least]
-        clear = (
-            len({offer for offer, _ in fastest}) == 1 and not near and not any(row["tight"] for row in rows.values())
-        )
-        if clear and (offers[fastest[0][0]][1] == max(rates)) == obvious:
+        near += [row for row in rows.values() if abs(row["device"] / (USABLE * gpu.holds) - 1) < 0.05]
+        if (
+            len({offer for offer, _ in fastest}) == 1
+            and not near
+            and (offers[fastest[0][0]][1] == max(rates)) == obvious
+        ):
             break
     (offer, _), titles = fastest[0], [names[number] for number in order]
     best = next(title for title in titles if (offer, title) in fastest)
     lowest = next(title for title in titles if rows[offer, title]["fits"])
 
-    def too_large(title):
-        return "it does not fit: count parameters, gradients and optimizer states one by one, and what comes beside"
-
-    def of_lowest(title):
-        return "it fits, and so does one before it" if rows[offer, title]["fits"] else too_large(title)
-
     def of_fastest(title):
         row = rows[offer, title]
         if not row["fits"]:
-            return too_large(title)
+            return TOO_LARGE
         if row["takes"] == least:
             return "it is as fast, but one before it is as well"
         return f"it fits, but its {max(row['seconds'], key=row['seconds'].get)} take longer than another's"
@@ -410,7 +404,7 @@ def machine(draw):
             "lowest",
             "The first of these that fits: " + ", ".join(f'"{names[number]}"' for number in ADVISED) + ".",
             lowest,
-            [(title, of_lowest(title)) for title in names],
+            [(title, LOWER if rows[offer, title]["fits"] else TOO_LARGE) for title in names],
             names,
         ),
         Question(

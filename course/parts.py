@@ -1,9 +1,8 @@
 """How an exercise is made of an engine: parts of its text are taken out, or made to wait, and can be put back."""
 
 import ast
-import sys
+import re
 import textwrap
-from collections import defaultdict
 from dataclasses import dataclass
 
 from common.outputs import ROOT
@@ -14,35 +13,21 @@ OPEN = 'raise NotImplementedError("part {number}, {method}, is still open")'
 
 @dataclass(frozen=True)
 class Part:
-    """What is taken out of an engine.
+    """What is taken out of an engine, or written otherwise.
 
     Attributes:
         method: whose body it is; of another class than the engine's, "Class.method".
         task: what to write, without saying how.
         begin: text of the first line that is taken out; "" for the whole body.
         until: text of the first line that stays again; "" for the rest of the body.
+        lines: of an edit, what stands there instead; with "" for begin, at the end of the body.
     """
 
     method: str
-    task: str
+    task: str = ""
     begin: str = ""
     until: str = ""
-
-
-@dataclass(frozen=True)
-class Edit:
-    """Other lines in a method of the engine, where nothing is taken out.
-
-    Attributes:
-        method: whose body it is.
-        lines: what stands there instead.
-        begin, until: as a Part has them; "" for begin puts the lines at the end of the body.
-    """
-
-    method: str
-    lines: tuple
-    begin: str = ""
-    until: str = ""
+    lines: tuple = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +40,7 @@ class Exercise:
         parts: in the order of the file.
         at_hand: {what there is: what it does}.
         sources: the files of the package that it is made of; of several, those classes of which something is taken out.
+        imports: what these need; of one file, its own.
         edits: where these are, the engine is complete but for the worse, and its parts are to be written anew.
         name: of the file and of its grading; "" for the package's.
     """
@@ -65,6 +51,7 @@ class Exercise:
     parts: tuple
     at_hand: dict
     sources: tuple = ("engine.py",)
+    imports: str = ""
     edits: tuple = ()
     name: str = ""
 
@@ -91,51 +78,21 @@ class Exercise:
         """The text of the file in which nothing is missing."""
         if not self.classes:
             return self.engine.read_text()
-        return joined([ROOT / self.package / source for source in self.sources], self.classes)
+        return joined([ROOT / self.package / source for source in self.sources], self.classes, self.imports)
 
 
-def joined(files, classes):
+def joined(files, classes, imports):
     """The text of some classes of several modules as one: the last docstring, imports, and then class by class."""
-    modules = {file: ast.parse(file.read_text()) for file in files}
-    nodes = [(file, node) for file, tree in modules.items() for node in tree.body if isinstance(node, ast.ClassDef)]
-    made = {node.name: (file, node) for file, node in nodes if node.name in classes}
-    used = {node.id for _, one in made.values() for node in ast.walk(one) if isinstance(node, ast.Name)} - made.keys()
-    parts = [f'"""{ast.get_docstring(modules[files[-1]])}\n"""', _imports(modules, used)]
-    for file, tree in modules.items():
+    parts = []
+    for file in files:
+        text = file.read_text()
+        tree, lines = ast.parse(text), text.splitlines()
         head = [f"# ---- {file.name} {'-' * (WIDTH - len(file.name) - 5)}"]
         if file != files[-1]:
             head += ["#", *(f"# {line}".rstrip() for line in ast.get_docstring(tree).splitlines())]
-        lines = file.read_text().splitlines()
-        texts = ["\n".join(lines[node.lineno - 1 : node.end_lineno]) for of, node in made.values() if of == file]
-        parts.append("\n\n\n".join(["\n".join(head), *texts]))
-    return "\n\n".join(parts[:2]) + "\n\n" + "\n\n\n".join(parts[2:]) + "\n"
-
-
-def _imports(modules, used):
-    """The imports of used names, in the order that a linter wants; what a module defines itself comes from there."""
-    plain, names = set(), defaultdict(set)
-    for file, tree in modules.items():
-        for node in tree.body:
-            if isinstance(node, ast.Import):
-                plain.update(alias.name for alias in node.names if alias.name in used)
-            elif isinstance(node, ast.ImportFrom):
-                names[node.module].update(alias.name for alias in node.names if alias.name in used)
-            elif isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in used:
-                names[f"{file.parent.name}.{file.stem}"].add(node.name)
-            elif isinstance(node, ast.Assign):
-                defined = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)} & used
-                names[f"{file.parent.name}.{file.stem}"].update(defined)
-    sections = {"stdlib": [], "torch": [], "ours": []}
-    for module in sorted(plain):
-        sections[_section(module)].append(f"import {module}")
-    for module in sorted(module for module, found in names.items() if found):
-        sections[_section(module)].append(f"from {module} import {', '.join(sorted(names[module]))}")
-    return "\n\n".join("\n".join(lines) for lines in sections.values() if lines)
-
-
-def _section(module):
-    top = module.partition(".")[0]
-    return "stdlib" if top in sys.stdlib_module_names else "torch" if top == "torch" else "ours"
+        made = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in classes]
+        parts += ["\n".join(head), *("\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in made)]
+    return f'"""{ast.get_docstring(tree)}\n"""\n\n{imports}\n' + "\n\n\n".join(parts) + "\n"
 
 
 # ---- taken out ----------------------------------------------------------------------------------------------------
@@ -228,67 +185,54 @@ def alone(exercise, text, part):
         made, _, method = other.method.rpartition(".")
         node = methods[other.method]
         source = textwrap.indent(textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])), "    ")
-        owner = made or _engine_in(exercise)
+        owner = made or re.findall(r"^class (\w+)", exercise.solution, re.MULTILINE)[-1]
         text += f"\n\nclass _Given:\n{source}\n\n\n{owner}.{method} = _Given.{method}\n"
     return text
 
 
-def _engine_in(exercise):
-    classes = [node.name for node in ast.parse(exercise.solution).body if isinstance(node, ast.ClassDef)]
-    return classes[-1]
-
-
 # ---- what stands above --------------------------------------------------------------------------------------------
+
+HEAD = """Exercise. {what}:
+
+    python -m course.grade {file}
+
+What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters:
+
+    held    {held}
+    sent    {sent}
+
+At hand:
+
+{at_hand}
+
+The rest {rest}:"""
+MISSING = """From {engine} {taken} lines are missing, in {many} parts.
+
+Write them all, and ask as often as you like; from then on the answers are about what is wrong"""
+WAITING = """This is {engine}, right to the last bit, but each collective is waited for at once.
+
+Write {many} of its methods anew, so that collectives are under way while the next is computed, and ask
+as often as you like. Bits, bytes and the room for two buckets stay. What counts is what is under way
+when, and not how long it takes"""
 
 
 def _task(exercise, taken):
     """What stands above the engine's own docstring."""
-    wide = max(map(len, exercise.at_hand)) + 2
-    at_hand = []
-    for what, does in exercise.at_hand.items():
-        at_hand += textwrap.wrap(
-            does, WIDTH - 4, initial_indent=f"    {what:{wide}}", subsequent_indent=" " * (wide + 4)
-        )
-    return "\n".join(
-        [
-            *_what_to_do(exercise, taken),
-            "",
-            f"    python -m course.grade {exercise.path.relative_to(ROOT)}",
-            "",
-            "What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters:",
-            "",
-            f"    held    {exercise.held}",
-            f"    sent    {exercise.sent}",
-            "",
-            "At hand:",
-            "",
-            *at_hand,
-            "",
-            _the_rest(exercise),
-        ]
-    )
-
-
-def _what_to_do(exercise, taken):
-    many, engine = len(exercise.parts), f"{exercise.package}/{exercise.sources[-1]}"
-    if exercise.edits:
-        return [
-            f"Exercise. This is {engine}, right to the last bit, but each collective is waited for at once.",
-            "",
-            f"Write {many} of its methods anew, so that collectives are under way while the next is computed, and ask",
-            "as often as you like. Bits, bytes and the room for two buckets stay. What counts is what is under way",
-            "when, and not how long it takes:",
-        ]
+    engine = f"{exercise.package}/{exercise.sources[-1]}"
+    rest = "stands as in the engine, and what it says of itself as well"
     if exercise.classes:
         engine = f"{', '.join(exercise.classes[:-1])} and {exercise.classes[-1]} of {exercise.package}/"
-    return [
-        f"Exercise. From {engine} {taken} lines are missing, in {many} parts.",
-        "",
-        "Write them all, and ask as often as you like; from then on the answers are about what is wrong:",
+        rest = f"of these classes stands as in {exercise.package}/, which has all else. It says of itself"
+    wide = max(map(len, exercise.at_hand)) + 2
+    at_hand = [
+        textwrap.fill(does, WIDTH - 4, initial_indent=f"    {what:{wide}}", subsequent_indent=" " * (wide + 4))
+        for what, does in exercise.at_hand.items()
     ]
-
-
-def _the_rest(exercise):
-    if exercise.classes:
-        return f"The rest of these classes stands as in {exercise.package}/, which has all else. It says of itself:"
-    return "The rest stands as in the engine, and what it says of itself as well:"
+    return HEAD.format(
+        what=(WAITING if exercise.edits else MISSING).format(engine=engine, taken=taken, many=len(exercise.parts)),
+        file=exercise.path.relative_to(ROOT),
+        held=exercise.held,
+        sent=exercise.sent,
+        at_hand="\n".join(at_hand),
+        rest=rest,
+    )

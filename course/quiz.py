@@ -37,10 +37,12 @@ def main(arguments=None):
             raise InputError(f"name a notebook: {', '.join(known())}")
         quizzes = {name: questions_of(name) for name in ([options.notebook] if options.notebook else known())}
         for name, questions in quizzes.items():
-            if sheet:
-                print_sheet(console, name, questions, options.answers)
-            else:
+            if not sheet:
                 ask(console, questions)
+                continue
+            console.print(f"[bold]{name}[/bold]\n")
+            for number, question in enumerate(questions, start=1):
+                show_question(console, number, question, options.answers)
 
 
 def known():
@@ -70,14 +72,14 @@ def questions_of(name):
 
 def lacking(question):
     """What a question lacks, in words; "" where it lacks nothing."""
-    choices = question.get("choice")
-    if not isinstance(question.get("ask"), str):
+    choices = question.get("choice", [])
+    if not question.get("ask"):
         return "it has no `ask`"
-    if not isinstance(choices, list) or len(choices) < 2:
+    if len(choices) < 2:
         return "it has fewer than two [[question.choice]]"
     for number, choice in enumerate(choices, start=1):
         for key in ("say", "why"):
-            if not isinstance(choice.get(key), str) or not choice[key].strip():
+            if not choice.get(key):
                 return f"choice {number} has no `{key}`"
     right = [choice.get("right", False) for choice in choices].count(True)
     return "" if right == 1 else f"{right} choices are right, and one should be"
@@ -154,13 +156,6 @@ def answered(console, choices):
     choice = choices[int(said) - 1]
     show_verdict(console, choice)
     return choice.get("right", False)
-
-
-def print_sheet(console, name, questions, answers):
-    """All questions of a notebook, for paper or a projector."""
-    console.print(f"[bold]{name}[/bold]\n")
-    for number, question in enumerate(questions, start=1):
-        show_question(console, number, question, answers)
 
 
 def show_question(console, number, question, answers=False):

@@ -235,6 +235,19 @@ def _is_of_module(event, phase):
     return event.get("cat") == "user_annotation" and event["name"].startswith(f"{phase} of ")
 
 
+def rows(trace):
+    """The ranges of a trace that `merge` made: {(process, "compute" or another row): events, by their beginning}.
+
+    Process 2r is rank r, and 2r + 1 its GPU. An event comes before those that lie within it.
+    """
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    found = {(pid, name): [] for (pid, _), name in names.items()}
+    ranges = (event for event in trace["traceEvents"] if event["ph"] == "X")
+    for event in sorted(ranges, key=lambda event: (event["ts"], -event["dur"])):
+        found[event["pid"], names[event["pid"], event["tid"]]].append(event)
+    return found
+
+
 def overlap(trace):
     """How much of the collectives' time lies beside computation.
 

@@ -30,13 +30,7 @@ def states_through_a_step(panels, steps, classes=STATES):
 
 
 def units_through_a_step(axes, operations, names):
-    """When each unit is gathered through a step: a row for each, filled where its whole storage is there.
-
-    Args:
-        axes: an Axes.
-        operations: [(phase, bytes of each unit's storage)], one for each operation.
-        names: of the units, in the order of their bytes.
-    """
+    """When each unit of these names is whole: a row for each; operations are [(phase, bytes of each one's storage)]."""
     for row, sizes in enumerate(zip(*(sizes for _, sizes in operations), strict=True)):
         whole = [(place, 1) for place, size in enumerate(sizes) if size]
         axes.broken_barh(whole, (row - 0.35, 0.7), color=COLORS["gathered units"], linewidth=0)

@@ -9,14 +9,7 @@ RANK_STYLES = ("-", "--", ":", "-.")  # beside colours, as ranks often lie on on
 
 
 def grid(axes, table, title, right, wrong):
-    """A field for each pair, in one of two colours; the wrong ones are marked with a cross besides.
-
-    Args:
-        axes: an Axes.
-        table: {row: {column: whether it is right}}, the rows from the top.
-        title: of the picture.
-        right, wrong: what the two colours mean.
-    """
+    """A field for each pair of {row: {column: whether it is right}}: two colours, and a cross where it is wrong."""
     columns = list(next(iter(table.values())))
     for y, fields in enumerate(table.values()):
         for x, good in enumerate(fields.values()):
@@ -36,7 +29,7 @@ def live_through_steps(panels, engines, ends):
     """Live bytes of all ranks through some steps, a panel for each engine; dotted lines end the steps.
 
     Args:
-        panels: Axes, as many as engines. They should share their y axis.
+        panels: an Axes for each engine. They should share their y axis.
         engines: {title: [live bytes after each change, of each rank]}.
         ends: {title: the changes after which a step ended, on rank 0}.
     """
@@ -52,12 +45,7 @@ def live_through_steps(panels, engines, ends):
 
 
 def distances(axes, ratios):
-    """Bars of how far a step moved the weights, over stage 0's: a group for each optimizer, a bar for each rank.
-
-    Args:
-        axes: an Axes.
-        ratios: {optimizer: [ratio of each rank]}.
-    """
+    """Bars of how far a step moved the weights, over stage 0's: {optimizer: [ratio of each rank]}."""
     ranks = len(next(iter(ratios.values())))
     for rank in range(ranks):
         positions = [group + 0.27 * (rank - (ranks - 1) / 2) for group in range(len(ratios))]

@@ -11,12 +11,7 @@ KEPT, PASSING, FREE = "#0072B2", "#E69F00", "#F4F4F4"  # of blocks: those that s
 
 
 def memory_by_batch(panels, cases):
-    """Stacked bars of what was live at the peak of a step, a panel for each case, a bar for each batch.
-
-    Args:
-        panels: Axes, as many as cases. They should share their y axis.
-        cases: {title: {samples per rank: {class: bytes}}}.
-    """
+    """Stacked bars of what was live at a step's peak, {title: {samples per rank: {class: bytes}}}: a panel for each."""
     shown = [name for name in CLASSES if any(peak[name] for peaks in cases.values() for peak in peaks.values())]
     for axes, (title, peaks) in zip(panels, cases.items(), strict=True):
         for position, peak in enumerate(peaks.values()):
@@ -34,7 +29,7 @@ def address_map(panels, plays):
     """Where blocks lay while a program ran: addresses from left to right, time from top to bottom.
 
     Args:
-        panels: Axes, as many as plays. They should share their x axis.
+        panels: an Axes for each play. They should share their x axis.
         plays: {title: (places, moment)}: of each block [start in bytes, bytes, taken at, given back at], the times in
             moves, the last of them None where it never was; and the move to look at, which is drawn as a line.
     """
@@ -61,7 +56,6 @@ def below_the_wall(axes, room, cases):
     """Bytes by depth as the formula says, and which trials fitted below the wall.
 
     Args:
-        axes: an Axes.
         room: bytes below the wall.
         cases: {title: (formula, trials)}: bytes as a function of layers, and {layers: whether it trained}.
     """

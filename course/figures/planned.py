@@ -6,11 +6,7 @@ GB = 1e9
 
 
 def rank_through_a_step(axes, samples, title):
-    """Live GB by class through a step, phases named, the worst moment marked.
-
-    Args:
-        samples: [(phase, {class: bytes})].
-    """
+    """Live GB by class through a step, [(phase, {class: bytes})], the worst moment marked."""
     totals = live_bytes(axes, samples, unit=GB)
     worst = totals.index(max(totals))
     told = {"xytext": (worst, 1.1 * max(totals)), "ha": "center", "arrowprops": {"arrowstyle": "->"}}
@@ -21,12 +17,7 @@ def rank_through_a_step(axes, samples, title):
 
 
 def over_gpus(axes, lines, dots, left, title):
-    """Lines by formula and dots that were simulated, both over the number of GPUs.
-
-    Args:
-        lines, dots: {name: {GPUs: height}}; dots of a name that has no line are left out.
-        left: names the y axis, with its unit.
-    """
+    """Lines by formula, and dots that were simulated: {name: {GPUs: height}}. `left` names the y axis."""
     for number, (name, line) in enumerate(lines.items()):
         style = {"color": PALETTE[number % len(PALETTE)]}
         dashed = "--" if number >= len(PALETTE) else "-"
@@ -40,12 +31,9 @@ def over_gpus(axes, lines, dots, left, title):
 
 
 def roofline(axes, lines, dots, below, title):
-    """Seconds over tokens or over a link's rate: computation, communication, and steps that were simulated.
+    """Seconds over tokens or a link's rate, {name: [(x, seconds)]}: lines by formula, dots of steps simulated.
 
-    Args:
-        lines: {name: [(x, seconds)]}; that of "computation" is drawn in black.
-        dots: {name: [(x, seconds of a step)]}, in the colour of the line of that name.
-        below: names the x axis, with its unit.
+    The line of "computation" is black. `below` names the x axis.
     """
     colors = dict(zip([name for name in lines if name != "computation"], PALETTE, strict=False))
     for name, line in lines.items():
@@ -60,11 +48,7 @@ def roofline(axes, lines, dots, below, title):
 
 
 def crossovers(axes, tokens):
-    """Bars of the tokens at which computation lasts as long as communication, a group for each machine.
-
-    Args:
-        tokens: {machine: {way: tokens of a rank}}.
-    """
+    """Bars of {machine: {way: tokens of a rank at which computation lasts as long as communication}}."""
     names = list(dict.fromkeys(name for of in tokens.values() for name in of))
     for number, name in enumerate(names):
         places = [place + 0.2 * (number - (len(names) - 1) / 2) for place in range(len(tokens))]

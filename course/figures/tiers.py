@@ -12,30 +12,19 @@ LEAST = 1e-9  # of a distance on a logarithmic axis
 
 
 def states_by_tier(panels, cases, parameters):
-    """Stacked bars of model states: a panel for each case, a bar for each tier.
-
-    Args:
-        panels: Axes, as many as cases. They should share their y axis.
-        cases: {title: {tier: {class: bytes on a rank}}}.
-        parameters: Ψ, for each of which the axis counts.
-    """
+    """Stacked bars of model states, {title: {tier: {class: bytes on a rank}}}: a panel for each title."""
     colors = {state: COLORS[state] for state in STATES}
     _stacked(panels, cases, parameters, colors, "bytes on a rank, for each parameter")
 
 
 def moves_by_phase(panels, cases, parameters):
-    """Stacked bars of what a step moves: a panel for each case, a bar for each direction, stacked by phase.
-
-    Args:
-        panels: Axes, as many as cases. They should share their y axis.
-        cases: {title: {direction: {phase: bytes of a rank}}}.
-        parameters: Ψ, for each of which the axis counts.
-    """
+    """Stacked bars of what a step moves, {title: {direction: {phase: bytes of a rank}}}: a panel for each title."""
     colors = {phase: PHASE_COLORS[phase] for phase in PHASES}
     _stacked(panels, cases, parameters, colors, "bytes moved by a rank,\nfor each parameter")
 
 
 def _stacked(panels, cases, parameters, colors, label):
+    """Bars on panels that share their y axis, which counts for each of so many parameters."""
     for axes, (title, bars) in zip(panels, cases.items(), strict=True):
         for place, sizes in enumerate(bars.values()):
             parts = [(sizes.get(name, 0) / parameters, {"color": color}) for name, color in colors.items()]
@@ -51,12 +40,10 @@ def _stacked(panels, cases, parameters, colors, label):
 
 
 def delayed_losses(panels, runs, over=10):
-    """Losses of exact and of delayed updates, a panel for each pair of runs.
+    """Losses, each point the mean of `over`: a panel for each title of `runs`.
 
     Args:
-        panels: Axes, as many as runs.
         runs: {title: (updates before the first delayed one, {"exact": losses, "delayed": losses})}.
-        over: losses that a point is the mean of.
     """
     for axes, (title, (warm_up, losses)) in zip(panels, runs.items(), strict=True):
         for color, (name, values) in zip((EXACT, DELAYED), losses.items(), strict=True):
@@ -69,13 +56,7 @@ def delayed_losses(panels, runs, over=10):
 
 
 def distance_by_rate(axes, distances, steps):
-    """How far from the minimum some steps ended, over the learning rate.
-
-    Args:
-        axes: an Axes.
-        distances: {"exact": {rate in 1/λ: distance}, "delayed": the same}, having begun at distance 1.
-        steps: how many.
-    """
+    """Where so many steps ended that began 1 from the minimum: {"exact" or "delayed": {rate in 1/λ: distance}}."""
     for color, marker, (name, by_rate) in zip((EXACT, DELAYED), "os", distances.items(), strict=True):
         heights = [max(LEAST, distance) for distance in by_rate.values()]
         axes.plot(by_rate.keys(), heights, marker=marker, color=color, label=name)
@@ -88,12 +69,7 @@ def distance_by_rate(axes, distances, steps):
 
 
 def units_by_event(axes, events):
-    """What becomes of each unit from event to event: read from disk, gathered, whole.
-
-    Args:
-        axes: an Axes.
-        events: [(phase, "read", "gather", "use" or "free", unit)], in their order.
-    """
+    """What becomes of each unit from event to event, [(phase, "read", "gather", "use" or "free", unit)]."""
     units = list(dict.fromkeys(unit for _, what, unit in events if what == "use"))
     for row, unit in enumerate(units):
         own = [(place, what) for place, (_, what, one) in enumerate(events) if one == unit]
@@ -117,7 +93,6 @@ def efficiency_by_bandwidth(axes, formula, intensities, known):
     """The part of a step that computes, over the bandwidth to what lies beside the device.
 
     Args:
-        axes: an Axes.
         formula: of (bandwidth in bytes a second, operations for each byte), 0 to 1.
         intensities: {title: operations for each byte}.
         known: {name: bytes a second}, which are marked.

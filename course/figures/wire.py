@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from lab.figures.style import LABELS, MARKERS, PALETTE, PHASE_COLORS, PHASES, stacked
 
@@ -21,20 +21,12 @@ def moved(counts, laws, per_node=None):
         counts: {title: bytes [from, to]}.
         laws: {title: bytes that each rank sends by the formula}.
         per_node: ranks of a node; lines part the nodes. None draws none.
-
-    Returns:
-        A matplotlib Figure.
     """
     columns = min(3, len(counts))
     rows = -(-len(counts) // columns)
+    size = 3.6 * columns, 3.7 * rows
     figure, grid = plt.subplots(
-        rows,
-        columns,
-        figsize=(3.6 * columns, 3.7 * rows),
-        layout="constrained",
-        squeeze=False,
-        sharex=True,
-        sharey=True,
+        rows, columns, figsize=size, layout="constrained", squeeze=False, sharex=True, sharey=True
     )
     megabytes = {title: np.array(matrix) / 1e6 for title, matrix in counts.items()}
     highest = max(matrix.max() for matrix in megabytes.values())
@@ -45,9 +37,8 @@ def moved(counts, laws, per_node=None):
         for (sender, receiver), size in np.ndenumerate(matrix):
             color = "white" if size > 0.5 * highest else "black"
             axes.text(receiver, sender, f"{size:.2f}" if size > 0.005 else "0", ha="center", va="center", color=color)
-        ranks = range(len(matrix))
-        axes.set_xticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=8)
-        axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=8)
+        for names in (axes.set_xticks, axes.set_yticks):
+            names(range(len(matrix)), [f"rank {rank}" for rank in range(len(matrix))], fontsize=8)
         for edge in range(per_node, len(matrix), per_node) if per_node else ():
             axes.axhline(edge - 0.5, color="#D55E00", linewidth=2, linestyle="--")
             axes.axvline(edge - 0.5, color="#D55E00", linewidth=2, linestyle="--")
@@ -63,7 +54,6 @@ def messages(axes, steps, unit):
     """Stacked bars of what a rank sends in a step, a part for each message, the first at the bottom.
 
     Args:
-        axes: to draw on.
         steps: {title: messages in their order}, each with `phase`, `collective` and `sent` (bytes).
         unit: bytes of (N-1)/N Ψ, in which the axis counts.
     """
@@ -84,12 +74,7 @@ def messages(axes, steps, unit):
 
 
 def ring_and_direct(axes, seconds):
-    """Time of an all-gather by its size: a small dot for each round, a large one for the median; time logarithmic.
-
-    Args:
-        axes: to draw on.
-        seconds: {name: {bytes of the whole tensor: [seconds of each round]}}.
-    """
+    """Times of all-gathers, {name: {bytes of the whole tensor: [seconds of each round]}}: dots, large for medians."""
     for number, (name, by_size) in enumerate(seconds.items()):
         color, shift = PALETTE[4 * number], 0.3 * number - 0.15
         for place, times in enumerate(by_size.values()):
@@ -107,19 +92,14 @@ def ring_and_direct(axes, seconds):
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    _plain_numbers(axes.yaxis)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("ms per all-gather")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def rounds(axes, seconds):
-    """Step times of contestants: a dot for each round, a bar at the median.
-
-    Args:
-        axes: to draw on.
-        seconds: {engine: seconds of a step, one for each round}.
-    """
+    """Step times, {engine: seconds of each round}: a dot for each round, a bar at the median."""
     for position, (name, times) in enumerate(seconds.items()):
         milliseconds = 1000 * np.array(times)
         color = PALETTE[0] if name in LABELS else PALETTE[4]
@@ -142,9 +122,6 @@ def beside(steps):
     Args:
         steps: {title: rows}, where rows are {(rank, "compute" or a lane): [(begin, end, kind)]} in ms; the kind is a
             phase, "waiting", or one of COLLECTIVE_COLORS or MOVE_COLORS.
-
-    Returns:
-        A matplotlib Figure, its panels on one scale.
     """
     colors = {**PHASE_COLORS, "waiting": GREY, **COLLECTIVE_COLORS, **MOVE_COLORS}
     figure, panels = plt.subplots(
@@ -169,12 +146,7 @@ def beside(steps):
 
 
 def where_time_goes(axes, steps):
-    """Lying bars of a step's time on the compute row, by what it was spent on; a hatched one for its collectives.
-
-    Args:
-        axes: to draw on.
-        steps: {title: ({kind: ms on the compute row}, ms of the collectives beside it)}.
-    """
+    """Lying bars of steps, {title: ({kind: ms on the compute row}, ms of the collectives beside it)}."""
     for place, (times, beside_it) in enumerate(steps.values()):
         left = 0
         for kind, time in times.items():
@@ -194,15 +166,9 @@ def where_time_goes(axes, steps):
 
 
 def batch_and_bucket(by_batch, by_bucket, messages_by_bucket):
-    """Step time over the batch, and over the size of a bucket with the messages that a step then sends.
+    """Step time over the samples of a step, and over the MiB of a bucket: {place: [seconds of each round]}.
 
-    Args:
-        by_batch: {samples of a step, all ranks: [seconds of each round]}.
-        by_bucket: {MiB of a bucket: [seconds of each round]}.
-        messages_by_bucket: {MiB of a bucket: messages of a step}.
-
-    Returns:
-        A matplotlib Figure.
+    `messages_by_bucket` has the messages of a step.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained", sharey=True)
     for axes, times_of in ((left, by_batch), (right, by_bucket)):
@@ -224,11 +190,6 @@ def batch_and_bucket(by_batch, by_bucket, messages_by_bucket):
     right.set_xticks(list(by_bucket))
     right.margins(x=0.2)
     right.minorticks_off()
-    _plain_numbers(right.xaxis)
+    right.xaxis.set_major_formatter("{x:g}")
     right.set_xlabel("MiB of a bucket")
     return figure
-
-
-def _plain_numbers(axis):
-    """Numbers of a logarithmic axis as people write them."""
-    axis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:g}"))

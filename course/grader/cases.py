@@ -206,10 +206,7 @@ CASES = {
         foreign=True,
     ),
     "written": Case(
-        "freed weights read as NaN, whatever was written to them",
-        steps=2,
-        written=True,
-        stages=("stage3_param",),
+        "freed weights read as NaN, whatever was written to them", steps=2, written=True, stages=("stage3_param",)
     ),
     "in two": Case(
         "half of a shard stays on the device, and is stepped there",
@@ -254,7 +251,6 @@ CASES = {
     ),
     "second shards": Case(
         "after an update each node is filled once, and gathers by itself from then on",
-        "three blocks of two linear layers",
         options=plus_plus("hierarchical"),
         backwards=2,
         points=2,

@@ -1,20 +1,24 @@
 """What a submission is told: its promises with their points, what fails first, and what it printed last."""
 
+import contextlib
 import os
 import re
 import tempfile
+import tomllib
 from pathlib import Path
+from unittest import mock
 
 from common.errors import InputError
 from common.ranks.world import LocalWorld, RankFailed
 from course.exercises import ALL
 from course.grader.cases import CASES
 from course.grader.grading import Finding, cases_of, grade
-from course.grader.hints import hints_of
 from course.grader.promises import reference_of
 from course.parts import alone
 
 SHOWN = 5  # last lines of what the submission printed
+# What a teacher says to a mistake, in three steps.
+HINTS = tomllib.loads(Path(__file__).with_name("hints.toml").read_text(encoding="utf-8"))
 
 
 def graded(file, stage, part=None):
@@ -64,13 +68,15 @@ def graded(file, stage, part=None):
 def _judged(stage, name, tried, finding):
     """A promise in the report."""
     case, holds = CASES[name], finding is None if tried else None
-    return {
+    told = finding and {
+        "idea": finding.idea,
         "promise": case.promise,
-        "holds": holds,
-        "points": case.points if holds else 0,
-        "of": case.points,
-        "finding": finding and _told(stage, name, finding),
+        "where": finding.where,
+        "model": _model(case),
+        "hints": hints_of(finding.idea, stage),
     }
+    points = case.points if holds else 0
+    return {"promise": case.promise, "holds": holds, "points": points, "of": case.points, "finding": told}
 
 
 class Worlds:
@@ -97,20 +103,13 @@ class Worlds:
 
 def _tried(where, stage):
     """The cases that were tried, {name: None or a Finding}, and what the submission printed last."""
-    before = os.environ.get("ZERO_TRACE")
-    os.environ["ZERO_TRACE"] = "1"  # ranks then agree on each collective before it begins, and say where they part
-    try:
-        with tempfile.NamedTemporaryFile() as log:
-            worlds = Worlds(log.name)
-            try:
-                results = dict(grade(worlds.run, where, stage, reference_of(worlds.run, stage)))
-            finally:
-                worlds.close()
-            lines = Path(log.name).read_text(errors="replace").splitlines()
-            own = [line for line in lines if not re.match(r"\[rank \d+\]", line)]  # not what the tracer says
-            return results, "\n".join(own[-SHOWN:])
-    finally:
-        os.environ.pop("ZERO_TRACE") if before is None else os.environ.__setitem__("ZERO_TRACE", before)
+    # Traced ranks agree on each collective before it begins, and say where they part.
+    with mock.patch.dict(os.environ, ZERO_TRACE="1"), tempfile.NamedTemporaryFile() as log:
+        with contextlib.closing(Worlds(log.name)) as worlds:
+            results = dict(grade(worlds.run, where, stage, reference_of(worlds.run, stage)))
+        lines = Path(log.name).read_text(errors="replace").splitlines()
+    own = [line for line in lines if not re.match(r"\[rank \d+\]", line)]  # not what the tracer says
+    return results, "\n".join(own[-SHOWN:])
 
 
 def _where_reading_stopped(error):
@@ -121,15 +120,11 @@ def _where_reading_stopped(error):
     return f"Line {error.lineno}: {error.msg}\n\n    {line}\n    {mark}"
 
 
-def _told(stage, name, finding):
-    case = CASES[name]
-    return {
-        "idea": finding.idea,
-        "promise": case.promise,
-        "where": finding.where,
-        "model": _model(case),
-        "hints": hints_of(finding.idea, stage),
-    }
+def hints_of(idea, exercise=""):
+    """The three hints of an idea; what is said of it in an exercise, by its key, if it is another thing there."""
+    if idea in HINTS.get(exercise, ()):
+        return HINTS[exercise][idea]
+    return HINTS["open"][idea.removeprefix("open ")] if idea.startswith("open ") else HINTS["mistakes"][idea]
 
 
 def _model(case):

@@ -40,6 +40,43 @@ IDEAS = {
     "three places": "nodes and places",
     "hops beside": "not waited for",
 }
+# And where they are NaN; the plain training had none.
+IDEAS_OF_NAN = {"clipped": "padding", "unused": "unused", "computed again": "recomputation"}
+LOOKS = {  # what is compared of a rank, in the order of a training: what is said where it differs, and the idea
+    "tables": (
+        "Of {0} rank {rank} of {ranks} owns as {1} the elements {given[0]} to {given[1]}, where the stage owns "
+        "{meant[0]} to {meant[1]}.",
+        "table",
+    ),
+    "norms": ("The norm of step {0} is {given} on rank {rank}, expected {meant}.", "differs"),
+    "foreign sent": (
+        "While another engine's backward runs, the engine behind it sends {given:,} bytes of gradients on rank {rank}, "
+        "before its own step.",
+        "foreign backward",
+    ),
+    "foreign refused": (
+        "Loss.backward() without any engine goes unnoticed on rank {rank}: the stage refuses it.",
+        "foreign backward",
+    ),
+    "on host": ("Rank {rank} {0} {given:,} bytes of {1} on the host, where the engine {0} {meant:,}.", "placement"),
+    "held": (
+        "Just before the update rank {rank} holds {given:,} bytes of {0}, where the stage holds {meant:,}.",
+        "held too little",
+    ),
+    "sent": ("In a step rank {rank} sends {given:,} bytes by {0}, where the stage sends {meant:,}.", "sent too little"),
+    "peaks": (
+        "Where collectives run late, rank {rank} has up to {given:,} bytes of {0}, where the stage has {meant:,}.",
+        "held too much",
+    ),
+    "beside": ("At {0} rank {rank} has no {1} under way, where the stage has one.", "waited for at once"),
+    "nan": ("{1} on rank {rank} is freed and does not read as NaN, {0}.", "not freed"),
+}
+TOO_MUCH = {
+    "gradients": "room kept",
+    "parameters": "not freed",
+    "buckets in flight": "two rooms",
+    "gathered units": "not freed",
+}
 ENGINES = {"overlap": "stage2_grad"}  # of exercises that are not called by their engine's package
 
 
@@ -138,7 +175,7 @@ def tried(run, where, name, reference, patient):
         limit = max(FLOOR, TIMES * expected.seconds)
         try:
             found = run(case.ranks, observe, where, name, PATIENCE * limit, timeout=limit)
-            return difference(case, found, expected.seen, expected.own)
+            return difference(name, found, expected.seen, expected.own)
         except RankFailed as failure:
             finding = raised(name, str(failure), where)
             if not gave_no_answer(str(failure)):
@@ -146,22 +183,57 @@ def tried(run, where, name, reference, patient):
     return finding
 
 
-def difference(case, found, expected, own):
+def difference(name, found, expected, own):
     """What is seen otherwise in a case, first in the order of a training.
 
     Args:
         found, expected: what `observe` returned of the submission and of the stage, in rank order.
         own: what `alone` returned.
     """
+    case = CASES[name]
     if case.rounded:
         return rounded(case, found[0]["rounded"])
-    if case.steps and (finding := weights(case, found, expected, own)):
+    if case.steps and (finding := weights(name, found, expected, own)):
         return finding
-    for look in (norms, foreign, held, sent, room, beside, written) if case.steps else (tables,):
+    for look, (said, _) in LOOKS.items():
         for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
-            if finding := look(case, rank, one, other):
-                return finding
+            given, meant = _paths(one.get(look, {})), _paths(other.get(look, {}))
+            for path in sorted(given.keys() | meant.keys()) if look == "sent" else meant:
+                many, few = given.get(path, 0), meant.get(path, 0)
+                if many != few and (look != "peaks" or many > few):
+                    told = said.format(*path, rank=rank, ranks=case.ranks, given=many, meant=few)
+                    return Finding(_idea(name, look, path, many, few), told)
     return None
+
+
+def _paths(seen, *path):
+    """Dictionaries within each other as one: {path: value}."""
+    if not isinstance(seen, dict):
+        return {path: seen}
+    return {longer: value for key, inner in seen.items() for longer, value in _paths(inner, *path, key).items()}
+
+
+def _idea(name, look, path, given, meant):
+    """What a look that differs is about."""
+    if look in ("held", "peaks") and given > meant:
+        return TOO_MUCH.get(path[-1], "held too much")
+    if look == "sent":
+        return _idea_of_sent(name, path[0], given, meant)
+    if look == "beside" and path[1] == "all_gather" and "the step of" not in path[0]:
+        return "no prefetch"
+    if look == "nan" and "written" in path[0]:
+        return "freed weights keep what was written"
+    return "two ranks only" if name == "owned by three" else LOOKS[look][1]
+
+
+def _idea_of_sent(name, collective, many, few):
+    if many < few:  # in smaller cases as much as the stage: here that prefetches a unit which then does not run
+        return "no prefetch" if (name, collective) == ("unused", "all_gather") else "sent too little"
+    if name == "16-bit":
+        return "16-bit"  # in fp32 all was well
+    if collective == "all_reduce":
+        return "half of an all-reduce"
+    return "sent twice" if collective == "reduce_scatter" else "sent too much"
 
 
 # ---- what comes back ----------------------------------------------------------------------------------------------
@@ -196,141 +268,20 @@ def _list(numbers):
     return f"[{', '.join(f'{number:.4g}' for number in numbers.tolist())}]"
 
 
-# ---- what is kept -------------------------------------------------------------------------------------------------
-
-
-def tables(case, rank, one, other):
-    """The ownership table."""
-    for bucket, states in other["tables"].items():
-        for state, (first, last) in states.items():
-            given = one["tables"][bucket][state]
-            if given != (first, last):
-                return Finding(
-                    "two ranks only" if case is CASES["owned by three"] else "table",
-                    f"Of {bucket or 'the root'} rank {rank} of {case.ranks} owns as {state} the elements "
-                    f"{given[0]} to {given[1]}, where the stage owns {first} to {last}.",
-                )
-    return None
-
-
-def held(case, rank, one, other):
-    """Bytes of model states just before the update."""
-    for how, states in other.get("on host", {}).items():
-        for state, kept in states.items():
-            given = one["on host"][how][state]
-            if given != kept:
-                said = f"Rank {rank} {how} {given:,} bytes of {state} on the host, where the engine {how} {kept:,}."
-                return Finding("placement", said)
-    for state, kept in other["held"].items():
-        given = one["held"][state]
-        if given != kept:
-            ideas = {"gradients": "room kept", "parameters": "not freed"} if given > kept else {}
-            idea = ideas.get(state, "held too much" if given > kept else "held too little")
-            said = f"Just before the update rank {rank} holds {given:,} bytes of {state}"
-            return Finding(idea, f"{said}, where the stage holds {kept:,}.")
-    return None
-
-
-def room(case, rank, one, other):
-    """The most that comes and goes within a step. Less than the stage has is no fault."""
-    ideas = {"buckets in flight": "two rooms", "gathered units": "not freed"}
-    for kind, most in other.get("peaks", {}).items():
-        if one["peaks"][kind] > most:
-            return Finding(
-                ideas.get(kind, "held too much"),
-                f"Where collectives run late, rank {rank} has up to {one['peaks'][kind]:,} bytes of {kind}, "
-                f"where the stage has {most:,}.",
-            )
-    return None
-
-
-def written(case, rank, one, other):
-    """Freed weights to which something was written."""
-    for step, nan in one["nan"].items():
-        kept = [name for name, is_nan in nan.items() if not is_nan]
-        if kept:
-            after = f"after step {step + 1}" + (", before which 5.0 was written to it" if step else "")
-            return Finding(
-                "freed weights keep what was written" if step else "not freed",
-                f"{kept[0]} on rank {rank} is freed and does not read as NaN, {after}.",
-            )
-    return None
-
-
-# ---- when ---------------------------------------------------------------------------------------------------------
-
-
-def beside(case, rank, one, other):
-    """What is under way while something is computed. What the stage has under way, the submission has too."""
-    for (_, given), (moment, meant) in zip(one.get("beside", ()), other.get("beside", ()), strict=False):
-        if case.beside not in ("all", moment.split()[-4]):  # "matrix product 3 of the backward of step 2"
-            continue
-        for kind in sorted(meant - given):
-            return Finding(
-                "no prefetch" if kind == "all_gather" and "the step of" not in moment else "waited for at once",
-                f"At {moment} rank {rank} has no {kind} under way, where the stage has one.",
-            )
-    return None
-
-
-def foreign(case, rank, one, other):
-    """Gradients of another backward than the engine's own."""
-    if not case.foreign or one["foreign"] == other["foreign"]:
-        return None
-    if one["foreign"]["sent"] != other["foreign"]["sent"]:
-        said = f"the engine behind it sends {one['foreign']['sent']:,} bytes of gradients on rank {rank}, before its"
-        return Finding("foreign backward", f"While another engine's backward runs, {said} own step.")
-    said = f"loss.backward() without any engine goes unnoticed on rank {rank}"
-    return Finding("foreign backward", f"{said}: the stage refuses it.".capitalize())
-
-
-# ---- what is sent -------------------------------------------------------------------------------------------------
-
-
-def sent(case, rank, one, other):
-    """Bytes that a rank sends in a step, by collective."""
-    given, meant = one["sent"], other["sent"]
-    for collective in sorted(given.keys() | meant.keys()):
-        many, few = given.get(collective, 0), meant.get(collective, 0)
-        if many != few:
-            return Finding(
-                _idea_of_sent(case, collective, many, few),
-                f"In a step rank {rank} sends {many:,} bytes by {collective}, where the stage sends {few:,}.",
-            )
-    return None
-
-
-def _idea_of_sent(case, collective, many, few):
-    if many < few:  # in smaller cases as much as the stage: here that prefetches a unit which then does not run
-        return "no prefetch" if case is CASES["unused"] and collective == "all_gather" else "sent too little"
-    if case is CASES["16-bit"]:
-        return "16-bit"  # in fp32 all was well
-    if collective == "all_reduce":
-        return "half of an all-reduce"
-    return "sent twice" if collective == "reduce_scatter" else "sent too much"
-
-
 # ---- what is learnt -----------------------------------------------------------------------------------------------
 
 
-def norms(case, rank, one, other):
-    for step, (given, meant) in enumerate(zip(one["norms"], other["norms"], strict=True), 1):
-        if given != meant:
-            return Finding("differs", f"The norm of step {step} is {given} on rank {rank}, expected {meant}.")
-    return None
-
-
-def weights(case, found, expected, own):
+def weights(name, found, expected, own):
     """The first step after which a weight is off, and the first such element."""
     for step in range(len(expected[0]["weights"])):
         off = [
-            (rank, name)
+            (rank, weight)
             for rank in range(len(found))
-            for name, weight in expected[rank]["weights"][step].items()
-            if not torch.equal(found[rank]["weights"][step][name], weight)
+            for weight, right in expected[rank]["weights"][step].items()
+            if not torch.equal(found[rank]["weights"][step][weight], right)
         ]
         if off:
-            return Finding(_idea_of_weights(case, step, found, expected, own), _where(step, *off[0], found, expected))
+            return Finding(_idea_of_weights(name, step, found, expected, own), _where(step, *off[0], found, expected))
     return None
 
 
@@ -347,32 +298,30 @@ def _where(step, rank, name, found, expected):
     )
 
 
-def _idea_of_weights(case, step, found, expected, own):
+def _idea_of_weights(name, step, found, expected, own):
     """What kind of difference it is. All weights are laid end to end, and each rank's own shards told from the rest."""
     ours, stages = ([_flat(seen["weights"][step]) for seen in side] for side in (found, expected))
     mine = [_flat(seen["owners"]) == rank for rank, seen in enumerate(expected)]
     off = [one != other for one, other in zip(ours, stages, strict=True)]
     if any(one.isnan().any() for one in ours):
-        return _idea_of_nan(case)
+        return IDEAS_OF_NAN.get(name, "reads nothing")
     if _swapped(step, ours, stages, expected):
         return "another shard"
-    name = next(name for name, other in CASES.items() if other is case)
     if name in ("three", "elsewhere", "three places", "in two"):  # the same training was right before
         return IDEAS[name]
-    if case.classes and any(one["sent"] != other["sent"] for one, other in zip(found, expected, strict=True)):
+    if CASES[name].classes and any(one["sent"] != other["sent"] for one, other in zip(found, expected, strict=True)):
         return "one hop"
     sends = [[sum(seen["sent"].values()) for seen in side] for side in (found, expected)]
     own_are_right = not any((wrong & own).any() for wrong, own in zip(off, mine, strict=True))
-    if own_are_right and case is not CASES["late"]:
+    idea, start = IDEAS.get(name, "differs"), _flat(expected[0]["weights"][0])
+    if own_are_right and name != "late":
         idea = _idea_of_old_values(found, expected, mine)
     elif any(few < many for few, many in zip(*sends, strict=True)):
         idea = "sent too little"
     elif step == 1 and name == "trained":
-        idea = _idea_of_a_step(ours, stages, _flat(expected[0]["weights"][0]), mine, own)
-    elif step == 1 and name == "two hops" and _halved(ours, stages, _flat(expected[0]["weights"][0])):
+        idea = _idea_of_a_step(ours, stages, start, mine, own)
+    elif step == 1 and name == "two hops" and _halved(ours, stages, start):
         idea = "divided twice"
-    else:
-        idea = IDEAS.get(name, "differs")
     return idea
 
 
@@ -389,12 +338,6 @@ def _swapped(step, ours, stages, expected):
                 if off.any() and not (off & theirs).any() and all(there.get(at) == value for at, value in found):
                     return True
     return False
-
-
-def _idea_of_nan(case):
-    if case is CASES["clipped"]:
-        return "padding"  # the plain training had none
-    return {CASES["unused"]: "unused", CASES["computed again"]: "recomputation"}.get(case, "reads nothing")
 
 
 def _idea_of_old_values(found, expected, mine):

@@ -28,7 +28,6 @@ def observe(world, where, name, patience=None):
     """Train a case, and say what was seen on this rank.
 
     Args:
-        world: the rank's World.
         where: a file that holds an `Engine`, or a package that exports one.
         name: of CASES.
         patience: seconds that a rank waits for the others to come to a collective, where ranks are traced.
@@ -44,7 +43,7 @@ def observe(world, where, name, patience=None):
     case = CASES[name]
     with contextlib.ExitStack() as settings:
         works = None
-        if case in (CASES["owned"], CASES["owned by three"]):
+        if not case.steps and not case.classes:
             # The table is asked of stage 0's buckets: no engine can be built with a wrong one.
             torch.manual_seed(0)
             works = find_engine(STAGES[0])(Blocks(case.run, case.blocks).to(world.device), case.optimizer)
@@ -67,12 +66,13 @@ def observe(world, where, name, patience=None):
 
 def _trained(world, make, case, lane):
     engine, model = built(world, make, case)
+    owners, within = places(engine)
     seen = {
-        "owners": owners(engine),  # {weight: rank that steps each element}
-        "within": within(engine),  # {weight: the number of each element in its rank's shard of its bucket}
+        "owners": owners,
+        "within": within,
         "weights": [weights(engine)],  # before training, and after each step
-        "norms": [],
-        "nan": {},  # {step: weights that read as nothing while they are freed}
+        "norms": {},  # {step: norm}
+        "nan": {},  # {when: {weight: whether it reads as nothing while it is freed}}
     }
     if case.elsewhere:
         make_tensors_elsewhere(engine)
@@ -81,23 +81,28 @@ def _trained(world, make, case, lane):
         watched = case.watched and step == case.steps - 1
         engine.comm.traffic.reset()
         if case.foreign:
-            seen["foreign"] = foreign_step(engine, world, make, case)
+            seen |= foreign_step(engine, world, make, case)
             continue
         if case.beside:
             beside.begin_step(step + 1)
         with Timeline(engine) if watched else contextlib.nullcontext() as timeline, beside:
-            seen["norms"].append(train_step(engine, world, case, step))
+            seen["norms"][step + 1] = train_step(engine, world, case, step)
         if watched:
             seen["peaks"] = {kind: timeline.peak_of(kind) for kind in TRANSIENT}
         if case.written:
             with torch._C.DisableTorchFunctionSubclass():  # past the refusal to read and write freed weights
-                seen["nan"][step] = {n: bool(p.isnan().all()) for n, p in model.named_parameters()}
+                when = f"after step {step + 1}" + (", before which 5.0 was written to it" if step else "")
+                seen["nan"][when] = {n: bool(p.isnan().all()) for n, p in model.named_parameters()}
                 for parameter in model.parameters():
                     parameter.data.fill_(5.0)
         else:
             seen["weights"].append(weights(engine))
     if case.beside:
-        seen["beside"] = beside.moments  # [(what is computed, kinds of collectives under way)]
+        seen["beside"] = {  # {what is computed: {kind of collective under way: True}}
+            moment: dict.fromkeys(sorted(kinds), True)
+            for moment, kinds in beside.moments
+            if case.beside in ("all", moment.split()[-4])  # "matrix product 3 of the backward of step 2"
+        }
     traffic, accounts = engine.comm.traffic, engine.accounts
     if hasattr(engine, "tier"):
         seen["on host"] = {"holds": accounts.held("cpu"), "counts by its table": accounts.predicted_held("cpu")}
@@ -154,7 +159,7 @@ def second_parts(world, make, case):
     """Which elements of its node's copy of a bucket a rank keeps: {bucket: {state: (first, last)}}."""
     engine, _ = built(world, make, case)
     parts = {bucket.name: engine.owned(bucket).second for bucket in engine.buckets}
-    return {name: {"the node's copy": (part.start, part.stop)} for name, part in parts.items()}
+    return {name or "the root": {"the node's copy": (part.start, part.stop)} for name, part in parts.items()}
 
 
 def built(world, make, case):
@@ -205,21 +210,21 @@ def foreign_step(engine, world, make, case):
     """Gradients that come by the backward of an engine before this one, and by none's.
 
     Returns:
-        {"sent": bytes of gradients that the engine sent by the time the other's backward is over; "refused": whether
-        a backward without any engine raises}.
+        {"foreign sent": bytes of gradients that the engine sent by the time the other's backward is over; "foreign
+        refused": whether a backward without any engine raises}.
     """
     first, _ = built(world, make, case)
     inputs = batch(world.rank, 0).to(world.device)
     first.backward(engine(first(inputs)).square().mean())
     sent = engine.comm.traffic.by_collective()
     engine.step()
+    refused = False
     try:
         engine(inputs).square().mean().backward()
     except RuntimeError:
         refused = True
-    else:
-        refused = False
-    return {"sent": sent.get("reduce_scatter", 0) + sent.get("all_reduce", 0), "refused": refused}
+    gradients = sent.get("reduce_scatter", 0) + sent.get("all_reduce", 0)
+    return {"foreign sent": gradients, "foreign refused": refused}
 
 
 def batch(rank, step, backward=0):
@@ -251,30 +256,25 @@ def tables(submission, engine):
     found = {}
     for bucket in engine.buckets:
         owned = submission.owned(engine, bucket)
-        found[bucket.name] = {
+        found[bucket.name or "the root"] = {
             state: (getattr(owned, state).start, getattr(owned, state).stop)
             for state in ("parameters", "gradients", "optimizer")
         }
     return found
 
 
-def owners(engine):
-    """Which rank's shard each element of each weight lies in: {name: int64 tensor in the weight's shape}."""
-    return _by_weight(engine, lambda bucket, places: places // bucket.shard_numel)
+def places(engine):
+    """Of each element of each weight the rank whose shard it lies in, and its number there, which no other bucket has.
 
-
-def within(engine):
-    """Where in that shard it lies, as a number that no other bucket has: {name: int64 tensor}."""
-    return _by_weight(engine, lambda bucket, places: places % bucket.shard_numel + 10**6 * engine.buckets.index(bucket))
-
-
-def _by_weight(engine, number):
-    """{name: `number(bucket, places in the bucket)`, in the weight's shape}, in the order of the model's weights."""
-    found = {}
-    for bucket in engine.buckets:
+    Returns:
+        Twice {name: int64 tensor in the weight's shape}, in the order of the model's weights.
+    """
+    owners, within = ({name: None for name, _ in engine._module.named_parameters()} for _ in range(2))
+    for number, bucket in enumerate(engine.buckets):
         for slot in bucket.slots.values():
-            found[slot.name] = number(bucket, torch.arange(slot.offset, slot.end)).view(slot.shape)
-    return {name: found[name] for name, _ in engine._module.named_parameters()}
+            at = torch.arange(slot.offset, slot.end).view(slot.shape)
+            owners[slot.name], within[slot.name] = at // bucket.shard_numel, at % bucket.shard_numel + 10**6 * number
+    return owners, within
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ SAID = (
     ("got a gradient outside of engine.backward", "foreign backward"),
     (r"without a backward\(\) since the last step", "no handle"),
     ("has left the engine's storage", "a new tensor"),
+    ("was written past the engine", "not waited for"),  # a copy that lands when the next forward has begun
     ("out of bounds for storage", "no memory"),
     ("NoneType", "nothing there"),
     ("Tensor on device meta|on device meta|meta tensor|from a meta", "elsewhere"),

@@ -66,16 +66,14 @@ def engine_at(where, classes=()):
 def _check_methods(checked, where):
     """All methods stand in the file, but for those of classes of `common` and of what is given."""
     for made in inspect.getmro(checked):
-        if made.__module__.startswith("common.") or _is_given(made):
+        module = sys.modules.get(made.__module__)
+        given = made.__module__ in GIVEN and getattr(module, made.__name__, None) is made
+        if given or made.__module__.startswith("common."):
             continue
         for name, method in vars(made).items():
             code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
             if code is not None and code.co_filename != where and not Path(code.co_filename).is_relative_to(COMMON):
                 raise SolutionImported(f"the method {name} of {made.__name__} does not stand in this file")
-
-
-def _is_given(made):
-    return made.__module__ in GIVEN and getattr(sys.modules.get(made.__module__), made.__name__, None) is made
 
 
 @contextlib.contextmanager

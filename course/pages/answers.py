@@ -28,11 +28,10 @@ def is_number(answer):
 
 def numbers(count, example):
     """So many of them, in a tuple or a list."""
-
-    def fits(answer):
-        return isinstance(answer, tuple | list) and len(answer) == count and all(map(is_number, answer))
-
-    return Form(f"a tuple of {count} numbers, such as {example}", fits)
+    return Form(
+        f"a tuple of {count} numbers, such as {example}",
+        lambda answer: isinstance(answer, tuple | list) and len(answer) == count and all(map(is_number, answer)),
+    )
 
 
 def by_name(names):

@@ -45,16 +45,6 @@ class Page:
     whole_at_once: tuple = ()
 
 
-def all_together(model):
-    """One group."""
-    return [list(model.parameters())]
-
-
-def one_by_one(model):
-    """A group for each parameter."""
-    return [[p] for p in model.parameters()]
-
-
 def by_layer(model):
     """First what is in no block, then a group for each block."""
     layers = [list(block.parameters()) for block in model.blocks]
@@ -63,8 +53,8 @@ def by_layer(model):
 
 
 PAGES = {
-    "stage1_os": Page(all_together, KINDS[2:]),
-    "stage2_grad": Page(one_by_one, KINDS[1:], whole_at_once=("gradients",)),
+    "stage1_os": Page(lambda model: [list(model.parameters())], KINDS[2:]),
+    "stage2_grad": Page(lambda model: [[p] for p in model.parameters()], KINDS[1:], whole_at_once=("gradients",)),
     "stage3_param": Page(by_layer, KINDS, whole_at_once=("gradients", "gathered units")),
 }
 
@@ -101,16 +91,12 @@ class Comparison:
         self.engine, self.module = build(world, make)
         self.last = [None] * len(self.elements)  # means of the step before
 
-    def first_fault(self):
-        """A sentence about what is wrong first, the same on every rank; None where all is right."""
-        try:
-            self._agree(self._fault_of_what_is_stepped() or self._fault_of_views())
-            watch(self.engine, self.module)
-            for step in progress(range(STEPS)):
-                self._compare_step(step)
-        except Mistake as mistake:
-            return str(mistake)
-        return None
+    def compare(self):
+        """Train, and raise `Mistake` on every rank for what is wrong first."""
+        self._agree(self._fault_of_what_is_stepped() or self._fault_of_views())
+        watch(self.engine, self.module)
+        for step in progress(range(STEPS)):
+            self._compare_step(step)
 
     def _agree(self, fault, step=None):
         """Raise `Mistake` on all ranks where one has found a fault."""
@@ -273,8 +259,11 @@ def compare(world, make, stage):
     Returns:
         The first fault, a sentence or None; the number of weights; the bytes of model states by the formula.
     """
-    comparison = Comparison(world, make, stage)
-    fault = comparison.first_fault()
+    comparison, fault = Comparison(world, make, stage), None
+    try:
+        comparison.compare()
+    except Mistake as mistake:
+        fault = str(mistake)
     return fault, models.count(comparison.plain), sum(comparison.formula().values())
 
 

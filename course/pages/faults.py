@@ -8,8 +8,8 @@ each class says in `truth`, from faults.toml, and `check` holds a student's answ
 
 import itertools
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from common.engines import find_engine
 from course.pages.answers import NAME, NUMBER, Form, asks, by_name, is_number, judge, unfit
@@ -26,25 +26,8 @@ KINDS = (
 )
 
 
-@dataclass(frozen=True)
-class Truth:
-    """What is wrong with an engine.
-
-    Attributes:
-        kind: one of KINDS.
-        rank: where it goes wrong, or EVERY.
-        place: the bucket or the parameter.
-        hints: {"kind", "rank" or "place": what to look at}, for those who are wrong there.
-    """
-
-    kind: str
-    rank: int | str
-    place: str
-    hints: dict
-
-
 FOUND = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-TRUTHS = {letter: Truth(**truth) for letter, truth in FOUND.items()}
+TRUTHS = {letter: SimpleNamespace(**truth) for letter, truth in FOUND.items()}
 
 
 def a():
@@ -135,12 +118,7 @@ FAULTS = {"a": a, "b": b, "c": c, "d": d, "e": e}
 
 @asks(by_name(FAULTS), str)
 def check(question, answer):
-    """Whether answers are right, a line for each.
-
-    Args:
-        question: "kind", "rank" or "place".
-        answer: {letter: answer or None}; a kind is its number in KINDS.
-    """
+    """Whether {letter: answer} to "kind", "rank" or "place" are right, a line each; a kind is its number in KINDS."""
     return "\n".join(f"{letter}: {_verdict(question, letter, one)}" for letter, one in answer.items())
 
 
@@ -157,12 +135,7 @@ NAMES = Form(
 
 @asks(NAMES, str)
 def check_probes(answer, unnoticed):
-    """Whether some probes notice all mutants, and no fewer would.
-
-    Args:
-        answer: names of probes, or None.
-        unnoticed: {mutant: {probe: whether the mutant passes it}}.
-    """
+    """Whether some probes notice all mutants, and no fewer would, by {mutant: {probe: whether it passes}}."""
     if answer is None:
         return "not solved yet"
 

@@ -16,7 +16,7 @@ from common.engines import find_engine
 from common.errors import InputError
 from common.loop import sha256, train_step
 from common.measure.memory import Timeline
-from common.measure.timeline import COLLECTIVES, PHASES
+from common.measure.timeline import COLLECTIVES, PHASES, rows
 from common.measure.traffic import BUS, DISK
 from common.ranks.world import RankFailed
 from common.tiers.memory import HERE
@@ -155,16 +155,14 @@ def rows_of(trace, rank=0):
     Returns:
         {(rank, row): [(begin, end, kind)]} in ms since the first phase began, as `figures.beside` draws them.
     """
-    events = [event for event in trace["traceEvents"] if event["pid"] == 2 * rank]
-    named = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    rows = {(rank, row): [] for row in ROWS}
-    for event in sorted((e for e in events if e.get("cat") == "user_annotation"), key=lambda event: event["ts"]):
-        row, label = named[event["tid"]], event["name"].split(" of ")[0]
-        if label in ROWS.get(row, ()):
-            rows[rank, row].append((event["ts"] / 1000, (event["ts"] + event["dur"]) / 1000, ROWS[row][label]))
-    began = rows[rank, "compute"][0][0]
-    rows[rank, "compute"].sort(key=lambda span: span[2] == "waiting")  # drawn last, over the phases
-    return {row: [(begin - began, end - began, kind) for begin, end, kind in spans] for row, spans in rows.items()}
+    found, there = {}, rows(trace)
+    for row, kinds in ROWS.items():
+        events = [event for event in there.get((2 * rank, row), ()) if event.get("cat") == "user_annotation"]
+        spans = [(event["ts"], event["ts"] + event["dur"], event["name"].split(" of ")[0]) for event in events]
+        found[rank, row] = [(begin / 1000, end / 1000, kinds[label]) for begin, end, label in spans if label in kinds]
+    began = found[rank, "compute"][0][0]
+    found[rank, "compute"].sort(key=lambda span: span[2] == "waiting")  # drawn last, over the phases
+    return {row: [(begin - began, end - began, kind) for begin, end, kind in spans] for row, spans in found.items()}
 
 
 # ---- 08: offload ------------------------------------------------------------------------------------------------
@@ -210,10 +208,7 @@ def check_reads(formula, warm_up, reads):
         hints = [
             (tuple(range(len(truth))), "that is an exact update: where does the delayed one land?"),
             (tuple(max(0, i - 1) for i in range(len(truth))), "the first w updates are not delayed"),
-            (
-                tuple(i if i < w else max(0, i - 1) for i in range(len(truth))),
-                "iteration w reads all before it",
-            ),
+            (tuple(i if i < w else max(0, i - 1) for i in range(len(truth))), "iteration w reads all before it"),
         ]
         verdict = judge(None if None in said else tuple(said), tuple(truth), hints)
         if verdict.endswith(AGAIN):

@@ -53,12 +53,9 @@ class Moves(TorchDispatchMode):
 
 @asks(numbers(2, "(3, 4)"), str)
 def check_batches(answer, room, peaks):
-    """Whether answers are the largest batches that fit, a line for each.
+    """Whether answers are the largest batches, in samples per rank, whose peaks fit into a room: a line for each.
 
-    Args:
-        answer: samples per rank, for each of `peaks`; or None.
-        room: bytes.
-        peaks: [{samples per rank: bytes at the peak}], measured: what lies beyond them is continued as a line.
+    Peaks are measured, [{samples per rank: bytes}], and continued as a line beyond that.
     """
     return "\n".join(_batch(one, room, of_one) for one, of_one in zip(answer or (None, None), peaks, strict=True))
 
@@ -82,12 +79,7 @@ def _batch(answer, room, peaks):
 
 @asks(TRUTH, str)
 def check_refused(formula, holes):
-    """Whether `formula(holes, nbytes)` says which requests fragmentation alone refuses.
-
-    Args:
-        formula: the student's function.
-        holes: bytes of each hole.
-    """
+    """Whether `formula(holes, nbytes)` says which requests fragmentation alone refuses, of holes in bytes."""
     free, largest = sum(holes), max(holes)
     if formula(holes, free) is None:
         return "not solved yet"
@@ -102,12 +94,9 @@ def check_refused(formula, holes):
 
 @asks(NUMBER, str)
 def check_depths(formula, rows, within=0.15):
-    """Lines that hold a formula for the largest depth against the record of a search below a wall.
+    """Hold `formula(stage, n, room)`, layers, against a record {stage: (ranks, room in bytes, layers that trained)}.
 
-    Args:
-        formula: the student's function of (stage number, ranks, room in bytes), which returns layers.
-        rows: {stage number: (ranks, room, layers that trained)}.
-        within: of the recorded depth: buckets in flight, activations and the embedding are not in the formula.
+    Buckets in flight, activations and the embedding are not in the formula: so much of the depth is left for them.
     """
     lines = []
     for stage, (ranks, room, layers) in rows.items():

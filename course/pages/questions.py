@@ -6,6 +6,7 @@ verdict. `recorded` is what `course.pages.recording.record_step` returned.
 
 from common.measure.tables import show_bytes
 from course.pages.answers import NUMBER, Form, asks, judge, numbers
+from course.pages.rounding import HELD as IN_16_BIT
 
 # Bytes for each parameter in fp32 with Adam: (those that every rank holds, those of which it holds an N-th).
 HELD = {"stage1_os": (8, 8), "stage2_grad": (4, 12), "stage3_param": (0, 16)}
@@ -44,11 +45,7 @@ RANKS_AND_FLOOR = Form(
 
 @asks(NUMBER)
 def by_stage(formula, results, measured):
-    """Hold `formula(stage, n, parameters)` against what `compare` measured in each stage; 0.5 % is left for padding.
-
-    Args:
-        measured: "model_state_bytes" or "wire_bytes_per_step".
-    """
+    """Hold `formula(stage, n, parameters)` against what `compare` has as `measured`; 0.5 % is left for padding."""
     for stage, row in enumerate(results["rows"]):
         answer, truth = formula(stage, results["world_size"], results["parameters"]), sum(row[measured].values())
         shown = "" if answer is None else f"{show_bytes(int(answer))} predicted, {show_bytes(truth)} measured"
@@ -74,10 +71,8 @@ def stage_and_ranks(answer):
 
 def gigabytes(stage, n):
     """Of model states on each of n ranks: 7.5 billion parameters, in mixed precision."""
-    optimizer = 12 / n if stage >= 1 else 12
-    gradients = 2 / n if stage >= 2 else 2
-    parameters = 2 / n if stage >= 3 else 2
-    return 7.5 * (optimizer + gradients + parameters)
+    whole, sharded = IN_16_BIT[stage]
+    return 7.5 * (whole + sharded / n)
 
 
 # ---- 01 to 03: a stage ------------------------------------------------------------------------------------------

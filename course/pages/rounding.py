@@ -63,10 +63,7 @@ def count(world, switches):
 
 
 def between_two_nodes(measure, rate="100mbit", steps=3):
-    """Stage 3 and ZeRO++ on two nodes of this machine where that is possible, else what is recorded.
-
-    Args:
-        measure: `lab.zeropp.two_nodes.on_nodes`.
+    """Stage 3 and ZeRO++ on two nodes of this machine, by `lab.zeropp.two_nodes.on_nodes`; else what is recorded.
 
     Returns:
         The results, and a word on where they are from.

@@ -9,13 +9,14 @@ from dataclasses import replace
 from common.measure.tables import show_bytes
 from course.pages.answers import NAME, NUMBER, Form, asks, by_name, judge, unfit
 from lab.plan.__main__ import ADVISED, LANDMARKS, USABLE, fit, of_model, of_size
+from lab.plan.__main__ import ways as with_switches
 from lab.plan.formulas import WAYS, Rank
 from lab.simulate.hardware import preset
 
 TITLES = [way.title for way in WAYS]
 
 
-def ways(shape, machine, gpus, *, tensor=1, pipeline=1, batch=1, checkpoints=True):
+def ways(shape, machine, gpus, *, tensor=1, pipeline=1, batch=1, checkpoints=True, own=()):
     """What each engine holds, sends and moves.
 
     Args:
@@ -24,6 +25,7 @@ def ways(shape, machine, gpus, *, tensor=1, pipeline=1, batch=1, checkpoints=Tru
         gpus: how many in all; tensor and pipeline degrees divide them.
         batch: samples of a rank's micro-batch.
         checkpoints: activations are computed again in backward.
+        own: switches of ZeRO++ that are off, ["hierarchical=False"].
 
     Returns:
         {title: a row of `Rank.row`, with "fits", into 90 % of the device, and "computes", seconds of a micro-batch}
@@ -33,7 +35,7 @@ def ways(shape, machine, gpus, *, tensor=1, pipeline=1, batch=1, checkpoints=Tru
     per_node = math.gcd(ranks, max(1, machine.ranks_per_node // degree))
     rank = Rank(shape, machine, ranks, per_node, tensor, pipeline, 2, batch, shape.sequence, checkpoints)
     rows = {}
-    for way in WAYS:
+    for way in with_switches(own):
         row = rank.row(way)
         fits = fit(machine, row["device"], row["host"], row["disk"], USABLE * machine.holds)
         rows[way.title] = row | {"fits": fits, "computes": rank.compute_seconds()}
@@ -81,12 +83,7 @@ def check_landmarks(answer):
 
 @asks(NUMBER)
 def check_in_flight(formula, shape, worst):
-    """Hold `formula(block, rest)`, bytes that come and go in stage 3, against the worst moment of a simulated rank.
-
-    Args:
-        shape: the model's Shape.
-        worst: {class: bytes} at that moment.
-    """
+    """Hold `formula(block, rest)`, bytes that come and go in stage 3, against {class: bytes} of a simulated rank."""
     block, rest = (shape.parameters - shape.rest) / shape.layers, shape.rest
     truth = worst["gathered units"] + worst["buckets in flight"]
     hints = [
@@ -162,24 +159,17 @@ def check_crossover(formula):
 def check_decisions(answer):
     """Whether {case: title of a way} are the lowest that fit, with ZeRO++ where links are what a step waits for."""
     for name, title in answer.items():
-        rows = case(name)
-        truth = decision(rows)
-        if title is None:
-            verdict = "not solved yet"
-        elif line := unfit(title, NAME):
-            verdict = line
-        elif title not in rows:
-            verdict = f"not yet: choose from {', '.join(rows)}"
-        elif title == truth:
-            verdict = "solved"
-        elif not rows[title]["fits"]:
-            verdict = f"not yet: it takes {show_bytes(round(rows[title]['device']))} of a GPU"
-        elif title == lowest(rows):
-            seconds, computes = rows[title]["seconds"]["collectives"], rows[title]["computes"]
-            verdict = f"not yet: it fits, but sends for {seconds:.2g} s where it computes for {computes:.2g} s"
-        else:
-            verdict = "not yet: it fits, but so does a lower one that sends or moves less"
-        print(f"{name}: {verdict}")
+        rows, hints = case(name), []
+        for other, row in rows.items():
+            hint = "it fits, but so does a lower one that sends or moves less"
+            if not row["fits"]:
+                hint = f"it takes {show_bytes(round(row['device']))} of a GPU"
+            elif other == lowest(rows):
+                sends, computes = row["seconds"]["collectives"], row["computes"]
+                hint = f"it fits, but sends for {sends:.2g} s where it computes for {computes:.2g} s"
+            hints.append((other, hint))
+        known = f"choose from {', '.join(rows)}"
+        print(f"{name}: {unfit(title, NAME) or judge(title, decision(rows), hints, otherwise=known)}")
 
 
 @asks(NUMBER)

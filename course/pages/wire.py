@@ -7,10 +7,10 @@ questions print "solved", "not solved yet", or "not yet" with what to look at.
 import contextlib
 import statistics
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 
-from common.measure.timeline import PHASES
+from common.measure.timeline import PHASES, rows
 from common.ranks.collectives import Collectives
 from common.ranks.sockets import own_sockets
 from course.pages.answers import NUMBER, TRUTH, asks, judge
@@ -83,12 +83,9 @@ class Sockets:
 
 
 def from_to(answers):
-    """What ranks moved as one matrix of bytes [from, to].
+    """What each rank `Moved`, in rank order, as one matrix of bytes [from, to].
 
     Where the kernel could not be asked, the meter's bytes, to all others the same; None where it has none either.
-
-    Args:
-        answers: the `Moved` of each rank, in rank order.
     """
     size = len(answers)
     if answers[0].to is not None:
@@ -172,41 +169,38 @@ def step_rows(trace):
         {(rank, "compute" or "collectives"): [(begin, end, kind)]} in ms since the first phase began. The kind is the
         phase of an operation, "waiting", or the name of a collective.
     """
-    rows = {}
-    for pid, events in sorted(_compute(trace).items()):
+    shown, began = {}, []
+    for rank, (events, collectives) in _by_rank(trace).items():
         phases = [event for event in events if event["name"] in PHASES]
         spans = [(event, "waiting") for event in events if event["name"] == "wait"]
         for event in events:
             if event["name"].startswith("aten::"):
                 spans += [(event, phase["name"]) for phase in phases if phase["ts"] <= event["ts"] < _end(phase)]
-        rows[pid // 2, "compute"] = spans
-        rows[pid // 2, "collectives"] = [(event, event["name"].split(" of ")[0]) for event in _collectives(trace, pid)]
-    began = min(event["ts"] for events in _compute(trace).values() for event in events if event["name"] in PHASES)
+        shown[rank, "compute"] = spans
+        shown[rank, "collectives"] = [(event, event["name"].split(" of ")[0]) for event in collectives]
+        began += [phase["ts"] for phase in phases]
     return {
-        row: [((event["ts"] - began) / 1000, (_end(event) - began) / 1000, kind) for event, kind in spans]
-        for row, spans in rows.items()
+        row: [((event["ts"] - min(began)) / 1000, (_end(event) - min(began)) / 1000, kind) for event, kind in spans]
+        for row, spans in shown.items()
     }
 
 
 def time_on_compute(trace):
-    """Where the time of each rank's phases goes: {rank: {kind of TIMES: ms}}.
+    """Where the time of each rank's phases goes, by a trace as `step_rows` takes it: {rank: {kind of TIMES: ms}}.
 
     Of ranges within each other the innermost counts: a copy in the range of backward is a copy.
-
-    Args:
-        trace: as `step_rows` takes it.
     """
-    return {pid // 2: _own_times(events) for pid, events in sorted(_compute(trace).items())}
+    return {rank: _own_times(events) for rank, (events, _) in _by_rank(trace).items()}
 
 
 def time_of_collectives(trace):
     """How long the collectives of each rank lasted, waiting for other ranks included: {rank: ms}."""
-    return {pid // 2: sum(event["dur"] for event in _collectives(trace, pid)) / 1000 for pid in sorted(_compute(trace))}
+    return {rank: sum(event["dur"] for event in events) / 1000 for rank, (_, events) in _by_rank(trace).items()}
 
 
 def _own_times(events):
     own, around = Counter(dict.fromkeys(TIMES, 0.0)), []
-    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+    for event in events:
         while around and _end(around[-1]) <= event["ts"]:
             around.pop()
         if around or event["name"] in PHASES:
@@ -227,26 +221,15 @@ def _kind(name):
     return "compute" if name.startswith("aten::") else "between operations"
 
 
-def _compute(trace):
-    """{process: its events on the compute row}"""
-    events = defaultdict(list)
-    rows = {row for row, name in _row_names(trace).items() if name == "compute"}
-    for event in trace["traceEvents"]:
-        if event["ph"] == "X" and (event["pid"], event["tid"]) in rows:
-            events[event["pid"]].append(event)
-    return events
-
-
-def _collectives(trace, pid):
-    """The ranges of a process's collectives."""
-    rows = {row for row, name in _row_names(trace).items() if row[0] == pid and name == "collectives"}
-    labels = (event for event in trace["traceEvents"] if event.get("cat") == "user_annotation")
-    return [event for event in labels if (event["pid"], event["tid"]) in rows]
-
-
-def _row_names(trace):
-    named = (event for event in trace["traceEvents"] if event["name"] == "thread_name")
-    return {(event["pid"], event["tid"]): event["args"]["name"] for event in named}
+def _by_rank(trace):
+    """{rank: (ranges on its compute row, those of its collectives)}"""
+    found = rows(trace)
+    labels = {
+        pid: [event for event in events if event.get("cat") == "user_annotation"]
+        for (pid, row), events in found.items()
+        if row == "collectives"
+    }
+    return {pid // 2: (events, labels.get(pid, [])) for (pid, row), events in found.items() if row == "compute"}
 
 
 def _end(event):
@@ -276,13 +259,9 @@ def check_sent(formula, counts, nbytes):
 
 @asks(NUMBER)
 def check_multiple(answer, sent, counts, unit):
-    """Hold the multiple of (N-1)/N Ψ that stage 2 would send by gloo's own reduce-scatter against what was counted.
+    """Hold the multiple of `unit`, (N-1)/N Ψ, that stage 2 would send by gloo's own reduce-scatter against counts.
 
-    Args:
-        answer: the multiple.
-        sent: the messages of a step of stage 2.
-        counts: {collective: bytes [from, to]}.
-        unit: bytes of (N-1)/N Ψ.
+    Those are {collective: bytes [from, to]}; `sent` are the messages of a step of stage 2.
     """
     gloos = counts.get("gloo's reduce-scatter")
     if gloos is None:

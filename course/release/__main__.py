@@ -13,6 +13,7 @@ git tracks, with the two scripts that Gradescope calls: it has the engines, whic
 
 import argparse
 import ast
+import contextlib
 import json
 import os
 import shutil
@@ -71,7 +72,8 @@ def release(out):
     shutil.rmtree(tree, ignore_errors=True)
     copy_files(names, tree)
     write_exercises(tree)
-    record_promises(tree / PROMISES.relative_to(ROOT))
+    with tempfile.NamedTemporaryFile() as log, contextlib.closing(Worlds(log.name)) as worlds:
+        record(worlds.run, tree / PROMISES.relative_to(ROOT))  # what the grader in the tree holds submissions to
     with tarfile.open(archive, "w:gz") as file:
         file.add(tree, NAME)
     write_bundle(names, bundle)
@@ -138,16 +140,6 @@ def write_bundle(names, bundle):
         file.write(packed.name, f"{GRADER}.tar.gz")
         for script in ("setup.sh", "run_autograder"):
             file.write(ROOT / HERE / script, script)
-
-
-def record_promises(path):
-    """Write what the grader in the tree holds submissions to."""
-    with tempfile.NamedTemporaryFile() as log:
-        worlds = Worlds(log.name)
-        try:
-            record(worlds.run, path)
-        finally:
-            worlds.close()
 
 
 if __name__ == "__main__":

@@ -9,14 +9,7 @@ from lab.figures.style import COLORS, LABELS, MARKERS, STEP_COLORS, stacked, sta
 
 
 def activation_memory(results):
-    """Peaks by class for each stage and batch, without and with checkpoints; below, the largest batch under the cap.
-
-    Args:
-        results: what `lab.activations` writes.
-
-    Returns:
-        A matplotlib Figure.
-    """
+    """Of what `lab.activations` writes, peaks by class without and with checkpoints; below, the largest batches."""
     engines = list(dict.fromkeys(row["engine"] for row in results["rows"]))
     figure = plt.figure(figsize=(13, 9), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=(1.6, 1))
@@ -67,14 +60,7 @@ def largest_batches(axes, rows, cap):
 
 
 def capacity(results):
-    """Parameters of the largest model under the cap, measured beside predicted, a panel for each precision.
-
-    Args:
-        results: what `lab.capacity` writes.
-
-    Returns:
-        A matplotlib Figure.
-    """
+    """Of what `lab.capacity` writes, the largest models, measured beside predicted, a panel for each precision."""
     precisions = list(dict.fromkeys(row["precision"] for row in results["rows"]))
     engines = len(results["rows"]) // len(precisions)
     size = max(6.4, 1 + 1.4 * engines), 1 + 3.6 * len(precisions)
@@ -95,34 +81,22 @@ def capacity(results):
 
 def largest_models(axes, rows):
     """Bars of the largest model's parameters, a pair for each stage: left measured, right predicted."""
+    color = COLORS["parameters"]
+    looks = {"measured": {"color": color, "edgecolor": color}}
+    looks["predicted"] = {"color": "white", "edgecolor": color, "hatch": "///"}
     for position, row in enumerate(rows):
-        for key, shift in (("parameters", -0.2), ("predicted_parameters", 0.2)):
-            measured = key == "parameters"
-            if row.get("or_more") and not measured:  # the search ended before memory did
+        for name, key, shift in (("measured", "parameters", -0.2), ("predicted", "predicted_parameters", 0.2)):
+            if row.get("or_more") and name == "predicted":  # the search ended before memory did
                 continue
-            bar = axes.bar(
-                position + shift,
-                row[key] / 1e6,
-                0.36,
-                color=COLORS["parameters"] if measured else "white",
-                edgecolor=COLORS["parameters"],
-                hatch=None if measured else "///",
-                label=("measured" if measured else "predicted") if position == 0 else None,
-            )
-            ratio = row["ratio_to_stage0"] if measured else None
+            label = name if position == 0 else None
+            bar = axes.bar(position + shift, row[key] / 1e6, 0.36, label=label, **looks[name])
+            ratio = row["ratio_to_stage0"] if name == "measured" else None
             axes.bar_label(bar, [f"{row[key] / 1e6:.0f}" + (f"\n{ratio:.2f}x" if ratio else "")], fontsize=9)
     stage_axis(axes, rows, headroom=1.15)
 
 
 def bench(results):
-    """Step times of one model as bars over torch DDP's; of several models, or without DDP, as curves.
-
-    Args:
-        results: what `lab.bench` writes.
-
-    Returns:
-        A matplotlib Figure.
-    """
+    """Of what `lab.bench` writes, step times of one model over torch DDP's; of several, or without DDP, curves."""
     timed = [row for row in results["rows"] if row["median_seconds"] is not None]
     one_model = len({row["model"] for row in timed}) == 1
     draw = step_times if one_model and all(row["ratio_interval"] for row in timed) else growth

@@ -6,14 +6,7 @@ from lab.figures.style import MARKERS, PALETTE
 
 
 def scaling(results):
-    """Four panels.
-
-    Args:
-        results: what `lab.plan.scaling` writes.
-
-    Returns:
-        A matplotlib Figure.
-    """
+    """Four panels of what `lab.plan.scaling` writes."""
     figure, ((one, two), (three, four)) = plt.subplots(2, 2, figsize=(13, 10), layout="constrained")
     engines = dict.fromkeys(row["engine"] for row in results["memory"])
     styles = {name: {"color": PALETTE[n], "marker": MARKERS[n]} for n, name in enumerate(engines)}
@@ -46,13 +39,8 @@ def scaling(results):
         links = [row["gbit_per_second"] for row in rows]
         four.plot(links, [row["exposed_seconds"] for row in rows], label=f"{name}: waits", **styles[name])
         four.plot(links, [row["step_seconds"] for row in rows], ":", label=f"{name}: a step", **styles[name])
-    _axes(
-        four,
-        "seconds",
-        f"A GPT of {results['layers_exposed']} layers on {results['links_of']} GPUs, batch 1",
-        log=False,
-        below="Gbit/s of a GPU between nodes",
-    )
+    title = f"A GPT of {results['layers_exposed']} layers on {results['links_of']} GPUs, batch 1"
+    _axes(four, "seconds", title, log=False, below="Gbit/s of a GPU between nodes")
     four.set_yscale("log")
     figure.suptitle(f"Simulated: {results['hardware']}, {results['source']}", fontsize=10)
     return figure

@@ -95,9 +95,6 @@ def comparison(results):
 
     Args:
         results: what `lab.compare` writes.
-
-    Returns:
-        A matplotlib Figure.
     """
     with plt.rc_context({"font.size": 15}):
         figure, panels = plt.subplots(1, 2, figsize=(13.3, 5.8), sharey=True, layout="constrained")
@@ -133,9 +130,6 @@ def timelines(results, samples):
     Args:
         results: what `lab.compare` writes.
         samples: {engine: those of its Timeline}.
-
-    Returns:
-        A matplotlib Figure.
     """
     rows, columns = results["rows"], 4
     shape = -(-len(rows) // columns), columns

@@ -44,7 +44,6 @@ def stacked(axes, place, parts, width=0.6, told=None, **look):
     """A bar of parts, the first at the bottom.
 
     Args:
-        axes: an Axes.
         place: of the bar, and its width.
         parts: [(height, how `axes.bar` is to draw it)]; a label goes to the legend once.
         told: what stands above it, a format for its height.
@@ -63,7 +62,6 @@ def live_bytes(axes, samples, classes=CLASSES, unit=1e6):
     """Live bytes of some classes through a step, stacked, with its phases named.
 
     Args:
-        axes: an Axes.
         samples: [(phase, {class: bytes})], one for each operation.
         classes: the names of what is stacked, the first at the bottom.
         unit: bytes in which the axis counts.

@@ -68,13 +68,9 @@ def read(path):
     return nbformat.read(path, as_version=4)
 
 
-def executed(path, shorter=True):
-    """A notebook after its last cell, run once for all tests of a process."""
-    return _executed(path, shorter)
-
-
 @functools.cache
-def _executed(path, shorter):
+def executed(path, shorter):
+    """A notebook after its last cell, run once for all tests of a process."""
     notebook = read(path)
     for told, less in SHORTER.get(path.stem, []) if shorter else []:
         (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and told in cell.source]
@@ -95,7 +91,7 @@ def unfit(question):
 
 def said(path, cell):
     """What a cell of the executed notebook prints."""
-    (found,) = [each for each in executed(path).cells if each.id == cell]
+    (found,) = [each for each in executed(path, True).cells if each.id == cell]
     return printed(found)
 
 

@@ -7,12 +7,20 @@ from common.ranks.world import LocalWorld
 from course.exercises import ALL, EXERCISES
 from course.parts import methods_of, place, waiting
 
+TAKES = "self.take_room(bucket)"
+SEALS = "bucket.seal()"
+STEPS = "    self.step_shard(bucket)"
+GATHERS = "    self.gather(bucket)"
+SYNCS = "self.synchronize()"
+TRAVELS = "self.travelling.append(bucket.handle)"
+NO_ROOM = "if bucket.local is None:"
+GONE = "bucket.local = None"
 EACH = "for bucket in self.buckets:"
 GATHERED = ["for bucket in [b for b in self.buckets if b.gathering]:"]
 SHARD = "shard = bucket.parameters[bucket.shard(self.rank)]"
 GATHER = "bucket.gathering = self.comm.all_gather(shard, bucket.parameters, bucket.name)"
 REDUCE = "bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)"
-LEAVES = ["bucket.local = None", "self.travelling.append(bucket.handle)"]
+LEAVES = [GONE, TRAVELS]
 FILLING = "    filling = sum(other.local is not None for other in self.buckets)"
 WAITS = ["    while self.travelling and len(self.travelling) + filling > 1:", "        self.travelling.pop(0).wait()"]
 ROOM = "    bucket.local = torch.empty(bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device)"
@@ -22,6 +30,7 @@ BEGUN = ["if not unit.gathered:", "    unit.gathered = True", "    for bucket in
 AT_ONCE = ["        bucket.gathering.wait()", "        for name, parameter in bucket.members.items():"]
 AT_ONCE += ["            parameter.data = bucket.views[name]", "        bucket.gathering = None"]
 OVER = ["unit.open = False", "self.free(unit)"]
+REDUCES = "    self.reduce(unit)"
 LAST = "if self.reducing and not self.turns.remains(unit):"
 
 
@@ -132,14 +141,7 @@ SUBMISSIONS = (
     two(
         "the older bucket is waited for before the next leaves",
         "",
-        reduce=[
-            "self.take_room(bucket)",
-            "bucket.seal()",
-            "while len(self.travelling) > 1:",
-            "    self.travelling.pop(0).wait()",
-            REDUCE,
-            *LEAVES,
-        ],
+        reduce=[TAKES, SEALS, "while len(self.travelling) > 1:", "    self.travelling.pop(0).wait()", REDUCE, *LEAVES],
     ),
     three(
         "buckets are freed by name",
@@ -171,46 +173,29 @@ SUBMISSIONS = (
     one(
         "all shards are stepped before any is gathered",
         "waited for at once",
-        update=[EACH, "    self.step_shard(bucket)", EACH, "    self.gather(bucket)", "self.synchronize()"],
+        update=[EACH, STEPS, EACH, GATHERS, SYNCS],
     ),
-    one(
-        "a reduction that is waited for at once",
-        "waited for at once",
-        reduce=["bucket.seal()", REDUCE, "bucket.handle.wait()"],
-    ),
+    one("a reduction that is waited for at once", "waited for at once", reduce=[SEALS, REDUCE, "bucket.handle.wait()"]),
     two(
         "a reduction that is waited for at once",
         "waited for at once",
-        reduce=["self.take_room(bucket)", "bucket.seal()", REDUCE, "bucket.handle.wait()", *LEAVES],
+        reduce=[TAKES, SEALS, REDUCE, "bucket.handle.wait()", *LEAVES],
     ),
     two("a synchronous all-gather", "waited for at once", gather=[SHARD, GATHER, "bucket.gathering.wait()"]),
     two(
         "room without a device",
         "elsewhere",
-        take_room=[
-            "if bucket.local is None:",
-            FILLING,
-            *WAITS,
-            "    bucket.local = torch.empty(bucket.padded_numel, dtype=bucket.kind.dtype)",
-        ],
+        take_room=[NO_ROOM, FILLING, *WAITS, ROOM.replace(", device=self.comm.device", "")],
     ),
     three("a gather that is waited for at once", "no prefetch", gather=[*BEGUN, GROWS, FETCH, *AT_ONCE]),
     three("prefetch that is dead", "no prefetch", prefetch=["return"]),
     three(
         "a reduction that is waited for at once",
         "waited for at once",
-        end_backward=[
-            *OVER,
-            LAST,
-            "    self.reduce(unit)",
-            "    for bucket in unit.trainable:",
-            "        bucket.handle.wait()",
-        ],
+        end_backward=[*OVER, LAST, REDUCES, "    for bucket in unit.trainable:", "        bucket.handle.wait()"],
     ),
     three(
-        "self.reducing left out",
-        "foreign backward",
-        end_backward=[*OVER, "if not self.turns.remains(unit):", "    self.reduce(unit)"],
+        "self.reducing left out", "foreign backward", end_backward=[*OVER, "if not self.turns.remains(unit):", REDUCES]
     ),
     one("a solution imported", "solution", head=imports("stage1_os")),
     two("a solution imported by importlib", "solution", head=BY_IMPORTLIB),
@@ -226,37 +211,13 @@ SUBMISSIONS = (
     # ---- words
     one("a typo in a method", "name", reduce=["bucket.seel()", REDUCE]),
     one("a name that is nowhere", "name", gather=[GATHER]),
-    two(
-        "a typo on self",
-        "name",
-        reduce=[
-            "self.take_room(bucket)",
-            "bucket.seal()",
-            REDUCE,
-            "bucket.local = None",
-            "self.traveling.append(bucket.handle)",
-        ],
-    ),
+    two("a typo on self", "name", reduce=[TAKES, SEALS, REDUCE, GONE, "self.traveling.append(bucket.handle)"]),
     two("no room is taken", "nothing there", take_room=["return"]),
-    two(
-        "room is given back before it leaves",
-        "nothing there",
-        reduce=[
-            "self.take_room(bucket)",
-            "bucket.seal()",
-            "bucket.local = None",
-            REDUCE,
-            "self.travelling.append(bucket.handle)",
-        ],
-    ),
+    two("room is given back before it leaves", "nothing there", reduce=[TAKES, SEALS, GONE, REDUCE, TRAVELS]),
     one("seal forgotten", "unused", reduce=[REDUCE]),
-    two("seal forgotten", "padding", reduce=["self.take_room(bucket)", REDUCE, *LEAVES]),
-    one("update calls engine.step()", "calls itself", update=["self.step()", "self.synchronize()"]),
-    one(
-        "update calls the optimizer",
-        "step_shard",
-        update=["self.optimizer.step()", EACH, "    self.gather(bucket)", "self.synchronize()"],
-    ),
+    two("seal forgotten", "padding", reduce=[TAKES, REDUCE, *LEAVES]),
+    one("update calls engine.step()", "calls itself", update=["self.step()", SYNCS]),
+    one("update calls the optimizer", "step_shard", update=["self.optimizer.step()", EACH, GATHERS, SYNCS]),
     one(
         "the notebook's all_gather",
         "past the meter",
@@ -276,39 +237,18 @@ SUBMISSIONS = (
     one(
         "a shard of the wrong length",
         "lengths",
-        reduce=[
-            "bucket.seal()",
-            "bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced[:-1], bucket.name)",
-        ],
+        reduce=[SEALS, "bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced[:-1], bucket.name)"],
     ),
     one(
         "no handle kept",
         "no handle",
-        reduce=["bucket.seal()", "self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)"],
+        reduce=[SEALS, "self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)"],
     ),
-    one(
-        "gathered before the step",
-        "gathered too early",
-        update=[EACH, "    self.gather(bucket)", "    self.step_shard(bucket)", "self.synchronize()"],
-    ),
-    one(
-        "nobody waits for the parameters",
-        "not waited for",
-        update=[EACH, "    self.step_shard(bucket)", "    self.gather(bucket)"],
-    ),
-    one("never gathered", "not gathered", update=[EACH, "    self.step_shard(bucket)"]),
-    one("nothing is stepped", "not stepped", update=[EACH, "    self.gather(bucket)", "self.synchronize()"]),
-    one(
-        "stepped twice",
-        "factor",
-        update=[
-            EACH,
-            "    self.step_shard(bucket)",
-            "    self.step_shard(bucket)",
-            "    self.gather(bucket)",
-            "self.synchronize()",
-        ],
-    ),
+    one("gathered before the step", "gathered too early", update=[EACH, GATHERS, STEPS, SYNCS]),
+    one("nobody waits for the parameters", "not waited for", update=[EACH, STEPS, GATHERS]),
+    one("never gathered", "not gathered", update=[EACH, STEPS]),
+    one("nothing is stepped", "not stepped", update=[EACH, GATHERS, SYNCS]),
+    one("stepped twice", "factor", update=[EACH, STEPS, STEPS, GATHERS, SYNCS]),
     one(
         "rank 0's shard is sent by all",
         "another shard",
@@ -318,7 +258,7 @@ SUBMISSIONS = (
         "nothing is reduced",
         "not reduced",
         reduce=[
-            "bucket.seal()",
+            SEALS,
             "mine = bucket.local[bucket.shard(self.rank)].clone()",
             REDUCE,
             "bucket.handle.wait()",
@@ -328,7 +268,7 @@ SUBMISSIONS = (
     one(
         "an all-reduce",
         "half of an all-reduce",
-        reduce=["bucket.seal()", "bucket.handle = self.comm.all_reduce(bucket.local, bucket.name)"],
+        reduce=[SEALS, "bucket.handle = self.comm.all_reduce(bucket.local, bucket.name)"],
     ),
     one(
         "everything is kept",
@@ -346,17 +286,8 @@ SUBMISSIONS = (
             "return Owned(parameters=everything, gradients=everything, optimizer=shard)",
         ],
     ),
-    two("room that does not wait", "two rooms", take_room=["if bucket.local is None:", ROOM]),
-    two(
-        "room of fp32",
-        "16-bit",
-        take_room=[
-            "if bucket.local is None:",
-            FILLING,
-            *WAITS,
-            "    bucket.local = torch.empty(bucket.padded_numel, device=self.comm.device)",
-        ],
-    ),
+    two("room that does not wait", "two rooms", take_room=[NO_ROOM, ROOM]),
+    two("room of fp32", "16-bit", take_room=[NO_ROOM, FILLING, *WAITS, ROOM.replace("dtype=bucket.kind.dtype, ", "")]),
     three("storage does not grow", "no memory", gather=[*BEGUN, FETCH]),
     three(
         "storage grows by elements",
@@ -364,16 +295,8 @@ SUBMISSIONS = (
         gather=[*BEGUN, "        bucket.full.untyped_storage().resize_(bucket.full.numel())", FETCH],
     ),
     three("the unit is not marked", "not marked", gather=["for bucket in unit.buckets:", GROWS[4:], FETCH[4:]]),
-    three(
-        "not freed after backward",
-        "not freed",
-        end_backward=["unit.open = False", LAST, "    self.reduce(unit)"],
-    ),
-    three(
-        "visits are not asked",
-        "sent twice",
-        end_backward=[*OVER, "if self.reducing:", "    self.reduce(unit)"],
-    ),
+    three("not freed after backward", "not freed", end_backward=["unit.open = False", LAST, REDUCES]),
+    three("visits are not asked", "sent twice", end_backward=[*OVER, "if self.reducing:", REDUCES]),
 )
 
 # ---- the second half ------------------------------------------------------------------------------------------------
@@ -404,10 +327,14 @@ ADD_UP = 'self.comm.work("add up", partial(self.blocks.add_up, received, sums))'
 OUTGOING = "outgoing, incoming = self._messages(bucket, nodes), self._messages(bucket, nodes)"
 AGAIN = "self._pack(bucket, 1, scale, sums, outgoing)"
 ACROSS = "self.across.all_to_all(outgoing.view(-1), incoming.view(-1), bucket.name)"
+FIRST_HOP = [MESSAGES, PACK, INSIDE]
 SECOND_HOP = [SUMS, ADD_UP, OUTGOING, AGAIN, ACROSS]
+AS_IT_LIES = PIECES.replace(".transpose(0, 1)", "")
+NODES_FIRST = MESSAGES.replace("places, nodes", "nodes, places")
+SWAPPED = [line.replace("nodes", "places") for line in SECOND_HOP]
 
-ANY_ROOM = ["if bucket.local is None:", ROOM]
-BEGINS = ["self.take_room(bucket)", "bucket.seal()", REDUCE, "bucket.local = None"]
+ANY_ROOM = [NO_ROOM, ROOM]
+BEGINS = [TAKES, SEALS, REDUCE, GONE]
 
 SUBMISSIONS += (
     # ---- offload
@@ -459,8 +386,8 @@ SUBMISSIONS += (
         "waited for at once",
         reduce=[MEAN, REDUCTION, "reduction.wait()", DOWN, *LEAVES],
     ),
-    off("room is kept", "room kept", reduce=[MEAN, REDUCTION, DOWN, "self.travelling.append(bucket.handle)"]),
-    off("nobody is told that a bucket travels", "two rooms", reduce=[MEAN, REDUCTION, DOWN, "bucket.local = None"]),
+    off("room is kept", "room kept", reduce=[MEAN, REDUCTION, DOWN, TRAVELS]),
+    off("nobody is told that a bucket travels", "two rooms", reduce=[MEAN, REDUCTION, DOWN, GONE]),
     off(
         "steps are waited for at once",
         "waited for at once",
@@ -508,9 +435,7 @@ SUBMISSIONS += (
     plus("scales are not written", "bound", pack=[TOP, SCALE, ROUNDED]),
     plus("codes come back as they are", "bound", values=["return steps.clamp_(-largest, largest)"]),
     plus(
-        "every rank keeps the first part",
-        "table",
-        second=["return slice(0, bucket.padded_numel // self.inside.size)"],
+        "every rank keeps the first part", "table", second=["return slice(0, bucket.padded_numel // self.inside.size)"]
     ),
     plus(
         "parts by the number in the world",
@@ -530,23 +455,13 @@ SUBMISSIONS += (
     plus(
         "nodes and places the wrong way round",
         "nodes and places",
-        reduce=[
-            "pieces = bucket.local.view(places, nodes, shard).transpose(0, 1)",
-            "messages, received = self._messages(bucket, nodes, places), self._messages(bucket, nodes, places)",
-            PACK,
-            INSIDE,
-            SUMS.replace("nodes", "places"),
-            ADD_UP,
-            OUTGOING.replace("nodes", "places"),
-            AGAIN,
-            ACROSS,
-        ],
+        reduce=[PIECES.replace("nodes, places", "places, nodes"), NODES_FIRST, PACK, INSIDE, *SWAPPED],
     ),
     plus(
         "one hop",
         "one hop",
         reduce=[
-            PIECES.replace(".transpose(0, 1)", ""),
+            AS_IT_LIES,
             MESSAGES,
             PACK,
             INSIDE.replace("inside", "comm"),
@@ -558,36 +473,21 @@ SUBMISSIONS += (
         "across first",
         "one hop",
         reduce=[
-            PIECES.replace(".transpose(0, 1)", ""),
-            MESSAGES.replace("places, nodes", "nodes, places"),
-            PACK,
-            INSIDE.replace("inside", "across"),
-            SUMS.replace("nodes", "places"),
-            ADD_UP,
-            OUTGOING.replace("nodes", "places"),
-            AGAIN,
-            ACROSS.replace("across", "inside"),
+            *(AS_IT_LIES, NODES_FIRST, PACK, INSIDE.replace("inside", "across")),
+            *(*SWAPPED[:-1], ACROSS.replace("across", "inside")),
         ],
     ),
     plus(
         "sums of the node are not added up on the lane",
         "reads nothing",
-        reduce=[PIECES, MESSAGES, PACK, INSIDE, SUMS, "self.blocks.add_up(received, sums)", OUTGOING, AGAIN, ACROSS],
+        reduce=[PIECES, *FIRST_HOP, SUMS, "self.blocks.add_up(received, sums)", *SECOND_HOP[2:]],
     ),
     plus(
         "the mean is taken twice",
         "divided twice",
         reduce=[
-            PIECES,
-            MESSAGES,
-            PACK,
-            INSIDE,
-            SUMS,
-            ADD_UP,
-            'self.comm.work("mean", lambda: sums.div_(places))',
-            OUTGOING,
-            AGAIN,
-            ACROSS,
+            *(PIECES, *FIRST_HOP, *SECOND_HOP[:2]),
+            *('self.comm.work("mean", lambda: sums.div_(places))', *SECOND_HOP[2:]),
         ],
     ),
     *(
@@ -608,56 +508,26 @@ SUBMISSIONS += (
         "the older bucket is waited for before the next leaves",
         "",
         take_room=ANY_ROOM,
-        reduce=[
-            "self.take_room(bucket)",
-            "bucket.seal()",
-            "while self.travelling:",
-            "    self.travelling.pop(0).wait()",
-            REDUCE,
-            *LEAVES,
-        ],
+        reduce=[TAKES, SEALS, "while self.travelling:", "    self.travelling.pop(0).wait()", REDUCE, *LEAVES],
     ),
     lap("as it is given", "waited for at once", True, head=waiting(ALL[-1])),
     lap("waits are taken out, and nothing else", "two rooms", True, take_room=ANY_ROOM, reduce=BEGINS),
     lap(
         "room waits for all that travel",
         "waited for at once",
-        take_room=[
-            "if bucket.local is None:",
-            "    while self.travelling:",
-            "        self.travelling.pop(0).wait()",
-            ROOM,
-        ],
+        take_room=[NO_ROOM, "    while self.travelling:", "        self.travelling.pop(0).wait()", ROOM],
     ),
     lap("nobody says that a bucket travels", "two rooms", reduce=BEGINS),
     lap(
         "reductions are hidden, and all-gathers are not", "waited for at once", gather=[SHARD, GATHER, "bucket.land()"]
     ),
-    lap(
-        "stepped first, and then gathered",
-        "waited for at once",
-        update=[EACH, "    self.step_shard(bucket)", EACH, "    self.gather(bucket)", "self.synchronize()"],
-    ),
-    lap(
-        "nobody waits for the parameters",
-        "not waited for",
-        update=[EACH, "    self.step_shard(bucket)", "    self.gather(bucket)"],
-    ),
-    lap(
-        "gathered before the step",
-        "gathered too early",
-        update=[EACH, "    self.gather(bucket)", "    self.step_shard(bucket)", "self.synchronize()"],
-    ),
+    lap("stepped first, and then gathered", "waited for at once", update=[EACH, STEPS, EACH, GATHERS, SYNCS]),
+    lap("nobody waits for the parameters", "not waited for", update=[EACH, STEPS, GATHERS]),
+    lap("gathered before the step", "gathered too early", update=[EACH, GATHERS, STEPS, SYNCS]),
     lap(
         "the handle is thrown away",
         "no handle",
-        reduce=[
-            "self.take_room(bucket)",
-            "bucket.seal()",
-            REDUCE.replace("bucket.handle = ", "handle = "),
-            "bucket.local = None",
-            "self.travelling.append(handle)",
-        ],
+        reduce=[TAKES, SEALS, REDUCE.replace("bucket.handle = ", "handle = "), GONE, "self.travelling.append(handle)"],
     ),
 )
 

@@ -1,6 +1,5 @@
-"""What `04_communication` and `05_throughput` count, read and check."""
+"""What `04_communication` and `05_throughput` count and read."""
 
-import functools
 import sys
 
 import pytest
@@ -11,7 +10,7 @@ from common.engines import STAGES
 from common.loop import train_step
 from common.ranks.collectives import Collectives
 from course import figures
-from course.pages import wire
+from course.pages import hosts, wire
 
 kernel = pytest.mark.skipif(
     sys.platform != "linux" or torch.cuda.is_available(), reason="the kernel is asked on Linux, and on CPU"
@@ -136,110 +135,20 @@ def test_rows_begin_with_the_first_phase_and_name_phases_waits_and_collectives()
     assert figure.axes[0].get_xlabel() == "ms since the step began"
 
 
-# ---- the checks -------------------------------------------------------------------------------------------------
-
-N, M = 4, 4e6
-RING = [[3.001e6 * (to == (rank + 1) % N) for to in range(N)] for rank in range(N)]
-DIRECT = [[1.001e6 * (to != rank) for to in range(N)] for rank in range(N)]
-COUNTS = {
-    "reduce-scatter": DIRECT,
-    "all-reduce": [[2 * count for count in row] for row in DIRECT],
-    "gloo's reduce-scatter": [[2 * count for count in row] for row in RING],
-}
-STEP = [
-    *(wire.Message("backward", "reduce_scatter", f"bucket {k}", 2_000_000, 1_500_000) for k in range(2)),
-    *(wire.Message("step", "all_gather", f"bucket {k}", 2_000_000, 1_500_000) for k in range(2)),
-]
-MEDIANS = {40_000: 3 * (1e-3 + 10_000 * 1e-9), 8_000_000: 7e-3, 16_000_000: 3 * (1e-3 + 4_000_000 * 1e-9)}
-LINE = {2: 0.030, 8: 0.060, 16: 0.110}
-
-
-def said(capsys, check, answer, *args):
-    check(answer, *args)
-    return capsys.readouterr().out.splitlines()
-
-
-def law(collective, n, m):
-    return (2 if collective in ("all-reduce", "gloo's reduce-scatter") else 1) * (n - 1) / n * m
-
-
-def leaving(way, n, p, m):
-    return (n - 1) / n * m if way == "ring" else p * (n - p) / n * m
-
-
-def ring_seconds(n, m):
-    return (n - 1) * (1e-3 + m / n * 1e-9)
-
-
-SENT = functools.partial(wire.check_sent, counts=COUNTS, nbytes=M)
-MULTIPLE = functools.partial(wire.check_multiple, sent=STEP, counts=COUNTS, unit=3e6)
-LEAVING = functools.partial(wire.check_leaving, counts={"ring": RING, "point to point": DIRECT}, nbytes=M)
-RING_TIME = functools.partial(wire.check_ring_time, medians=MEDIANS, n=N)
-HIDDEN = functools.partial(wire.check_hidden, steps={"stage1_os": (20.0, 0.4)})
-MESSAGES = functools.partial(wire.check_messages, counted={(0, 5): 5, (1, 5): 10, (2, 5): 10})
-BATCH = functools.partial(wire.check_batch, medians=LINE)
-
-
-@pytest.mark.parametrize(
-    ("check", "answer"),
-    [
-        (SENT, law),
-        (MULTIPLE, 3),
-        (LEAVING, leaving),
-        (RING_TIME, ring_seconds),
-        (HIDDEN, lambda ms, share: ms * (1 - share)),
-        (MESSAGES, lambda stage, buckets: buckets * (1 if stage == 0 else 2)),
-        (BATCH, lambda batch: 0.020 + 0.005 * batch),
-        (functools.partial(wire.check_apart, ratio=1.1, interval=(0.9, 1.3)), False),
-        (functools.partial(wire.check_apart, ratio=1.2, interval=(1.1, 1.3)), True),
-    ],
-)
-def test_what_is_right_is_solved(capsys, check, answer):
-    lines = said(capsys, check, answer)
-    assert not [line for line in lines if "not" in line]
-    assert "solved" in lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("check", "answer", "hint"),
-    [
-        (SENT, lambda name, n, m: n / (n - 1) * law(name, n, m), "a rank keeps its own part"),
-        (SENT, lambda name, n, m: (n - 1) / n * m, "you left out a half"),
-        (SENT, lambda name, n, m: m, "in each a rank keeps its own part"),
-        (SENT, lambda name, n, m: n * law(name, n, m), "what all ranks send together"),
-        (SENT, lambda name, n, m: m / n, "what goes to one other rank"),
-        (MULTIPLE, 2, "look at its picture"),
-        (MULTIPLE, 1, "its all-gather of parameters"),
-        (MULTIPLE, 4, "only the reduce-scatter doubles"),
-        (MULTIPLE, 2.5, "2.5 times by your formula"),
-        (LEAVING, lambda way, n, p, m: p * (n - 1) / n * m, "only the last rank of a node"),
-        (LEAVING, lambda way, n, p, m: (n - p) / n * m, "each of them sends"),
-        (LEAVING, lambda way, n, p, m: m, "a rank keeps its own part"),
-        (LEAVING, lambda way, n, p, m: p * (n - 1) / n * m, "a part stays in the node"),
-        (RING_TIME, lambda n, m: ring_seconds(n, m) / (n - 1), "N-1 rounds"),
-        (RING_TIME, lambda n, m: n * ring_seconds(n, m), "a round sends M/N"),
-        (HIDDEN, lambda ms, share: ms * share, "that is what is hidden"),
-        (HIDDEN, lambda ms, share: ms, "lies beside computation"),
-        (MESSAGES, lambda stage, buckets: buckets, "parameters in another"),
-        (MESSAGES, lambda stage, buckets: 2 * buckets, "is one call"),
-        (BATCH, lambda batch: 0.01 * batch, "should pass through it"),
-        (functools.partial(wire.check_apart, ratio=1.1, interval=(0.9, 1.3)), True, "0.90 to 1.30, and 1 lies within"),
-    ],
-)
-def test_a_known_mistake_gets_its_sentence(capsys, check, answer, hint):
-    wrong = [line for line in said(capsys, check, answer) if "not yet" in line]
-    assert [line for line in wrong if hint in line]
-
-
-def test_a_machine_out_of_sorts_is_told_from_a_wrong_formula(capsys):
-    medians = {**MEDIANS, 8_000_000: 30e-3}
-    *_, last = said(capsys, functools.partial(wire.check_ring_time, medians=medians, n=N), ring_seconds)
-    assert "measure again" in last
-    *_, last = said(capsys, functools.partial(wire.check_batch, medians={**LINE, 16: 0.5}), lambda b: 0.02 + 0.005 * b)
-    assert "measure again" in last
-
-
-def test_without_the_kernels_counters_a_question_says_that_it_cannot_be_checked(capsys):
-    counts = {"reduce-scatter": DIRECT}
-    (line,) = said(capsys, functools.partial(wire.check_multiple, sent=STEP, counts=counts, unit=3e6), 3)
-    assert "nothing to check it by" in line
+def test_rows_of_a_trace_are_phases_waits_and_lanes_of_one_rank():
+    events = [
+        *(name_of(row, name) for row, name in {1: "compute", 2: "bus", 3: "host"}.items()),
+        event(1, "user_annotation", "step", 1, 5),
+        event(1, "user_annotation", "wait", 2, 2.5),
+        event(1, "user_annotation", "aten::add", 2.5, 2.6),
+        event(2, "user_annotation", "up of 0", 3, 3.1),
+        event(2, "user_annotation", "wait", 2.9, 2.95),
+        event(3, "user_annotation", "optimizer's step of 0", 2, 2.9),
+    ]
+    other = [{**one, "pid": 2} for one in events]
+    assert hosts.rows_of({"traceEvents": events + other}) == {
+        (0, "compute"): [(0, 4, "step"), (1, 1.5, "waiting")],
+        (0, "collectives"): [],
+        (0, "bus"): [(2, pytest.approx(2.1), "up the bus")],
+        (0, "host"): [(1, 1.9, "the host's step")],
+    }

@@ -17,11 +17,10 @@ from training import STAGES
 from common.ranks.world import RankFailed
 from course import grade as grade_command
 from course.exercises import ALL, EXERCISES, LATER, apart
-from course.grader import grading, remembered
+from course.grader import grading
 from course.grader.cases import CASES
-from course.grader.graded import graded
+from course.grader.graded import HINTS, graded, hints_of
 from course.grader.grading import Reference, grade
-from course.grader.hints import HINTS, hints_of
 from course.grader.observing import observe
 from course.parts import alone, methods_of, solutions, waiting, written
 
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.alone
 @pytest.fixture(autouse=True)
 def reports(tmp_path, monkeypatch):
     """Where last reports are kept."""
-    monkeypatch.setattr(remembered, "FOLDER", tmp_path / "reports")
+    monkeypatch.setattr(grade_command, "REPORTS", tmp_path / "reports")
 
 
 # Faults that the parts of an exercise can have, and what the answer is about.

@@ -7,22 +7,16 @@ from places import ROOT
 
 from course import quiz
 
-QUIZZES = quiz.known()
-
 
 def right(question):
     return [choice.get("right", False) for choice in question["choice"]].index(True)
 
 
-@pytest.mark.parametrize("name", QUIZZES)
+@pytest.mark.parametrize("name", quiz.known())
 def test_a_quiz_is_whole_and_its_right_answers_stand_at_different_places(name):
     questions = quiz.questions_of(name)
     assert 4 <= len(questions) <= 6
     assert len({right(question) for question in questions}) > 1
-
-
-@pytest.mark.parametrize("name", QUIZZES)
-def test_a_quiz_belongs_to_a_notebook(name):
     assert (ROOT / "notebooks" / f"{name}.ipynb").exists()
 
 

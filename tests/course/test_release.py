@@ -172,12 +172,8 @@ def test_a_grader_that_fails_says_so(released, monkeypatch):
 
 def test_a_submission_under_another_name_is_told_so(tmp_path):
     (tmp_path / "engine.py").write_text("")
-    assert gradescope.results_of(tmp_path) == {
-        "score": 0,
-        "output": gradescope.NOTHING,
-        "execution_time": 0,
-        "tests": [],
-    }
+    told = {"score": 0, "output": gradescope.NOTHING, "execution_time": 0, "tests": []}
+    assert gradescope.results_of(tmp_path) == told
 
 
 def test_the_page_for_lecturers_names_the_points():

@@ -16,25 +16,17 @@ from course.pages.recording import record_step
 from stage0_ddp.minimal import DataParallel
 from stage1_os.minimal import ShardedOptimizer
 
-STAGES = {"01_optimizer_states": "stage1_os", "02_gradients": "stage2_grad", "03_parameters": "stage3_param"}
+ONE, TWO, THREE = "stage1_os", "stage2_grad", "stage3_param"
+STAGES = {"01_optimizer_states": ONE, "02_gradients": TWO, "03_parameters": THREE}
 PATHS = {path.stem: path for path in NOTEBOOKS if path.stem in STAGES}
-CLASSES = {
-    "stage1_os": "MyShardedOptimizer",
-    "stage2_grad": "MyShardedGradients",
-    "stage3_param": "MyShardedParameters",
-}
-PARTS = {"stage1_os": ["mean_of_my_shard"], "stage2_grad": [], "stage3_param": ["MyUnit"]}
+CLASSES = {ONE: "MyShardedOptimizer", TWO: "MyShardedGradients", THREE: "MyShardedParameters"}
+PARTS = {ONE: ["mean_of_my_shard"], TWO: [], THREE: ["MyUnit"]}
 
 # How the lines of minimal.py begin that the students write.
 BEGINS = {
-    "stage1_os": ["return sum(", "self.shard = ", "self.optimizer = ", "self.shard.grad = ", "dist.all_gather("],
-    "stage2_grad": [
-        "p.register_post_accumulate_grad_hook(",
-        "gradient, p.grad = ",
-        "shard.grad = ",
-        "dist.all_gather(",
-    ],
-    "stage3_param": [
+    ONE: ["return sum(", "self.shard = ", "self.optimizer = ", "self.shard.grad = ", "dist.all_gather("],
+    TWO: ["p.register_post_accumulate_grad_hook(", "gradient, p.grad = ", "shard.grad = ", "dist.all_gather("],
+    THREE: [
         "self.whole.untyped_storage().resize_(self.",
         "dist.all_gather(",
         "self.whole.untyped_storage().resize_(0",
@@ -44,17 +36,17 @@ BEGINS = {
     ],
 }
 ANSWERS = {
-    "stage1_os": {
+    ONE: {
         "question-1": "return (8 + 8 / n) * numel",
         "question-2": "return 8 * (n - 1) / n * numel",
         "question-3": "return 5, 30",
     },
-    "stage2_grad": {
+    TWO: {
         "question-1": "return (4 + 12 / n) * numel",
         "question-2": "return max(4 * (sum(arrivals[:i]) / n + arrivals[i]) for i in range(len(arrivals)))",
         "question-3": "return (k + 1) * 4 * (n - 1) / n * numel",
     },
-    "stage3_param": {
+    THREE: {
         "question-1": "return 16 / n * numel",
         "question-2": "return 4 * (n - 1) / n * (3 * sum(units) - units[0])",
         "question-3": "return 4 * (units[0] + max(units[1:]))",
@@ -62,40 +54,30 @@ ANSWERS = {
     },
 }
 WRONG_ANSWERS = [
-    ("stage1_os", "question-1", "return 16 * numel", "that is stage 0"),
-    ("stage1_os", "question-2", "return 4 * (n - 1) / n * numel", "left out one of the two collectives"),
-    ("stage1_os", "question-3", "return 4, 30", "on 4 ranks each holds 52.5 GB"),
-    ("stage2_grad", "question-1", "return (8 + 8 / n) * numel", "that is stage 1"),
-    ("stage2_grad", "question-2", "return 4 * max(arrivals)", "that is the largest alone"),
-    ("stage2_grad", "question-3", "return 2 * k * 4 * (n - 1) / n * numel", "gathered once in a step"),
-    ("stage3_param", "question-1", "return (4 + 12 / n) * numel", "that is stage 2"),
-    ("stage3_param", "question-2", "return 12 * (n - 1) / n * sum(units)", "one of the units is gathered only once"),
-    ("stage3_param", "question-3", "return 4 * max(units)", "which unit stays"),
-    ("stage3_param", "question-4", "return 400, 20", "how many GB"),
+    (ONE, "question-1", "return 16 * numel", "that is stage 0"),
+    (ONE, "question-2", "return 4 * (n - 1) / n * numel", "left out one of the two collectives"),
+    (ONE, "question-3", "return 4, 30", "on 4 ranks each holds 52.5 GB"),
+    (TWO, "question-1", "return (8 + 8 / n) * numel", "that is stage 1"),
+    (TWO, "question-2", "return 4 * max(arrivals)", "that is the largest alone"),
+    (TWO, "question-3", "return 2 * k * 4 * (n - 1) / n * numel", "gathered once in a step"),
+    (THREE, "question-1", "return (4 + 12 / n) * numel", "that is stage 2"),
+    (THREE, "question-2", "return 12 * (n - 1) / n * sum(units)", "one of the units is gathered only once"),
+    (THREE, "question-3", "return 4 * max(units)", "which unit stays"),
+    (THREE, "question-4", "return 400, 20", "how many GB"),
 ]
 MISTAKES = [
-    ("stage1_os", "all_gather forgotten", {5: "pass"}, "its own shard are right. .* learns of the others"),
+    (ONE, "all_gather forgotten", {5: "pass"}, "its own shard are right. .* learns of the others"),
+    (ONE, "optimizer over all", {2: "self.shard = nn.Parameter(self.parameters)"}, "the optimizer steps .* owns"),
+    (ONE, "not divided", {1: "return sum(received.chunk(dist.get_world_size()))"}, "2 times the mean"),
     (
-        "stage1_os",
-        "optimizer over all",
-        {2: "self.shard = nn.Parameter(self.parameters)"},
-        "the optimizer steps .* owns",
-    ),
-    ("stage1_os", "not divided", {1: "return sum(received.chunk(dist.get_world_size()))"}, "2 times the mean"),
-    (
-        "stage1_os",
+        ONE,
         "not reduced",
         {4: "self.shard.grad = self.gradients.chunk(dist.get_world_size())[dist.get_rank()]"},
         "this rank's own",
     ),
+    (ONE, "wrong shape", {4: "self.shard.grad = self.gradients"}, "in backward a rank raised RuntimeError"),
     (
-        "stage1_os",
-        "wrong shape",
-        {4: "self.shard.grad = self.gradients"},
-        "in backward a rank raised RuntimeError",
-    ),
-    (
-        "stage1_os",
+        ONE,
         "gradients kept over steps",
         {
             4: "kept = 0 if self.shard.grad is None else self.shard.grad\n"
@@ -104,13 +86,13 @@ MISTAKES = [
         "in step 2, on rank 0: a shard's gradient has that of the step before in it",
     ),
     (
-        "stage1_os",
+        ONE,
         "a copy is stepped",
         {2: "self.shard = nn.Parameter(self.parameters.chunk(dist.get_world_size())[dist.get_rank()].clone())"},
         "is a copy.* whether self.shard is a view of self.parameters",
     ),
     (
-        "stage1_os",
+        ONE,
         "gathered into a new tensor",
         {
             5: "everyone = [torch.empty_like(self.shard) for _ in range(dist.get_world_size())]\n"
@@ -120,43 +102,38 @@ MISTAKES = [
         "self.parameters has become a new tensor.* fill it in place",
     ),
     (
-        "stage2_grad",
+        TWO,
         "a lambda that is bound late",
         {1: "p.register_post_accumulate_grad_hook(lambda p: self.reduce(len(whole), shard, p))"},
         "128 bytes of gradients are held.* a lambda reads a loop's variables when it is called",
     ),
-    ("stage2_grad", "no hook", {1: "pass"}, "bytes of gradients are held after backward"),
+    (TWO, "no hook", {1: "pass"}, "bytes of gradients are held after backward"),
     (
-        "stage2_grad",
+        TWO,
         "p.grad not released",
         {2: "gradient = nn.functional.pad(p.grad.flatten(), (0, padded - p.numel()))"},
         "bytes of gradients are held after backward.* what may be given back",
     ),
-    ("stage2_grad", "all_gather forgotten", {4: "pass"}, "learns of the others"),
-    ("stage3_param", "storage does not grow", {1: "pass"}, "in gather .*too few bytes.* when it is filled"),
+    (TWO, "all_gather forgotten", {4: "pass"}, "learns of the others"),
+    (THREE, "storage does not grow", {1: "pass"}, "in gather .*too few bytes.* when it is filled"),
     (
-        "stage3_param",
+        THREE,
         "storage grows by elements",
         {1: "self.whole.untyped_storage().resize_(self.whole.numel())"},
         "in gather .*too few bytes.* when it is filled",
     ),
     (
-        "stage3_param",
+        THREE,
         "a new tensor in gather",
         {1: "self.whole = torch.empty(len(self.whole))"},
         "the model begins its forward.* no longer the tensor .* which shrinks and grows",
     ),
-    (
-        "stage3_param",
-        "data replaced",
-        {3: "self.whole.data = torch.empty(0)"},
-        "no longer the tensor .* shrinks and grows",
-    ),
-    ("stage3_param", "storage does not shrink", {3: "pass"}, "bytes of parameters are held after .* given back"),
-    ("stage3_param", "not freed after forward", {5: "pass"}, "bytes of gathered units were there at once"),
-    ("stage3_param", "not gathered before backward", {6: "pass"}, "blocks.1 begins its backward.*who reads weights"),
-    ("stage3_param", "freed too early", {4: "pass\n        self.free()"}, "blocks.1 is still in its backward.*last"),
-    ("stage3_param", "not freed after backward", {4: "pass"}, "bytes of parameters are held after backward"),
+    (THREE, "data replaced", {3: "self.whole.data = torch.empty(0)"}, "no longer the tensor .* shrinks and grows"),
+    (THREE, "storage does not shrink", {3: "pass"}, "bytes of parameters are held after .* given back"),
+    (THREE, "not freed after forward", {5: "pass"}, "bytes of gathered units were there at once"),
+    (THREE, "not gathered before backward", {6: "pass"}, "blocks.1 begins its backward.*who reads weights"),
+    (THREE, "freed too early", {4: "pass\n        self.free()"}, "blocks.1 is still in its backward.*last"),
+    (THREE, "not freed after backward", {4: "pass"}, "bytes of parameters are held after backward"),
 ]
 
 
@@ -240,16 +217,14 @@ def test_a_mean_in_another_order_is_told_from_no_mean(capsys):
     """From 3 ranks on the order shows."""
     three = Ranks(3, timeout=60)
     lines = {1: "return sum(reversed(received.chunk(dist.get_world_size()))) / dist.get_world_size()"}
-    make, parts = build("stage1_os", three, solutions("stage1_os") | lines)
-    assert not check(three, make, "stage1_os", *parts)
+    make, parts = build(ONE, three, solutions(ONE) | lines)
+    assert not check(three, make, ONE, *parts)
     three.close()
     assert "is the mean, but for its last bits. Think about the order in which it is added" in capsys.readouterr().out
 
 
 def test_gradients_that_stay_until_backward_ends_are_noticed(ranks, capsys):
-    make, _ = build(
-        "stage2_grad", ranks, solutions("stage2_grad") | {1: "self.later = [*getattr(self, 'later', []), p]"}
-    )
+    make, _ = build(TWO, ranks, solutions(TWO) | {1: "self.later = [*getattr(self, 'later', []), p]"})
 
     class Late(make):
         def backward(self, loss):
@@ -257,15 +232,15 @@ def test_gradients_that_stay_until_backward_ends_are_noticed(ranks, capsys):
             for p, whole, shard in zip(self.later, self.parameters, self.shards, strict=True):
                 self.reduce(len(whole), shard, p)
 
-    assert not check(ranks, Late, "stage2_grad")
+    assert not check(ranks, Late, TWO)
     assert "bytes of gradients were there at once" in capsys.readouterr().out
 
 
 def test_a_rank_that_waits_is_ended_with_a_sentence(capsys):
     ranks = Ranks(2, timeout=2)
     lines = {5: "if dist.get_rank(): dist.all_gather(list(self.parameters.chunk(2)), self.shard.data)"}
-    make, parts = build("stage1_os", ranks, solutions("stage1_os") | lines)
-    assert not check(ranks, make, "stage1_os", *parts)
+    make, parts = build(ONE, ranks, solutions(ONE) | lines)
+    assert not check(ranks, make, ONE, *parts)
     assert "a rank waits in a collective" in capsys.readouterr().out
     assert not ranks._world.alive
 

@@ -12,11 +12,11 @@ import torch
 from commands import refused
 from places import ROOT
 from torch.profiler import record_function
-from traces import record, row_names
+from traces import record
 from training import batch, make_engine
 
 from common import loop, models, train
-from common.measure.timeline import PHASES, Recording, merge, overlap
+from common.measure.timeline import PHASES, Recording, merge, overlap, rows
 from common.ranks.lanes import Handle
 
 pytestmark = pytest.mark.alone
@@ -53,8 +53,7 @@ def ranges(trace, rank, *beginnings):
 @pytest.mark.parametrize("stage", ["stage1_os", "stage3_param"])
 def test_each_rank_has_rows_with_names_and_every_phase(traces, stage):
     trace = traces(stage)
-    expected = {f"rank {rank}/{row}" for rank in (0, 1) for row in ("modules", "compute")}
-    assert expected <= set(row_names(trace).values())
+    assert {(2 * rank, row) for rank in (0, 1) for row in ("modules", "compute")} <= rows(trace).keys()
     for rank in (0, 1):
         assert [name for name, *_ in ranges(trace, rank, *PHASES) if name in PHASES] == list(PHASES)
     assert min(event["ts"] for event in trace["traceEvents"] if "ts" in event) == 0
@@ -177,15 +176,10 @@ def exported_on_cuda(base=0):
 
 def test_on_cuda_a_ranks_gpu_is_a_process_and_the_lanes_stream_has_its_name():
     trace = merge([exported_on_cuda(), exported_on_cuda()])
-    assert row_names(trace) == {
-        (2 * rank + gpu, tid): f"rank {rank}{name}"
-        for rank in (0, 1)
-        for gpu, tid, name in [
-            (0, 4711, "/compute"),
-            (1, 7, ", GPU/stream 7"),
-            (1, 13, ", GPU/collectives, stream 13"),
-        ]
-    }
+    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 0, GPU", 2: "rank 1", 3: "rank 1, GPU"}
+    of_a_rank = ((0, "compute"), (1, "stream 7"), (1, "collectives, stream 13"))
+    assert rows(trace).keys() == {(2 * rank + gpu, row) for rank in (0, 1) for gpu, row in of_a_rank}
 
 
 def test_on_cuda_the_kernels_count_as_computation():

@@ -21,12 +21,13 @@ from infinity_probes import counts
 from late_lanes import on_lane
 from places import ROOT
 from torch import nn
-from traces import record, row_names, rows_of
+from traces import record, rows_of
 from training import batch, handed_on, make_engine, message_of, same_bits, train_step
 
 from common import models
 from common.engine import mixed_precision
 from common.loop import sha256
+from common.measure.timeline import rows
 from common.models.gpt import GPT, GPTConfig
 from common.tiers import swap
 from common.tiers.disk import OnDisk
@@ -337,8 +338,8 @@ def test_late_disks_and_lanes_change_no_bit(worlds, lane):
 
 def test_a_trace_has_rows_for_disk_bus_collectives_and_computation(worlds, tmp_path):
     trace = worlds(2).run(record, "offload.nvme", "gpt-nano", tmp_path / "trace.json")[0]
-    named = {f"rank {rank}/{row}" for rank in (0, 1) for row in ("disk", "bus", "collectives", "compute")}
-    assert named <= set(row_names(trace).values())
+    named = {(2 * rank, row) for rank in (0, 1) for row in ("disk", "bus", "collectives", "compute")}
+    assert named <= rows(trace).keys()
     for what, row in {"read of": "disk", "write of": "disk", "up of": "bus", "down of": "bus"}.items():
         assert rows_of(trace, what) == {row}
 

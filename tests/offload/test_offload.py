@@ -15,11 +15,12 @@ from matrix import Cell, train_cell
 from offload_probes import counts, delayed, lies_on_the_host, loads_over_what_is_under_way
 from offloaded import WARM_UP
 from planting import replaced
-from traces import record, row_names, rows_of
+from traces import record, rows_of
 from training import ENGINES, batch, handed_on, make_engine, message_of, same_bits, train_step
 
 from common import models, train
 from common.measure.memory import HOST, Timeline
+from common.measure.timeline import rows
 from common.ranks import lanes
 from common.tiers import memory, opening
 from lab import capacity
@@ -241,8 +242,7 @@ def samples_of_stage_2(world):
 
 def test_a_trace_has_a_row_for_the_bus_and_one_for_the_hosts_steps(worlds, tmp_path):
     trace = worlds(2).run(record, "offload", "gpt-nano", tmp_path / "trace.json")[0]
-    named = {f"rank {rank}/{row}" for rank in (0, 1) for row in ("bus", "host", "collectives")}
-    assert named <= set(row_names(trace).values())
+    assert {(2 * rank, row) for rank in (0, 1) for row in ("bus", "host", "collectives")} <= rows(trace).keys()
     for what, row in {"down of": "bus", "up of": "bus", "optimizer's step of": "host"}.items():
         assert rows_of(trace, what) == {row}
 

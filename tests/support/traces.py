@@ -5,7 +5,7 @@ import gc
 from training import batch, make_engine
 
 from common.loop import train_step
-from common.measure.timeline import Recording
+from common.measure.timeline import Recording, rows
 
 
 def record(world, stage, model, path, **options):
@@ -23,19 +23,7 @@ def record(world, stage, model, path, **options):
     return recording.write(path)
 
 
-def row_names(trace):
-    """{(process, thread): "rank 0/compute"}"""
-    metadata = [event for event in trace["traceEvents"] if event["ph"] == "M"]
-    processes = {event["pid"]: event["args"]["name"] for event in metadata if event["name"] == "process_name"}
-    return {
-        (event["pid"], event["tid"]): f"{processes[event['pid']]}/{event['args']['name']}"
-        for event in metadata
-        if event["name"] == "thread_name"
-    }
-
-
 def rows_of(trace, beginning):
-    """The rows that hold what begins so, without their ranks: {"bus"}."""
-    rows = row_names(trace)
-    found = [event for event in trace["traceEvents"] if event["name"].startswith(beginning)]
-    return {rows[event["pid"], event["tid"]].split("/")[1] for event in found}
+    """The names of the rows that hold what begins so: {"bus"}."""
+    found = rows(trace).items()
+    return {row for (_, row), events in found for event in events if event["name"].startswith(beginning)}

@@ -15,12 +15,12 @@ from late_lanes import on_lane
 from planting import healthy, replaced
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from traces import row_names
 from training import make_engine, same_bits, train_step
 
 from common import train
 from common.loop import sha256
 from common.measure.memory import HOST, Timeline
+from common.measure.timeline import rows
 from common.models.gpt import GPT, GPTConfig
 from common.models.recompute import KINDS, run_blocks
 from common.tiers.activations import HostActivations, Room
@@ -354,10 +354,9 @@ def test_a_trace_shows_the_copies_in_the_row_of_the_bus(worlds, tmp_path):
     given.trace = str(tmp_path / "trace.json")
     worlds(2).run(row, "stage3_param", given)
     trace = json.loads((tmp_path / "trace.json").read_text())
-    names = row_names(trace)
     for what in ("down of checkpoint 1", "up of checkpoint 0"):
-        found = [event for event in trace["traceEvents"] if event["name"] == what]
-        assert {names[event["pid"], event["tid"]] for event in found} == {"rank 0/bus", "rank 1/bus"}
+        there = {row for row, events in rows(trace).items() if what in [event["name"] for event in events]}
+        assert there == {(0, "bus"), (2, "bus")}
 
 
 def test_the_command_writes_what_crosses_the_bus(tmp_path):

@@ -1,0 +1,242 @@
+"""Questions of the pages: right answers are taken, open ones are told so, and typical wrong ones get their hint."""
+
+import json
+import math
+
+import pytest
+from places import ROOT
+
+from common.engines import STAGES
+from course.pages import hosts, memory, rounding, scaling, wire
+from lab import capacity
+from lab.plan.formulas import Shape
+
+# ---- what answers are held against --------------------------------------------------------------------------------
+
+N, M = 4, 4e6
+RING = [[3.001e6 * (to == (rank + 1) % N) for to in range(N)] for rank in range(N)]
+DIRECT = [[1.001e6 * (to != rank) for to in range(N)] for rank in range(N)]
+COUNTS = {
+    "reduce-scatter": DIRECT,
+    "all-reduce": [[2 * count for count in row] for row in DIRECT],
+    "gloo's reduce-scatter": [[2 * count for count in row] for row in RING],
+}
+STEP = [
+    *(wire.Message("backward", "reduce_scatter", f"bucket {k}", 2_000_000, 1_500_000) for k in range(2)),
+    *(wire.Message("step", "all_gather", f"bucket {k}", 2_000_000, 1_500_000) for k in range(2)),
+]
+MEDIANS = {40_000: 3 * (1e-3 + 10_000 * 1e-9), 8_000_000: 7e-3, 16_000_000: 3 * (1e-3 + 4_000_000 * 1e-9)}
+LINE = {2: 0.030, 8: 0.060, 16: 0.110}
+OFFLOADED = {  # a step of 100 parameters on 2 ranks, in 16-bit, with a little padding
+    "parameters": 100,
+    "held": {"device": {"parameters": 200}, "host": {"gradients": 100, "optimizer": 601}},
+    "moved": {"down": {"backward": 100}, "up": {"step": 100}},
+}
+ON_DISK = {"parameters": 100, "moved": {"read": {"forward": 200, "step": 720}, "write": {"step": 815}}}
+READS = [0, 1, 2, 3, 3, 4, 5, 6]  # of a training whose first 3 updates are exact
+COUNTED = {"numel": 484_416, "out": 308_604, "held": 2_423_060}  # of the four ranks of 10_zeropp
+IN_16_BIT = {stage: whole + cut / 3 for stage, (whole, cut) in rounding.HELD.items()}
+CAPACITY = json.loads((ROOT / "results" / "capacity_cpu.json").read_text())
+DEEPEST = {  # {stage: (ranks, room, layers)}
+    stage: (CAPACITY["world_size"], row["usable_bytes"], row["layers"])
+    for row in CAPACITY["rows"]
+    for stage, name in enumerate(STAGES)
+    if (row["precision"], row["engine"]) == ("fp32", name)
+}
+BYTES = (lambda n: 16, lambda n: 8 + 8 / n, lambda n: 4 + 12 / n, lambda n: 16 / n)  # for each parameter, by stage
+PER_LAYER = capacity.parameters(2) - capacity.parameters(1)
+EIGHT, ONE, SLOW = scaling.CASES
+SHAPE = Shape("made up", parameters=22.02e9, layers=10, rest=2.02e9)  # blocks of 2 B
+WORST = {"gathered units": 2 * (2 * 2e9 + 2.02e9), "buckets in flight": 2 * (2e9 + 2.02e9)}
+
+
+def ahead(units):
+    """Events of a forward that gathers the next unit and reads the two after that."""
+    yield "forward", "read", units[2]
+    for i, unit in enumerate(units):
+        yield "forward", "use", unit
+        yield from (("forward", "gather", one) for one in units[i + 1 : i + 2])
+        yield from (("forward", "read", one) for one in units[i + 3 : i + 4])
+        yield "forward", "free", unit
+
+
+EVENTS = list(ahead(["the root", "0", "1", "2", "3", "4"]))
+DISKS = {"one": (0.5, 1024, 1), "many": (0.9, 512, 16)}
+HOSTS = {"one": (1e-9, 12e12), "other": (2e-9, 6e12)}
+BUCKETS = {(0, 5): 5, (1, 5): 10, (2, 5): 10}
+# ---- answers ------------------------------------------------------------------------------------------------------
+
+
+def law(collective, n, m):
+    return (2 if collective in ("all-reduce", "gloo's reduce-scatter") else 1) * (n - 1) / n * m
+
+
+def leaving(way, n, p, m):
+    return (n - 1) / n * m if way == "ring" else p * (n - p) / n * m
+
+
+def ring_seconds(n, m):
+    return (n - 1) * (1e-3 + m / n * 1e-9)
+
+
+def bandwidth(efficiency, intensity, peak, n):
+    return peak / intensity / n * efficiency / (1 - efficiency)
+
+
+def power_below(number):
+    return 2.0 ** math.floor(math.log2(number))
+
+
+ASK = {  # a check, what it holds an answer against, and the right one
+    "sent": (wire.check_sent, (COUNTS, M), law),
+    "multiple": (wire.check_multiple, (STEP, COUNTS, 3e6), 3),
+    "leaving": (wire.check_leaving, ({"ring": RING, "point to point": DIRECT}, M), leaving),
+    "ring": (wire.check_ring_time, (MEDIANS, N), ring_seconds),
+    "apart": (wire.check_apart, (1.2, (1.1, 1.3)), True),
+    "noise": (wire.check_apart, (1.1, (0.9, 1.3)), False),
+    "hidden": (wire.check_hidden, ({"stage1_os": (20.0, 0.4)},), lambda ms, share: ms * (1 - share)),
+    "messages": (wire.check_messages, (BUCKETS,), lambda stage, buckets: buckets * (1 if stage == 0 else 2)),
+    "batch": (wire.check_batch, (LINE,), lambda batch: 0.020 + 0.005 * batch),
+    "batches": (memory.check_batches, (60e6, [{1: 11e6, 8: 32e6}, {1: 7e6, 8: 14e6}]), (17, 54)),
+    "refused": (memory.check_refused, ([5, 30, 12],), lambda holes, nbytes: max(holes) < nbytes <= sum(holes)),
+    "depths": (memory.check_depths, (DEEPEST,), lambda stage, n, room: room / PER_LAYER / BYTES[stage](n)),
+    "placed": (hosts.check_placed, (2, OFFLOADED), lambda n: (2, 14 / n, 4 / n)),
+    "tokens": (hosts.check_tokens, (HOSTS,), lambda seconds, flops: seconds * flops / 6),
+    "reads": (hosts.check_reads, (3, READS), lambda i, w: i if i <= w else i - 1),
+    "rates": (hosts.check_rates, (), [2, 1]),  # a list is taken as a tuple is
+    "moved": (hosts.check_moved, (2, ON_DISK), lambda n: (18 / n, 16 / n)),
+    "ahead": (hosts.check_ahead, (EVENTS,), lambda order, i: (order[i + 1], order[i + 2 : i + 4])),
+    "bandwidth": (hosts.check_bandwidth, (70e12, DISKS), bandwidth),
+    "leaves a node": (rounding.leaves_a_node, (4, COUNTED), lambda numel, n, p: (n - 1) / n * numel * (p + 0.5)),
+    "second shards": (rounding.second_shards, (4, COUNTED), lambda numel, n, p: 16 * numel / n + 2 * numel / p),
+    "error": (rounding.largest_error, (), lambda largest, bits: largest / (2 ** (bits - 1) - 1) / 2),
+    "increase": (rounding.smallest_increase, (), lambda weight: power_below(weight) * 2**-8),
+    "scale": (rounding.largest_scale, (0.7,), lambda largest: power_below(65504 / largest)),
+    "16-bit": (rounding.held, (3, IN_16_BIT), lambda stage, n: (16, 4 + 12 / n, 2 + 14 / n, 16 / n)[stage]),
+    "landmarks": (scaling.check_landmarks, (), {"turing-nlg-17b": 1, "bloom-176b": 0, "gpt-1t": 3}),
+    "in flight": (scaling.check_in_flight, (SHAPE, WORST), lambda block, rest: 2 * (3 * block + 2 * rest)),
+    "gpus": (scaling.check_gpus, (), 4096),
+    "crossover": (scaling.check_crossover, (), lambda nbytes, flops, link: nbytes * flops / (6 * link)),
+    "decisions": (scaling.check_decisions, (), {EIGHT: "stage 1", ONE: "ZeRO-Offload", SLOW: "ZeRO++"}),
+    "factor": (scaling.token_factor, (), 2 / 80),
+}
+WRONG = [  # a question, an answer, and its hint, or what is said in each line
+    ("sent", lambda name, n, m: n / (n - 1) * law(name, n, m), "a rank keeps its own part"),
+    ("sent", lambda name, n, m: (n - 1) / n * m, "you left out a half"),
+    ("sent", lambda name, n, m: m, "in each a rank keeps its own part"),
+    ("sent", lambda name, n, m: n * law(name, n, m), "what all ranks send together"),
+    ("sent", lambda name, n, m: m / n, "what goes to one other rank"),
+    ("multiple", 2, "look at its picture"),
+    ("multiple", 1, "its all-gather of parameters"),
+    ("multiple", 4, "only the reduce-scatter doubles"),
+    ("multiple", 2.5, "2.5 times by your formula"),
+    ("leaving", lambda way, n, p, m: p * (n - 1) / n * m, "only the last rank of a node"),
+    ("leaving", lambda way, n, p, m: (n - p) / n * m, "each of them sends"),
+    ("leaving", lambda way, n, p, m: m, "a rank keeps its own part"),
+    ("leaving", lambda way, n, p, m: p * (n - 1) / n * m, "a part stays in the node"),
+    ("ring", lambda n, m: ring_seconds(n, m) / (n - 1), "N-1 rounds"),
+    ("ring", lambda n, m: n * ring_seconds(n, m), "a round sends M/N"),
+    ("noise", True, "0.90 to 1.30, and 1 lies within"),
+    ("hidden", lambda ms, share: ms * share, "that is what is hidden"),
+    ("hidden", lambda ms, share: ms, "lies beside computation"),
+    ("messages", lambda stage, buckets: buckets, "parameters in another"),
+    ("messages", lambda stage, buckets: 2 * buckets, "is one call"),
+    ("batch", lambda batch: 0.01 * batch, "should pass through it"),
+    ("batches", (20, 60), ("left out",) * 2),
+    ("batches", (5, 90), ("room for more", "need 96.0 MB")),
+    ("refused", lambda holes, nbytes: max(holes) < nbytes, "alone is the reason"),
+    ("refused", lambda holes, nbytes: nbytes == sum(holes), "in one piece"),
+    ("refused", lambda holes, nbytes: max(holes) <= nbytes <= sum(holes), "just as large"),
+    ("depths", lambda stage, n, room: room / PER_LAYER / 16, ("solved", "not", "not", "is everything sharded")),
+    ("depths", lambda stage, n, room: room / PER_LAYER / 4, "counted too low"),
+    ("placed", lambda n: (2, 14, 4), ("one rank alone",) * 2),
+    ("placed", lambda n: (2, 14 / n, 2 / n), ("something comes up",) * 2),
+    ("placed", lambda n: (2, 12 / n, 4 / n), ("waits for the step",) * 2),
+    ("tokens", lambda seconds, flops: seconds * flops / 2, ("forward alone",) * 2),
+    ("tokens", lambda seconds, flops: 6 / (seconds * flops), ("other way round",) * 2),
+    ("reads", lambda i, w: i, ("an exact update",) * 2),
+    ("reads", lambda i, w: max(0, i - 1), ("first w updates",) * 2),
+    ("reads", lambda i, w: 2, ("iteration 0 reads 0 updates, and not 2",) * 2),
+    ("rates", (2, 2), "rises above"),
+    ("rates", (1, 0.5), "lands in the minimum"),
+    ("moved", lambda n: (16 / n, 16 / n), ("once more for backward",) * 2),
+    ("moved", lambda n: (18, 16), ("an n-th",) * 2),
+    ("ahead", lambda order, i: (order[i], order[i + 1 : i + 3]), "it is whole"),
+    ("ahead", lambda order, i: (order[i + 1], order[i + 1 : i + 3]), "was read before"),
+    ("ahead", lambda order, i: (order[i + 1], order[i + 2 : i + 3]), "0 is gathered, and 1 and 2 read"),
+    ("bandwidth", lambda e, intensity, peak, n: peak / intensity / n * e, ("1 - efficiency",) * 2),
+    ("bandwidth", lambda e, intensity, peak, n: n * bandwidth(e, intensity, peak, n), ("solved", "n-th")),
+    ("leaves a node", lambda numel, n, p: numel * (p + 0.5), ("has itself",) * 2),
+    ("leaves a node", lambda numel, n, p: (n - 1) / n * numel * (2 * p + 0.5), ("second gather",) * 2),
+    ("leaves a node", lambda numel, n, p: (n - 1) / n * numel * 1.5, ("every rank of the other nodes",) * 2),
+    ("second shards", lambda numel, n, p: 16 * numel / n, ("own copy",) * 2),
+    ("second shards", lambda numel, n, p: 16 * numel / n + 2 * numel, ("a part of the node's copy",) * 2),
+    ("second shards", lambda numel, n, p: 16 * numel / p, ("cut over all ranks",) * 2),
+    ("error", lambda largest, bits: largest / (2 ** (bits - 1) - 1), ("whole step",) * 2),
+    ("error", lambda largest, bits: largest / 2**bits / 2, ("both ways",) * 2),
+    ("increase", lambda weight: power_below(weight) * 2**-7, ("rounding goes to the nearest",) * 3),
+    ("increase", lambda weight: weight * 2**-8, ("solved", "from one power of two", "from one power of two")),
+    ("increase", lambda weight: 2**-8, ("solved", "grows with the weight", "grows with the weight")),
+    ("scale", lambda largest: 65504 / largest, ("a power of two",) * 2),
+    ("scale", lambda largest: 2 * power_below(65504 / largest), ("overflows",) * 2),
+    ("16-bit", lambda stage, n: (12, 4 + 8 / n, 2 + 10 / n, 12 / n)[stage], ("master",) * 4),
+    (
+        "16-bit",
+        lambda stage, n: (16, 4 + 12 / n, 4 + 12 / n, 2 + 14 / n)[stage],
+        ("solved", "solved", "stage 1", "stage 2"),
+    ),
+    ("landmarks", {"turing-nlg-17b": 0}, "stage 0 takes 69.5 GB of a GPU"),
+    ("landmarks", {"bloom-176b": 1}, "so does a lower one"),  # what ran
+    ("in flight", lambda block, rest: 2 * (3 * block + rest), "is the head as well"),
+    ("in flight", lambda block, rest: 2 * (2 * block + rest), "what is being reduced"),
+    ("in flight", lambda block, rest: 3 * block + 2 * rest, "these are elements"),
+    ("gpus", 256, "the states are 63 GB, all together"),
+    ("gpus", 8192, "it fits, but fewer do"),
+    ("crossover", lambda nbytes, flops, link: nbytes * flops / link, ("6 operations",) * 2),
+    ("crossover", lambda nbytes, flops, link: nbytes * flops / (2 * link), ("forward alone",) * 2),
+    ("crossover", lambda nbytes, flops, link: 6 * link / (nbytes * flops), ("turned round",) * 2),
+    ("decisions", {EIGHT: "stage 3"}, "so does a lower one"),
+    ("decisions", {EIGHT: "stage 0, data parallelism"}, "it takes 114 GB of a GPU"),
+    ("decisions", {ONE: "stage 3"}, "it takes 213 GB of a GPU"),
+    ("decisions", {ONE: "ZeRO-Infinity, disk"}, "so does a lower one"),
+    ("decisions", {SLOW: "stage 3"}, "sends for 33 s where it computes for 2.3 s"),
+    ("decisions", {SLOW: "stage 4"}, "choose from"),
+    ("factor", 1 / 80, "number of ranks"),
+    ("factor", 2 / 50, "all micro-batches"),
+]
+
+
+def verdicts(capsys, question, answer):
+    check, against, _ = ASK[question]
+    returned = check(answer, *against)  # some leave the printing to the page
+    return (returned or capsys.readouterr().out).splitlines()
+
+
+@pytest.mark.parametrize("question", ASK)
+def test_an_open_question_says_so_and_the_right_answer_solves_it(capsys, question):
+    *_, right = ASK[question]
+    still_open = (lambda *_: None) if callable(right) else dict.fromkeys(right) if isinstance(right, dict) else None
+    lines = verdicts(capsys, question, still_open)
+    assert {line.split(": ")[-1] for line in lines} == {"not solved yet"}
+    lines = verdicts(capsys, question, right)
+    assert "solved" in lines[-1] and not [line for line in lines if "not" in line]
+
+
+@pytest.mark.parametrize(("question", "answer", "hint"), WRONG)
+def test_a_wrong_answer_gets_the_hint_for_it(capsys, question, answer, hint):
+    lines = verdicts(capsys, question, answer)
+    if isinstance(hint, str):
+        assert [line for line in lines if "not yet" in line and hint in line]
+    else:
+        assert all(said in line for said, line in zip(hint, lines, strict=True)), lines
+
+
+def test_a_machine_out_of_sorts_is_told_from_a_wrong_formula(capsys):
+    wire.check_ring_time(ring_seconds, {**MEDIANS, 8_000_000: 30e-3}, N)
+    wire.check_batch(lambda batch: 0.020 + 0.005 * batch, {**LINE, 16: 0.5})
+    assert capsys.readouterr().out.count("measure again") == 2
+
+
+def test_without_the_kernels_counters_a_question_says_that_it_cannot_be_checked(capsys):
+    wire.check_multiple(3, STEP, {"reduce-scatter": DIRECT}, 3e6)
+    assert "nothing to check it by" in capsys.readouterr().out

@@ -1,0 +1,135 @@
+"""Pages 08 to 13: the quantizer that is asked for, rows that are the planner's, and what is shown, as it is stored."""
+
+import ast
+import json
+import math
+import re
+
+import pytest
+import torch
+from notebook_runs import stored
+from places import ROOT
+
+from course.pages import rounding, scaling
+from lab.plan import __main__ as plan
+from lab.plan.__main__ import of_model
+
+
+def quantizer(scales=None, codes=torch.round):
+    """What a student writes; a mistake takes the place of one of its lines."""
+
+    def rounded(values, bits, block):
+        blocks, largest = values.view(-1, block), 2 ** (bits - 1) - 1
+        of_blocks = scales or (lambda blocks: blocks.abs().amax(dim=1, keepdim=True))
+        steps = (of_blocks(blocks) / largest).clamp(min=1e-30)
+        return (codes(blocks / steps).clamp(-largest, largest) * steps).view(-1)
+
+    return rounded
+
+
+def still_open(values, bits, block):
+    scales = ...
+    return values * scales
+
+
+def test_a_quantizer_that_rounds_block_by_block_is_taken(capsys):
+    assert rounding.check_quantizer(quantizer())
+    assert not rounding.check_quantizer(still_open)
+    assert capsys.readouterr().out == "solved\nnot solved yet\n"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "hint"),
+    [
+        (quantizer(codes=torch.trunc), "nearest"),
+        (quantizer(scales=lambda blocks: blocks.amax(dim=1, keepdim=True)), "think of signs"),
+        (quantizer(scales=lambda blocks: blocks.abs().max()), "outlier in another block"),
+        (lambda values, bits, block: values.view(-1, block), "values come"),
+        (lambda values, bits, block: values.view(3, -1), "raises"),
+        (lambda values, bits, block: torch.where(values.any(), quantizer()(values, bits, block), torch.nan), "0 / 0"),
+    ],
+)
+def test_a_quantizers_mistake_gets_its_hint(capsys, mistake, hint):
+    assert not rounding.check_quantizer(mistake)
+    assert hint in capsys.readouterr().out
+
+
+def test_where_no_nodes_can_be_made_the_page_reads_the_record(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    results, source = rounding.between_two_nodes(measure=None)
+    assert source.startswith("recorded (two nodes on one machine need")
+    stage3, all_three = results["rows"]
+    assert stage3["internode_bytes_per_step"] > 4 * all_three["internode_bytes_per_step"]
+
+
+def test_an_increase_beyond_half_the_spacing_stays_and_one_below_vanishes():
+    for weight in torch.tensor([1.0, 0.02, 3.0]).bfloat16():
+        half = 2.0 ** math.floor(math.log2(weight)) * 2**-8
+        assert (weight.double() + 1.01 * half).bfloat16() > weight
+        assert (weight.double() + 0.99 * half).bfloat16() == weight
+
+
+def test_the_page_counts_the_bytes_between_nodes_that_it_predicts():
+    lines = stored("10_zeropp", "wire-run").splitlines()
+    assert len(lines) == len(rounding.SWITCHES)
+    for line in lines:
+        predicted, counted = re.search(r"([\d,]+) bytes predicted, ([\d,]+) counted", line).groups()
+        assert predicted == counted
+
+
+def test_of_three_ways_to_add_codes_up_only_the_rings_error_grows_with_the_ranks():
+    rows = [re.findall(r"'(\d\.\d+)'", line) for line in stored("10_zeropp", "hops-run").splitlines()]
+    one, two, ring = (list(map(float, column)) for column in zip(*rows, strict=True))
+    assert one == sorted(one, reverse=True)
+    assert two == sorted(two, reverse=True)
+    assert ring == sorted(ring)
+    assert all(a < b < c for a, b, c in zip(one, two, ring, strict=True))
+
+
+def test_masters_train_as_fp32_does_and_bf16_alone_does_not():
+    exact, masters, alone = (float(line.split()[-1]) for line in stored("11_precision", "masters-run").splitlines())
+    assert masters == pytest.approx(exact, rel=2e-3)
+    assert alone > 1.01 * exact
+
+
+@pytest.mark.parametrize(("page", "cell", "ways"), [("09_infinity", "tiers-run", 5), ("11_precision", "order-run", 4)])
+def test_every_placement_and_every_stage_ends_with_the_same_bits(page, cell, ways):
+    digests = [line.split()[-1] for line in stored(page, cell).splitlines()[-ways:]]
+    assert len(digests) == ways
+    assert len(set(digests)) == 1
+
+
+@pytest.mark.parametrize(("page", "cell"), [("08_offload", "wall-run"), ("09_infinity", "larger-run")])
+def test_behind_the_wall_trains_what_lies_elsewhere_and_nothing_else(page, cell):
+    trials = [line for line in stored(page, cell).splitlines() if "layers:" in line]
+    assert ["trained" in line for line in trials] == [True, False]
+    assert "did not fit" in trials[1]
+
+
+@pytest.mark.parametrize(("page", "cell"), [("08_offload", "bus-run"), ("09_infinity", "moves-run")])
+def test_a_page_counts_the_bytes_that_it_predicts(page, cell):
+    lines = [line for line in stored(page, cell).splitlines() if "predicted" in line]
+    assert len(lines) >= 4
+    for line in lines:
+        predicted, counted = re.search(r"([\d,]+) bytes predicted, counted (.*)", line).groups()
+        assert int(predicted.replace(",", "")) == sum(ast.literal_eval(counted).values())
+
+
+def test_the_rows_are_those_of_the_command(tmp_path):
+    path = tmp_path / "plan.json"
+    plan.main(["--landmark", "turing-nlg-17b", "--json", str(path)])
+    told = json.loads(path.read_text())
+    rows = scaling.landmark("turing-nlg-17b")
+    assert {row["way"]: (row["device"], row["fits"]) for row in told["rows"]} == {
+        title: (row["device"], row["fits"]) for title, row in rows.items()
+    }
+    assert told["compute_seconds"] == rows["stage 1"]["computes"]
+
+
+def test_at_the_crossover_the_plans_two_times_are_nearly_equal():
+    """Stage 3 of a wide world, whose units but the last are gathered twice."""
+    machine, shape = scaling.preset("a100-80g"), of_model("gpt2-1.5b")
+    row = scaling.ways(shape, machine, 1024, checkpoints=False)["stage 3"]
+    tokens = 6 * machine.flops[2] * machine.fraction / (6 * machine.between)
+    assert row["computes"] / shape.sequence * tokens == pytest.approx(row["seconds"]["collectives"], rel=0.05)
