@@ -29,6 +29,7 @@ from types import SimpleNamespace
 
 from common.engine import EngineBase
 from common.engine.bucket import Bucket
+from common.measure.memory import storage_bytes
 from common.measure.timeline import parts, watch
 from common.measure.traffic import BUS, DISK, Traffic
 from common.ranks.collectives import Collectives
@@ -109,7 +110,7 @@ class Recorder:
 
     def __enter__(self):
         self.engine.comm.traffic.reset()
-        self._before = self.held.states()
+        self._before = storage_bytes(self.held.states())
         self.note("start", phase="before")
         self._look_on(self._look, self._look_at_host)
         return self
@@ -283,7 +284,10 @@ class Recorder:
 
     def _note_change(self):
         """A method returns, and holds other things than before: that is an event, if none has told of it."""
-        event, before = Event("change", self.phase, method=self._within[-1], within=tuple(self._within)), self.events[-1]
+        event, before = (
+            Event("change", self.phase, method=self._within[-1], within=tuple(self._within)),
+            self.events[-1],
+        )
         self._complete(event)
         event.names = [name for name in event.cells if event.cells[name] != before.cells[name]]
         if event.names:
@@ -306,7 +310,7 @@ class Recorder:
     def _boundary(self):
         """A method begins or ends: what changed since the last time is the doing of the one that ran."""
         self.flush()
-        held = self.held.states()
+        held = storage_bytes(self.held.states())
         for name in set(self._within):
             self.bytes[name]["takes", self._within[-1]] += max(0, held - self._before)
             self.bytes[name]["gives", self._within[-1]] += max(0, self._before - held)

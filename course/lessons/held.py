@@ -168,20 +168,18 @@ class Held:
     # ---- bytes -------------------------------------------------------------------------------------------------
 
     def states(self):
-        """The bytes of model states on the device, gathered units and room for gradients."""
-        return storage_bytes(self._states_held())
+        """The tensors of model states on the device, gathered units and room for gradients."""
+        kept = [tensor for tensors in self.engine.accounts.kept().values() for tensor in tensors]
+        return kept + [part for bucket in self.engine.buckets for part in (bucket.full, bucket.local)]
 
     def on_device(self):
         """The bytes of that, of what travels, and of the receive buffer."""
-        return storage_bytes([*self._states_held(), *sum(self._buffers.values(), []), self.engine.comm.room])
-
-    def _states_held(self):
-        kept = self.engine.accounts.kept().values()
-        return [*sum(kept, []), *(part for bucket in self.engine.buckets for part in (bucket.full, bucket.local))]
+        travelling = [buffer for buffers in self._buffers.values() for buffer in buffers]
+        return storage_bytes([*self.states(), *travelling, self.engine.comm.room])
 
     def beside(self):
         """{area: bytes} of the host, staging buffers included, and of the disk."""
-        on_host = storage_bytes(sum(on_host_of(self.engine).values(), []))
+        on_host = storage_bytes(tensor for tensors in on_host_of(self.engine).values() for tensor in tensors)
         return {area: {"host": on_host, "disk": self._on_disk}[area] for area in self.areas[1:]}
 
 

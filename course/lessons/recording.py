@@ -1,6 +1,6 @@
 """Ranks that train engines on real text, and record a step of each: its events, its bytes, its memory timeline."""
 
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ def record(world, name):
     """Train one engine on this rank: two steps, one that is recorded, one under the memory timeline.
 
     Returns:
-        A dict of plain values, as `page` takes it.
+        A dict, as `page` takes it.
     """
     module = models.build(MODEL)
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
@@ -54,27 +54,25 @@ def record(world, name):
         train_step(engine, batch)
     with Recorder(engine) as recorder:
         train_step(engine, recorded)
-    sent = engine.comm.traffic.by_collective()
+    measured, predicted, areas = engine.accounts.measured(), engine.accounts.predicted(), recorder.held.areas
     engine.comm.traffic.phase = "forward"
-    measured, predicted = engine.accounts.measured(), engine.accounts.predicted()
     with Timeline(SimpleNamespace(comm=engine.comm, live=partial(live, engine))) as timeline:
         train_step(engine, last)
+    samples = {"device": [(phase, _of(now)) for phase, now in timeline.samples]}
+    if "host" in areas:
+        samples["host"] = [(phase, _of(now, HOST)) for phase, now in timeline.samples]
+    if "disk" in areas:  # places there are taken once
+        samples["disk"] = [(phase, measured["disk_state_bytes"]) for phase, _ in timeline.samples]
     return {
-        "engine": name,
-        "events": [asdict(event) for event in recorder.events],
-        "bytes": dict(recorder.bytes),
-        "times": dict(recorder.times),
-        "sent": sent,
-        "predicted_sent": engine.predicted_wire_bytes_per_step(),
-        "states": engine.model_state_bytes(),
-        "predicted_states": engine.predicted_model_state_bytes(),
+        "events": recorder.events,
+        "bytes": recorder.bytes,
+        "times": recorder.times,
         "measured": measured,
         "predicted": predicted,
-        "areas": recorder.held.areas,
+        "areas": areas,
         "per_node": engine.comm.ranks_per_node,
-        "owned": [owned_row(engine, bucket) for bucket in recorder.held.buckets.values()],
-        "samples": [(phase, _of(now)) for phase, now in timeline.samples],
-        "host_samples": [(phase, _of(now, HOST)) for phase, now in timeline.samples],
+        "owned": [owned_row(engine, bucket) for bucket in engine.buckets],
+        "samples": samples,
         "parameters": models.count(module),
         "hardware": hardware(world.device),
     }
@@ -86,18 +84,15 @@ def _of(now, area=""):
 
 
 def owned_row(engine, bucket):
-    """What the tables `owned` and `sends` say of a bucket."""
+    """What the table `owned` says of a bucket."""
     owned = engine.owned(bucket)
+    states = ("parameters", "gradients", "optimizer", *(["second"] if has_second(bucket) else []))
     return {
         "bucket": bucket.name,
         "members": list(bucket.members),
         "nbytes": bucket.padded_numel * bucket.kind.dtype.itemsize,
-        "parameters": [owned.parameters.start, owned.parameters.stop],
-        "gradients": [owned.gradients.start, owned.gradients.stop],
-        "optimizer": [owned.optimizer.start, owned.optimizer.stop],
-        **({"second": [owned.second.start, owned.second.stop]} if has_second(bucket) else {}),
         "shard_numel": bucket.shard_numel,
-        "sends": dict(engine.sends(bucket, 1)),
+        **{state: [getattr(owned, state).start, getattr(owned, state).stop] for state in states},
     }
 
 
@@ -111,9 +106,9 @@ def together(everyone):
     for rank, other in enumerate(everyone):
         assert len(other["events"]) == len(first["events"]), f"rank {rank} has another number of events than rank 0"
         for mine, theirs in zip(first["events"], other["events"], strict=True):
-            same = all(mine[key] == theirs[key] for key in ("kind", "phase", "about", "names", "method", "line"))
+            same = replace(mine, bytes={}, cells={}) == replace(theirs, bytes={}, cells={})
             assert same, f"rank {rank}: {theirs}, rank 0: {mine}"
-    for number, event in enumerate(first["events"]):
-        event["cells"] = [other["events"][number]["cells"] for other in everyone]
+    cells = [[event.cells for event in other["events"]] for other in everyone]
+    first["events"] = [replace(event, cells=list(of)) for event, *of in zip(first["events"], *cells, strict=True)]
     first["owned"] = [other["owned"] for other in everyone]
     return first
