@@ -89,7 +89,9 @@ class Recorder:
 
     def __init__(self, engine):
         self.engine, self.held = engine, Held(engine)
-        self.files = [inspect.getsourcefile(one) for one in engine_classes(type(engine))]
+        mro = type(engine).__mro__
+        classes = mro[: mro.index(EngineBase)]  # the engine's, and those of engines that it derives from
+        self.files = [inspect.getsourcefile(one) for one in classes]
         self.events, self.bytes, self.times = [], defaultdict(Counter), defaultdict(Counter)
         self._pending = None  # an event whose state shows when the line that caused it is over
         self._within, self._about = [], []  # the methods that run, and the bucket that each was called with, or None
@@ -98,7 +100,7 @@ class Recorder:
         self._awaited = {}  # Handle -> (bucket, what is under way for it)
         self._given, self._moved = {}, defaultdict(list)  # what the host is given to do, and has moved for a bucket
         self._host = self.held.tiers["host"].lane if "host" in self.held.tiers else None
-        watched = {getattr(type(engine), name): self._method for name in (*own_methods(type(engine)), *BASE)}
+        watched = {getattr(type(engine), name): self._method for name in (*own_methods(classes), *BASE)}
         watched |= {getattr(Collectives, name): self._collective for name in COLLECTIVES}
         watched |= dict.fromkeys((Bus.down, Bus.up, Bus.carry), self._copy)
         watched |= dict.fromkeys((OnDisk._read, OnDisk._write), self._disk)
@@ -327,17 +329,10 @@ def _place(files):
     return frame.f_code.co_name, frame.f_lineno, frame.f_code.co_filename != files[0]
 
 
-def engine_classes(engine_class):
-    """An engine's class, and those that it derives from and that are engines too."""
-    return [one for one in engine_class.__mro__ if issubclass(one, EngineBase) and one is not EngineBase]
-
-
-def own_methods(engine_class):
+def own_methods(classes):
     """The names of the methods that run in a step: those an engine's classes have themselves, tables aside."""
     return [
         name
-        for name in dict.fromkeys(name for one in engine_classes(engine_class) for name in vars(one))
-        if inspect.isfunction(getattr(engine_class, name))
-        and not inspect.isgeneratorfunction(inspect.unwrap(getattr(engine_class, name)))
-        and name not in NOT_OF_A_STEP
+        for name in dict.fromkeys(name for one in classes for name in vars(one))
+        if inspect.isfunction(getattr(classes[0], name)) and name not in NOT_OF_A_STEP
     ]

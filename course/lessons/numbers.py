@@ -47,4 +47,4 @@ def _counted(book, name, kind):
 
 def has_nodes(recorded):
     """Whether one of the engines makes something of the ranks' nodes."""
-    return any("second" in one["owned"][0][0] for one in recorded)
+    return any(hasattr(bucket["owned"], "second") for one in recorded for bucket in one["buckets"])

@@ -164,9 +164,7 @@ def _code(sources, recorded):
         "lines": listed(lines),
         "remarks": _remarks(after),
         "chips": _each('<li><a href="#{}">{}</a> {}</li>', [(_anchor(one), _names([one]), one.status) for one in core]),
-        "files": _each(
-            '<span class="{}">{}</span>', [(side, _path(one)) for side, one in zip(SIDES, sources, strict=True)]
-        ),
+        "files": _each('<span class="{}">{}</span>', zip(SIDES, map(_path, (before.file, after.file)), strict=True)),
         "core": shown,
         "edges": _folded("edges", edges_said, folded) if edges else "",
         "same": _fold(same, colored, "unchanged"),
@@ -197,8 +195,7 @@ def _remarks(source):
 
 def _class(file, first, last):
     lines = _lines("beside", highlighted(file.read_text().splitlines()), range(first, last + 1))
-    said = f"{last - first + 1} lines of {file.parent.name}/{file.name}"
-    return _folded("beside", said, f'<div class="lines">{lines}</div>')
+    return _folded("beside", f"{last - first + 1} lines of {_path(file)}", f'<div class="lines">{lines}</div>')
 
 
 def is_core(pair, sources, recorded):
@@ -211,8 +208,8 @@ def _names(pairs):
     return ", ".join(f"<code>{p.name}</code>" if (p.after or p.before).is_method else p.name for p in pairs)
 
 
-def _path(source):
-    return f"{source.file.parent.name}/{source.file.name}"
+def _path(file):
+    return f"{file.parent.name}/{file.name}"
 
 
 def _difference(pair, colored, recorded, reasons):
@@ -346,7 +343,7 @@ def step(source, one, nodes=None):
         nodes: whether to show which ranks share a node; None where the engine makes something of it.
     """
     nodes = has_nodes([one]) if nodes is None else nodes
-    nbytes = {row["bucket"]: row["nbytes"] for row in one["owned"][0]}
+    nbytes = {bucket["name"]: bucket["nbytes"] for bucket in one["buckets"]}
     events, before = [], None
     for event in one["events"]:
         own = source.method(event.method) if event.line is None else not event.inherited
@@ -367,17 +364,17 @@ def step(source, one, nodes=None):
         before = event
     return {
         "events": events,
-        "buckets": [[row["bucket"], show_bytes(row["nbytes"]), parts_of(row)] for row in one["owned"][0]],
+        "buckets": [[bucket["name"], show_bytes(bucket["nbytes"]), parts_of(bucket)] for bucket in one["buckets"]],
         "areas": one["areas"],
         "meters": [[key, said] for key, said in METERS.items() if key in before.bytes and (nodes or key != "left")],
         "perNode": one["per_node"] if nodes else 0,
     }
 
 
-def parts_of(row):
+def parts_of(bucket):
     """The parts of the model that a bucket holds parameters of, where its name does not say so."""
-    parts = list(dict.fromkeys(re.match(r"[^.]+(\.\d+)?", member)[0] for member in row["members"]))
-    return "" if parts == [row["bucket"]] else ", ".join(parts)
+    parts = list(dict.fromkeys(re.match(r"[^.]+(\.\d+)?", member)[0] for member in bucket["members"]))
+    return "" if parts == [bucket["name"]] else ", ".join(parts)
 
 
 def _where(source, event):

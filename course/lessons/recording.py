@@ -14,7 +14,7 @@ from common.measure.hardware import hardware
 from common.measure.memory import Timeline
 from common.ranks.world import LocalWorld
 from course.lessons.events import Recorder
-from course.lessons.held import HOST, has_second, live
+from course.lessons.held import HOST, live
 
 RANKS, PER_NODE = 4, 2  # told that they live on two nodes, which one engine makes something of
 MODEL, BATCH, BUCKET_MB = "gpt-nano", 4, 0.5  # small, and yet of several buckets and units
@@ -58,11 +58,13 @@ def record(world, name):
     engine.comm.traffic.phase = "forward"
     with Timeline(SimpleNamespace(comm=engine.comm, live=partial(live, engine))) as timeline:
         train_step(engine, last)
-    samples = {"device": [(phase, _of(now)) for phase, now in timeline.samples]}
-    if "host" in areas:
-        samples["host"] = [(phase, _of(now, HOST)) for phase, now in timeline.samples]
-    if "disk" in areas:  # places there are taken once
-        samples["disk"] = [(phase, measured["disk_state_bytes"]) for phase, _ in timeline.samples]
+    samples = {area: [] for area in areas}
+    for phase, now in timeline.samples:
+        on_host = {name.removeprefix(HOST): size for name, size in now.items() if name.startswith(HOST)}
+        device = {name: size for name, size in now.items() if not name.startswith(HOST)}
+        held = {"device": device, "host": on_host, "disk": measured.get("disk_state_bytes")}  # taken once
+        for area in areas:
+            samples[area].append((phase, held[area]))
     return {
         "events": recorder.events,
         "bytes": recorder.bytes,
@@ -71,28 +73,19 @@ def record(world, name):
         "predicted": predicted,
         "areas": areas,
         "per_node": engine.comm.ranks_per_node,
-        "owned": [owned_row(engine, bucket) for bucket in engine.buckets],
+        "buckets": [
+            {
+                "name": bucket.name,
+                "members": list(bucket.members),
+                "nbytes": bucket.padded_numel * bucket.kind.dtype.itemsize,
+                "shard_numel": bucket.shard_numel,
+                "owned": engine.owned(bucket),
+            }
+            for bucket in engine.buckets
+        ],
         "samples": samples,
         "parameters": models.count(module),
         "hardware": hardware(world.device),
-    }
-
-
-def _of(now, area=""):
-    """The classes of one area in a sample: the host's begin with HOST, and the device's with nothing."""
-    return {name[len(area) :]: size for name, size in now.items() if name.startswith(HOST) == bool(area)}
-
-
-def owned_row(engine, bucket):
-    """What the table `owned` says of a bucket."""
-    owned = engine.owned(bucket)
-    states = ("parameters", "gradients", "optimizer", *(["second"] if has_second(bucket) else []))
-    return {
-        "bucket": bucket.name,
-        "members": list(bucket.members),
-        "nbytes": bucket.padded_numel * bucket.kind.dtype.itemsize,
-        "shard_numel": bucket.shard_numel,
-        **{state: [getattr(owned, state).start, getattr(owned, state).stop] for state in states},
     }
 
 
@@ -110,5 +103,5 @@ def together(everyone):
             assert same, f"rank {rank}: {theirs}, rank 0: {mine}"
     cells = [[event.cells for event in other["events"]] for other in everyone]
     first["events"] = [replace(event, cells=list(of)) for event, *of in zip(first["events"], *cells, strict=True)]
-    first["owned"] = [other["owned"] for other in everyone]
+    first["owned"] = [{bucket["name"]: bucket["owned"] for bucket in other["buckets"]} for other in everyone]
     return first
