@@ -9,8 +9,11 @@ from html import escape
 from pathlib import Path
 from string import Template
 
+from pygments import highlight
+from pygments.filter import simplefilter
+from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
-from pygments.token import Comment, Keyword, Name, Number, String
+from pygments.token import Comment, Keyword, Name, Number, String, Token
 
 from common.measure.tables import show_bytes
 from course.lessons import chart, diff, notes
@@ -19,7 +22,7 @@ from course.lessons.numbers import has_nodes, rows, terms_of
 from course.lessons.sentences import listed, sentence
 
 HERE = Path(__file__).parent
-COLORED = ((Comment, "c"), (String, "s"), (Keyword, "k"), (Number, "m"), (Name.Decorator, "d"), (Name.Function, "f"))
+COLORED, HTML = (Comment, String, Keyword, Number, Name.Decorator, Name.Function), HtmlFormatter(nowrap=True)
 SIDES = ("before", "after")
 INDEX = """<p>Each page sets two neighbouring engines side by side: why each change is there, what it saves and what it
 sends; how much memory each engine holds; and a step of both, event by event, on four ranks.</p>"""
@@ -148,10 +151,11 @@ def _listed_code(names):
 def _code(sources, recorded):
     before, after = sources
     colored, reasons = [highlighted(source.lines) for source in sources], after.reasons()
+    # The schedule: what the phases name, and where an event of the step comes from.
+    schedule = {event.method for one in recorded for event in one["events"]} | before.schedule | after.schedule
     groups = {"core": [], "edges": [], "same": [], "inherited": []}
     for pair in diff.pairs(before, after):
-        shown = "core" if is_core(pair, sources, recorded) else "edges"
-        groups.get(pair.status, groups[shown]).append(pair)
+        groups.get(pair.status, groups["core" if pair.name in schedule else "edges"]).append(pair)
     core, edges, same, inherited = groups.values()
     shown, folded = ("".join(_difference(pair, colored, recorded, reasons) for pair in some) for some in (core, edges))
     edges_said = f"Edges and helpers, {_count(len(edges), 'more change')}: {_names(edges)}"
@@ -188,20 +192,12 @@ def _remarks(source):
     """What the engine's page says of its change besides, with the classes that do it."""
     items = []
     for what, why in source.remarks():
-        found = filter(None, map(source.class_of, dict.fromkeys(re.findall(r"`([A-Z]\w+)`", why))))
-        items.append((inline(what), inline(why), "".join(_class(*one) for one in found)))
+        classes = ""
+        for file, numbers in filter(None, map(source.class_of, dict.fromkeys(re.findall(r"`([A-Z]\w+)`", why)))):
+            lines = _lines("beside", highlighted(file.read_text().splitlines()), numbers)
+            classes += _folded("beside", f"{len(numbers)} lines of {_path(file)}", f'<div class="lines">{lines}</div>')
+        items.append((inline(what), inline(why), classes))
     return f'<ul class="remarks">{_each("<li><b>{}</b>: {}{}</li>", items)}</ul>' if items else ""
-
-
-def _class(file, first, last):
-    lines = _lines("beside", highlighted(file.read_text().splitlines()), range(first, last + 1))
-    return _folded("beside", f"{last - first + 1} lines of {_path(file)}", f'<div class="lines">{lines}</div>')
-
-
-def is_core(pair, sources, recorded):
-    """Whether a pair of sections is the schedule: named by the phases, or where an event of the step comes from."""
-    named = any(pair.name in source.schedule for source in sources)
-    return named or any(event.method == pair.name for one in recorded for event in one["events"])
 
 
 def _names(pairs):
@@ -250,26 +246,21 @@ def _lines(side, colored, numbers):
     html = ""
     for number in numbers:
         code = colored[number - 1]
-        indent = len(code) - len(code.lstrip(" "))
+        indent = len(re.match("(<[^>]*>)*( *)", code)[2])
         html += f'<div class="line" id="{side}-{number}" style="--indent:{indent}"><span class="number">{number}</span>'
         html += f"<code>{code or ' '}</code></div>"
     return html
 
 
+@simplefilter
+def _colored(self, lexer, stream, options):
+    for kind, text in stream:
+        yield next((family for family in COLORED if kind in family), Token), text
+
+
 def highlighted(code):
     """The lines of a file as HTML, with a class for each kind of token."""
-    lines = [""]
-    for kind, text in PythonLexer(stripnl=False).get_tokens("\n".join(code) + "\n"):
-        name = next((name for family, name in COLORED if kind in family), None)
-        for number, part in enumerate(text.split("\n")):
-            if number:
-                lines.append("")
-            if part.strip() and name:
-                plain = part.lstrip(" ")  # what a line begins with stays outside, where its indent is counted
-                lines[-1] += " " * (len(part) - len(plain)) + f'<span class="{name}">{escape(plain)}</span>'
-            else:
-                lines[-1] += escape(part)
-    return lines
+    return highlight("\n".join(code), PythonLexer(stripnl=False, filters=[_colored()]), HTML).split("\n")
 
 
 # ---- the memory ---------------------------------------------------------------------------------------------------
@@ -362,19 +353,18 @@ def step(source, one, nodes=None):
             }
         )
         before = event
+    buckets = []
+    for bucket in one["buckets"]:  # with the parts of the model that each is of, where its name does not say so
+        parts = list(dict.fromkeys(re.match(r"[^.]+(\.\d+)?", member)[0] for member in bucket["members"]))
+        named = "" if parts == [bucket["name"]] else ", ".join(parts)
+        buckets.append([bucket["name"], show_bytes(bucket["nbytes"]), named])
     return {
         "events": events,
-        "buckets": [[bucket["name"], show_bytes(bucket["nbytes"]), parts_of(bucket)] for bucket in one["buckets"]],
+        "buckets": buckets,
         "areas": one["areas"],
         "meters": [[key, said] for key, said in METERS.items() if key in before.bytes and (nodes or key != "left")],
         "perNode": one["per_node"] if nodes else 0,
     }
-
-
-def parts_of(bucket):
-    """The parts of the model that a bucket holds parameters of, where its name does not say so."""
-    parts = list(dict.fromkeys(re.match(r"[^.]+(\.\d+)?", member)[0] for member in bucket["members"]))
-    return "" if parts == [bucket["name"]] else ", ".join(parts)
 
 
 def _where(source, event):

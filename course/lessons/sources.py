@@ -107,11 +107,11 @@ class Source:
         return [(what, why) for what, why in self.changes if not any(map(self.method, re.findall(r"`(\w+)`", what)))]
 
     def class_of(self, name):
-        """(file, first line, last line) of a class in the engine's folder; None where there is none."""
+        """(file, line numbers) of a class in the engine's folder; None where there is none."""
         for file in sorted(self.file.parent.glob("*.py")):
             for node in ast.parse(file.read_text()).body:
                 if isinstance(node, ast.ClassDef) and node.name == name:
-                    return file, _start(node), node.end_lineno
+                    return file, range(_start(node), node.end_lineno + 1)
         return None
 
 
