@@ -95,7 +95,8 @@ class Recorder:
         self.events, self.bytes, self.times = [], defaultdict(Counter), defaultdict(Counter)
         self._pending = None  # an event whose state shows when the line that caused it is over
         self._within, self._about = [], []  # the methods that run, and the bucket that each was called with, or None
-        self._total = Counter()  # bytes sent, left and moved in this step
+        ways = (BUS if "host" in self.held.areas else ()) + (DISK if "disk" in self.held.areas else ())
+        self._total = dict.fromkeys(("sent", "left", *ways), 0)  # bytes in this step
         self._before = 0  # bytes held when a method last began or ended
         self._awaited = {}  # Handle -> (bucket, what is under way for it)
         self._given, self._moved = {}, defaultdict(list)  # what the host is given to do, and has moved for a bucket
@@ -258,8 +259,8 @@ class Recorder:
     def phase(self):
         return self.engine.comm.traffic.phase
 
-    def _computes(self, kind, name):
-        self.note(kind, names=[name])
+    def _computes(self, kind, label):
+        self.note(kind, names=[label])
 
     def _steps(self, about, pieces):
         for piece in pieces:
@@ -296,15 +297,11 @@ class Recorder:
             self.events.append(event)
 
     def _complete(self, event):
-        tiers = self.held.tiers
-        ways = (BUS if "host" in tiers else ()) + (DISK if "disk" in tiers else ())
-        sent, left, *moved = (self._total[kind] for kind in ("sent", "left", *ways))
-        event.bytes = {"sent": sent, "left": left, "held": self.held.on_device(), **dict(zip(ways, moved, strict=True))}
-        event.bytes |= self.held.beside()
-        event.cells = self.held.cells()
+        event.bytes, event.cells = self._total | self.held.bytes(), self.held.cells()
 
     def _count(self, kind, nbytes, left, within):
-        self._total.update({kind: nbytes} if kind in BUS + DISK else {"sent": nbytes, "left": left})
+        self._total[kind if kind in BUS + DISK else "sent"] += nbytes
+        self._total["left"] += left
         for name in set(within):
             self.bytes[name][kind, within[-1]] += nbytes
             self.times[name][kind, within[-1]] += 1

@@ -45,8 +45,8 @@ class Held:
         self.begun, self._written = {}, {}
         self._buffers = defaultdict(list)  # bucket -> tensors that its collectives use until they arrive
         self._fresh, self._stepped = {}, set()  # shards whose parameters are new; buckets whose states are
-        # Places on disk are taken once; what is read from them stands in the optimizer for a while.
-        self._on_disk = sum(engine.accounts.held("nvme").values()) if "disk" in self.areas else 0
+        # Places there are taken once; what is read from them stands in the optimizer for a while.
+        self._on_disk = {"disk": sum(engine.accounts.held("nvme").values())} if "disk" in self.areas else {}
 
     # ---- what happens ------------------------------------------------------------------------------------------
 
@@ -172,15 +172,13 @@ class Held:
         kept = [tensor for tensors in self.engine.accounts.kept().values() for tensor in tensors]
         return kept + [part for bucket in self.engine.buckets for part in (bucket.full, bucket.local)]
 
-    def on_device(self):
-        """The bytes of that, of what travels, and of the receive buffer."""
+    def bytes(self):
+        """{"held": bytes on the device, of what travels and the receive buffer too, "host": bytes, "disk": bytes}."""
         travelling = [buffer for buffers in self._buffers.values() for buffer in buffers]
-        return storage_bytes([*self.states(), *travelling, self.engine.comm.room])
-
-    def beside(self):
-        """{area: bytes} of the host, staging buffers included, and of the disk."""
-        on_host = storage_bytes(tensor for tensors in on_host_of(self.engine).values() for tensor in tensors)
-        return {area: {"host": on_host, "disk": self._on_disk}[area] for area in self.areas[1:]}
+        found = {"held": storage_bytes([*self.states(), *travelling, self.engine.comm.room])}
+        if "host" in self.areas:
+            found["host"] = storage_bytes(tensor for tensors in on_host(self.engine).values() for tensor in tensors)
+        return found | self._on_disk
 
 
 def shards(bucket, part):
@@ -189,7 +187,7 @@ def shards(bucket, part):
     return range(begin // bucket.shard_numel, -(-end // bucket.shard_numel))
 
 
-def on_host_of(engine):
+def on_host(engine):
     """The tensors that an engine has on the host: {state: [...], "staging buffers": [...]}; {} where it has no host.
 
     Staging buffers, through which everything from a disk passes, are pinned memory of the host where there is a GPU. A
@@ -209,7 +207,7 @@ def live(engine):
     """What `engine.live()` has, for a timeline: the host's classes apart, with HOST before their names."""
     found = engine.live()
     found.pop(EVERYTHING_ON_HOST, None)
-    beside = {HOST + name: tensors for name, tensors in on_host_of(engine).items()}
+    beside = {HOST + name: tensors for name, tensors in on_host(engine).items()}
     second = [bucket.second for bucket in engine.buckets if has_second(bucket)]
     # A storage counts in the first class that names it.
     return {**beside, **({"second shards": second} if second else {}), **found}

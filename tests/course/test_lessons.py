@@ -5,6 +5,7 @@ Chromium comes from the distribution; without it, or without playwright, the tes
 
 import copy
 import re
+from fnmatch import fnmatchcase
 from itertools import pairwise
 
 import pytest
@@ -67,7 +68,7 @@ def test_notes_tell_what_was_counted(recorded):
     first, second, third, offload, infinity, zeropp = INCREMENTS
     for name, pair, what, said in (
         ("owned", first, "Saves", "2.91 MB of optimizer states: 3.88 MB before, 969 kB now"),
-        ("reduce", first, "Sends", "1.45 MB in 5 reduce-scatters; before: 2.91 MB in 5 all-reduces"),
+        ("reduce", first, "Sends", "1.45 MB in 5 reduce-scatters; before: 2.91 MB in 5 all-reduces*"),
         ("update", first, "Sends", "1.45 MB in 5 all-gathers, through `gather`; before: nothing"),
         ("take_room", second, "Saves", "nothing; takes 1.94 MB"),
         ("reduce", second, "Saves", "gives back 1.94 MB; before: nothing"),
@@ -76,13 +77,14 @@ def test_notes_tell_what_was_counted(recorded):
         ("reduce", offload, "Moves", "484 kB down the bus, in 5 parts; before: nothing"),
         ("moves", offload, "Moves", "nothing itself; it predicts 484 kB down the bus and 484 kB up the bus"),
         ("bring_up", infinity, "Moves", "820 kB up the bus, in 8 parts"),
-        ("reduce_scatter", infinity, "Moves", "; 500 kB written to disk, in 5 parts; before"),
+        ("reduce_scatter", infinity, "Moves", "*; 500 kB written to disk, in 5 parts; before*"),
         ("owned", zeropp, "Saves", "nothing; takes 969 kB of parameters: 485 kB before, 1.45 MB now"),
-        ("reduce_scatter", zeropp, "Sends", "125 kB in 5 all-to-alls in the node; 62.5 kB in 5 all-to-"),
+        ("reduce_scatter", zeropp, "Sends", "125 kB in 5 all-to-alls in the node; 62.5 kB in 5 all-to-*"),
     ):
         before, after = (Source(stage) for stage in pair)
         (found,) = (one for one in diff.pairs(before, after) if one.name == name)
-        assert said in notes.note(found, *(recorded[stage] for stage in pair), after.reasons())[what]
+        note = notes.note(found, *(recorded[stage] for stage in pair), after.reasons())
+        assert fnmatchcase(note[what], said)
 
 
 @PAIRS
@@ -148,7 +150,7 @@ def numbers_of(recorded, name, kind, bucket):
 @STAGES
 def test_every_bucket_is_reduced_once_and_all_that_is_sent_is_seen(recorded, name):
     one = recorded[name]
-    buckets = [row["bucket"] for row in one["owned"][0]]
+    buckets = one["owned"][0]
     assert len(buckets) > 3
     reductions = ("all_reduce", "reduce_scatter", "all_to_all in the node")
     assert sorted(event.about for _, event in events_of(recorded, name, *reductions)) == sorted(buckets)
@@ -161,10 +163,11 @@ def test_after_the_step_each_rank_holds_what_owned_says(recorded, name):
     one = recorded[name]
     for event in (one["events"][0], one["events"][-1]):
         for rank in RANKS:
-            for row in one["owned"][rank]:
+            for bucket in one["buckets"]:
                 for kind in ("parameters", "gradients", "optimizer"):
-                    begin, end = (position // row["shard_numel"] for position in row[kind])
-                    assert shards_in(cells(event, kind)[rank][row["bucket"]], rank, "rhnqt") == set(range(begin, end))
+                    kept = getattr(one["owned"][rank][bucket["name"]], kind)
+                    found = shards_in(cells(event, kind)[rank][bucket["name"]], rank, "rhnqt")
+                    assert found == set(range(kept.start // bucket["shard_numel"], kept.stop // bucket["shard_numel"]))
     held = [event.bytes["held"] for event in one["events"]]
     receive_buffer = one["samples"]["device"][0][1]["receive buffer"]
     assert min(held) == held[0] == held[-1] == sum(one["measured"]["model_state_bytes"].values()) + receive_buffer
@@ -220,7 +223,7 @@ def test_the_table_of_a_page_shows_the_books_of_both_engines(recorded, pages, pa
 
 
 def test_what_the_host_is_to_step_goes_down_behind_its_reduction_and_comes_up_before_its_gather(recorded):
-    for bucket in (row["bucket"] for row in recorded["offload"]["owned"][0]):
+    for bucket in recorded["offload"]["owned"][0]:
         kinds = ("reduce_scatter", "down", "host_step", "stepped", "up", "all_gather")
         once = [numbers_of(recorded, "offload", kind, bucket) for kind in kinds]
         assert all(len(numbers) == 1 for numbers in once)
@@ -257,7 +260,7 @@ def test_second_shards_are_filled_by_the_first_gather_used_by_the_second_and_out
 
 
 def test_gradients_go_inside_the_node_and_then_across(recorded):
-    for bucket in (row["bucket"] for row in recorded["zeropp"]["owned"][0]):
+    for bucket in recorded["zeropp"]["owned"][0]:
         (inside,), (across,) = (
             numbers_of(recorded, "zeropp", f"all_to_all {where}", bucket) for where in ("in the node", "across nodes")
         )
@@ -334,7 +337,7 @@ def test_moments_are_those_at_which_the_same_part_computes_on_both_sides(recorde
 
 
 def test_ranks_that_go_other_ways_are_noticed(recorded):
-    mine = {"events": recorded["stage1_os"]["events"], "owned": []}
+    mine = {"events": recorded["stage1_os"]["events"], "buckets": []}
     other = copy.deepcopy(mine)
     other["events"][5].names = ["has_changed"]
     with pytest.raises(AssertionError, match="has_changed"):
