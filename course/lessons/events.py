@@ -152,7 +152,7 @@ class Recorder:
 
     def _method(self, name, called):
         self._boundary()
-        subject = [*vars(called).values(), None][1]
+        subject = [*vars(called).values(), None][1]  # its first argument
         if name == "step_shard":
             self._steps(getattr(subject, "bucket", subject).name, [subject])
         self._within.append(name)
@@ -287,12 +287,10 @@ class Recorder:
 
     def _note_change(self):
         """A method returns, and holds other things than before: that is an event, if none has told of it."""
-        event, before = (
-            Event("change", self.phase, method=self._within[-1], within=tuple(self._within)),
-            self.events[-1],
-        )
+        event, before = Event("change", self.phase, method=self._within[-1]), self.events[-1].cells
+        event.within = tuple(self._within)
         self._complete(event)
-        event.names = [name for name in event.cells if event.cells[name] != before.cells[name]]
+        event.names = [name for name in event.cells if event.cells[name] != before[name]]
         if event.names:
             self.events.append(event)
 

@@ -148,14 +148,11 @@ def numbers_of(recorded, name, kind, bucket):
 
 
 @STAGES
-def test_every_bucket_is_reduced_once_and_all_that_is_sent_is_seen(recorded, name):
-    one = recorded[name]
-    buckets = one["owned"][0]
+def test_every_bucket_is_reduced_once(recorded, name):
+    buckets = recorded[name]["owned"][0]
     assert len(buckets) > 3
     reductions = ("all_reduce", "reduce_scatter", "all_to_all in the node")
     assert sorted(event.about for _, event in events_of(recorded, name, *reductions)) == sorted(buckets)
-    sent = [event.bytes["sent"] for event in one["events"]]
-    assert sent == sorted(sent)
 
 
 @STAGES
@@ -197,7 +194,7 @@ def test_the_events_end_with_what_the_books_have(recorded, name):
     moved = books.get("bus_bytes_per_step", {}) | books.get("disk_bytes_per_step", {})
     assert {way: last.bytes[way] for way in notes.WAYS if way in last.bytes} == moved
     for before, after in pairwise(one["events"]):
-        assert all(before.bytes[way] <= after.bytes[way] for way in ("left", *moved))
+        assert all(before.bytes[way] <= after.bytes[way] for way in ("sent", "left", *moved))
     for area in {"offload": ("host",), "offload.nvme": ("disk",)}.get(name, ()):
         assert last.bytes[area] == sum(books[f"{area}_state_bytes"].values())
 
@@ -310,7 +307,7 @@ def test_what_is_gathered_last_in_forward_is_not_gathered_in_backward(recorded):
 @STAGES
 def test_every_event_has_a_sentence_and_most_a_line_of_code(recorded, name):
     one, source, before = recorded[name], Source(name), None
-    nbytes = {row["bucket"]: row["nbytes"] for row in one["owned"][0]}
+    nbytes = {bucket["name"]: bucket["nbytes"] for bucket in one["buckets"]}
     for event in one["events"]:
         said = sentence(event, before, nbytes)
         assert said.endswith(".")
@@ -412,10 +409,9 @@ def test_light_and_dark_by_the_system_and_by_the_button(opened):
     (white, one), (black, other) = light.evaluate(CONTRAST), dark.evaluate(CONTRAST)
     assert white != black
     assert min(one, other) > 7
-    light.locator("#theme").click()
-    assert light.evaluate(CONTRAST)[0] == black
-    light.locator("#theme").click()
-    assert light.evaluate(CONTRAST)[0] == white
+    for color in (black, white):
+        light.locator("#theme").click()
+        assert light.evaluate(CONTRAST)[0] == color
 
 
 @PAIRS
@@ -430,31 +426,27 @@ def test_the_stepper_steps_by_click_and_by_slider(opened, recorded, pair):
         assert seen == [2, 3, 2, last, last, 1, 1]
         stepper.locator("input").fill("7")
         assert stepper.locator(".count").inner_text().startswith("Event 8 of")
-        event = recorded[name]["events"][7]
         shown = stepper.locator(".ranks .shards").evaluate_all(
             "rows => rows.map((row) => [...row.children].map((cell) => cell.dataset.state).join(''))"
         )
         order = [0, 3, 1, 2] if name == "zeropp" else [0, 1, 2]  # second shards behind parameters
-        cells_of = event.cells
+        cells_of = recorded[name]["events"][7].cells
         assert shown == [cells_of[rank][bucket][kind] for bucket in cells_of[0] for rank in RANKS for kind in order]
         stepper.locator("[data-go=last]").click()
-        last_bytes = recorded[name]["events"][-1].bytes
-        for what in last_bytes.keys() & {"sent", *notes.WAYS}:
-            nbytes = last_bytes[what]
-            assert stepper.locator(f"b.{what}").inner_text() == chart.show_bytes(nbytes)
+        counted = recorded[name]["events"][-1].bytes
+        for what in counted.keys() & {"sent", *notes.WAYS}:
+            assert stepper.locator(f"b.{what}").inner_text() == chart.show_bytes(counted[what])
 
 
 def test_the_stepper_steps_by_keys_and_plays(opened):
     page = opened(file_of(INCREMENTS[2]))
     count, other = (page.locator(f".stepper[data-side={side}] .count") for side in ("after", "before"))
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowLeft")
-    assert count.inner_text().startswith("Event 2 of")
+    for key, number in (("ArrowRight", 2), ("ArrowRight", 3), ("ArrowLeft", 2)):
+        page.keyboard.press(key)
+        assert count.inner_text().startswith(f"Event {number} of")
     page.locator("[data-side=before] input").focus()
-    for _ in range(4):  # past First, Back and Play to Next
-        page.keyboard.press("Tab")
-    page.keyboard.press("Enter")
+    for key in (*["Tab"] * 4, "Enter"):  # past First, Back and Play to Next
+        page.keyboard.press(key)
     assert count.inner_text().startswith("Event 3 of")
     page.keyboard.press("End")
     assert re.match(r"Event (\d+) of \1,", count.inner_text())
@@ -538,9 +530,10 @@ def test_an_event_leads_to_its_line_in_the_code_above(opened, recorded):
 
 def test_a_phone_shows_one_engine_and_switches(opened):
     page = opened(file_of(INCREMENTS[1]), "phone")
-    assert [page.locator(f"[data-side={side}].stepper").is_visible() for side in ("before", "after")] == [False, True]
+    steppers = [page.locator(f"[data-side={side}].stepper") for side in ("before", "after")]
+    assert [stepper.is_visible() for stepper in steppers] == [False, True]
     page.locator("[data-show=before]").click()
-    assert [page.locator(f"[data-side={side}].stepper").is_visible() for side in ("before", "after")] == [True, False]
+    assert [stepper.is_visible() for stepper in steppers] == [True, False]
     page.locator("[data-side=before] [data-go=last]").click()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
