@@ -1,8 +1,6 @@
 """The explorer as one HTML file. Its formulas are in formulas.js; every constant in them comes from the planner."""
 
-import json
 from dataclasses import asdict
-from html import escape
 from pathlib import Path
 
 from common.engine.mixed_precision import DTYPES
@@ -27,26 +25,20 @@ def explorer(recorded, about):
     sources = {name: Source(name) for name in recorded}
     steps = {name: page.step(sources[name], one) for name, one in recorded.items()}
     steps["most"] = {
-        key: max(event[key] for one in recorded.values() for event in one["events"]) for key in ("sent", "held")
+        key: max(event.bytes[key] for one in recorded.values() for event in one["events"]) for key in ("sent", "held")
     }
     body = (HERE / "body.html").read_text()
     for place, text in {
         "legend": page.states_legend(),
         "steppers": "\n".join(page.stepper(name, source) for name, source in sources.items()),
         "about": page.inline(about),
-        "plan": data("plan", constants()),
-        "steps": data("recorded", steps),
+        "plan": page.data("plan", constants()),
+        "steps": page.data("recorded", steps),
     }.items():
         body = body.replace(f"<!-- {place} -->", text)
     style = f":root{{--host:{HOST_COLOR};--disk:{DISK_COLOR}}}\n" + (HERE / "explorer.css").read_text()
     scripts = "\n".join((HERE / name).read_text() for name in ("formulas.js", "explorer.js"))
     return page.document(TITLE, body, [], style, scripts)
-
-
-def data(name, value):
-    """A value for a page's scripts, under a name."""
-    text = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
-    return f'<script type="application/json" id="{escape(name)}">{text}</script>'
 
 
 def constants():

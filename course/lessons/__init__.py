@@ -15,5 +15,5 @@ engine's page, and every number and every event is recorded from the engines whe
     notes.py         a note for each changed method: why, what it saves, sends and moves
     numbers.py       the table at the head of a page, and its terms, from terms.toml
     chart.py         the memory timelines
-    page.py          all of it in one HTML file
+    page.py          all of it in one HTML file: lesson.html, filled
 """

@@ -1,11 +1,9 @@
 """`python -m course.lessons`: train the engines on four ranks, record them, and write a page for each increment."""
 
-import argparse
-import tempfile
 from pathlib import Path
 
 from common.errors import InputError
-from common.outputs import one_line_errors
+from common.outputs import one_line_errors, parser_of, try_folder
 from course.lessons import page, recording
 from course.lessons.sources import Source
 
@@ -22,7 +20,7 @@ INCREMENTS = [
 
 def main(arguments=None):
     """Parse the arguments, record, write the pages and name them."""
-    parser = argparse.ArgumentParser(prog="python -m course.lessons", description=__doc__)
+    parser = parser_of("course.lessons", __doc__)
     parser.add_argument("--out", default="results/local/lessons", help="a folder (default: %(default)s)")
     parser.add_argument("--only", metavar="ENGINE", help="the page that leads to this engine, stage1_os for instance")
     options = parser.parse_args(arguments)
@@ -53,10 +51,10 @@ def opened(out):
     """
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            return Path(out)
+        try_folder(out)
     except OSError as error:
         raise InputError(f"--out {out}: no page can be written there: {error.strerror}; give a folder") from error
+    return Path(out)
 
 
 def write(out, increments, recorded):

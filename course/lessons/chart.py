@@ -8,6 +8,10 @@ from lab.figures.style import DISK_COLOR, HOST_COLOR, PALETTE, PHASES
 
 NAMES = (*CLASSES, "second shards", "staging buffers")  # the number of a class is that of its colour
 COLORS = (*PALETTE, HOST_COLOR, DISK_COLOR)
+STYLE = f":root{{{''.join(f'--class{number}:{color};' for number, color in enumerate(COLORS))}}}" + "".join(
+    f".class{number}{{fill:var(--class{number})}}i.class{number}{{background:var(--class{number})}}"
+    for number in range(len(COLORS))
+)
 STACKED = ("parameters", "second shards", *NAMES[1:7], "staging buffers")  # from the bottom up
 COLUMNS = 240  # drawn of a step; each is that of its operations which holds most, so that no peak is lost
 WIDTH, HEIGHT = 960, 400  # units of the drawing, which is stretched to its place
@@ -18,60 +22,33 @@ def peak(samples):
     return _highest(samples)[1]
 
 
-def timeline(title, samples, top, beside=None):
+def timeline(title, samples, top):
     """A figure of live bytes by class through one step.
 
     Args:
         title: what it shows.
-        samples: [(phase, {class: bytes})], as `common.measure.memory.Timeline` has them.
+        samples: {area: [(phase, {class: bytes})]}, of the device as `common.measure.memory.Timeline` has them; those of
+            the host and the disk are drawn beside it on the same axis.
         top: bytes at the top of the axis, so that several figures have the same.
-        beside: {area: samples} of the host and the disk, drawn beside it on the same axis.
 
     Returns:
         HTML. The axes' numbers stand beside the drawing, as text that keeps its size.
     """
-    peaks = [f"{show_bytes(sum(peak(samples).values()))} at the peak"]
-    more = ""
-    for area, found in (beside or {}).items():
-        peaks.append(f"{area} {show_bytes(sum(peak(found).values()))}")
-        said = f"{title}: what rank 0 has on the {area} through the same step, {_held(peak(found))}."
-        more += f'<div class="plot narrow">{_ticks(top, "")}{_drawing(said, found, top)}'
-        more += f'<span class="along">{area}</span></div>'
+    device, *others = samples
+    peaks = {area: sum(peak(found).values()) for area, found in samples.items()}
+    said = [f"{show_bytes(peaks[device])} at the peak", *(f"{area} {show_bytes(peaks[area])}" for area in others)]
+    along = "device: operations of one step, in order" if others else "operations of one step, in order"
+    plots = f"""<div class="plot"><span class="unit">live MB</span>{_ticks(top)}
+{_drawing(described(title, samples[device]), samples[device], top)}{_phases(samples[device])}
+<span class="along">{along}</span></div>"""
+    for area in others:
+        held = f"{title}: what rank 0 has on the {area} through the same step, {_held(peak(samples[area]))}."
+        plots += f'<div class="plot narrow">{_ticks(top, "")}{_drawing(held, samples[area], top)}'
+        plots += f'<span class="along">{area}</span></div>'
     return f"""<figure class="timeline">
-<figcaption><strong>{escape(title)}</strong>: {", ".join(peaks)}</figcaption>
-<div class="plots"><div class="plot"><span class="unit">live MB</span>{_ticks(top)}
-{_drawing(described(title, samples), samples, top)}{_phases(samples)}<span class="along">{
-        "device: " if beside else ""
-    }operations of one step, in order</span></div>{more}</div>
+<figcaption><strong>{escape(title)}</strong>: {", ".join(said)}</figcaption>
+<div class="plots">{plots}</div>
 </figure>"""
-
-
-def _drawing(said, samples, top):
-    columns = [_column(samples, number) for number in range(min(COLUMNS, len(samples)))]
-    base, areas = [0.0] * len(columns), []
-    for name in STACKED:
-        sizes = [now.get(name, 0) for _, now in columns]
-        above = [low + size for low, size in zip(base, sizes, strict=True)]
-        if any(sizes):
-            areas.append(f'<path class="class{NAMES.index(name)}" d="{_area(base, above, top)}"/>')
-        base = above
-    return f"""<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(said)}">
-{"".join(areas)}
-</svg>"""
-
-
-def _held(now):
-    return ", ".join(f"{name} {show_bytes(size)}" for name, size in now.items() if size)
-
-
-def beside(one):
-    """{area: samples} of what a recorded engine has beside the device."""
-    found = {}
-    if "host" in one["areas"]:
-        found["host"] = one["host_samples"]
-    if "disk" in one["areas"]:  # places there are taken once
-        found["disk"] = [(phase, one["measured"]["disk_state_bytes"]) for phase, _ in one["samples"]]
-    return found
 
 
 def described(title, samples):
@@ -91,27 +68,33 @@ def legend(*timelines):
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def _column(samples, number):
-    count = min(COLUMNS, len(samples))
-    return _highest(samples[number * len(samples) // count : (number + 1) * len(samples) // count])
+def _held(now):
+    return ", ".join(f"{name} {show_bytes(size)}" for name, size in now.items() if size)
 
 
 def _highest(samples):
     return max(samples, key=lambda sample: sum(sample[1].values()))
 
 
-def _area(base, above, top):
-    """The outline of a band, in steps: along its upper edge, and back along the lower one."""
-    width = WIDTH / len(base)
-    corners = [(n * width, value, (n + 1) * width) for n, value in enumerate(above)]
-    forth = "".join(f"L{left:.0f} {_y(value, top)}H{right:.0f}" for left, value, right in corners)
-    corners = [(n * width, value, (n + 1) * width) for n, value in enumerate(base)]
-    back = "".join(f"L{right:.0f} {_y(value, top)}H{left:.0f}" for left, value, right in reversed(corners))
-    return f"M{forth[1:]}{back}Z"
+def _drawing(said, samples, top):
+    count, many = min(COLUMNS, len(samples)), len(samples)
+    columns = [peak(samples[n * many // count : (n + 1) * many // count]) for n in range(count)]
+    places = [WIDTH * n / count for n in range(count + 1)]
+    base, bands = [0] * count, ""
+    for name in STACKED:
+        above = [low + now.get(name, 0) for low, now in zip(base, columns, strict=True)]
+        if any(now.get(name) for now in columns):  # in steps: along its upper edge, and back along the lower one
+            outline = _edge(above, places, places[1:], top) + _edge(base[::-1], places[:0:-1], places[-2::-1], top)
+            bands += f'<path class="class{NAMES.index(name)}" d="M{outline[1:]}Z"/>'
+        base = above
+    return f"""<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{escape(said)}">
+{bands}
+</svg>"""
 
 
-def _y(value, top):
-    return f"{HEIGHT * (1 - value / top):.1f}"
+def _edge(values, begins, ends, top):
+    steps = zip(values, begins, ends, strict=False)
+    return "".join(f"L{begin:.0f} {HEIGHT * (1 - value / top):.1f}H{end:.0f}" for value, begin, end in steps)
 
 
 def _ticks(top, said="{:g}"):
@@ -124,9 +107,8 @@ def _ticks(top, said="{:g}"):
 
 
 def _phases(samples):
-    marks, phases = [], [phase for phase, _ in samples]
+    marks, phases = "", [phase for phase, _ in samples]
     for phase in PHASES:
         at = 100 * phases.index(phase) / len(phases)
-        side = " left" if at > 80 else ""
-        marks.append(f'<span class="phase{side}" style="left:{at:.1f}%">{phase}</span>')
-    return "".join(marks)
+        marks += f'<span class="phase{" left" if at > 80 else ""}" style="left:{at:.1f}%">{phase}</span>'
+    return marks

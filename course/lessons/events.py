@@ -1,7 +1,7 @@
 """What an engine does in one step, event by event, recorded on one rank of a real world.
 
-A `Recorder` stands around the engine's own methods, its collectives, its buckets and its tiers, and looks on. Nothing
-in the engines knows of it. An event is one of these:
+A `Recorder` looks on as a profiler does: Python calls it whenever a function begins or returns, and it knows those of
+the engine, its collectives, its buckets and its tiers. Nothing in the engines knows of it. An event is one of these:
 
     forward, backward    parts of the model compute
     pack                 gradients move into a bucket
@@ -21,22 +21,28 @@ host's thread moves by itself counts when the engine has waited for it.
 
 import inspect
 import sys
-import threading
-from collections import Counter
+from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 
 from common.engine import EngineBase
+from common.engine.bucket import Bucket
 from common.measure.memory import storage_bytes
-from common.measure.timeline import parts
-from common.measure.traffic import BUS, DISK
-from common.ranks.lanes import Handle
-from common.tensors import tensors_in
+from common.measure.timeline import parts, watch
+from common.measure.traffic import BUS, DISK, Traffic
+from common.ranks.collectives import Collectives
+from common.ranks.lanes import Handle, ThreadLane
+from common.tiers.bus import Bus
+from common.tiers.disk import Disk, OnDisk
+from common.tiers.sub_group import TieredBucket
 from course.lessons.held import Held
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 MERGED = ("forward", "backward", "pack", "read", "write")  # several of these in a row are one event
-TABLES = ("owned", "sends", "placed", "moves")  # read before training, and by whoever asks
+BASE = ("begin_forward", "step_shard", "zero_grad")  # methods of a step that engines need not have themselves
+NOT_OF_A_STEP = ("__init__", "partition", "make_units", "owned", "sends", "placed", "moves")
 
 
 @dataclass
@@ -46,16 +52,15 @@ class Event:
     Attributes:
         kind: see above.
         phase: forward, backward or step; "before" for what is held between steps.
-        about: the bucket's name; None where no bucket is meant.
+        about: the bucket's name; None where no bucket is meant, or several are.
         names: the parts that compute, the parameters whose gradients are packed, what has arrived, the states that are
             read or written, or the buckets that a change is about.
         method, line: where in the engine's file; None outside of it.
         inherited: this file is that of the engine which it derives from.
         within: the engine's methods that run now, the outermost first.
-        sent, left: bytes that this rank has sent in this step, and those of them that left its node.
-        moved: {"down", "up", "read" or "write": bytes} that it has moved in this step.
-        held: bytes that it holds on the device, activations aside.
-        beside: {"host" or "disk": bytes} that it holds there.
+        bytes: what this rank has sent in this step, what of that left its node, and what it has moved each way:
+            "sent", "left", "down", "up", "read", "write"; and what it has: on the device "held", activations aside, on
+            the "host" and on the "disk". Those that the engine has.
         cells: {bucket: (parameters, gradients, optimizer states)}; see `Held.cells`.
     """
 
@@ -67,30 +72,8 @@ class Event:
     line: int | None = None
     inherited: bool = False
     within: tuple = ()
-    sent: int = 0
-    left: int = 0
-    moved: dict = field(default_factory=dict)
-    held: int = 0
-    beside: dict = field(default_factory=dict)
+    bytes: dict = field(default_factory=dict)
     cells: dict = field(default_factory=dict)
-
-
-@dataclass
-class Count:
-    """What a method did in the step, those that it called included: bytes that it took, gave back, sent and moved.
-
-    Attributes:
-        takes, gives: {the method whose own doing it was: bytes}.
-        sent: {(collective, the method that began it): bytes}.
-        moved: {("down", "up", "read" or "write", the method that began it): bytes}.
-        times: {the keys of both: how often}.
-    """
-
-    takes: Counter = field(default_factory=Counter)
-    gives: Counter = field(default_factory=Counter)
-    sent: Counter = field(default_factory=Counter)
-    moved: Counter = field(default_factory=Counter)
-    times: Counter = field(default_factory=Counter)
 
 
 class Recorder:
@@ -99,236 +82,174 @@ class Recorder:
     Attributes:
         held: a `Held`.
         events: [Event].
-        methods: {name: Count}, of the methods that ran.
+        bytes: {method: {(what, by): bytes}}, of the methods that ran, what each did and those that it called: "takes"
+            and "gives" of what is held, or a collective or a way; and the method whose own doing it was.
+        times: {method: {(what, by): how often}}, of collectives and ways.
     """
 
     def __init__(self, engine):
         self.engine, self.held = engine, Held(engine)
-        self.buckets = self.held.buckets
-        self.files = [inspect.getsourcefile(one) for one in engine_classes(type(engine))]
-        self.events, self.methods = [], {}
+        mro = type(engine).__mro__
+        classes = mro[: mro.index(EngineBase)]  # the engine's, and those of engines that it derives from
+        self.files = [inspect.getsourcefile(one) for one in classes]
+        self.events, self.bytes, self.times = [], defaultdict(Counter), defaultdict(Counter)
         self._pending = None  # an event whose state shows when the line that caused it is over
-        self._within, self._about, self._undo = [], [], []
-        self._total = Counter()  # bytes sent, left and moved in this step
+        self._within, self._about = [], []  # the methods that run, and the bucket that each was called with, or None
+        ways = (BUS if "host" in self.held.areas else ()) + (DISK if "disk" in self.held.areas else ())
+        self._total = dict.fromkeys(("sent", "left", *ways), 0)  # bytes in this step
         self._before = 0  # bytes held when a method last began or ended
-        self._thread, self._late = threading.get_ident(), threading.local()
+        self._awaited = {}  # Handle -> (bucket, what is under way for it)
+        self._given, self._moved = {}, defaultdict(list)  # what the host is given to do, and has moved for a bucket
+        self._host = self.held.tiers["host"].lane if "host" in self.held.tiers else None
+        watched = {getattr(type(engine), name): self._method for name in (*own_methods(classes), *BASE)}
+        watched |= {getattr(Collectives, name): self._collective for name in COLLECTIVES}
+        watched |= dict.fromkeys((Bus.down, Bus.up, Bus.carry), self._copy)
+        watched |= dict.fromkeys((OnDisk._read, OnDisk._write), self._disk)
+        watched |= dict.fromkeys((OnDisk.drop, OnDisk.put_back), self._given_back)
+        watched |= {Collectives.work: self._work, Traffic.record: self._record, Bucket.pack: self._pack}
+        watched |= {Handle.wait: self._wait, ThreadLane.submit: self._submit, Disk.finish: self._finish}
+        self._watched = {inspect.unwrap(function).__code__: watcher for function, watcher in watched.items()}
+        self._running, self._hooks = {}, []  # frame -> its watcher
 
     def __enter__(self):
         self.engine.comm.traffic.reset()
         self._before = storage_bytes(self.held.states())
-        self._watch_tiers()
         self.note("start", phase="before")
-        for name in [*own_methods(type(self.engine)), "step_shard", "zero_grad"]:
-            self._put(self.engine, name, self._around_method(name, getattr(self.engine, name)))
-        for comm in comms_of(self.engine):
-            for name in COLLECTIVES:
-                self._look_on(comm, name, self.flush, partial(self._begun, name + comm._where))
-        self._look_on(self.engine.comm, "work", self._uses)
-        self._put(self.engine.comm.traffic, "record", self._around_record(self.engine.comm.traffic.record))
-        for bucket in self.buckets.values():
-            self._look_on(bucket, "pack", after=partial(self._packed, bucket.name))
-        # Hooks on the model's parts are set behind the engine's, so that what these do comes before the part runs.
-        self._look_on(self.engine, "begin_forward", after=self._hook_parts)
+        self._look_on(self._look, self._look_at_host)
         return self
 
     def __exit__(self, *error):
+        self._look_on(None, None)
         self.flush()
-        for undo in reversed(self._undo):
-            undo()
+        for hook in self._hooks:
+            hook.remove()
 
-    def _put(self, owner, name, method):
-        """Put a method in the place of one, until the step is over."""
-        before = vars(owner).get(name)
-        setattr(owner, name, method)
-        self._undo.append(lambda: delattr(owner, name) if before is None else setattr(owner, name, before))
+    def _look_on(self, here, on_host):
+        sys.setprofile(None)
+        if self._host is not None:
+            self._host.submit(lambda: sys.setprofile(on_host)).wait()
+        sys.setprofile(here)
 
-    def _look_on(self, owner, name, before=lambda *_: None, after=lambda *_: None):
-        """Call `before(*args)` and `after(result, *args)` around each call, but for those of other threads."""
-        method = getattr(owner, name)
+    # ---- what is looked at: what a function has been called with, and at `yield` what it returns -----------------
 
-        def watched(*args, **kwargs):
-            if not self._is_here():
-                return method(*args, **kwargs)
-            before(*args)
-            result = method(*args, **kwargs)
-            after(result, *args)
-            return result
+    def _look(self, frame, what, result):
+        """What `sys.setprofile` calls on this thread."""
+        if what == "call" and frame.f_code in self._watched:
+            name, arguments = frame.f_code.co_name, SimpleNamespace(**frame.f_locals)
+            self._running[frame] = self._watched[frame.f_code](name, arguments)
+            next(self._running[frame], None)
+        elif what == "return" and frame in self._running:
+            with suppress(StopIteration):
+                self._running.pop(frame).send(result)
 
-        self._put(owner, name, watched)
+    def _look_at_host(self, frame, what, result):
+        """The same on the host's thread, where a mean is brought down and on to disk."""
+        if what == "call" and frame.f_code is Traffic.record.__code__:
+            moved = frame.f_locals["collective"], frame.f_locals["sent"]
+            while frame.f_code is not TieredBucket._to_disk.__code__:
+                frame = frame.f_back
+            self._moved[frame.f_locals["self"].name].append(moved)
 
-    def _is_here(self):
-        return threading.get_ident() == self._thread
-
-    # ---- what is looked at ------------------------------------------------------------------------------------
-
-    def _around_method(self, name, method):
-        def watched(*args, **kwargs):
+    def _method(self, name, called):
+        self._boundary()
+        subject = [*vars(called).values(), None][1]  # its first argument
+        if name == "step_shard":
+            self._steps(getattr(subject, "bucket", subject).name, [subject])
+        self._within.append(name)
+        self._about.append(next((about for about, bucket in self.held.buckets.items() if bucket is subject), None))
+        self.bytes[name], self.times[name]  # of what does nothing, too
+        result = yield
+        if isinstance(result, Handle):
+            self._await(result, self._about[-1])
+        if name not in COLLECTIVES:  # whose note waits until the caller has the handle
             self._boundary()
-            subject = args[0] if args else None
-            if name == "step_shard":
-                about = getattr(subject, "bucket", subject).name
-                self.held.steps(about, subject)
-                self.note("stepped", about)
-            self._within.append(name)
-            self._about.append(subject.name if any(subject is one for one in self.buckets.values()) else None)
-            self.methods.setdefault(name, Count())
-            try:
-                result = method(*args, **kwargs)
-                if isinstance(result, Handle):
-                    self._watch(result, self._about[-1])
-                if name not in COLLECTIVES:  # whose note waits until the caller has the handle
-                    self._boundary()
-                    self._note_change()
-                return result
-            finally:
-                self._within.pop()
-                self._about.pop()
+            self._note_change()
+        if name == "begin_forward":  # hooks behind the engine's, so that what these do comes before the part runs
+            for label, part in parts(self.engine._module):
+                computes = partial(self._computes, "forward"), lambda label: None, partial(self._computes, "backward")
+                self._hooks += watch(label, part, *computes)
+        self._within.pop()
+        self._about.pop()
 
-        return watched
-
-    def _begun(self, kind, handle, *args):
-        """A collective has begun; one that is about no bucket is an agreement."""
-        about = args[-1]
-        if about not in self.buckets:
+    def _collective(self, name, called):
+        """A collective begins; one that is about no bucket is an agreement."""
+        self.flush()
+        handle = yield
+        if called.label in self.held.buckets:
+            kind = name + called.self._where
+            self.held.begins(called.label, kind, vars(called).values())
+            self.note(kind, called.label)
+            self._await(handle, called.label)
+        else:
             self.note("agree")
-            return
-        self.held.begins(about, kind, args[:2])
-        self.note(kind, about)
-        self._watch(handle, about)
 
-    def _uses(self, label, job, *buffers):
+    def _work(self, name, called):
         """Plain work between collectives uses messages and sums."""
         if self._about and self._about[-1] is not None:
-            self.held.uses(self._about[-1], buffers)
+            self.held.uses(self._about[-1], called.buffers)
+        yield
 
-    def _watch(self, handle, about):
-        """When the engine first waits for it, what is under way for a bucket has arrived."""
-        wait, under_way = handle.wait, self.held.begun.get(about)
-
-        def watched():
-            wait()
-            if under_way and under_way is self.held.begun.get(about) and self._is_here():
-                kinds = self.held.arrives(about)
-                self.note("arrive", about, kinds)
-                if not any(kind.startswith("all_gather") for kind in kinds):  # the method may take other room
-                    self.flush()
-
-        handle.wait = watched
-
-    def _around_record(self, record):
-        def watched(kind, nbytes, left=0):
-            record(kind, nbytes, left)
-            if self._is_here():
-                self._count(kind, nbytes, left, self._within)
-            else:
-                self._late.moved.append((kind, nbytes))
-
-        return watched
-
-    def _count(self, kind, nbytes, left, within):
-        on_wire = kind not in BUS + DISK
-        self._total.update({"sent": nbytes, "left": left} if on_wire else {kind: nbytes})
-        for name in set(within):
-            count = self.methods[name]
-            (count.sent if on_wire else count.moved)[kind, within[-1]] += nbytes
-            count.times[kind, within[-1]] += 1
-
-    def _packed(self, about, _, name, gradient):
-        self.note("pack", about, [name])
-
-    def _hook_parts(self, _):
-        for label, part in parts(self.engine._module):
-            hooks = [
-                part.register_forward_pre_hook(lambda *_, label=label: self.note("forward", names=[label])),
-                part.register_forward_hook(lambda _, __, output, label=label: self._watch_backward(label, output)),
-            ]
-            self._undo += [hook.remove for hook in hooks]
-
-    def _watch_backward(self, label, output):
-        for tensor in tensors_in(output):
-            tensor.register_hook(lambda _: self.note("backward", names=[label]))
-
-    # ---- tiers ------------------------------------------------------------------------------------------------
-
-    def _watch_tiers(self):
-        tiers = self.held.tiers
-        if "host" in tiers:  # whose own moves, on its thread, count when the engine waits: see `_around_submit`
-            for name in ("down", "up", "carry"):
-                self._look_on(self.engine.bus, name, self.flush, partial(self._moves, name))
-            self._put(tiers["host"].lane, "submit", self._around_submit(tiers["host"].lane.submit))
-        if "disk" in tiers:
-            self._look_on(tiers["disk"], "finish", after=self._has_written)
-            for bucket in self.buckets.values():
-                places = {bucket.parameters_at: "parameters", bucket.gradients_at: "gradients"}
-                for place in (bucket.masters_at, *bucket.states_at.values()):
-                    places.setdefault(place, "optimizer")
-                for place, state in places.items():
-                    if place.tensor is None:
-                        self._watch_place(bucket.name, state, place)
-
-    def _moves(self, name, handle, *args):
-        """A copy over the bus has begun."""
-        way, about = args[:2] if name == "carry" else (name, args[0].name)
+    def _copy(self, name, called):
+        """A copy over the bus begins."""
+        self.flush()
+        handle = yield
+        way, about = (called.direction, called.name) if name == "carry" else (name, called.bucket.name)
         self.held.begins(about, way)
         self.note(way, about)
         if way == "down":  # what goes up has a gather behind it
-            self._watch(handle, about)
+            self._await(handle, about)
 
-    def _around_submit(self, submit):
+    def _submit(self, name, called):
         """What the host is given to do: to step a bucket or, in backward, to bring a mean down and on to disk."""
-
-        def watched(work, *buffers):
-            about, within, moved = self._about[-1], list(self._within), []
-            steps = self.phase == "step"
+        if called.self is self._host:
+            about, within, steps = self._about[-1], list(self._within), self.phase == "step"
             if not steps:
                 self.held.begins(about, "down")
             self.note("host_step" if steps else "down", about)
+            handle = yield
+            self._given[handle] = about, within, steps
 
-            def recorded():
-                self._late.moved = moved
-                work()
+    def _await(self, handle, about):
+        """When the engine first waits for it, what is under way for a bucket has arrived."""
+        self._awaited.setdefault(handle, (about, self.held.begun.get(about)))
 
-            handle = submit(recorded, *buffers)
-            wait = handle.wait
+    def _wait(self, name, called):
+        yield
+        about, within, steps = self._given.pop(called.self, (None, (), False))
+        for kind, nbytes in self._moved.pop(about, ()):
+            self._count(kind, nbytes, 0, within)
+        if steps:
+            self._steps(about, self.held.buckets[about].pieces)
+        about, under_way = self._awaited.get(called.self, (None, None))
+        if under_way and under_way is self.held.begun.get(about):
+            kinds = self.held.arrives(about)
+            self.note("arrive", about, kinds)
+            if not any(kind.startswith("all_gather") for kind in kinds):  # the method may take other room
+                self.flush()
 
-            def waited():
-                wait()
-                if self._is_here():
-                    while moved:
-                        self._count(*moved.pop(0), 0, within)
-                    if steps and about is not None:
-                        self._has_stepped(about)
+    def _record(self, name, called):
+        yield
+        self._count(called.collective, called.sent, called.left, self._within)
 
-            handle.wait = waited
-            return handle
+    def _pack(self, name, called):
+        yield
+        self.note("pack", called.self.name, [called.name])
 
-        return watched
-
-    def _has_stepped(self, about):
-        for piece in self.buckets[about].pieces:
-            self.held.steps(about, piece)
-        self.note("stepped", about)
-
-    def _watch_place(self, about, state, place):
-        """What of a place on disk is read, stands in the host's buffers and is written."""
-        key = about, state
-        if place._lent:  # read ahead by the step before
-            self.held.lent[key] = "t"
-
-        def reads(*_):
+    def _disk(self, name, called):
+        """The disk begins to read or to write what lies in a place."""
+        if called.self in self.held.places:
+            kind, (about, state) = name.strip("_"), self.held.places[called.self]
             self.flush()
-            self.held.lent[key] = "t"
+            self.held.passes(kind, about, state)
+            yield
+            self.note(kind, about, [state])
 
-        def writes(*_):
-            self.flush()
-            self.held.writes(about, state)
+    def _given_back(self, name, called):
+        yield
+        self.held.lent.pop(self.held.places.get(called.self), None)
 
-        self._look_on(place, "_read", reads, lambda *_: self.note("read", about, [state]))
-        self._look_on(place, "_write", writes, lambda *_: self.note("write", about, [state]))
-        for name in ("drop", "put_back"):
-            self._look_on(place, name, lambda *_: self.held.lent.pop(key, None))
-
-    def _has_written(self, _):
+    def _finish(self, name, called):
+        yield
         self.held.has_written()
         self.note("arrive", None, ["write"])
 
@@ -338,83 +259,75 @@ class Recorder:
     def phase(self):
         return self.engine.comm.traffic.phase
 
+    def _computes(self, kind, label):
+        self.note(kind, names=[label])
+
+    def _steps(self, about, pieces):
+        for piece in pieces:
+            self.held.steps(about, piece)
+        self.note("stepped", about)
+
     def note(self, kind, about=None, names=(), phase=None):
         """Enter an event. Its state is taken when the next one comes, or a method begins or ends."""
         self.flush()
-        method, line, inherited = self._place()
-        self._pending = Event(
-            kind, phase or self.phase, about, list(names), method, line, inherited, tuple(self._within)
-        )
+        place = _place(self.files)
+        self._pending = Event(kind, phase or self.phase, about, list(names), *place, tuple(self._within))
 
-    def flush(self, *_):
+    def flush(self):
         """Complete the event that waits for its state."""
         event, self._pending = self._pending, None
         if event is None:
             return
-        self._complete(event, self.held.cells())
+        self._complete(event)
         last = self.events[-1] if self.events else None
         if last and event.kind in MERGED and (last.kind, last.about) == (event.kind, event.about):
             event.names = list(dict.fromkeys(last.names + event.names))
             self.events.pop()
         self.events.append(event)
 
-    def _complete(self, event, cells):
-        event.sent, event.left = self._total["sent"], self._total["left"]
-        event.moved = {way: self._total[way] for way in self.ways}
-        event.held, event.beside, event.cells = self.held.on_device(), self.held.beside(), cells
-
-    @property
-    def ways(self):
-        """Where bytes may move in this engine, besides over the wire."""
-        return (BUS if "host" in self.held.tiers else ()) + (DISK if "disk" in self.held.tiers else ())
-
     def _note_change(self):
         """A method returns, and holds other things than before: that is an event, if none has told of it."""
-        cells, before = self.held.cells(), self.events[-1].cells
-        changed = [name for name in cells if cells[name] != before[name]]
-        if changed:
-            about = changed[0] if len(changed) == 1 else None
-            event = Event("change", self.phase, about, changed, self._within[-1], within=tuple(self._within))
-            self._complete(event, cells)
+        event, before = Event("change", self.phase, method=self._within[-1]), self.events[-1].cells
+        event.within = tuple(self._within)
+        self._complete(event)
+        event.names = [name for name in event.cells if event.cells[name] != before[name]]
+        if event.names:
             self.events.append(event)
+
+    def _complete(self, event):
+        event.bytes, event.cells = self._total | self.held.bytes(), self.held.cells()
+
+    def _count(self, kind, nbytes, left, within):
+        self._total[kind if kind in BUS + DISK else "sent"] += nbytes
+        self._total["left"] += left
+        for name in set(within):
+            self.bytes[name][kind, within[-1]] += nbytes
+            self.times[name][kind, within[-1]] += 1
 
     def _boundary(self):
         """A method begins or ends: what changed since the last time is the doing of the one that ran."""
         self.flush()
         held = storage_bytes(self.held.states())
         for name in set(self._within):
-            self.methods[name].takes[self._within[-1]] += max(0, held - self._before)
-            self.methods[name].gives[self._within[-1]] += max(0, self._before - held)
+            self.bytes[name]["takes", self._within[-1]] += max(0, held - self._before)
+            self.bytes[name]["gives", self._within[-1]] += max(0, self._before - held)
         self._before = held
 
-    def _place(self):
-        """The method and line that run now, the innermost, of the engine's file or of the one that it derives from."""
-        frame = sys._getframe(2)
-        while frame is not None and (frame.f_code.co_filename not in self.files or frame.f_code.co_name[0] == "<"):
-            frame = frame.f_back
-        if frame is None:
-            return None, None, False
-        return frame.f_code.co_name, frame.f_lineno, frame.f_code.co_filename != self.files[0]
+
+def _place(files):
+    """The method and line that run now, the innermost, of the first file or of the others; and whether of those."""
+    frame = sys._getframe()
+    while frame is not None and (frame.f_code.co_filename not in files or frame.f_code.co_name[0] == "<"):
+        frame = frame.f_back
+    if frame is None:
+        return None, None, False
+    return frame.f_code.co_name, frame.f_lineno, frame.f_code.co_filename != files[0]
 
 
-def engine_classes(engine_class):
-    """An engine's class, and those that it derives from and that are engines too."""
-    return [one for one in engine_class.__mro__ if issubclass(one, EngineBase) and one is not EngineBase]
-
-
-def own_methods(engine_class):
+def own_methods(classes):
     """The names of the methods that run in a step: those an engine's classes have themselves, tables aside."""
     return [
         name
-        for name in dict.fromkeys(name for one in engine_classes(engine_class) for name in vars(one))
-        if inspect.isfunction(getattr(engine_class, name))
-        and not inspect.isgeneratorfunction(inspect.unwrap(getattr(engine_class, name)))
-        and name not in ("__init__", "partition", "make_units", *TABLES)
+        for name in dict.fromkeys(name for one in classes for name in vars(one))
+        if inspect.isfunction(getattr(classes[0], name)) and name not in NOT_OF_A_STEP
     ]
-
-
-def comms_of(engine):
-    """An engine's Collectives: its own and, where its ways go by nodes, those inside and across."""
-    ways = vars(engine.ways).values() if hasattr(engine, "ways") else ()
-    parts_of_it = [getattr(way, name, None) for way in ways for name in ("inside", "across")]
-    return list(dict.fromkeys([engine.comm, *filter(None, parts_of_it)]))

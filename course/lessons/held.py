@@ -23,30 +23,37 @@ class Held:
 
     Attributes:
         buckets: {name: bucket}.
-        areas: "device" and, of engines with tiers, "host" and "disk".
+        tiers: {area: tier}, of engines that have tiers.
+        areas: "device" and, of those engines, "host" and "disk".
+        places: {place on disk: (bucket, state)}.
         begun: {bucket: [kinds]}, the collectives and copies under way.
         lent: {(bucket, state): letter}, what of the disk stands in the host's buffers.
     """
 
     def __init__(self, engine):
         self.engine = engine
-        self.buckets = {bucket.name: bucket for bucket in engine.buckets + engine.frozen}
+        self.buckets = {bucket.name: bucket for bucket in engine.buckets}
         self.tiers = {AREAS[tier.name]: tier for tier in getattr(engine, "tier", {}).values() if tier is not None}
         self.areas = list(self.tiers) or ["device"]
-        self.begun = {}
-        self.lent, self._written = {}, {}
+        self.places = {}
+        for bucket in engine.buckets if "disk" in self.areas else ():
+            for state, _, place in bucket.at_rest(engine.optimizer):
+                if place is not None and not torch.is_tensor(place):
+                    self.places.setdefault(place, (bucket.name, state))
+        # What is read ahead by the step before stands there already.
+        self.lent = {whose: UNDER_WAY for place, whose in self.places.items() if place._lent}
+        self.begun, self._written = {}, {}
         self._buffers = defaultdict(list)  # bucket -> tensors that its collectives use until they arrive
         self._fresh, self._stepped = {}, set()  # shards whose parameters are new; buckets whose states are
-        # Places on disk are taken once; what is read from them stands in the optimizer for a while.
-        self._on_disk = sum(engine.accounts.held("nvme").values()) if "disk" in self.areas else 0
+        # Places there are taken once; what is read from them stands in the optimizer for a while.
+        self._on_disk = {"disk": sum(engine.accounts.held("nvme").values())} if "disk" in self.areas else {}
 
     # ---- what happens ------------------------------------------------------------------------------------------
 
     def begins(self, name, kind, buffers=()):
-        """A collective or a copy of a bucket begins. Returns all of its that are under way, a list that grows."""
+        """A collective or a copy of a bucket begins."""
         self.uses(name, buffers)
         self.begun.setdefault(name, []).append(kind)
-        return self.begun[name]
 
     def uses(self, name, buffers):
         """What is under way for a bucket uses these, and its own gradients."""
@@ -58,21 +65,19 @@ class Held:
         kinds = self.begun.pop(name)
         self._buffers.pop(name, None)
         if self.engine.comm.traffic.phase == "step" and "all_gather" in kinds:
-            self._fresh[name] = set(range(self.engine.world_size))
+            self._fresh[name] = range(self.engine.world_size)
         return kinds
 
     def steps(self, name, piece):
         """The optimizer steps a piece of a bucket: what was read for it stands ready."""
         self._stepped.add(name)
         if self.area_of(self.buckets[name], "parameters") == self.area_of(self.buckets[name], "optimizer"):
-            self._fresh[name] = set(shards(self.buckets[name], piece.part))
-        for bucket, state in self.lent:
-            if bucket == name:
-                self.lent[bucket, state] = HERE
+            self._fresh[name] = shards(self.buckets[name], piece.part)
+        self.lent |= {whose: HERE for whose in self.lent if whose[0] == name}
 
-    def writes(self, name, state):
-        """What was stepped is on its way to disk."""
-        self._written[name, state] = UNDER_WAY
+    def passes(self, kind, name, state):
+        """A read from disk is on its way, or a write of what was stepped."""
+        (self.lent if kind == "read" else self._written)[name, state] = UNDER_WAY
 
     def has_written(self):
         """The disk has all of it."""
@@ -86,24 +91,36 @@ class Held:
         Each is a string: a letter for each shard on the device, one for this rank's own on the host, one on disk.
         """
         of = [self._parameters, self._gradients, self._states]
-        of += [self._second] if any(has_second(bucket) for bucket in self.buckets.values()) else []
+        of += [self._second] if any(map(has_second, self.buckets.values())) else []
         return {name: tuple(letters(bucket) for letters in of) for name, bucket in self.buckets.items()}
 
     def area_of(self, bucket, state):
         """Where a state of a bucket lies between its uses."""
-        if len(self.areas) == 1:
-            return "device"
-        return AREAS[self.engine.placed(bucket)[state][0][1].name]
+        return AREAS[self.engine.placed(bucket)[state][0][1].name] if self.tiers else "device"
+
+    def _kept(self, bucket, state):
+        """The shards of a state that this rank keeps on the device."""
+        on_device = self.area_of(bucket, state) == "device"
+        return shards(bucket, getattr(self.engine.owned(bucket), state)) if on_device else ()
+
+    def _row(self, bucket, state, letter_of, at_rest):
+        """The letters of a state: `letter_of` each shard on the device, and beside it `at_rest` where it lies.
+
+        The host has meanwhile what is read from disk.
+        """
+        passing = self.lent.get((bucket.name, state), ABSENT)
+        if passing == HERE and bucket.name in self._stepped and state != "gradients":
+            passing = NEW
+        beside = {"host": passing, "disk": ABSENT, self.area_of(bucket, state): at_rest}
+        return "".join([*map(letter_of, range(self.engine.world_size)), *(beside[area] for area in self.areas[1:])])
 
     def _parameters(self, bucket):
         begun, fresh = self.begun.get(bucket.name, ()), self._fresh.get(bucket.name, ())
-        at = self.area_of(bucket, "parameters")
-        kept = shards(bucket, self.engine.owned(bucket).parameters) if at == "device" else ()
+        kept = self._kept(bucket, "parameters")
         whole = bucket.full is not None and bucket.full.untyped_storage().nbytes() > 0
 
-        def of(shard):
-            coming = "up" in begun if shard == self.engine.rank else bucket.gathering is not None
-            if coming:
+        def letter_of(shard):
+            if "up" in begun if shard == self.engine.rank else bucket.gathering is not None:
                 return UNDER_WAY
             if whole and bucket.gathering is None and self._rounds(bucket):
                 return ROUNDED
@@ -111,38 +128,30 @@ class Held:
                 return NEW if shard in fresh else HERE
             return ABSENT
 
-        on_disk = self._written.get((bucket.name, "parameters"), HERE)
-        return self._all(of) + self._beside(bucket, "parameters", {at: on_disk})
+        return self._row(bucket, "parameters", letter_of, self._written.get((bucket.name, "parameters"), HERE))
 
     def _gradients(self, bucket):
-        everywhere, at = range(self.engine.world_size), self.area_of(bucket, "gradients")
-        kept = shards(bucket, self.engine.owned(bucket).gradients) if at == "device" else ()
-        arrived, leaves = bucket.has_gradient or bucket.handle is not None, self._leaves(bucket)
-        room = everywhere if bucket.local is not None else kept
+        arrived = bucket.has_gradient or bucket.handle is not None
+        # Whether they are on their way to the mean.
+        leaves = any(kind.partition(" ")[0] in REDUCTIONS for kind in self.begun.get(bucket.name, ()))
+        room = range(self.engine.world_size) if bucket.local is not None else self._kept(bucket, "gradients")
         mean = [k for piece in bucket.pieces for k in shards(bucket, piece.part)] if arrived else ()
         own = set() if arrived else {k for name in bucket.reported for k in shards(bucket, bucket.slots[name])}
 
-        def of(shard):
+        def letter_of(shard):
             if leaves:
                 return UNDER_WAY
             if shard not in room:
                 return ABSENT
             return HERE if shard in mean else OWN if shard in own else ROOM
 
-        return self._all(of) + self._beside(bucket, "gradients", {at: HERE if arrived and not leaves else ROOM})
-
-    def _leaves(self, bucket):
-        """Whether its gradients are on their way to the mean."""
-        return any(kind.partition(" ")[0] in REDUCTIONS for kind in self.begun.get(bucket.name, ()))
+        return self._row(bucket, "gradients", letter_of, HERE if arrived and not leaves else ROOM)
 
     def _states(self, bucket):
-        if not any(self.engine.optimizer.state.get(piece.master) for piece in bucket.pieces):
-            return ABSENT * (self.engine.world_size + len(self.areas) - 1)
-        kept, at = shards(bucket, self.engine.owned(bucket).optimizer), self.area_of(bucket, "optimizer")
-        letter = NEW if bucket.name in self._stepped else HERE
-        on_disk = self._written.get((bucket.name, "optimizer"), HERE)
-        device = self._all(lambda shard: letter if at == "device" and shard in kept else ABSENT)
-        return device + self._beside(bucket, "optimizer", {at: on_disk if at == "disk" else letter})
+        kept, letter = self._kept(bucket, "optimizer"), NEW if bucket.name in self._stepped else HERE
+        on_disk = self.area_of(bucket, "optimizer") == "disk"
+        at_rest = self._written.get((bucket.name, "optimizer"), HERE) if on_disk else letter
+        return self._row(bucket, "optimizer", lambda shard: letter if shard in kept else ABSENT, at_rest)
 
     def _second(self, bucket):
         kept = shards(bucket, self.engine.owned(bucket).second)
@@ -150,42 +159,26 @@ class Held:
         letter = (ROUNDED if self._rounds(bucket) else HERE) if current else STALE
         if "all_gather" in self.begun.get(bucket.name, ()):
             letter = UNDER_WAY
-        return self._all(lambda shard: letter if shard in kept else ABSENT)
+        return "".join(letter if shard in kept else ABSENT for shard in range(self.engine.world_size))
 
     def _rounds(self, bucket):
         """Whether its parameters come rounded: to look at them, and not to compute, they would not be."""
         return getattr(self.engine, "quantize_weights", False) and bucket.kind.dtype == self.engine.dtype
-
-    def _all(self, letter):
-        return "".join(map(letter, range(self.engine.world_size)))
-
-    def _beside(self, bucket, state, letters):
-        """The letters of the other areas: what lies there, or of the host what is read from disk for a while."""
-        passing = self.lent.get((bucket.name, state), ABSENT)
-        if passing == HERE and bucket.name in self._stepped and state != "gradients":
-            passing = NEW
-        return "".join(letters.get(area, passing if area == "host" else ABSENT) for area in self.areas[1:])
 
     # ---- bytes -------------------------------------------------------------------------------------------------
 
     def states(self):
         """The tensors of model states on the device, gathered units and room for gradients."""
         kept = [tensor for tensors in self.engine.accounts.kept().values() for tensor in tensors]
-        return kept + [part for bucket in self.buckets.values() for part in (bucket.full, bucket.local)]
+        return kept + [part for bucket in self.engine.buckets for part in (bucket.full, bucket.local)]
 
-    def on_device(self):
-        """The bytes of that, of what travels, and of the receive buffer."""
+    def bytes(self):
+        """{"held": bytes on the device, of what travels and the receive buffer too, "host": bytes, "disk": bytes}."""
         travelling = [buffer for buffers in self._buffers.values() for buffer in buffers]
-        return storage_bytes([*self.states(), *travelling, self.engine.comm.room])
-
-    def beside(self):
-        """{area: bytes} of the host, staging buffers included, and of the disk."""
-        held = dict.fromkeys(self.areas[1:], 0)
-        if "host" in held:
-            held["host"] = storage_bytes(tensor for tensors in on_host(self.engine).values() for tensor in tensors)
-        if "disk" in held:
-            held["disk"] = self._on_disk
-        return held
+        found = {"held": storage_bytes([*self.states(), *travelling, self.engine.comm.room])}
+        if "host" in self.areas:
+            found["host"] = storage_bytes(tensor for tensors in on_host(self.engine).values() for tensor in tensors)
+        return found | self._on_disk
 
 
 def shards(bucket, part):
@@ -201,7 +194,7 @@ def on_host(engine):
     CPU rank has them in private memory; they are shown with the host all the same.
     """
     found, tiers = defaultdict(list), getattr(engine, "tier", {})
-    for bucket in engine.buckets + engine.frozen if tiers else ():
+    for bucket in engine.buckets if tiers else ():
         for state, tier, tensor in bucket.at_rest(engine.optimizer):
             if tier == "cpu" and tensor is not None:
                 found[state].append(tensor)
@@ -215,7 +208,7 @@ def live(engine):
     found = engine.live()
     found.pop(EVERYTHING_ON_HOST, None)
     beside = {HOST + name: tensors for name, tensors in on_host(engine).items()}
-    second = [b.second for b in engine.buckets + engine.frozen if has_second(b)]
+    second = [bucket.second for bucket in engine.buckets if has_second(bucket)]
     # A storage counts in the first class that names it.
     return {**beside, **({"second shards": second} if second else {}), **found}
 

@@ -38,9 +38,9 @@ def _numbers(events):
     """{(kind, name): the number of the first event of that kind that is about the part or the bucket}."""
     found = {("start", ""): 0}
     for number, event in enumerate(events):
-        if event["phase"] == "step":
+        if event.phase == "step":
             found.setdefault(("step", ""), number)
-        about = {"forward": event["names"], "backward": event["names"], "stepped": [event["about"]]}
-        for name in about.get(event["kind"], ()):
-            found.setdefault((event["kind"], name), number)
+        if event.kind in SAID:
+            for name in event.names or [event.about]:
+                found.setdefault((event.kind, name), number)
     return {**found, ("end", ""): len(events) - 1}

@@ -5,7 +5,7 @@ this model and what was counted in the recorded step.
 """
 
 import re
-from dataclasses import dataclass
+from functools import partial
 
 from common.measure.tables import show_bytes
 from course.lessons.sentences import STATES, listed
@@ -13,90 +13,72 @@ from course.lessons.sentences import STATES, listed
 MOVED = ("bus_bytes_per_step", "disk_bytes_per_step")
 NOTHING = "nothing"
 OUTSIDE = "nothing: the recorded step does not call it"
-KEEPS = ("owned", "placed", "partition")  # the tables, and the method that lays out what they say
-TABLES = (*KEEPS, "sends", "moves")  # read or run before training
+TABLES = ("owned", "placed", "sends", "moves")
+KEEPS = ("owned", "placed", "partition")  # of what a rank keeps: tables, and the method that lays out what they say
 WAYS = {"down": "down the bus", "up": "up the bus", "read": "read from disk", "write": "written to disk"}
+WHERE = {"host": "on the host", "disk": "on disk"}
 PREFIX = re.compile(r"^(Phase \d+\.|The [\w ]+ table:|See `[\w.]+`[.;]) *")  # what a docstring says of its place
 
 
-@dataclass(frozen=True)
-class Note:
-    """What to know of a change, each a line of text with code in backticks; `moves` is "" where nothing is."""
-
-    why: str
-    saves: str
-    sends: str
-    moves: str = ""
-
-
 def note(pair, before, after, reasons):
-    """The note of a method.
+    """The note of a method, in lines with code in backticks.
 
     Args:
         pair: its `diff.Pair`.
         before, after: what was recorded of the two engines, as `recording.record_all` has it.
         reasons: {method: why}, of the second.
+
+    Returns:
+        {"Why": a line, "Saves": a line, "Sends": a line} and, where something moves, {"Moves": a line}.
     """
-    said = (pair.after or pair.before).docstring
-    why = reasons.get(pair.name) or PREFIX.sub("", said) or said
-    moved = moves(pair, before, after) if after["ways"] else ""
-    return Note(why[:1].upper() + why[1:], saves(pair, before, after), sends(pair, before, after), moved)
+    docstring = (pair.after or pair.before).docstring
+    why = reasons.get(pair.name) or PREFIX.sub("", docstring) or docstring
+    if pair.name in (*TABLES, *KEEPS):  # read or run before training
+        lines = {"Saves": NOTHING, "Sends": NOTHING, "Moves": NOTHING} | _foreseen(pair.name, before, after)
+    else:
+        said = {"Saves": _taken, "Sends": _counted, "Moves": partial(_counted, moved=True)}
+        lines = {what: _beside(pair, how, before, after) for what, how in said.items()}
+    if len(after["areas"]) == 1 or lines["Moves"] in (NOTHING, OUTSIDE):
+        del lines["Moves"]
+    return {"Why": why[:1].upper() + why[1:], **lines}
 
 
-def saves(pair, before, after):
-    """What of a rank's memory a method is about, in the second engine beside the first."""
-    if pair.name in KEEPS:
-        return _kept(pair.name, before["predicted_states"], after["predicted_states"])
-    if pair.name in TABLES:
-        return NOTHING
-    return _beside(pair, _moved, before, after)
-
-
-def sends(pair, before, after):
-    """What a method sends, in the second engine beside the first."""
-    if pair.name == "sends":
-        foreseen = [_listed(one["predicted_sent"]) for one in (before, after)]
-        return f"nothing itself; it predicts that a step sends {foreseen[1]}; before: {foreseen[0]}"
-    if pair.name in TABLES:
-        return NOTHING
-    return _beside(pair, _sent, before, after)
-
-
-def moves(pair, before, after):
-    """What a method moves over the bus and to and from the disk; "" where it is nothing."""
-    if pair.name == "moves":
-        foreseen = {way: nbytes for name in MOVED for way, nbytes in after["predicted"].get(name, {}).items()}
-        return f"nothing itself; it predicts {listed([f'{show_bytes(foreseen[way])} {WAYS[way]}' for way in foreseen])}"
-    if pair.name in KEEPS:
-        held = {area: after["predicted"].get(f"{area}_state_bytes", {}) for area in after["areas"][1:]}
-        parts = [
-            f"{show_bytes(nbytes)} of {STATES[state]} {'on the host' if area == 'host' else 'on disk'}"
-            for area, states in held.items()
-            for state, nbytes in states.items()
-            # The optimizer makes its own states.
-            if nbytes and not (pair.name == "partition" and state == "optimizer")
-        ]
-        return f"nothing itself; it puts {listed(parts)}" if parts else ""
-    moved = NOTHING if pair.name in TABLES else _beside(pair, _carried, before, after)
-    return "" if moved in (NOTHING, OUTSIDE) else moved
-
-
-def _kept(name, before, after):
-    parts = [
-        f"{'' if before[state] > after[state] else 'nothing; takes '}"
-        f"{show_bytes(abs(before[state] - after[state]))} of {said}: {show_bytes(before[state])} before, "
-        f"{show_bytes(after[state])} now"
-        for state, said in STATES.items()
-        # `partition` makes room for parameters and gradients; the optimizer makes its own states.
-        if before[state] != after[state] and not (name == "partition" and state == "optimizer")
+def _foreseen(name, before, after):
+    """What the tables say, in the second engine beside the first."""
+    if name == "sends":
+        now, then = (
+            listed([f"{show_bytes(size)} in {collectives(kind)}" for kind, size in one.items()])
+            for one in (after["predicted"]["wire_bytes_per_step"], before["predicted"]["wire_bytes_per_step"])
+        )
+        return {"Sends": f"nothing itself; it predicts that a step sends {now}; before: {then}"}
+    if name == "moves":
+        foreseen = {way: size for kind in MOVED for way, size in after["predicted"].get(kind, {}).items()}
+        parts = [f"{show_bytes(foreseen[way])} {WAYS[way]}" for way in foreseen]
+        return {"Moves": f"nothing itself; it predicts {listed(parts)}"}
+    # `partition` makes room for parameters and gradients; the optimizer makes its own states.
+    states = {state: said for state, said in STATES.items() if (name, state) != ("partition", "optimizer")}
+    lines, kept = [], [(one["predicted"]["model_state_bytes"]) for one in (before, after)]
+    for state, said in states.items():
+        then, now = (sizes[state] for sizes in kept)
+        if then != now:
+            takes = "" if then > now else "nothing; takes "
+            lines.append(f"{takes}{show_bytes(abs(then - now))} of {said}: {show_bytes(then)} before, ")
+            lines[-1] += f"{show_bytes(now)} now"
+    held = {area: after["predicted"][f"{area}_state_bytes"] for area in after["areas"][1:]}
+    puts = [
+        f"{show_bytes(sizes[state])} of {said} {WHERE[area]}"
+        for area, sizes in held.items()
+        for state, said in states.items()
+        if sizes[state]
     ]
-    return "; ".join(parts) or NOTHING
+    moves = f"nothing itself; it puts {listed(puts)}" if puts else NOTHING
+    return {"Saves": "; ".join(lines) or NOTHING, "Moves": moves}
 
 
 def _beside(pair, said, before, after):
     """What is said of the method in the second engine and, where that is something else, in the first."""
     now, then = (
-        said(pair.name, one["methods"]) if section else None
+        None if section is None else said(pair.name, one) if pair.name in one["bytes"] else OUTSIDE
         for section, one in ((pair.after, after), (pair.before, before))
     )
     if now is None:
@@ -104,35 +86,32 @@ def _beside(pair, said, before, after):
     return now if then in (None, now) else f"{now}; before: {then}"
 
 
-def _moved(name, methods):
-    if name not in methods:
-        return OUTSIDE
-    gives, takes = (_by_method(name, methods[name][what]) for what in ("gives", "takes"))
+def _taken(name, one):
+    """Bytes and, where it was another method's doing, whose: "gives back 1.34 MB through `free` and 447 kB"."""
+    gives, takes = (
+        " and ".join(
+            show_bytes(size) + ("" if by == name else f" through `{by}`")
+            for (kind, by), size in one["bytes"][name].items()
+            if size and kind == what
+        )
+        for what in ("gives", "takes")
+    )
     said = f"gives back {gives}" if gives else NOTHING
     return f"{said}; takes {takes}" if takes else said
 
 
-def _by_method(name, moved):
-    """Bytes and, where it was another method's doing, whose: "1.34 MB through `free` and 447 kB"."""
-    parts = [show_bytes(b) + ("" if by == name else f" through `{by}`") for by, b in moved.items() if b]
-    return " and ".join(parts)
-
-
-def _sent(name, methods):
-    return _counted(name, methods, "sent", lambda collective, times: f"in {times} {collectives(collective, times)}")
-
-
-def _carried(name, methods):
-    return _counted(name, methods, "moved", lambda way, times: f"{WAYS[way]}, in {times} part{'s' * (times > 1)}")
-
-
-def _counted(name, methods, what, said):
-    if name not in methods:
-        return OUTSIDE
-    count, found = methods[name], []
-    for (kind, by), nbytes in count[what].items():
-        through = "" if by == name else f", through `{by}`"
-        found.append(f"{show_bytes(nbytes)} {said(kind, count['times'][kind, by])}{through}")
+def _counted(name, one, moved=False):
+    """Bytes that a method sent or, if `moved`, moved otherwise; how often, and where it was another's doing, whose."""
+    found = []
+    for (kind, by), times in one["times"][name].items():
+        if (kind in WAYS) == moved:
+            way = (
+                f"{WAYS[kind]}, in {times} part{'s' * (times > 1)}"
+                if moved
+                else f"in {times} {collectives(kind, times)}"
+            )
+            through = "" if by == name else f", through `{by}`"
+            found.append(f"{show_bytes(one['bytes'][name][kind, by])} {way}{through}")
     return "; ".join(found) or NOTHING
 
 
@@ -140,7 +119,3 @@ def collectives(name, times=2):
     """A collective in words, as the meter calls it: all-gathers in the node."""
     kind, _, where = name.replace("_", "-").partition(" ")
     return f"{kind}{'s' * (times > 1)}{' ' * bool(where)}{where}"
-
-
-def _listed(sent):
-    return listed([f"{show_bytes(nbytes)} in {collectives(collective)}" for collective, nbytes in sent.items()])

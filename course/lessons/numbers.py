@@ -17,32 +17,34 @@ def terms_of(recorded):
 
 def rows(recorded):
     """The rows of the page's table: [(what, of the engine before, of the one after)], from the engines' books."""
-    device = " on the device" if "host" in recorded[1]["areas"] else ""
-    books = [one["measured"] for one in recorded]
-
-    def row(said, name, kind=None):
-        counted = [book.get(name, {}) for book in books]
-        sizes = [sum(counts.values()) if counts and kind is None else counts.get(kind) for counts in counted]
-        return said, *("-" if size is None else show_bytes(size) for size in sizes)
-
-    found = [row(said + device, "model_state_bytes", state) for state, said in notes.STATES.items()]
-    found.append(row(f"model states{device}", "model_state_bytes"))
-    for area in recorded[1]["areas"][1:]:
-        held = books[1][f"{area}_state_bytes"]
-        where = "on the host" if area == "host" else "on disk"
-        found += [row(f"{notes.STATES[state]} {where}", f"{area}_state_bytes", state) for state in held if held[state]]
-    found.append(row("sent in a step", "wire_bytes_per_step"))
-    for collective in dict.fromkeys(c for one in recorded for c in one["sent"]):
-        found.append(row(f"of that in {notes.collectives(collective)}", "wire_bytes_per_step", collective))
+    books, areas = [one["measured"] for one in recorded], recorded[1]["areas"]
+    device = " on the device" if "host" in areas else ""
+    found = {}  # what -> (the name of a count, of which class, collective or way; None for all)
+    for state, said in notes.STATES.items():
+        found[said + device] = "model_state_bytes", state
+    found[f"model states{device}"] = "model_state_bytes", None
+    for area in areas[1:]:
+        for state, nbytes in books[1][f"{area}_state_bytes"].items():
+            if nbytes:
+                found[f"{notes.STATES[state]} {notes.WHERE[area]}"] = f"{area}_state_bytes", state
+    found["sent in a step"] = "wire_bytes_per_step", None
+    for collective in dict.fromkeys(collective for book in books for collective in book["wire_bytes_per_step"]):
+        found[f"of that in {notes.collectives(collective)}"] = "wire_bytes_per_step", collective
     if has_nodes(recorded):
-        found.append(row("left the node in a step", "internode_bytes_per_step"))
+        found["left the node in a step"] = "internode_bytes_per_step", None
     for name in notes.MOVED:
-        found += [row(f"{notes.WAYS[way]} in a step", name, way) for way in books[1].get(name, {})]
-    peaks = (show_bytes(sum(chart.peak(one["samples"]).values())) for one in recorded)
-    found.append((f"peak of live bytes{device}", *peaks))
-    return found
+        for way in books[1].get(name, {}):
+            found[f"{notes.WAYS[way]} in a step"] = name, way
+    peaks = [show_bytes(sum(chart.peak(one["samples"]["device"]).values())) for one in recorded]
+    counted = [(said, *(_counted(book, *which) for book in books)) for said, which in found.items()]
+    return [*counted, (f"peak of live bytes{device}", *peaks)]
+
+
+def _counted(book, name, kind):
+    counts = book.get(name, {})
+    return show_bytes(sum(counts.values()) if counts and kind is None else counts.get(kind))
 
 
 def has_nodes(recorded):
     """Whether one of the engines makes something of the ranks' nodes."""
-    return any(len(letters) == 4 for one in recorded for letters in one["events"][0]["cells"][0].values())
+    return any(hasattr(bucket["owned"], "second") for one in recorded for bucket in one["buckets"])

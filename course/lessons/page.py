@@ -1,23 +1,57 @@
-"""A lesson page: the code of two engines, the reasons, the memory and the steps, in one HTML file."""
+"""A lesson page: the code of two engines, the reasons, the memory and the steps, in one HTML file.
+
+What stands on it is in lesson.html; here its placeholders are filled.
+"""
 
 import json
 import re
 from html import escape
 from pathlib import Path
+from string import Template
 
+from pygments import highlight
+from pygments.filter import simplefilter
+from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
-from pygments.token import Comment, Keyword, Name, Number, String
+from pygments.token import Comment, Keyword, Name, Number, String, Token
 
 from common.measure.tables import show_bytes
 from course.lessons import chart, diff, notes
-from course.lessons.events import Event
 from course.lessons.moments import moments
 from course.lessons.numbers import has_nodes, rows, terms_of
 from course.lessons.sentences import listed, sentence
 
 HERE = Path(__file__).parent
-COLORED = ((Comment, "c"), (String, "s"), (Keyword, "k"), (Number, "m"), (Name.Decorator, "d"), (Name.Function, "f"))
+COLORED, HTML = (Comment, String, Keyword, Number, Name.Decorator, Name.Function), HtmlFormatter(nowrap=True)
 SIDES = ("before", "after")
+INDEX = """<p>Each page sets two neighbouring engines side by side: why each change is there, what it saves and what it
+sends; how much memory each engine holds; and a step of both, event by event, on four ranks.</p>"""
+DERIVED = """The engine derives from that of {0}: what is not here is inherited. A method that is <i>extended</i> calls
+{0}'s where it says <code>super()</code>; one that is <i>changed</i> takes its place. """
+BESIDE = """ Beside the device, on the same axis, stands what lies on the host and on disk: it is no longer the
+device's. Its room there is taken once, before the first step or in it."""
+APART = " Apart from them is what its {} of the rank's own shard."
+LETTERS = {  # of the cells
+    "h": "held; as a gradient, the mean",
+    "n": "stepped: has new values",
+    "t": "on its way",
+    "o": "this rank's own gradients",
+    "r": "room, still empty",
+    "q": "held, rounded on the way",
+    "s": "out of date",
+    ".": "not held",
+}
+METERS = {  # of an event, in the order that they are shown
+    "sent": "sent so far",
+    "left": "left the node",
+    "held": "held now",
+    "down": "down the bus",
+    "up": "up the bus",
+    "read": "read from disk",
+    "write": "written",
+    "host": "on the host",
+    "disk": "on disk",
+}
 
 
 def lesson(sources, recorded, pages, about):
@@ -29,17 +63,9 @@ def lesson(sources, recorded, pages, about):
         pages: [(file name, title)] of all pages, for the links between them.
         about: how all this was recorded, in one line.
     """
-    body = "\n".join(
-        (
-            _summary(sources, recorded),
-            f'<p class="about">{inline(about)}</p></header><main>',
-            _code(sources, recorded),
-            _memory(sources, recorded),
-            _steps(sources, recorded),
-            "</main>",
-        )
-    )
-    return document(title(*sources), body, pages)
+    filled = {**_summary(sources, recorded), **_code(sources, recorded)}
+    filled |= {**_memory(sources, recorded), **_steps(sources, recorded)}
+    return document(title(*sources), _fill("lesson.html", about=inline(about), **filled), pages)
 
 
 def title(before, after):
@@ -54,45 +80,35 @@ def in_a_sentence(source):
 
 def index(pages, leads, about):
     """The page that leads to the others, `leads` saying what the engine after each increment is."""
-    links = "".join(
-        f'<li><a href="{file}">{escape(title)}</a><p>{lead}</p></li>'
-        for (file, title), lead in zip(pages, leads, strict=True)
-    )
-    said = (
-        "Each page sets two neighbouring engines side by side: why each change is there, what it saves and what it "
-        "sends; how much memory each engine holds; and a step of both, event by event, on four ranks."
-    )
-    body = f'<p>{said}</p><p class="about">{inline(about)}</p></header><main><ul class="pages">{links}</ul></main>'
+    links = [(file, escape(said), lead) for (file, said), lead in zip(pages, leads, strict=True)]
+    items = _each('<li><a href="{}">{}</a><p>{}</p></li>', links)
+    body = f'{INDEX}<p class="about">{inline(about)}</p></header><main><ul class="pages">{items}</ul></main>'
     return document("ZeRO, increment by increment", body, [])
 
 
 def document(title, body, pages, style="", script=""):
     """An HTML file that needs no other. `style` and `script` are a page's own, after those of all pages."""
-    colors = "".join(f"--class{n}:{color};" for n, color in enumerate(chart.COLORS))
-    links = "".join(
-        f'<a href="{file}"{" aria-current=page" if said == title else ""}>{escape(said)}</a>' for file, said in pages
-    )
-    home = '<a href="index.html">All lessons</a>' if pages else ""
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title>
-<link rel="icon" href="data:,">
-<style>:root{{{colors}}}
-{(HERE / "page.css").read_text()}{style}</style>
-</head>
-<body>
-<nav aria-label="Lessons">{home}{links}<button id="theme" type="button">Light or dark</button></nav>
+    home = [("index.html", "", "All lessons")] if pages else []
+    links = [(file, " aria-current=page" if said == title else "", escape(said)) for file, said in pages]
+    body = f"""<nav aria-label="Lessons">{_each('<a href="{}"{}>{}</a>', home + links)}
+<button id="theme" type="button">Light or dark</button></nav>
 <header>
 <h1>{escape(title)}</h1>
-{body}
-<script>
-{(HERE / "page.js").read_text()}{script}</script>
-</body>
-</html>
-"""
+{body}"""
+    return frame(title, (HERE / "page.css").read_text() + style, body, (HERE / "page.js").read_text() + script)
+
+
+def frame(title, style, body, script):
+    """An HTML file of these, with the colours of the classes of memory."""
+    return _fill("page.html", title=escape(title), style=f"{chart.STYLE}\n{style}", body=body, script=script)
+
+
+def _fill(name, **filled):
+    return Template((HERE / name).read_text()).substitute(filled)
+
+
+def _each(template, items):
+    return "".join(template.format(*item) for item in items)
 
 
 def inline(text):
@@ -102,34 +118,31 @@ def inline(text):
     return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", text)
 
 
+def data(name, value):
+    """A value for a page's scripts, under a name."""
+    text = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{text}</script>'
+
+
 # ---- what is kept and sent ----------------------------------------------------------------------------------------
 
 
 def _summary(sources, recorded):
-    exact = all(
-        one["states"] == one["predicted_states"]
-        and one["sent"] == one["predicted_sent"]
-        and one["measured"] == one["predicted"]
-        for one in recorded
-    )
-    areas = recorded[1]["areas"]
-    terms = "".join(f"<div><dt>{term}</dt><dd>{text}</dd></div>" for term, text in terms_of(recorded).items())
-    tables = "the tables <code>owned</code> and <code>sends</code> predict"
-    if "host" in areas:
-        tables = "the tables <code>owned</code>, <code>placed</code>, <code>sends</code> and <code>moves</code> predict"
-    lines = "".join(
-        f'<tr><th scope="row">{said}</th><td>{one}</td><td>{other}</td></tr>' for said, one, other in rows(recorded)
-    )
-    heads = "".join(f'<th scope="col">{escape(source.label)}</th>' for source in sources)
-    lead, more = (inline(part) for part in sources[1].paragraphs[:2])
-    return f"""<div class="both"><div><p class="lead">{lead}</p><p>{more}</p>
-<p class="contents"><a href="#code">The code</a> <a href="#memory">The memory</a> <a href="#step">A step</a></p>
-<dl class="terms">{terms}</dl></div>
-<div class="scroll"><table class="numbers"><caption>Counted on rank 0. Model states and bytes {
-        "sent and moved" if "host" in areas else "sent"
-    } are {"as" if exact else "NOT as"}
-{tables}.</caption>
-<thead><tr><td></td>{heads}</tr></thead><tbody>{lines}</tbody></table></div></div>"""
+    after = sources[1]
+    return {
+        "lead": inline(after.paragraphs[0]),
+        "more": inline(after.paragraphs[1]),
+        "terms": _each("<div><dt>{}</dt><dd>{}</dd></div>", terms_of(recorded).items()),
+        "counted": "sent and moved" if "host" in recorded[1]["areas"] else "sent",
+        "exact": "as" if all(one["measured"] == one["predicted"] for one in recorded) else "NOT as",
+        "tables": _listed_code(name for name in notes.TABLES if hasattr(after.engine, name)),
+        "heads": _each('<th scope="col">{}</th>', [[escape(source.label)] for source in sources]),
+        "rows": _each('<tr><th scope="row">{}</th><td>{}</td><td>{}</td></tr>', rows(recorded)),
+    }
+
+
+def _listed_code(names):
+    return listed([f"<code>{name}</code>" for name in names])
 
 
 # ---- the code -----------------------------------------------------------------------------------------------------
@@ -137,247 +150,172 @@ def _summary(sources, recorded):
 
 def _code(sources, recorded):
     before, after = sources
-    colored = [highlighted(source.lines) for source in sources]
-    reasons = after.reasons()
-    core, edges, same, inherited = [], [], [], []
-    folded = {"same": same, "inherited": inherited}
+    colored, reasons = [highlighted(source.lines) for source in sources], after.reasons()
+    # The schedule: what the phases name, and where an event of the step comes from.
+    schedule = {event.method for one in recorded for event in one["events"]} | before.schedule | after.schedule
+    groups = {"core": [], "edges": [], "same": [], "inherited": []}
     for pair in diff.pairs(before, after):
-        folded.get(pair.status, core if is_core(pair, sources, recorded) else edges).append(pair)
+        groups.get(pair.status, groups["core" if pair.name in schedule else "edges"]).append(pair)
+    core, edges, same, inherited = groups.values()
     shown, folded = ("".join(_difference(pair, colored, recorded, reasons) for pair in some) for some in (core, edges))
-    more = "change" if len(edges) == 1 else "changes"
-    chips = "".join(f'<li><a href="#{_anchor(pair)}">{_names([pair])}</a> {pair.status}</li>' for pair in core)
-    summary = f"<summary>Edges and helpers, {len(edges)} more {more}: {_names(edges)}</summary>"
-    rest = f'<details class="fold edges">{summary}{folded}</details>'
-    tables = [name for name in notes.TABLES if name != "partition" and after.method(name)]
-    counted = listed(["<b>Saves</b>", "<b>Sends</b>", *(["<b>Moves</b>"] if after.method("moves") else [])])
-    files = "".join(
-        f'<span class="{side}">{escape(_path(source))}</span>' for side, source in zip(SIDES, sources, strict=True)
-    )
-    return f"""<section id="code" aria-label="The code">
-<h2>The code</h2>
-<p>The phases of a step, over N ranks and Ψ parameters, as the docstring of {in_a_sentence(after)} lists them:</p>
-<div class="scroll"><pre class="phases"><code>{escape(after.table)}</code></pre></div>
-<p>{DERIVED.format(in_a_sentence(before)) if inherited else ""}The methods of this schedule come first:
-the phases, the tables {listed([f"<code>{name}</code>" for name in tables])}, and whatever an event of the step below
-comes from. All other changes are behind a fold after them. {counted} are bytes of rank 0, from the tables and from the
-recorded step; <i>through</i> names the method that was called to do it.</p>
-{_remarks(after)}<ul class="chips">{chips}</ul>
-<div class="files" aria-hidden="true">{files}</div>
-{shown}
-{rest if edges else ""}
-{_fold(same, colored, "unchanged") if same else ""}
-{_fold(inherited, colored, f"of {in_a_sentence(before)} inherited") if inherited else ""}
-</section>"""
-
-
-DERIVED = """The engine derives from that of {0}: what is not here is inherited. A method that is <i>extended</i> calls
-{0}'s where it says <code>super()</code>; one that is <i>changed</i> takes its place. """
+    edges_said = f"Edges and helpers, {_count(len(edges), 'more change')}: {_names(edges)}"
+    lines = ["<b>Saves</b>", "<b>Sends</b>", *(["<b>Moves</b>"] if after.method("moves") else [])]
+    return {
+        "after": in_a_sentence(after),
+        "phases": escape(after.table),
+        "derived": DERIVED.format(in_a_sentence(before)) if inherited else "",
+        "own_tables": _listed_code(name for name in notes.TABLES if after.method(name)),
+        "lines": listed(lines),
+        "remarks": _remarks(after),
+        "chips": _each('<li><a href="#{}">{}</a> {}</li>', [(_anchor(one), _names([one]), one.status) for one in core]),
+        "files": _each('<span class="{}">{}</span>', zip(SIDES, map(_path, (before.file, after.file)), strict=True)),
+        "core": shown,
+        "edges": _folded("edges", edges_said, folded) if edges else "",
+        "same": _fold(same, colored, "unchanged"),
+        "inherited": _fold(inherited, colored, f"of {in_a_sentence(before)} inherited"),
+    }
 
 
 def _anchor(pair):
     return "code-" + re.sub(r"\W+", "-", pair.name)
 
 
+def _count(number, what):
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _folded(kind, said, inside):
+    return f'<details class="fold {kind}"><summary>{said}</summary>{inside}</details>'
+
+
 def _remarks(source):
     """What the engine's page says of its change besides, with the classes that do it."""
     items = []
     for what, why in source.remarks():
-        found = filter(None, map(source.class_of, dict.fromkeys(re.findall(r"`([A-Z]\w+)`", why))))
-        items.append(f"<li><b>{inline(what)}</b>: {inline(why)}{''.join(_class(*one) for one in found)}</li>")
-    return f'<ul class="remarks">{"".join(items)}</ul>' if items else ""
-
-
-def _class(file, first, last):
-    colored = highlighted(file.read_text().splitlines())
-    lines = "".join(_line("beside", number, colored[number - 1]) for number in range(first, last + 1))
-    summary = f"<summary>{last - first + 1} lines of {file.parent.name}/{file.name}</summary>"
-    return f'<details class="fold">{summary}<div class="lines">{lines}</div></details>'
-
-
-def is_core(pair, sources, recorded):
-    """Whether a pair of sections is the schedule: named by the phases, or where an event of the step comes from."""
-    named = any(pair.name in source.schedule for source in sources)
-    return named or any(event["method"] == pair.name for one in recorded for event in one["events"])
+        classes = ""
+        for file, numbers in filter(None, map(source.class_of, dict.fromkeys(re.findall(r"`([A-Z]\w+)`", why)))):
+            lines = _lines("beside", highlighted(file.read_text().splitlines()), numbers)
+            classes += _folded("beside", f"{len(numbers)} lines of {_path(file)}", f'<div class="lines">{lines}</div>')
+        items.append((inline(what), inline(why), classes))
+    return f'<ul class="remarks">{_each("<li><b>{}</b>: {}{}</li>", items)}</ul>' if items else ""
 
 
 def _names(pairs):
     return ", ".join(f"<code>{p.name}</code>" if (p.after or p.before).is_method else p.name for p in pairs)
 
 
-def _path(source):
-    return f"{source.file.parent.name}/{source.file.name}"
+def _path(file):
+    return f"{file.parent.name}/{file.name}"
 
 
 def _difference(pair, colored, recorded, reasons):
-    section = pair.after or pair.before
-    name = f"<code>{pair.name}</code>" if section.is_method else pair.name
     noted = ""
-    if section.is_method:
-        note = notes.note(pair, *recorded, reasons)
-        said = [("Why", note.why), ("Saves", note.saves), ("Sends", note.sends)]
-        said += [("Moves", note.moves)] if note.moves else []
-        noted = "".join(f"<div><dt>{what}</dt><dd>{inline(text)}</dd></div>" for what, text in said)
-        noted = f'<dl class="note">{noted}</dl>'
-    hunks = "".join(_hunk(hunk, colored) for hunk in pair.hunks)
+    if (pair.after or pair.before).is_method:
+        said = [(what, inline(text)) for what, text in notes.note(pair, *recorded, reasons).items()]
+        noted = f'<dl class="note">{_each("<div><dt>{}</dt><dd>{}</dd></div>", said)}</dl>'
     return f"""<article class="pair {pair.status}" id="{_anchor(pair)}" data-name="{pair.name}">
-<h3>{name} <span class="status">{pair.status}</span></h3>{noted}
-<div class="lines">{hunks}</div>
+<h3>{_names([pair])} <span class="status">{pair.status}</span></h3>{noted}
+<div class="lines">{"".join(_hunk(hunk, colored) for hunk in pair.hunks)}</div>
 </article>
 """
 
 
 def _fold(group, colored, what):
+    if not group:
+        return ""
     count = sum(len(hunk.after or hunk.before) for pair in group for hunk in pair.hunks)
     hunks = "".join(_hunk(hunk, colored, fold=False) for pair in group for hunk in pair.hunks)
-    lines = "line" if count == 1 else "lines"
-    summary = f"<summary>{count} {lines} {what}: {_names(group)}</summary>"
-    return f'<details class="fold {group[0].status}">{summary}<div class="lines">{hunks}</div></details>\n'
+    said = f"{_count(count, 'line')} {what}: {_names(group)}"
+    return _folded(group[0].status, said, f'<div class="lines">{hunks}</div>')
 
 
 def _hunk(hunk, colored, fold=True):
     if hunk.equal and fold and len(hunk.after) > diff.LONG:
         inside = _hunk(hunk, colored, fold=False)
         return f"<details><summary>{len(hunk.after)} lines unchanged</summary>{inside}</details>"
-    kind = "equal" if hunk.equal else "differs"
-    sides = "".join(
-        f'<div class="{side}">{"".join(_line(side, number, html[number - 1]) for number in numbers)}</div>'
+    sides = [
+        (side, _lines(side, html, numbers))
         for side, html, numbers in zip(SIDES, colored, (hunk.before, hunk.after), strict=True)
-    )
-    return f'<div class="hunk {kind}">{sides}</div>'
+    ]
+    kind, both = "equal" if hunk.equal else "differs", _each('<div class="{}">{}</div>', sides)
+    return f'<div class="hunk {kind}">{both}</div>'
 
 
-def _line(side, number, html):
-    indent = len(html) - len(html.lstrip(" "))
-    return (
-        f'<div class="line" id="{side}-{number}" style="--indent:{indent}"><span class="number">{number}</span>'
-        f"<code>{html or ' '}</code></div>"
-    )
+def _lines(side, colored, numbers):
+    """Lines of a file, as `highlighted` has them, with their numbers."""
+    html = ""
+    for number in numbers:
+        code = colored[number - 1]
+        indent = len(re.match("(<[^>]*>)*( *)", code)[2])
+        html += f'<div class="line" id="{side}-{number}" style="--indent:{indent}"><span class="number">{number}</span>'
+        html += f"<code>{code or ' '}</code></div>"
+    return html
+
+
+@simplefilter
+def _colored(self, lexer, stream, options):
+    for kind, text in stream:
+        yield next((family for family in COLORED if kind in family), Token), text
 
 
 def highlighted(code):
     """The lines of a file as HTML, with a class for each kind of token."""
-    lines = [""]
-    for kind, text in PythonLexer(stripnl=False).get_tokens("\n".join(code) + "\n"):
-        name = next((name for family, name in COLORED if kind in family), None)
-        for number, part in enumerate(text.split("\n")):
-            if number:
-                lines.append("")
-            if part.strip() and name:
-                plain = part.lstrip(" ")  # what a line begins with stays outside, where its indent is counted
-                lines[-1] += " " * (len(part) - len(plain)) + f'<span class="{name}">{escape(plain)}</span>'
-            else:
-                lines[-1] += escape(part)
-    return lines
+    return highlight("\n".join(code), PythonLexer(stripnl=False, filters=[_colored()]), HTML).split("\n")
 
 
 # ---- the memory ---------------------------------------------------------------------------------------------------
 
 
 def _memory(sources, recorded):
-    timelines = [one["samples"] for one in recorded]
-    areas = [chart.beside(one) for one in recorded]
-    more = [samples for one in areas for samples in one.values()]
-    top = 1.08 * max(sum(chart.peak(samples).values()) for samples in timelines + more)
-    figures = "".join(
-        chart.timeline(source.label, samples, top, area)
-        for source, samples, area in zip(sources, timelines, areas, strict=True)
-    )
-    tiers = BESIDE if more else ""
-    return f"""<section id="memory" aria-label="The memory">
-<h2>The memory</h2>
-<p>What rank 0 holds after every operation of one step, by class, from the bottom up in the order of the legend.
-Whatever the engine does not know of counts as activations, inputs and temporary results included.{tiers}</p>
-{chart.legend(*timelines, *more)}
-<div class="both">{figures}</div>
-</section>"""
-
-
-BESIDE = """ Beside the device, on the same axis, stands what lies on the host and on disk: it is no longer the
-device's. Its room there is taken once, before the first step or in it."""
+    all_samples = [samples for one in recorded for samples in one["samples"].values()]
+    top = 1.08 * max(sum(chart.peak(samples).values()) for samples in all_samples)
+    return {
+        "beside": BESIDE if "host" in recorded[1]["areas"] else "",
+        "legend": chart.legend(*all_samples),
+        "timelines": "".join(
+            chart.timeline(source.label, one["samples"], top) for source, one in zip(sources, recorded, strict=True)
+        ),
+    }
 
 
 # ---- a step -------------------------------------------------------------------------------------------------------
 
-LEGEND = (
-    ("h", "held; as a gradient, the mean"),
-    ("n", "stepped: has new values"),
-    ("t", "on its way"),
-    ("o", "this rank's own gradients"),
-    ("r", "room, still empty"),
-    ("q", "held, rounded on the way"),
-    ("s", "out of date"),
-    (".", "not held"),
-)
-METERS = {  # of an event, in the order that they are shown
-    "sent": "sent so far",
-    "left": "left the node",
-    "held": "held now",
-    "down": "down the bus",
-    "up": "up the bus",
-    "read": "read from disk",
-    "write": "written",
-    "host": "on the host",
-    "disk": "on disk",
-}
-
 
 def _steps(sources, recorded):
-    nodes = has_nodes(recorded)
-    meters = dict.fromkeys(key for one in recorded for key in meters_of(one, nodes))
+    nodes, areas = has_nodes(recorded), recorded[1]["areas"]
     steps = {side: step(source, one, nodes) for side, source, one in zip(SIDES, sources, recorded, strict=True)}
-    for side in SIDES:
-        steps[side]["meters"] = [[key, said] for key, said in METERS.items() if key in meters]
-    steps["most"] = {key: max(e.get(key, 0) for side in SIDES for e in steps[side]["events"]) for key in meters}
-    steps["moments"] = moments(*(one["events"] for one in recorded))
-    data = json.dumps(steps, separators=(",", ":")).replace("<", "\\u003c")
-    switch = "".join(
-        f'<button type="button" data-show="{side}" aria-pressed="false">{source.label}</button>'
-        for side, source in zip(SIDES, sources, strict=True)
-    )
     events = [event for one in recorded for event in one["events"]]
-    used = {letter for e in events for of_rank in e["cells"] for rows in of_rank.values() for letter in "".join(rows)}
-    more = ""
-    if len(recorded[1]["areas"]) > 1:
-        whose = "host and its disk have" if "disk" in recorded[1]["areas"] else "host has"
-        more = f" Apart from them is what its {whose} of the rank's own shard."
-    second = ', the <b class="second">second shards</b>' if nodes else ""
-    return f"""<section id="step" aria-label="A step">
-<h2>A step</h2>
-<p>The third step of a run. All four ranks went through it in this order. The cells show what each rank has of the
-shards <code>0 1 2 3</code>: of the <b class="parameters">parameters</b>{second}, the <b class="gradients">gradients</b>
-and the <b class="optimizer">optimizer states</b>.{more} What is on its way counts as held until the engine has waited
-for it.</p>
-<p class="keys">Keys: <kbd>n</kbd> and <kbd>p</kbd> take both engines to the next and the previous moment that they
-share; <kbd>←</kbd> <kbd>→</kbd> <kbd>Home</kbd> <kbd>End</kbd> step the engine last used; <kbd>space</kbd> plays
-it.</p>
-{states_legend(used)}
-<div class="together" role="group" aria-label="Both engines"><button type="button" data-both="-1">Both back</button>
-<button type="button" data-both="1">Both on</button><p class="moment"></p></div>
-<div class="switch" role="group" aria-label="Engine">{switch}</div>
-<div class="both steppers">{"".join(stepper(side, source) for side, source in zip(SIDES, sources, strict=True))}</div>
-<script type="application/json" id="steps">{data}</script>
-</section>"""
+    keys = [key for key in METERS if (nodes or key != "left") and any(key in event.bytes for event in events)]
+    for side in SIDES:
+        steps[side]["meters"] = [[key, METERS[key]] for key in keys]
+    steps["most"] = {key: max(event.bytes.get(key, 0) for event in events) for key in keys}
+    steps["moments"] = moments(*(one["events"] for one in recorded))
+    used = {letter for event in events for rank in event.cells for row in rank.values() for letter in "".join(row)}
+    labels = [(side, source.label) for side, source in zip(SIDES, sources, strict=True)]
+    return {
+        "second": ', the <b class="second">second shards</b>' if nodes else "",
+        "apart": APART.format("host and its disk have" if "disk" in areas else "host has") if "host" in areas else "",
+        "letters": states_legend(used),
+        "switch": _each('<button type="button" data-show="{}" aria-pressed="false">{}</button>', labels),
+        "steppers": "".join(stepper(side, source) for side, source in zip(SIDES, sources, strict=True)),
+        "steps": data("steps", steps),
+    }
 
 
-def states_legend(used=None):
-    """What the cells of a step mean, those of the letters `used`, or all."""
-    said = "".join(
-        f'<li><i class="cell optimizer" data-state="{state}" aria-hidden="true">0</i>{said}</li>'
-        for state, said in LEGEND
-        if used is None or state in used
-    )
-    return f'<ul class="legend states">{said}</ul>'
+def states_legend(used=LETTERS):
+    """What the cells of a step mean, those of the letters `used`."""
+    item = '<li><i class="cell optimizer" data-state="{}" aria-hidden="true">0</i>{}</li>'
+    said = [(letter, said) for letter, said in LETTERS.items() if letter in used]
+    return f'<ul class="legend states">{_each(item, said)}</ul>'
 
 
 def stepper(side, source):
     """Where page.js shows a step of an engine; `side` is its name there."""
-    buttons = "".join(
-        f'<button type="button" data-go="{go}">{said}</button>'
-        for go, said in (("first", "First"), ("back", "Back"), ("play", "Play"), ("next", "Next"), ("last", "Last"))
-    )
+    buttons = [(go, go.capitalize()) for go in ("first", "back", "play", "next", "last")]
     return f"""<section class="stepper" data-side="{side}" tabindex="-1" aria-label="A step of {source.label}">
 <h3>{escape(source.label)}</h3>
-<div class="controls" role="group" aria-label="Go through the step">{buttons}</div>
+<div class="controls" role="group" aria-label="Go through the step">
+{_each('<button type="button" data-go="{}">{}</button>', buttons)}</div>
 <input type="range" min="0" value="0" aria-label="Event">
 <p class="count"></p>
 <p class="sentence" aria-live="polite"></p>
@@ -396,43 +334,37 @@ def step(source, one, nodes=None):
         nodes: whether to show which ranks share a node; None where the engine makes something of it.
     """
     nodes = has_nodes([one]) if nodes is None else nodes
-    nbytes = {row["bucket"]: row["nbytes"] for row in one["owned"][0]}
+    nbytes = {bucket["name"]: bucket["nbytes"] for bucket in one["buckets"]}
     events, before = [], None
-    for recorded in one["events"]:
-        event = Event(**{**recorded, "cells": recorded["cells"][0]})
+    for event in one["events"]:
         own = source.method(event.method) if event.line is None else not event.inherited
         first, last, code = _where(source if own or source.base is None else source.base, event)
         events.append(
             {
                 "phase": event.phase,
-                "kind": event.kind,
                 "about": event.names if event.kind == "change" else [event.about],
                 "text": inline(sentence(event, before, nbytes)),
                 "lines": [first, last],
                 "inherited": bool(first) and not own,
                 "method": event.method or "",
                 "code": code,
-                **{"sent": event.sent, "left": event.left, "held": event.held, **event.moved, **event.beside},
-                "cells": recorded["cells"],
+                **event.bytes,
+                "cells": event.cells,
             }
         )
         before = event
-    buckets = [[row["bucket"], show_bytes(row["nbytes"]), parts_of(row)] for row in one["owned"][0]]
-    meters = [[key, said] for key, said in METERS.items() if key in meters_of(one, nodes)]
-    per_node = one["per_node"] if nodes else 0
-    return {"events": events, "buckets": buckets, "areas": one["areas"], "meters": meters, "perNode": per_node}
-
-
-def meters_of(one, nodes):
-    """What is counted through an engine's step."""
-    return ["sent", *(["left"] if nodes else []), "held", *one["ways"], *one["areas"][1:]]
-
-
-def parts_of(row):
-    """The parts of the model that a bucket holds parameters of, where its name does not say so."""
-    names = [re.match(r"[^.]+(\.\d+)?", member)[0] for member in row["members"]]
-    parts = list(dict.fromkeys(names))
-    return "" if parts == [row["bucket"]] else ", ".join(parts)
+    buckets = []
+    for bucket in one["buckets"]:  # with the parts of the model that each is of, where its name does not say so
+        parts = list(dict.fromkeys(re.match(r"[^.]+(\.\d+)?", member)[0] for member in bucket["members"]))
+        named = "" if parts == [bucket["name"]] else ", ".join(parts)
+        buckets.append([bucket["name"], show_bytes(bucket["nbytes"]), named])
+    return {
+        "events": events,
+        "buckets": buckets,
+        "areas": one["areas"],
+        "meters": [[key, said] for key, said in METERS.items() if key in before.bytes and (nodes or key != "left")],
+        "perNode": one["per_node"] if nodes else 0,
+    }
 
 
 def _where(source, event):

@@ -1,6 +1,6 @@
 """Ranks that train engines on real text, and record a step of each: its events, its bytes, its memory timeline."""
 
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from common.measure.hardware import hardware
 from common.measure.memory import Timeline
 from common.ranks.world import LocalWorld
 from course.lessons.events import Recorder
-from course.lessons.held import HOST, has_second, live
+from course.lessons.held import HOST, live
 
 RANKS, PER_NODE = 4, 2  # told that they live on two nodes, which one engine makes something of
 MODEL, BATCH, BUCKET_MB = "gpt-nano", 4, 0.5  # small, and yet of several buckets and units
@@ -38,7 +38,7 @@ def record(world, name):
     """Train one engine on this rank: two steps, one that is recorded, one under the memory timeline.
 
     Returns:
-        A dict of plain values, as `page` takes it.
+        A dict, as `page` takes it.
     """
     module = models.build(MODEL)
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
@@ -54,50 +54,38 @@ def record(world, name):
         train_step(engine, batch)
     with Recorder(engine) as recorder:
         train_step(engine, recorded)
-    sent = engine.comm.traffic.by_collective()
+    measured, predicted, areas = engine.accounts.measured(), engine.accounts.predicted(), recorder.held.areas
     engine.comm.traffic.phase = "forward"
-    measured, predicted = engine.accounts.measured(), engine.accounts.predicted()
     with Timeline(SimpleNamespace(comm=engine.comm, live=partial(live, engine))) as timeline:
         train_step(engine, last)
+    samples = {area: [] for area in areas}
+    for phase, now in timeline.samples:
+        on_host = {name.removeprefix(HOST): size for name, size in now.items() if name.startswith(HOST)}
+        device = {name: size for name, size in now.items() if not name.startswith(HOST)}
+        held = {"device": device, "host": on_host, "disk": measured.get("disk_state_bytes")}  # taken once
+        for area in areas:
+            samples[area].append((phase, held[area]))
     return {
-        "engine": name,
-        "events": [asdict(event) for event in recorder.events],
-        "methods": {method: vars(count) for method, count in recorder.methods.items()},
-        "sent": sent,
-        "predicted_sent": engine.predicted_wire_bytes_per_step(),
-        "states": engine.model_state_bytes(),
-        "predicted_states": engine.predicted_model_state_bytes(),
+        "events": recorder.events,
+        "bytes": recorder.bytes,
+        "times": recorder.times,
         "measured": measured,
         "predicted": predicted,
-        "areas": recorder.held.areas,
-        "ways": list(recorder.ways),
+        "areas": areas,
         "per_node": engine.comm.ranks_per_node,
-        "owned": [owned_row(engine, bucket) for bucket in recorder.buckets.values()],
-        "samples": [(phase, _of(now)) for phase, now in timeline.samples],
-        "host_samples": [(phase, _of(now, HOST)) for phase, now in timeline.samples],
+        "buckets": [
+            {
+                "name": bucket.name,
+                "members": list(bucket.members),
+                "nbytes": bucket.padded_numel * bucket.kind.dtype.itemsize,
+                "shard_numel": bucket.shard_numel,
+                "owned": engine.owned(bucket),
+            }
+            for bucket in engine.buckets
+        ],
+        "samples": samples,
         "parameters": models.count(module),
         "hardware": hardware(world.device),
-    }
-
-
-def _of(now, area=""):
-    """The classes of one area in a sample: the host's begin with HOST, and the device's with nothing."""
-    return {name[len(area) :]: size for name, size in now.items() if name.startswith(HOST) == bool(area)}
-
-
-def owned_row(engine, bucket):
-    """What the tables `owned` and `sends` say of a bucket."""
-    owned = engine.owned(bucket)
-    return {
-        "bucket": bucket.name,
-        "members": list(bucket.members),
-        "nbytes": bucket.padded_numel * bucket.kind.dtype.itemsize,
-        "parameters": [owned.parameters.start, owned.parameters.stop],
-        "gradients": [owned.gradients.start, owned.gradients.stop],
-        "optimizer": [owned.optimizer.start, owned.optimizer.stop],
-        **({"second": [owned.second.start, owned.second.stop]} if has_second(bucket) else {}),
-        "shard_numel": bucket.shard_numel,
-        "sends": dict(engine.sends(bucket, 1)),
     }
 
 
@@ -111,9 +99,9 @@ def together(everyone):
     for rank, other in enumerate(everyone):
         assert len(other["events"]) == len(first["events"]), f"rank {rank} has another number of events than rank 0"
         for mine, theirs in zip(first["events"], other["events"], strict=True):
-            same = all(mine[key] == theirs[key] for key in ("kind", "phase", "about", "names", "method", "line"))
+            same = replace(mine, bytes={}, cells={}) == replace(theirs, bytes={}, cells={})
             assert same, f"rank {rank}: {theirs}, rank 0: {mine}"
-    for number, event in enumerate(first["events"]):
-        event["cells"] = [other["events"][number]["cells"] for other in everyone]
-    first["owned"] = [other["owned"] for other in everyone]
+    cells = [[event.cells for event in other["events"]] for other in everyone]
+    first["events"] = [replace(event, cells=list(of)) for event, *of in zip(first["events"], *cells, strict=True)]
+    first["owned"] = [{bucket["name"]: bucket["owned"] for bucket in other["buckets"]} for other in everyone]
     return first

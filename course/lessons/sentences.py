@@ -4,6 +4,7 @@ import tomllib
 from pathlib import Path
 
 from common.measure.tables import show_bytes
+from course.lessons.held import ABSENT, NEW, STALE
 
 SENTENCES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer states"}
@@ -13,48 +14,46 @@ def sentence(event, before, nbytes):
     """What happens in an event.
 
     Args:
-        event: an `events.Event`.
+        event: an `events.Event`, with the cells of all ranks.
         before: the one before it; None for the first.
         nbytes: {bucket: bytes of the whole bucket's parameters}.
     """
     about = event.names[0] if event.kind == "change" else event.about
-    fields, sizes = {"about": about, "method": event.method}, {}
+    fields, sizes, facts = {"about": about, "method": event.method}, {}, {event.phase, *event.within}
+    facts |= {area for area in ("host", "disk") if area in event.bytes}
+    if len(event.names) == 1:
+        facts.add("one")
     if event.names:
         fields |= {"count": len(event.names), "first": event.names[0], "last": event.names[-1]}
         fields |= {"names": listed(event.names), "Names": _first(listed(event.names))}
         fields["states"] = listed([STATES.get(name, name) for name in event.names])
+    if event.kind == "arrive":
+        facts |= {f"{kind} has come" for kind in event.names}
     if before:
-        ways = {way: moved - before.moved[way] for way, moved in event.moved.items()}
-        sizes = {"sent": event.sent - before.sent, "moved": ways.get(event.kind, 0), "written": ways.get("write", 0)}
+        facts.add(f"after {before.kind}")
+        more = {kind: count - before.bytes[kind] for kind, count in event.bytes.items()}
+        sizes = {"sent": more["sent"], "moved": more.get(event.kind, 0), "written": more.get("write", 0)}
     if about in nbytes:
-        size, ranks = nbytes[about], len(event.cells[about][0]) - len(event.beside)
+        size, ranks = nbytes[about], len(event.cells)
         sizes |= {"size": size, "shard": size // ranks, "plain": size * (ranks - 1) // ranks}
         fields["About"] = _first(about)
-    facts = facts_of(event, before, about)
-    if "plain" in sizes and sizes["sent"] < sizes["plain"]:
-        facts.add("rounded")
+        facts |= _facts_of_cells(event.cells[0][about], before.cells[0][about], ranks)
+        if sizes["sent"] < sizes["plain"]:
+            facts.add("rounded")
     return Told(facts, fields | {name: show_bytes(size) for name, size in sizes.items()}).say(event.kind)
 
 
-def facts_of(event, before, about):
-    """What decides which sentence is said."""
-    facts = {event.phase, *event.within, *event.beside, f"after {before.kind if before else 'nothing'}"}
-    facts |= {f"{kind} has come" for kind in event.names if event.kind == "arrive"}
-    facts |= {"one"} if len(event.names) == 1 else set()
-    if before is None or about not in event.cells:
-        return facts
-    now, then = (cells[about] for cells in (event.cells, before.cells))
-    parameters, gradients = (
-        [_held(letters[kind][: len(now[0]) - len(event.beside)]) for letters in (now, then)] for kind in (0, 1)
-    )
-    others = {
-        "less parameters": parameters[0] < parameters[1],
-        "more gradients": gradients[0] > gradients[1],
+def _facts_of_cells(now, before, ranks):
+    """What decides between sentences in the cells of a bucket, beside those before."""
+    absent = [[letters[kind][:ranks].count(ABSENT) for letters in (now, before)] for kind in (0, 1)]
+    facts = {
+        "less parameters": absent[0][0] > absent[0][1],
+        "more gradients": absent[1][0] < absent[1][1],
         "second shards": len(now) > 3,
-        "out of date": "s" in "".join(now[3:]),
-        "one shard": now[2].count("n") < len(now[2]),
+        "out of date": STALE in "".join(now[3:]),
+        "one shard": now[2].count(NEW) < len(now[2]),
     }
-    return facts | {fact for fact, holds in others.items() if holds}
+    return {fact for fact, holds in facts.items() if holds}
 
 
 class Told(dict):
@@ -69,10 +68,6 @@ class Told(dict):
         return next(text for *when, text in SENTENCES[kind] if self.facts.issuperset(when)).format_map(self)
 
     __missing__ = say
-
-
-def _held(cells):
-    return len(cells) - cells.count(".")
 
 
 def _first(name):

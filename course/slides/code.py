@@ -58,10 +58,8 @@ def _marked(before, after, near):
     """[(mark, line)] of two versions: gone, new, same, or an ellipsis."""
     lines = []
     for kind, i, j, k, m in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
-        if kind == "equal":
-            lines += [("same", line) for line in after[k:m]]
-        else:
-            lines += [("gone", line) for line in before[i:j]] + [("new", line) for line in after[k:m]]
+        lines += [("gone", line) for line in before[i:j] if kind != "equal"]
+        lines += [("same" if kind == "equal" else "new", line) for line in after[k:m]]
     changed = [number for number, (mark, _) in enumerate(lines) if mark != "same"]
     shown = []
     for number, (mark, line) in enumerate(lines):

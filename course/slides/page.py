@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from course.lessons.page import frame
 from course.slides.code import listing
 from course.slides.numbers import placeholders
-from lab.figures import PALETTE
 from lab.figures.style import DISK_COLOR, HOST_COLOR
 
 HERE = Path(__file__).parent
@@ -47,25 +47,8 @@ def _with_code(title, body, source, notes):
 def document(deck):
     """Slides as one HTML file."""
     sections = "\n".join(_section(slide, number, len(deck)) for number, slide in enumerate(deck, 1))
-    colors = "".join(f"--class{n}:{color};" for n, color in enumerate(PALETTE))
-    classes = "".join(f".class{n}{{fill:{c}}}i.class{n}{{background:{c}}}" for n, c in enumerate(PALETTE))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>ZeRO, stage by stage</title>
-<link rel="icon" href="data:,">
-<style>:root{{{colors}--host:{HOST_COLOR};--disk:{DISK_COLOR}}}{classes}
-{(HERE / "deck.css").read_text()}</style>
-</head>
-<body>
-{sections}
-<script>
-{(HERE / "deck.js").read_text()}</script>
-</body>
-</html>
-"""
+    style = f":root{{--host:{HOST_COLOR};--disk:{DISK_COLOR}}}\n" + (HERE / "deck.css").read_text()
+    return frame("ZeRO, stage by stage", style, sections, (HERE / "deck.js").read_text())
 
 
 def _section(slide, number, count):

@@ -174,7 +174,7 @@ def test_a_recorded_step_is_gone_through_by_mouse_and_key(opened, recorded):
     shown = stepper.locator(".ranks .shards").evaluate_all(
         "rows => rows.map((row) => [...row.children].map((cell) => cell.dataset.state).join(''))"
     )
-    assert shown == [states for bucket in last["cells"][0] for of_rank in last["cells"] for states in of_rank[bucket]]
+    assert shown == [states for bucket in last.cells[0] for of_rank in last.cells for states in of_rank[bucket]]
     page.locator("#engines button").first.click()
     assert page.locator(".stepper").locator("visible=true").get_attribute("data-side") == "stage0_ddp"
     page.locator("[name=way]").last.check()

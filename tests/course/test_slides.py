@@ -20,7 +20,7 @@ from course.slides.page import document, slides
 HELD = dict.fromkeys(CLASSES, 1_000_000)
 RECORDED = {  # a step in three samples stands for one that is recorded on four ranks
     name: {
-        "samples": [(phase, HELD) for phase in ("forward", "backward", "step")],
+        "samples": {"device": [(phase, HELD) for phase in ("forward", "backward", "step")]},
         "parameters": 484_416,
         "hardware": "2 x AMD EPYC, 24 GiB, gloo, torch 2.13.0+cpu, Python 3.11.7",
     }
