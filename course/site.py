@@ -18,7 +18,7 @@ def main(arguments=None):
         out = opened(options.out)
         lessons = opened(out / "lessons")
         recorded = recording.record_all(dict.fromkeys(name for pair in INCREMENTS for name in pair))
-        about = described(next(iter(recorded.values())))
+        about = described(recorded)
         (out / "explorer.html").write_text(explorer(recorded, about))
         (out / "index.html").write_text(index(about))
         for path in (out / "index.html", out / "explorer.html", *write(lessons, INCREMENTS, recorded)):

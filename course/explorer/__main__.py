@@ -16,7 +16,7 @@ def main(arguments=None):
     with one_line_errors():
         check_output("--out", options.out)
         recorded = recording.record_all(dict.fromkeys(name for pair in INCREMENTS for name in pair))
-        Path(options.out).write_text(explorer(recorded, described(next(iter(recorded.values())))))
+        Path(options.out).write_text(explorer(recorded, described(recorded)))
     print(options.out)
 
 

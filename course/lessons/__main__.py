@@ -68,7 +68,7 @@ def write(out, increments, recorded):
     Returns:
         The files, the index first.
     """
-    about = described(next(iter(recorded.values())))
+    about = described(recorded)
     sources = {pair: [Source(name) for name in pair] for pair in increments}
     links = [(file_of(pair), page.title(before, after)) for pair, (before, after) in sources.items()]
     leads = [page.inline(after.paragraphs[0]) for _, after in sources.values()]
@@ -85,8 +85,9 @@ def file_of(pair):
     return f"{pair[0]}-{pair[1]}.html"
 
 
-def described(one):
-    """How the pages were recorded, in one line."""
+def described(recorded):
+    """How the engines were recorded, in one line."""
+    one = next(iter(recorded.values()))
     return (
         f"Recorded by `python -m course.lessons`: {recording.MODEL}, {one['parameters']:,} parameters, fp32, AdamW, "
         f"{recording.BATCH} samples a step, {recording.RANKS} ranks, buckets of {recording.BUCKET_MB} MiB; "

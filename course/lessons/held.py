@@ -150,7 +150,7 @@ class Held:
     def _states(self, bucket):
         kept, letter = self._kept(bucket, "optimizer"), NEW if bucket.name in self._stepped else HERE
         on_disk = self.area_of(bucket, "optimizer") == "disk"
-        at_rest = self._written.get((bucket.name, "optimizer"), HERE) if on_disk else letter
+        at_rest = self._written.get((bucket.name, "optimizer"), HERE if on_disk else letter)
         return self._row(bucket, "optimizer", lambda shard: letter if shard in kept else ABSENT, at_rest)
 
     def _second(self, bucket):
@@ -193,13 +193,11 @@ def on_host(engine):
     Staging buffers, through which everything from a disk passes, are pinned memory of the host where there is a GPU. A
     CPU rank has them in private memory; they are shown with the host all the same.
     """
-    found, tiers = defaultdict(list), getattr(engine, "tier", {})
-    for bucket in engine.buckets if tiers else ():
-        for state, tier, tensor in bucket.at_rest(engine.optimizer):
-            if tier == "cpu" and tensor is not None:
-                found[state].append(tensor)
-    for tier in tiers.values():
-        found["staging buffers"] += [] if tier is None or tier.name == "device" else tier.rooms()
+    if not hasattr(engine, "tier"):
+        return {}
+    found = {state: tensors for (state, tier), tensors in engine.accounts._at_rest().items() if tier == "cpu"}
+    tiers = [tier for tier in engine.tier.values() if tier is not None and tier.name != "device"]
+    found["staging buffers"] = [room for tier in tiers for room in tier.rooms()]
     return {name: tensors for name, tensors in found.items() if tensors}
 
 

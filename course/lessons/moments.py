@@ -22,15 +22,14 @@ def moments(before, after):
         [{"said": in words, "before": the number of an event of the first, "after": one of the second}], in order.
     """
     first, second = _numbers(before), _numbers(after)
-    shared = {}  # (number, number) -> (kind, names): one event may be about several parts
+    shared = {}  # (number, number) -> {kind: names}: one event may be about several parts, and begin a phase
     for (kind, name), number in second.items():
         if (kind, name) in first:
-            same_kind, names = shared.setdefault((first[kind, name], number), (kind, []))
-            if kind == same_kind:
-                names.append(name)
+            shared.setdefault((first[kind, name], number), {}).setdefault(kind, []).append(name)
+    said = {numbers: next(iter(kinds.items())) for numbers, kinds in shared.items()}
     return [
         {"said": SAID[kind].format(listed(names)), "before": one, "after": other}
-        for (one, other), (kind, names) in shared.items()
+        for (one, other), (kind, names) in said.items()
     ]
 
 

@@ -57,7 +57,7 @@ def placeholders(recorded):
         "sent": {name: show_bytes(sum(row["wire_bytes_per_step"].values())) for name, row in rows.items()},
         "demo_source": DEMO.format_map(demo),
         "recorded": recorded[STAGES[0]],
-        "timelines": timelines([recorded[name]["samples"]["device"] for name in STAGES]),
+        "timelines": timelines([recorded[name]["samples"] for name in STAGES]),
         "bus": {way: show_bytes(size) for way, size in rows["offload"]["bus_bytes_per_step"].items()},
         "capacity": capacity,
         "cap": show_bytes(capacity["cap_bytes"]),
@@ -107,11 +107,10 @@ def states(psi, ranks, engine="stage0_ddp"):
 
 def timelines(samples):
     """Live bytes through one step, a picture for each stage, all on one axis."""
-    top = 1.25 * max(sum(chart.peak(one).values()) for one in samples)
-    figures = "".join(
-        chart.timeline(NAMES[name], {"device": one}, top) for name, one in zip(STAGES, samples, strict=True)
-    )
-    return f'{chart.legend(*samples)}<div class="timelines">{figures}</div>'
+    device = [one["device"] for one in samples]
+    top = 1.25 * max(sum(chart.peak(one).values()) for one in device)
+    figures = "".join(chart.timeline(NAMES[name], one, top) for name, one in zip(STAGES, samples, strict=True))
+    return f'{chart.legend(*device)}<div class="timelines">{figures}</div>'
 
 
 def wire(demo, rows):
