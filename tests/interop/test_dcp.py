@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from training import SEVEN, UNFUSED, batch, message_in_step, same_bits, train_step
 
 from common import models
-from common.checkpoint.boxes import boxes
 from interop import peers
 from interop.export import export_folder
+from interop.formats.boxes import boxes
 
 MODELS = ("gpt-tiny", "resnet-tiny", "lora-tiny", "odd")  # tied; buffers; frozen; two groups, and what has no elements
 
