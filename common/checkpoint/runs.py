@@ -295,23 +295,23 @@ def lock(file, word):
     who = f"process {os.getpid()} on node {socket.gethostname()!r}: {shlex.join(sys.argv)}"
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     try:
-        fd = locks.own(file, RESTARTING if restarts else LEAVING)
+        own = locks.own(file, RESTARTING if restarts else LEAVING)
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
         print(f"note: {file.parent} cannot be locked: see to it that no other run saves there", file=sys.stderr)
         file.write_text(f"{who}\n{word}\n")
         return None
-    if fd is None:
+    if own is None:
         first = file.read_text().partition("\n")[0]
         raise InputError(f"another run saves there, {first}; give each a folder of its own")
     try:
-        os.ftruncate(fd, 0)
-        os.write(fd, f"{who}\n{word}\n".encode())
+        own.truncate(0)
+        os.write(own.fileno(), f"{who}\n{word}\n".encode())
     except OSError:
-        locks.release(fd, file)
+        locks.release(own, file)
         raise
-    return fd
+    return own
 
 
 def _says(file, word):

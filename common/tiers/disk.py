@@ -136,7 +136,7 @@ class Disk(Host):
         super().__init__(comm)
         self.sub_group = sub_group
         simulated = comm.simulated and CountedFile(lane_of(comm.group, comm.backend, "disk"))
-        self.file = simulated or SwapFile(path, comm.rank)
+        self.file = simulated or SwapFile(path)
         own = weakref.proxy(self)  # no circle: the file goes with the last who uses it
         self.stepping, self.shards = Staging(own), Staging(own)
         self._written = []
@@ -254,7 +254,7 @@ class Disks:
             anywhere = self._comm.maximum(failed, "the state of the disks")
         if host_value(anywhere, 0) > 0:
             self._lost = self._comm.gather_objects(self._disk.file.problem, "what the disks say")
-            self._disk.file.close()  # another engine may take the path
+            self._disk.file.close()  # at once, for another engine
             self.refuse_what_is_lost()
 
     def refuse_what_is_lost(self):
