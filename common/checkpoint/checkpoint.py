@@ -33,12 +33,12 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint import model_state, optimizer_state, tensor_file
+from common.checkpoint import model_state, optimizer_state, tensor_file, weights
 from common.checkpoint.encoding import decode, detached, encode
 from common.checkpoint.index import FILE_NAME, flush, is_dcp, read_index, replace_index
 from common.errors import InputError
 from common.ranks.agreement import together
-from common.tensors import distinct, within
+from common.tensors import within
 
 PATIENCE = 10.0  # seconds in which a shared file system shows rank 0 what another node has written
 
@@ -175,24 +175,25 @@ def load(engine, path):
     with contextlib.ExitStack() as opened:
         with together(engine.comm, f"cannot load {str(path)!r}"):
             folder = Path(path)
-            index, files, extra = _from_dcp(engine, folder) if is_dcp(folder) else (read_index(folder), None, None)
+            index, source, extra = _from_dcp(engine, folder) if is_dcp(folder) else (read_index(folder), None, None)
             _check_fits(engine, index)
             for entry in index["files"][rank :: engine.world_size]:
                 check_intact(folder, entry)
         with together(engine.comm, f"cannot load {str(path)!r}"):
-            if files is None:
+            if source is None:
                 own = rank if rank < len(index["files"]) else 0
                 needed = sorted(_files_needed(engine, index) | {0, own})
                 names = {k: folder / index["files"][k]["name"] for k in needed}
                 files = {k: opened.enter_context(tensor_file.Source(name)) for k, name in names.items()}
-                _check_holds(index, files)
-                extra = decode(json.loads(files[own].metadata["extra"]), files[own])
-            _check_buffers(engine, files[0])
-            _check_range(engine, index, files)
+                source, extra = Pieces(index, files), decode(json.loads(files[own].metadata["extra"]), files[own])
+            _check_buffers(engine, source)
+            name_of = {parameter: f"parameters/{name}" for name, parameter in engine.module.named_parameters()}
+            name_of |= {buffer: f"buffers/{name}" for name, buffer in model_state.buffers(engine)}
+            weights.check_range(engine, source, name_of)
         engine.begin_load()
         with together(engine.comm, f"loaded {str(path)!r} in part, build the engine anew"):
-            _fill_model(engine, index, files)
-            _fill_optimizer(engine, index, files)
+            _fill_model(engine, index, source, name_of)
+            _fill_optimizer(engine, index, source)
     return extra
 
 
@@ -275,7 +276,7 @@ def _index(engine, tensors):
     groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
     return {
         "world_size": engine.world_size,
-        "optimizer": _name_of(engine.optimizer),
+        "optimizer": optimizer_state.name_of(engine.optimizer),
         "groups": encode(groups, tensors, "the optimizer's groups"),
         "updates": engine.updates,
         "loss_scaler": engine.loss_scaler and engine.loss_scaler.state_dict(),
@@ -289,11 +290,6 @@ def _index(engine, tensors):
     }
 
 
-def _name_of(optimizer):
-    module = type(optimizer).__module__.replace("__mp_main__", "__main__")  # of a script, in ranks that it spawned
-    return f"{module}.{type(optimizer).__qualname__}"
-
-
 # ---- reading ----------------------------------------------------------------------------------------------------
 
 
@@ -302,24 +298,21 @@ def _check_fits(engine, index):
     groups = {
         name: b.kind.group if b.kind.trainable else None for b in engine.buckets + engine.frozen for name in b.slots
     }
-    optimizer, states = index["optimizer"], engine.optimizer
-    extra_state = model_state.extra_state(engine)
-    if optimizer == type(states).__name__:  # older checkpoints have that alone
-        optimizer = _name_of(states)
+    optimizer = f"{optimizer_state.name_of(engine.optimizer)} over {len(engine.optimizer.param_groups)} groups"
     here = {
-        "the optimizer": f"{_name_of(states)} over {len(states.param_groups)} groups",
+        "the optimizer": optimizer,
         **{f"parameter {n!r}": _place(p.dtype, p.shape, groups[n]) for n, p in engine.module.named_parameters()},
         **{f"buffer {n!r}": f"of shape {list(buffer.shape)}" for n, buffer in model_state.buffers(engine)},
-        **{f"extra state {key!r}": "there" for key in extra_state},
+        **{f"extra state {key!r}": "there" for key in model_state.extra_state(engine)},
     }
     saved = {
-        "the optimizer": f"{optimizer} over {len(index['groups'])} groups",
+        "the optimizer": f"{index['optimizer']} over {len(index['groups'])} groups",
         **{
             f"parameter {n!r}": _place(getattr(torch, p["dtype"]), p["shape"], p["group"])
             for n, p in index["parameters"].items()
         },
         **{f"buffer {n!r}": f"of shape {shape}" for n, shape in index["buffers"].items()},
-        **{f"extra state {key!r}": "there" for key in index.get("extra_state", extra_state)},  # older ones lost it
+        **{f"extra state {key!r}": "there" for key in index["extra_state"]},
     }
     for what in [*here, *saved]:
         one, other = saved.get(what, "missing"), here.get(what, "missing")
@@ -333,9 +326,9 @@ def _place(dtype, shape, group):
     return f"{tensor_file.kind(dtype, shape)}, {'frozen' if group is None else f'in group {group}'}"
 
 
-def _check_buffers(engine, file):
+def _check_buffers(engine, source):
     for name, buffer in model_state.buffers(engine):
-        there = tensor_file.kind(*file.tensors[f"buffers/{name}"])
+        there = tensor_file.kind(*source.tensors[f"buffers/{name}"])
         here = tensor_file.kind(buffer.dtype, buffer.shape)
         if there != here:
             raise InputError(
@@ -343,30 +336,41 @@ def _check_buffers(engine, file):
             )
 
 
-def _check_range(engine, index, files):
-    """Raise InputError for the first parameter that would become infinite. Each rank looks at its shard, for all."""
-    for bucket in engine.buckets + engine.frozen:
-        for rank, name, there, _ in _overlaps(bucket, bucket.shard(engine.rank), index):
-            if files[rank].overflows(f"parameters/{name}", there.start, there.stop, bucket.kind.dtype):
-                raise InputError(
-                    f"parameter {name.rpartition('@')[0]!r} has finite values that are infinite in "
-                    f"{bucket.kind.dtype}, its dtype here; choose a wider precision="
-                )
+class Pieces(tensor_file.Tensors):
+    """What ranks wrote in pieces, as whole tensors: "parameters/wte.weight", "optimizer/exp_avg/wte.weight".
 
+    Args:
+        index: as `read_index` returns it.
+        files: {rank: the `Source` of its file}, rank 0's and those that are read of.
+    """
 
-def _check_holds(index, files):
-    """Refuse files that do not have the pieces that the index says: what lies behind a piece is another one's."""
-    for name, parameter in index["parameters"].items():
-        for rank, start, stop in parameter["pieces"]:
-            for of in ["parameters", *(f"optimizer/{state}" for state in parameter["states"])] if rank in files else ():
-                if files[rank].tensors.get(f"{of}/{name}@{start}", (None, ()))[1] != (stop - start,):
-                    raise InputError(f"{index['files'][rank]['name']} does not hold {of}/{name} from {start} to {stop}")
+    def __init__(self, index, files):
+        self._files, self._pieces, self.tensors = files, {}, files[0].tensors.copy()
+        for name, told in index["parameters"].items():
+            self.tensors[f"parameters/{name}"] = getattr(torch, told["dtype"]), tuple(told["shape"])
+            for kind in ("parameters", *(f"optimizer/{state}" for state in told["states"])):
+                self._pieces[f"{kind}/{name}"] = told["pieces"]
+
+    def read(self, name, start, target):
+        """Read some elements of a tensor; see `Source.read`."""
+        for rank, begin, end in self._pieces.get(name, ()):
+            common = slice(max(begin, start), min(end, start + len(target)))
+            if common.start < common.stop:
+                into = target[common.start - start : common.stop - start]
+                self._files[rank].read(f"{name}@{begin}", common.start - begin, into)
+        if name not in self._pieces:
+            self._files[0].read(name, start, target)
 
 
 def _files_needed(engine, index):
     """The ranks whose files hold something of what this rank owns."""
-    buckets = engine.buckets + engine.frozen
-    return {rank for b in buckets for rank, *_ in _overlaps(b, engine.owned(b).parameters, index)}
+    return {
+        rank
+        for bucket in engine.buckets + engine.frozen
+        for name, there, _ in bucket.overlaps(engine.owned(bucket).parameters)
+        for rank, begin, end in index["parameters"][name]["pieces"]
+        if begin < there.stop and there.start < end
+    }
 
 
 def check_intact(folder, entry):
@@ -375,55 +379,26 @@ def check_intact(folder, entry):
         raise InputError(f"{entry['name']} is damaged; restore it, or take an older checkpoint")
 
 
-def _overlaps(bucket, part, index):
-    """The saved pieces that hold elements of `part`, a slice of the run.
-
-    Yields:
-        Rank that wrote the piece, its name, and the common elements as slices of the piece and of `part`.
-    """
-    for slot in bucket.slots.values():
-        for rank, start, stop in index["parameters"][slot.name]["pieces"]:
-            at = slot.offset + start  # where the piece begins in the run
-            common = slice(max(at, part.start), min(slot.offset + stop, part.stop))
-            if common.start < common.stop:
-                yield rank, f"{slot.name}@{start}", slice(common.start - at, common.stop - at), within(common, part)
-
-
-def _fill(target, kind, bucket, part, index, files):
-    """Write elements `part` of a bucket's parameters or states into `target`, flat and as long; padding is zero."""
-    target.zero_()
-    for rank, name, there, here in _overlaps(bucket, part, index):
-        files[rank].read(f"{kind}/{name}", there.start, target[here])
-
-
-@torch.no_grad()
-def _fill_model(engine, index, files):
-    for bucket in engine.buckets + engine.frozen:
-
-        def fill(target, part, bucket=bucket):
-            _fill(target, "parameters", bucket, part, index, files)
-
-        bucket.take_over(engine.owned(bucket).parameters, fill)
-    engine.updates = index.get("updates", 0)  # checkpoints of before offload/ do not have it
+def _fill_model(engine, index, source, name_of):
+    weights.fill(engine, source, name_of)
+    engine.updates = index["updates"]
     if engine.loss_scaler and index["loss_scaler"]:
         engine.loss_scaler.load_state_dict(index["loss_scaler"])
-    for name, buffer in model_state.buffers(engine):
-        once = distinct(buffer)
-        once.copy_(files[0].get_tensor(f"buffers/{name}")[tuple(map(slice, once.shape))])
-    extra = {key: decode(value, files[0]) for key, value in index.get("extra_state", {}).items()}
-    model_state.set_extra_state(engine, extra)
+    model_state.set_extra_state(engine, {key: decode(value, source) for key, value in index["extra_state"].items()})
 
 
-def _fill_optimizer(engine, index, files):
+def _fill_optimizer(engine, index, source):
     def states_of(bucket, piece):
         saved = index["parameters"][next(iter(bucket.slots))]  # all parameters have been stepped equally often
         fills = {
-            name: lambda target, kind=f"optimizer/{name}": _fill(target, kind, bucket, piece.part, index, files)
-            for name in saved["states"]
+            state: lambda target, state=state: weights.fill_part(
+                target, bucket, piece.part, source, lambda name: f"optimizer/{state}/{name}"
+            )
+            for state in saved["states"]
         }
-        return decode(saved["scalars"], files[0]), fills
+        return decode(saved["scalars"], source), fills
 
-    optimizer_state.fill(engine, decode(index["groups"], files[0]), states_of)
+    optimizer_state.fill(engine, decode(index["groups"], source), states_of)
 
 
 # ---- files ------------------------------------------------------------------------------------------------------

@@ -182,15 +182,15 @@ class Run:
         if settings["cosine"] and now["cosine"]:  # the rate is 0 after these
             now["steps"], settings["steps"] = self.options.steps, extra["schedulers"][0]["T_max"]
         for name, then in settings.items():
-            if now.get(name, then) != then:
+            if now[name] != then:
                 said = name.replace("_", "-")
                 raise InputError(f"{path} is of a run with --{said} {then}, this has {now[name]}: give it as it was")
-        if extra.get("text", self.text) != self.text:
+        if extra["text"] != self.text:
             raise InputError(
                 f"{path} is of a run on another text, of sha256 {extra['text'][:12]}, and this one has "
                 f"{self.text[:12]}: give --data as it was, or, without it, the same Python"
             )
-        self._check_engine(path, extra.get("engine"))
+        self._check_engine(path, extra["engine"])
         if extra["step"] > self.options.steps:
             raise InputError(f"{path}: {extra['step']} steps are done, and --steps says {self.options.steps}")
         for scheduler, state in zip(self.schedulers, extra["schedulers"], strict=True):
@@ -207,7 +207,7 @@ class Run:
     def _check_engine(self, path, then):
         """Another engine may go on where both have the numbers of stage 0; else it must be the same, set alike."""
         now = _described(self.engine)
-        if then is None or then == now or (then["name"] != now["name"] and then["plain"] and now["plain"]):
+        if then == now or (then["name"] != now["name"] and then["plain"] and now["plain"]):
             return
         differ = [name for name in then["options"] if then["options"][name] != now["options"].get(name)]
         if then["name"] != now["name"]:

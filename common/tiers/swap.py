@@ -57,9 +57,8 @@ class SwapFile:
                 f"path={str(self._folder)!r}: no file can be made there ({error.strerror}); give a folder of your own, "
                 "on the disk to be used"
             ) from error
-        weakref.finalize(
-            self, keep_from_forks(self._file).close
-        )  # no request is under way then: it would hold this object
+        # It is closed when no request is under way: those hold this object.
+        weakref.finalize(self, keep_from_forks(self._file).close)
         self._fd = self._file.fileno()
         self.direct = set_direct(self._fd)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="disk")

@@ -44,9 +44,9 @@ def write(index, files, folder):
     parameters, groups = index["parameters"], decode(index["groups"], files[0])
     for number, group in enumerate(groups):
         group["params"] = [name for name, parameter in parameters.items() if parameter["group"] == number]
-    names = {name: name for name in [*parameters, *index["buffers"]]} | index.get("tied", {})
+    names = {name: name for name in [*parameters, *index["buffers"]]} | index["tied"]
     weights = {name: files[0].get_tensor(f"buffers/{own}") for name, own in names.items() if own in index["buffers"]}
-    weights |= {key: decode(value, files[0]) for key, value in index.get("extra_state", {}).items()}
+    weights |= {key: decode(value, files[0]) for key, value in index["extra_state"].items()}
     states = {name: decode(parameter["scalars"], files[0]) for name, parameter in parameters.items()}
     small = {MODEL: weights, OPTIMIZER: {"state": states, "param_groups": groups}}
     for name, own in names.items():
