@@ -4,15 +4,11 @@ A fork shares its parent's open files, and their locks with them: a DataLoader's
 own in its name. So a child closes what its parent owns, and that stays with the parent alone.
 """
 
+import fcntl
 import os
 import time
 import weakref
 from functools import partial
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 _owned = weakref.WeakSet()  # open files of this process
 
@@ -66,5 +62,4 @@ def _leave_to_parent():
         file.close()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_leave_to_parent)

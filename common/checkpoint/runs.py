@@ -115,12 +115,10 @@ class Run:
         try:
             self._own()
             self._begin()
-        except InputError:
+        except BaseException as error:
             self._let_go()
-            self.engine.comm.gather_objects(None, "the end of the run")  # all raise it: none ends before rank 0 let go
-            raise
-        except BaseException:
-            self._let_go()
+            if isinstance(error, InputError):  # all raise it: none ends before rank 0 let go
+                self.engine.comm.gather_objects(None, "the end of the run")
             raise
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, self._ask)
@@ -209,12 +207,8 @@ class Run:
         now = _described(self.engine)
         if then == now or (then["name"] != now["name"] and then["plain"] and now["plain"]):
             return
-        differ = [name for name in then["options"] if then["options"][name] != now["options"].get(name)]
-        if then["name"] != now["name"]:
-            differ = list(then["options"])
         said = [
-            ", ".join([one["name"], *(f"{n}={one['options'][n]!r}" for n in differ if n in one["options"])])
-            for one in (then, now)
+            ", ".join([one["name"], *(f"{n}={value!r}" for n, value in one["options"].items())]) for one in (then, now)
         ]
         raise InputError(f"{path} is of a run of {said[0]}, this is {said[1]}: give its options as they were")
 

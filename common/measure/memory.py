@@ -6,6 +6,7 @@ is transient, counted apart.
 """
 
 import ctypes
+import resource
 import sys
 
 import torch
@@ -13,11 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.tensors import tensors_in
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 CLASSES = (
     "parameters",
@@ -40,14 +36,9 @@ def storage_bytes(tensors):
 
 
 def high_water(device):
-    """Most bytes that this process has held so far: of CUDA's allocator, or resident in RAM.
-
-    None where the system does not tell.
-    """
+    """Most bytes that this process has held so far: of CUDA's allocator, or resident in RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if resource is None:
-        return None
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -90,7 +81,7 @@ def usage(engine):
     held = resident(engine, set())
     parts = [f"{name} {size:,} B" for name, size in held.items() if size or name in MODEL_STATES]
     peak = high_water(engine.comm.device)
-    return f"rank {engine.rank}: {', '.join(parts)}" + (f"; the process at most {peak:,} B" if peak else "")
+    return f"rank {engine.rank}: {', '.join(parts)}; the process at most {peak:,} B"
 
 
 class Timeline(TorchDispatchMode):
