@@ -93,15 +93,17 @@ class OnDisk:
     def _view(self, buffer, part):
         return buffer[: length(part) * self.dtype.itemsize].view(self.dtype)
 
+    def _move(self, way, part, buffer, after):
+        offset = self._offset + part.start * self.dtype.itemsize
+        return self.tier.move(way, offset, buffer[: self._nbytes(part)], self._label, after)
+
     def _read(self, part, buffer):
-        nbytes, offset = self._nbytes(part), self._offset + part.start * self.dtype.itemsize
-        return self.tier.read(offset, buffer[:nbytes], self._label, self._written_before(part))
+        return self._move("read", part, buffer, self._written_before(part))
 
     def _write(self, part, buffer, after):
-        nbytes, offset = self._nbytes(part), self._offset + part.start * self.dtype.itemsize
         before = self._written_before(part)
         both = Handle((), lambda buffers: (before.wait(), after.wait_on_host()))
-        write = self.tier.write(offset, buffer[:nbytes], self._label, both)
+        write = self._move("write", part, buffer, both)
         for begin, end in list(self._writes):  # whoever waits for this write has waited for those that it covers
             if part.start <= begin and end <= part.stop:
                 del self._writes[begin, end]
@@ -161,16 +163,12 @@ class Disk(Host):
         """Refuse what others would read from an optimizer's states: it holds what stands for them."""
         optimizer.register_state_dict_pre_hook(_refuse_state_dict)
 
-    def read(self, offset, buffer, label, after):
-        """Begin to read; see `SwapFile.read`."""
-        self._comm.traffic.record("read", len(buffer))
-        return self.file.read(offset, buffer, label, after)
-
-    def write(self, offset, buffer, label, after):
-        """Begin to write; see `SwapFile.write`."""
-        self._comm.traffic.record("write", len(buffer))
-        self._written.append(self.file.write(offset, buffer, label, after))
-        return self._written[-1]
+    def move(self, way, offset, buffer, label, after):
+        """Begin to read or to write; see `SwapFile.move`."""
+        self._comm.traffic.record(way, len(buffer))
+        handle = self.file.move(way, offset, buffer, label, after)
+        self._written += [handle] if way == "write" else []
+        return handle
 
     def finish(self):
         """Return when everything is written."""

@@ -104,45 +104,39 @@ class SwapFile:
         else:  # macOS: a full disk shows later
             os.ftruncate(self._fd, self._size)
 
-    def read(self, offset, buffer, label, after):
-        """Begin to fill a buffer.
+    def move(self, way, offset, buffer, label, after):
+        """Begin to "read" into a buffer, or to "write" it.
 
         Args:
-            offset: where to read, a multiple of PAGE.
+            way: one of these two.
+            offset: where in the file, a multiple of PAGE.
             buffer: uint8 [n] on the CPU, aligned, n a multiple of PAGE.
             label: what a trace calls it.
-            after: a Handle, submitted before this, of what writes there.
+            after: a Handle, submitted before this, of what uses the buffer or writes there.
 
         Returns:
             A Handle.
         """
-        return self._submit("read", os.preadv, offset, buffer, label, after)
-
-    def write(self, offset, buffer, label, after):
-        """Begin to write a buffer, once `after` is done, a Handle of what fills it. Returns a Handle."""
-        return self._submit("write", os.pwritev, offset, buffer, label, after)
-
-    def _submit(self, what, move, offset, buffer, label, after):
         data = memoryview(buffer.numpy())
         step = min(BLOCK, max(SMALL, padded(-(-len(data) // THREADS))))
         blocks = [(offset + begin, data[begin : begin + step]) for begin in range(0, len(data), step)]
-        taken = [self._threads.submit(self._move, what, move, *block, label, after) for block in blocks]
+        taken = [self._threads.submit(self._move, way, *block, label, after) for block in blocks]
         return Handle((buffer,), lambda buffers: [block.result() for block in taken])
 
-    def _move(self, what, move, offset, data, label, after):
+    def _move(self, way, offset, data, label, after):
         """Read or write one block."""
+        move, moved = os.preadv if way == "read" else os.pwritev, 0
         try:
             after.wait_on_host()
-            with timeline.label(f"{what} of {label}"):
-                moved = 0
+            with timeline.label(f"{way} of {label}"):
                 while moved < len(data):
                     step = move(self._fd, [data[moved:]], offset + moved)
                     if step == 0:
                         raise OSError(errno.EIO, "the file is shorter than it was")
                     moved += step
         except Exception as error:
-            self._fail(what, error)
-            if what == "read":
+            self._fail(way, error)
+            if way == "read":
                 data[:] = b"\xff" * len(data)  # NaN, in fp32 and in both 16-bit formats
 
     def _fail(self, what, error):
@@ -170,12 +164,8 @@ class CountedFile:
     def reserve(self, nbytes):
         """There is room for everything."""
 
-    def read(self, offset, buffer, label, after):
-        """Nothing to fill."""
-        return self._lane.submit(after.wait, buffer)
-
-    def write(self, offset, buffer, label, after):
-        """Nothing to keep."""
+    def move(self, way, offset, buffer, label, after):
+        """Nothing to fill or to keep."""
         return self._lane.submit(after.wait, buffer)
 
     def close(self):
