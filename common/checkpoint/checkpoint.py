@@ -38,7 +38,7 @@ from common.checkpoint.encoding import decode, detached, encode
 from common.checkpoint.index import FILE_NAME, flush, is_dcp, read_index, replace_index
 from common.errors import InputError
 from common.ranks.agreement import together
-from common.tensors import within
+from common.tensors import length, within
 
 PATIENCE = 10.0  # seconds in which a shared file system shows rank 0 what another node has written
 
@@ -73,7 +73,6 @@ class Snapshot:
 
     Attributes:
         tensors: {name in the file: tensor on the CPU}, what is held.
-        shards: what is not, a `Shards`; None with `apart`.
         told: {name in the file: (dtype, shape)}, of all of it.
         structure: the JSON of `extra`.
         index: on rank 0 what the files hold.
@@ -84,25 +83,39 @@ class Snapshot:
 
     def __init__(self, engine, path, extra, apart=False):
         with together(engine.comm, f"cannot save to {str(path)!r}"):
-            self.tensors, self.shards = {}, Shards(engine)
+            self.tensors, self._engine, self._place_of, self._kept_of = {}, engine, _places(engine), None
+            shards = {name: (dtype, (length(part),)) for name, (_, _, dtype, part) in self._place_of.items()}
             if apart:
-                self.tensors = {name: self.shards.read(name).clone() for name in self.shards.told}
-                self.shards = None
+                self.tensors = {name: self._read(name).clone() for name in shards}
+                self._engine = self._place_of = self._kept_of = self._kept = None
             if engine.rank == 0:
                 self.tensors |= {f"buffers/{name}": detached(buffer) for name, buffer in model_state.buffers(engine)}
             self.index = _index(engine, self.tensors) if engine.rank == 0 else None
             self.structure = json.dumps(encode(extra, self.tensors, "extra"))
             self.told = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
-            self.told |= {} if apart else self.shards.told
+            self.told |= {} if apart else shards
             tensor_file.check(self.told, {"extra": self.structure})
 
     def write(self, file):
         """Write it; return the file's checksum when it is on the disk."""
+        return tensor_file.write(file, self.told, self._read, {"extra": self.structure})
 
-        def value_of(name):
-            return self.tensors[name] if name in self.tensors else self.shards.read(name)
+    def _read(self, name):
+        """A tensor that is held; or a piece, as it stands or a copy, of the one state of a bucket that is held for it.
 
-        return tensor_file.write(file, self.told, value_of, {"extra": self.structure})
+        Raises:
+            InputError: the disk that it lies on has failed.
+        """
+        if name in self.tensors:
+            return self.tensors[name]
+        bucket, state, _, part = self._place_of[name]
+        if self._kept_of != (bucket, state):
+            self._kept = None  # before the next takes room
+            kept, owned = bucket.read(state, self._engine.optimizer), self._engine.owned(bucket)
+            of = owned.optimizer if bucket.kind.trainable else owned.parameters
+            self._kept = kept[within(bucket.shard(self._engine.rank), of)].to("cpu")
+            self._kept_of = bucket, state
+        return self._kept[part]
 
 
 def write(comm, path, snapshot):
@@ -206,41 +219,19 @@ def _from_dcp(engine, folder):
 # ---- writing ----------------------------------------------------------------------------------------------------
 
 
-class Shards:
-    """The pieces that this rank writes, read as they are asked for: it holds one state of one bucket.
-
-    Args:
-        engine: any engine.
-
-    Attributes:
-        told: {name in the file: (dtype, shape)}.
-    """
-
-    def __init__(self, engine):
-        self._engine, self._read, self._values = engine, None, None
-        self.told, self._place = {}, {}
-        for bucket in engine.buckets + engine.frozen:
-            for state, dtype in _dtypes(engine, bucket).items():
-                for part in bucket.segments(engine.rank):
-                    name = f"{'parameters' if state is None else f'optimizer/{state}'}/{part.name}@{part.start}"
-                    self.told[name] = dtype, (part.stop - part.start,)
-                    self._place[name] = bucket, state, slice(part.at, part.at + part.stop - part.start)
-
-    def read(self, name):
-        """A piece, flat, on the CPU: as it stands, or a copy.
-
-        Raises:
-            InputError: the disk that it lies on has failed.
-        """
-        bucket, state, where = self._place[name]
-        if self._read != (bucket, state):
-            self._values = None  # before the next takes room
-            kept = bucket.read(state, self._engine.optimizer)
-            owned = self._engine.owned(bucket)
-            part = owned.optimizer if bucket.kind.trainable else owned.parameters
-            self._values = kept[within(bucket.shard(self._engine.rank), part)].to("cpu")
-            self._read = bucket, state
-        return self._values[where]
+def _places(engine):
+    """Where the pieces lie that this rank writes: {name in the file: (bucket, state, dtype, part of the shard)}."""
+    return {
+        f"{'parameters' if state is None else f'optimizer/{state}'}/{one.name}@{one.start}": (
+            bucket,
+            state,
+            dtype,
+            slice(one.at, one.at + one.stop - one.start),
+        )
+        for bucket in engine.buckets + engine.frozen
+        for state, dtype in _dtypes(engine, bucket).items()
+        for one in bucket.segments(engine.rank)
+    }
 
 
 def _dtypes(engine, bucket):
@@ -258,12 +249,11 @@ def _index(engine, tensors):
     """What the files hold. Rank 0 writes it, and adds the tensors among scalars and options to its own `tensors`."""
     parameters = {}
     for bucket in engine.buckets + engine.frozen:
-        elementwise, scalars = optimizer_state.states(engine, bucket.pieces[0])
-        dtype = bucket.pieces[0].master.dtype if bucket.kind.trainable else bucket.kind.dtype
+        dtypes, (elementwise, scalars) = _dtypes(engine, bucket), optimizer_state.states(engine, bucket.pieces[0])
         for slot in bucket.slots.values():
             parameters[slot.name] = {
                 "shape": list(slot.shape),
-                "dtype": str(dtype).removeprefix("torch."),
+                "dtype": str(dtypes[None]).removeprefix("torch."),
                 "group": bucket.kind.group if bucket.kind.trainable else None,
                 "states": list(elementwise),
                 # once per parameter: the reader's buckets are others

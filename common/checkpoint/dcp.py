@@ -88,10 +88,6 @@ class Source(Tensors):
                 set_element(found, (name, *inner), value)
         return found
 
-    def shape(self, key):
-        """Of what lies under a key; None if that is no tensor."""
-        return getattr(self.stored[key], "size", None)
-
     def hold(self, value, what):
         """JSON of a value, whose tensors are had of here from now on."""
         return encode(value, self._held, what)
@@ -107,11 +103,10 @@ class Source(Tensors):
         """
         key, (_, shape) = self._key_of[name], self.tensors[name]
         row = max(1, math.prod(shape[1:]))
-        first, end = start // row, -(-(start + len(target)) // row)  # torch reads boxes: the rows that it lies in
-        box = [first, *[0] * len(shape[1:])][: len(shape)], [end - first, *shape[1:]][: len(shape)]
-        rows = torch.empty(box[1], dtype=target.dtype)
-        chunk = ChunkStorageMetadata(*map(torch.Size, box))
-        items = create_read_items_for_chunk_list(key, self.stored[key], [chunk])
+        first, end = start // row, -(-(start + len(target)) // row)  # the rows that it lies in
+        box = rows_of(shape, first, end)
+        rows = torch.empty(box.sizes, dtype=target.dtype)
+        items = create_read_items_for_chunk_list(key, self.stored[key], [box])
         if sum(math.prod(item.lengths) for item in items) != rows.numel():
             raise InputError(f"{key!r} is not all there; save it anew")
         planner = DefaultLoadPlanner()
@@ -134,6 +129,12 @@ class Source(Tensors):
         planner.set_up_planner(values, self._metadata)
         self._reader.read_data(create_default_local_load_plan(values, Metadata(told)), planner)
         return values
+
+
+def rows_of(shape, first, end):
+    """Rows [first, end) of a tensor as a box: torch reads and writes these. One of no dimensions is a single row."""
+    offsets, sizes = (first, *[0] * len(shape[1:])), (end - first, *shape[1:])
+    return ChunkStorageMetadata(*(torch.Size(one[: len(shape)]) for one in (offsets, sizes)))
 
 
 def _prefix_of(stored, names):

@@ -129,7 +129,11 @@ def _states(source, at, named):
 
 def _single(source, states, named):
     """The names of states that are one number for a parameter, such as "step"; the others have one for each element."""
-    shapes = [(one, source.shape(key), named[name].shape, key) for name in states for one, key in states[name].items()]
+    shapes = [
+        (one, getattr(source.stored[key], "size", None), named[name].shape, key)
+        for name in states
+        for one, key in states[name].items()
+    ]
     # A parameter of no dimensions has both kinds in its own shape; another's tell them apart.
     single = {"step"} | {one for one, shape, its, _ in shapes if shape in (None, ()) and its != ()}
     for one, shape, its, key in shapes:

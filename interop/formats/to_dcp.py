@@ -1,7 +1,7 @@
 """An engine's checkpoint as one of torch.distributed.checkpoint: what an FSDP2 script loads to go on from it.
 
-The keys in such a folder are told in `common.checkpoint.dcp`. What an engine keeps is a flat interval of a parameter,
-and is written as boxes: no tensor need be whole.
+The keys in such a folder are told in `common.checkpoint.dcp`. It is written a block of rows at a time: no tensor need
+be whole.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 from torch.distributed.checkpoint import (
-    ChunkStorageMetadata,
     DefaultSavePlanner,
     FileSystemWriter,
     SavePlan,
@@ -21,16 +20,17 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
-from common.checkpoint.dcp import LOSS_SCALER
+from common.checkpoint.checkpoint import Pieces
+from common.checkpoint.dcp import LOSS_SCALER, rows_of
 from common.checkpoint.encoding import decode
 from common.errors import InputError
-from interop.formats.boxes import boxes
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra"
+BLOCK = 2**26  # bytes that are written at a time, or a row
 
 
 def write(index, files, folder):
-    """Write all of a checkpoint into a folder: weights, optimizer, rank 0's `extra`. It holds a box at a time.
+    """Write all of a checkpoint into a folder: weights, optimizer, rank 0's `extra`. It holds a block at a time.
 
     Args:
         index: as `read_index` returns it.
@@ -41,7 +41,8 @@ def write(index, files, folder):
         InputError: two keys of `extra` are one for torch, such as "a.b" and "b" within "a".
         OSError: it could not be written.
     """
-    parameters, groups = index["parameters"], decode(index["groups"], files[0])
+    saved, parameters = Pieces(index, dict(enumerate(files))), index["parameters"]
+    groups = decode(index["groups"], saved)
     for number, group in enumerate(groups):
         group["params"] = [name for name, parameter in parameters.items() if parameter["group"] == number]
     names = {name: name for name in [*parameters, *index["buffers"]]} | index["tied"]
@@ -62,23 +63,23 @@ def write(index, files, folder):
     writer = Writer(small)
     for name, own in names.items():
         if own in parameters and parameters[own]["pieces"]:
-            tensors = {(MODEL, name): _told(parameters[own], files, f"parameters/{own}")}
+            kinds = {(MODEL, name): "parameters"}
             if name == own:
-                for state in parameters[own]["states"]:
-                    tensors[OPTIMIZER, "state", own, state] = _told(parameters[own], files, f"optimizer/{state}/{own}")
-            writer.add(tensors)
+                states = parameters[own]["states"]
+                kinds |= {(OPTIMIZER, "state", own, state): f"optimizer/{state}" for state in states}
+            writer.add({path: _told(parameters[own], files, saved, f"{kind}/{own}") for path, kind in kinds.items()})
     writer.write(folder)
 
 
-def _told(parameter, files, name):
+def _told(parameter, files, saved, name):
     """A parameter or a state of it, as `Writer.add` takes it."""
-    pieces = [(start, stop, partial(files[rank].read, f"{name}@{start}")) for rank, start, stop in parameter["pieces"]]
-    dtype, _ = files[parameter["pieces"][0][0]].tensors[f"{name}@{parameter['pieces'][0][1]}"]
-    return dtype, parameter["shape"], pieces
+    rank, start, _ = parameter["pieces"][0]
+    dtype, _ = files[rank].tensors[f"{name}@{start}"]
+    return dtype, parameter["shape"], partial(saved.read, name)
 
 
 class Writer(DefaultSavePlanner):
-    """Writes a DCP folder, a box at a time.
+    """Writes a DCP folder, a block of rows at a time.
 
     Args:
         small: {name: nested values}, what is held: tensors go whole.
@@ -99,22 +100,19 @@ class Writer(DefaultSavePlanner):
         """Add tensors, which go into a file together.
 
         Args:
-            tensors: {path of keys: (dtype, shape, [(start, stop, read)])}: flat intervals, which cover them.
-                `read(at, target)` fills a flat tensor with the elements from number `at` of the piece on.
+            tensors: {path of keys: (dtype, shape, read)}. `read(start, target)` fills a flat tensor with its elements
+                from number `start` on.
         """
         items = []
-        for path, (dtype, shape, pieces) in tensors.items():
-            key, size = ".".join(path), torch.Size(shape)
+        for path, (dtype, shape, read) in tensors.items():
+            key, row = ".".join(path), math.prod(shape[1:])
             self.mappings[key] = path
-            for start, stop, read in pieces:
-                at = 0
-                for offsets, sizes in boxes(shape, start, stop):
-                    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                    index, told = MetadataIndex(key, chunk.offsets), TensorProperties(dtype=dtype)
-                    data = TensorWriteData(chunk, told, size)
-                    items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-                    self._value_of[key, chunk.offsets] = dtype, sizes, read, at
-                    at += math.prod(sizes)
+            rows, step = math.prod(shape[:1]), max(1, BLOCK // (row * dtype.itemsize))
+            for first in range(0, rows, step):
+                box = rows_of(shape, first, min(rows, first + step))
+                data = TensorWriteData(box, TensorProperties(dtype=dtype), torch.Size(shape))
+                items.append(WriteItem(MetadataIndex(key, box.offsets), WriteItemType.SHARD, tensor_data=data))
+                self._value_of[key, box.offsets] = dtype, box.sizes, read, first * row
         self._plans.append(SavePlan(items))
 
     def write(self, folder):
@@ -132,7 +130,7 @@ class Writer(DefaultSavePlanner):
         index = write_item.index
         if (index.fqn, index.offset) not in self._value_of:
             return super().resolve_data(write_item)
-        dtype, sizes, read, at = self._value_of[index.fqn, index.offset]
+        dtype, sizes, read, start = self._value_of[index.fqn, index.offset]
         value = torch.empty(sizes, dtype=dtype)
-        read(at, value.view(-1))
+        read(start, value.view(-1))
         return value
