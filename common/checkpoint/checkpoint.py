@@ -43,31 +43,12 @@ from common.tensors import length, within
 PATIENCE = 10.0  # seconds in which a shared file system shows rank 0 what another node has written
 
 
-def save(engine, path, extra=None):
-    """Write a checkpoint into the folder `path`, in place of the one there. A collective.
-
-    Args:
-        engine: any engine.
-        path: a folder that all ranks share, made if it is missing.
-        extra: this rank's own state beside the model's, such as a scheduler's state_dict, the position in the data,
-            torch.get_rng_state(): dict, list, tuple, str, int, float, bool, None and tensors, nested at will.
-            Subclasses of these come back as these. A few dtypes, such as complex128, safetensors cannot hold.
-
-    Raises:
-        InputError: on every rank, if one could not write, or rank 0 cannot see what one wrote, as in a folder that
-            nodes do not share; it names that rank. The checkpoint that was there stands.
-
-    Warns:
-        RuntimeWarning: it is saved, and older files could not be removed.
-    """
-    write(engine.comm, path, Snapshot(engine, path, extra))
-
-
 class Snapshot:
     """What this rank is to write, as it stands now. Making it is a collective.
 
     Args:
-        engine, path, extra: as `save` takes them.
+        engine: any engine.
+        path, extra: as its `save` takes them.
         apart: copy everything now, so that the next step changes nothing of it. Else shards are read when they are
             written, one after the other, as all of them may be more than the memory holds.
 
@@ -119,7 +100,7 @@ class Snapshot:
 
 
 def write(comm, path, snapshot):
-    """Write what ranks are to write, and make it the checkpoint in a folder. A collective over `comm`; see `save`."""
+    """Write what ranks are to write, and make it the checkpoint in a folder, as `save` does. A collective."""
     rank, failure = comm.rank, f"cannot save to {str(path)!r}"
     with together(comm, failure):
         folder = Path(path)
@@ -188,7 +169,12 @@ def load(engine, path):
     with contextlib.ExitStack() as opened:
         with together(engine.comm, f"cannot load {str(path)!r}"):
             folder = Path(path)
-            index, source, extra = _from_dcp(engine, folder) if is_dcp(folder) else (read_index(folder), None, None)
+            if is_dcp(folder):
+                from common.checkpoint import from_dcp  # noqa: PLC0415  a second, and only where it is used
+
+                index, source, extra = from_dcp.read(engine, folder)
+            else:
+                index, source = read_index(folder), None
             _check_fits(engine, index)
             for entry in index["files"][rank :: engine.world_size]:
                 check_intact(folder, entry)
@@ -208,12 +194,6 @@ def load(engine, path):
             _fill_model(engine, index, source, name_of)
             _fill_optimizer(engine, index, source)
     return extra
-
-
-def _from_dcp(engine, folder):
-    from common.checkpoint import from_dcp  # noqa: PLC0415  a second, and only where it is used
-
-    return from_dcp.read(engine, folder, dict(model_state.buffers(engine)))
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------

@@ -17,11 +17,8 @@ OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentu
 AS_SAVED = "save what torch's get_state_dict returns, with its default options"
 
 
-def read(engine, folder, buffers):
+def read(engine, folder):
     """What an engine is to become.
-
-    Args:
-        buffers: {name: tensor}, the engine's persistent ones.
 
     Returns:
         An index as of an engine's own checkpoint, without files; a `Source` of its tensors; and `extra`, None if there
@@ -61,7 +58,7 @@ def read(engine, folder, buffers):
             "states": list(elementwise),
             "scalars": source.hold(scalars.get(name, {}), "the optimizer's state"),
         }
-    buffers = {name: names[buffer] for name, buffer in buffers.items() if buffer in names}
+    buffers = {name: names[buffer] for name, buffer in model_state.buffers(engine) if buffer in names}
     for name, theirs in buffers.items():
         source.add(f"buffers/{name}", source.prefix + theirs)
     known = source.prefix, f"{at}state.", f"{at}param_groups."

@@ -47,7 +47,7 @@ def label(name):
 
 
 class Recording:
-    """Record what this rank runs between `start` and `stop`, or in a `with` block.
+    """Record what this rank runs between `start` and `stop`.
 
     Args:
         engine: one of the stages' engines. Its phases show where the caller runs them in ranges called as in PHASES,
@@ -76,13 +76,6 @@ class Recording:
         self._profiler.stop()
         for hook in self._hooks:
             hook.remove()
-
-    def __enter__(self):
-        self.start()
-        return self
-
-    def __exit__(self, *error):
-        self.stop()
 
     def _label(self, name, part):
         ranges = []
