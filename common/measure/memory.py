@@ -15,16 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.tensors import tensors_in
 
-CLASSES = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "gathered units",
-    "buckets in flight",
-    "receive buffer",
-    "activations",
-)
-MODEL_STATES = CLASSES[:3]
+MODEL_STATES = ("parameters", "gradients", "optimizer")
+CLASSES = (*MODEL_STATES, "gathered units", "buckets in flight", "receive buffer", "activations")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 HOST = "on the host"  # what an engine keeps there, of any class: it is no part of a peak
 

@@ -4,8 +4,6 @@ On CUDA a stream of its own copies between the GPU and pinned memory, on several
 at once. Copies run in the order of the calls, so one never overtakes another that uses the same room.
 """
 
-import time
-
 import torch
 
 from common.measure import timeline
@@ -18,13 +16,10 @@ class Bus:
 
     Args:
         comm: the engine's `Collectives`, whose meter counts what crosses: "down" and "up".
-
-    Attributes:
-        rate: bytes a second that `carry` keeps to, on a thread's lane; None for as fast as it goes.
     """
 
     def __init__(self, comm):
-        self._comm, self.rate, self._free_at = comm, None, 0.0
+        self._comm = comm
         self.lane = lane_of(comm.group, comm.backend, "bus")
 
     def down(self, bucket, mean, after):
@@ -80,12 +75,5 @@ class Bus:
                 after.wait()
             with torch.no_grad(), timeline.label(f"{direction} of {self._comm.owner}{name}"):
                 target.copy_(source, non_blocking=True)
-                self._keep_to_rate(target.nbytes)
 
         return self.lane.submit(work, on_device)
-
-    def _keep_to_rate(self, nbytes):
-        """A token bucket: after so many bytes the bus is busy until the rate allows for them."""
-        if self.rate is not None:
-            self._free_at = max(self._free_at, time.monotonic()) + nbytes / self.rate
-            time.sleep(max(0.0, self._free_at - time.monotonic()))
