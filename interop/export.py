@@ -79,8 +79,8 @@ def export(checkpoint, file, dtype=None, allow_overflow=False):
         InputError: there is no checkpoint, it is damaged, a value is too large for `dtype`, or the file cannot be
             written.
     """
-    with _exported(checkpoint, file, Path.touch) as (index, files, partial):
-        return _write(index, files, partial, dtype, allow_overflow)
+    with _exported(checkpoint, file, Path.touch) as (index, saved, partial):
+        return _write(index, saved, partial, dtype, allow_overflow)
 
 
 def export_folder(checkpoint, folder, form):
@@ -94,8 +94,8 @@ def export_folder(checkpoint, folder, form):
     Raises:
         InputError: there is no checkpoint, it is damaged, the format cannot hold it, or it cannot be written.
     """
-    with _exported(checkpoint, folder, Path.mkdir) as (index, files, partial):
-        FOLDERS[form](index, files, partial)
+    with _exported(checkpoint, folder, Path.mkdir) as (index, saved, partial):
+        FOLDERS[form](index, saved, partial)
 
 
 @contextlib.contextmanager
@@ -103,7 +103,7 @@ def _exported(checkpoint, place, make):
     """In this context a checkpoint is read, and a place beside `place` is written, which takes its name at the end.
 
     Yields:
-        The index, each rank's file as a Source, and the path to write to, which `make` has made.
+        The index, its tensors as `Pieces`, and the path to write to, which `make` has made.
     """
     partial = place.parent / f"{place.name}.partial"
     try:
@@ -115,7 +115,7 @@ def _exported(checkpoint, place, make):
             for entry in index["files"]:
                 check_intact(checkpoint, entry)
             files = [opened.enter_context(tensor_file.Source(checkpoint / entry["name"])) for entry in index["files"]]
-            yield index, files, partial
+            yield index, Pieces(index, dict(enumerate(files))), partial
             os.replace(partial, place)
         flush(place.parent)
     except (InputError, OSError, SafetensorError) as error:
@@ -141,9 +141,8 @@ def _remove(path):
         path.unlink(missing_ok=True)
 
 
-def _write(index, files, partial, dtype, allow_overflow):
+def _write(index, saved, partial, dtype, allow_overflow):
     """Write all tensors of a checkpoint, one at a time."""
-    saved = Pieces(index, dict(enumerate(files)))
     place_of = {name: f"parameters/{name}" for name in index["parameters"]}
     place_of |= {name: f"buffers/{name}" for name in index["buffers"]}
     place_of |= {name: place_of[own] for name, own in index["tied"].items()}

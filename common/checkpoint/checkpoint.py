@@ -312,14 +312,22 @@ class Pieces(tensor_file.Tensors):
     Args:
         index: as `read_index` returns it.
         files: {rank: the `Source` of its file}, rank 0's and those that are read of.
+
+    Attributes:
+        metadata: of rank 0's file.
     """
 
     def __init__(self, index, files):
         self._files, self._pieces, self.tensors = files, {}, files[0].tensors.copy()
+        self.metadata = files[0].metadata
         for name, told in index["parameters"].items():
-            self.tensors[f"parameters/{name}"] = getattr(torch, told["dtype"]), tuple(told["shape"])
-            for kind in ("parameters", *(f"optimizer/{state}" for state in told["states"])):
-                self._pieces[f"{kind}/{name}"] = told["pieces"]
+            shape, pieces = tuple(told["shape"]), told["pieces"]
+            for kind in (f"optimizer/{state}" for state in told["states"]):
+                dtypes = [files[k].tensors[f"{kind}/{name}@{begin}"][0] for k, begin, _ in pieces if k in files]
+                self.tensors[f"{kind}/{name}"] = dtypes[0] if dtypes else None, shape
+                self._pieces[f"{kind}/{name}"] = pieces
+            self.tensors[f"parameters/{name}"] = getattr(torch, told["dtype"]), shape
+            self._pieces[f"parameters/{name}"] = pieces
 
     def read(self, name, start, target):
         """Read some elements of a tensor; see `Source.read`."""

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
-from common.checkpoint.checkpoint import Pieces
 from common.checkpoint.dcp import LOSS_SCALER, rows_of
 from common.checkpoint.encoding import decode
 from common.errors import InputError
@@ -29,26 +28,25 @@ MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra"
 BLOCK = 2**26  # bytes that are written at a time, or a row
 
 
-def write(index, files, folder):
+def write(index, saved, folder):
     """Write all of a checkpoint into a folder: weights, optimizer, rank 0's `extra`. It holds a block at a time.
 
     Args:
         index: as `read_index` returns it.
-        files: [a `tensor_file.Source` of each rank's file].
+        saved: its tensors, `Pieces`.
         folder: a Path.
 
     Raises:
         InputError: two keys of `extra` are one for torch, such as "a.b" and "b" within "a".
         OSError: it could not be written.
     """
-    saved, parameters = Pieces(index, dict(enumerate(files))), index["parameters"]
-    groups = decode(index["groups"], saved)
+    parameters, groups = index["parameters"], decode(index["groups"], saved)
     for number, group in enumerate(groups):
         group["params"] = [name for name, parameter in parameters.items() if parameter["group"] == number]
     names = {name: name for name in [*parameters, *index["buffers"]]} | index["tied"]
-    weights = {name: files[0].get_tensor(f"buffers/{own}") for name, own in names.items() if own in index["buffers"]}
-    weights |= {key: decode(value, files[0]) for key, value in index["extra_state"].items()}
-    states = {name: decode(parameter["scalars"], files[0]) for name, parameter in parameters.items()}
+    weights = {name: saved.get_tensor(f"buffers/{own}") for name, own in names.items() if own in index["buffers"]}
+    weights |= {key: decode(value, saved) for key, value in index["extra_state"].items()}
+    states = {name: decode(parameter["scalars"], saved) for name, parameter in parameters.items()}
     small = {MODEL: weights, OPTIMIZER: {"state": states, "param_groups": groups}}
     for name, own in names.items():
         if own in parameters and not parameters[own]["pieces"]:  # it has no elements
@@ -57,7 +55,7 @@ def write(index, files, folder):
             states[own] |= dict.fromkeys(parameters[own]["states"], nothing)
     if index["loss_scaler"]:
         small[LOSS_SCALER] = index["loss_scaler"]
-    extra = decode(json.loads(files[0].metadata["extra"]), files[0])
+    extra = decode(json.loads(saved.metadata["extra"]), saved)
     if extra is not None:
         small[EXTRA] = extra
     writer = Writer(small)
@@ -67,15 +65,9 @@ def write(index, files, folder):
             if name == own:
                 states = parameters[own]["states"]
                 kinds |= {(OPTIMIZER, "state", own, state): f"optimizer/{state}" for state in states}
-            writer.add({path: _told(parameters[own], files, saved, f"{kind}/{own}") for path, kind in kinds.items()})
+            places = {path: f"{kind}/{own}" for path, kind in kinds.items()}
+            writer.add({path: (*saved.tensors[place], partial(saved.read, place)) for path, place in places.items()})
     writer.write(folder)
-
-
-def _told(parameter, files, saved, name):
-    """A parameter or a state of it, as `Writer.add` takes it."""
-    rank, start, _ = parameter["pieces"][0]
-    dtype, _ = files[rank].tensors[f"{name}@{start}"]
-    return dtype, parameter["shape"], partial(saved.read, name)
 
 
 class Writer(DefaultSavePlanner):

@@ -18,19 +18,18 @@ import os
 
 import torch
 
-from common.checkpoint.checkpoint import Pieces
 from common.checkpoint.encoding import decode
 from common.errors import InputError
 
 RELEASE = "0.19.8"  # the one that it was tried with
 
 
-def write(index, files, folder):
+def write(index, saved, folder):
     """Write a checkpoint's weights and its optimizer's states into a folder. It holds a parameter at a time.
 
     Args:
         index: as `read_index` returns it.
-        files: [a `tensor_file.Source` of each rank's file].
+        saved: its tensors, `Pieces`.
         folder: a Path.
 
     Raises:
@@ -38,7 +37,6 @@ def write(index, files, folder):
         OSError: it could not be written.
     """
     _check(index)
-    saved = Pieces(index, dict(enumerate(files)))
     groups, steps = decode(index["groups"], saved), index["updates"]
     inner = folder / f"step_{steps}_universal"
     for name, parameter in index["parameters"].items():
