@@ -6,8 +6,6 @@ modules is in it if it is a tensor, and else refused. No ranks and no model are 
 of it takes: each is put together from its pieces, cast and written. A number that is too large for --dtype is refused,
 with its parameter's name.
 
-Checkpoints of an older version do not tell which names are tied, and are exported without the further ones.
-
 With --format a folder is written instead, from which training goes on elsewhere: weights and the optimizer's states.
 
     dcp          for FSDP2, or whatever else loads by torch.distributed.checkpoint; engines here load it, too
@@ -23,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from common.checkpoint import runs, tensor_file
-from common.checkpoint.checkpoint import check_intact
+from common.checkpoint.checkpoint import Pieces, check_intact
 from common.checkpoint.encoding import decode
 from common.checkpoint.index import flush, read_index
 from common.engine.mixed_precision import DTYPES
@@ -81,8 +79,8 @@ def export(checkpoint, file, dtype=None, allow_overflow=False):
         InputError: there is no checkpoint, it is damaged, a value is too large for `dtype`, or the file cannot be
             written.
     """
-    with _exported(checkpoint, file, Path.touch) as (index, files, partial):
-        return _write(index, files, partial, dtype, allow_overflow)
+    with _exported(checkpoint, file, Path.touch) as (index, saved, partial):
+        return _write(index, saved, partial, dtype, allow_overflow)
 
 
 def export_folder(checkpoint, folder, form):
@@ -96,8 +94,8 @@ def export_folder(checkpoint, folder, form):
     Raises:
         InputError: there is no checkpoint, it is damaged, the format cannot hold it, or it cannot be written.
     """
-    with _exported(checkpoint, folder, Path.mkdir) as (index, files, partial):
-        FOLDERS[form](index, files, partial)
+    with _exported(checkpoint, folder, Path.mkdir) as (index, saved, partial):
+        FOLDERS[form](index, saved, partial)
 
 
 @contextlib.contextmanager
@@ -105,7 +103,7 @@ def _exported(checkpoint, place, make):
     """In this context a checkpoint is read, and a place beside `place` is written, which takes its name at the end.
 
     Yields:
-        The index, each rank's file as a Source, and the path to write to, which `make` has made.
+        The index, its tensors as `Pieces`, and the path to write to, which `make` has made.
     """
     partial = place.parent / f"{place.name}.partial"
     try:
@@ -117,7 +115,7 @@ def _exported(checkpoint, place, make):
             for entry in index["files"]:
                 check_intact(checkpoint, entry)
             files = [opened.enter_context(tensor_file.Source(checkpoint / entry["name"])) for entry in index["files"]]
-            yield index, files, partial
+            yield index, Pieces(index, dict(enumerate(files))), partial
             os.replace(partial, place)
         flush(place.parent)
     except (InputError, OSError, SafetensorError) as error:
@@ -143,44 +141,34 @@ def _remove(path):
         path.unlink(missing_ok=True)
 
 
-def _write(index, files, partial, dtype, allow_overflow):
+def _write(index, saved, partial, dtype, allow_overflow):
     """Write all tensors of a checkpoint, one at a time."""
-    parameters = index["parameters"]
-    saved_as = {name: name for name in [*parameters, *index["buffers"]]} | index.get("tied", {})
-
-    extra_state = {key: decode(value, files[0]) for key, value in index.get("extra_state", {}).items()}
+    place_of = {name: f"parameters/{name}" for name in index["parameters"]}
+    place_of |= {name: f"buffers/{name}" for name in index["buffers"]}
+    place_of |= {name: place_of[own] for name, own in index["tied"].items()}
+    extra_state = {key: decode(value, saved) for key, value in index["extra_state"].items()}
     for key, value in extra_state.items():
         if not torch.is_tensor(value):
             raise InputError(f"{key!r} is no tensor, and the file holds nothing else; choose --format dcp")
-    saved_as |= {key: key for key in extra_state}
-
-    def kind(name):
-        if name in extra_state:
-            return extra_state[name].dtype, extra_state[name].shape
-        if name not in parameters:
-            return files[0].tensors[f"buffers/{name}"]
-        saved = getattr(torch, parameters[name]["dtype"])
-        return dtype if dtype and saved.is_floating_point else saved, parameters[name]["shape"]
+    tensors = {key: (value.dtype, value.shape) for key, value in extra_state.items()}
+    for name, place in place_of.items():
+        own, shape = saved.tensors[place]
+        cast = dtype and own.is_floating_point and place.startswith("parameters/")
+        tensors[name] = dtype if cast else own, shape
 
     def value(name):
-        name = saved_as[name]
         if name in extra_state:
             return extra_state[name]
-        if name not in parameters:
-            return files[0].get_tensor(f"buffers/{name}")
-        own, shape = kind(name)
+        own, shape = tensors[name]
         whole = torch.empty(shape, dtype=own)
-        for rank, start, stop in parameters[name]["pieces"]:
-            piece = f"parameters/{name}@{start}"
-            if not allow_overflow and files[rank].overflows(piece, 0, stop - start, own):
-                raise InputError(
-                    f"{name!r} has finite values that are infinite in {own}; choose another --dtype, or take them so "
-                    "by --allow-overflow"
-                )
-            files[rank].read(piece, 0, whole.view(-1)[start:stop])
+        if not allow_overflow and saved.overflows(place_of[name], 0, whole.numel(), own):
+            raise InputError(
+                f"{place_of[name].partition('/')[2]!r} has finite values that are infinite in {own}; choose another "
+                "--dtype, or take them so by --allow-overflow"
+            )
+        saved.read(place_of[name], 0, whole.view(-1))
         return whole
 
-    tensors = {name: kind(own) for name, own in saved_as.items()}
     return tensor_file.write(partial, tensors, value, {"format": "pt"})  # which some libraries ask for
 
 

@@ -67,7 +67,7 @@ class InfinityEngine(stage3_param.Engine):
     Args:
         tiers: "device", "cpu" or "nvme", for all states or, as a dict, for each of "parameters", "gradients" and
             "optimizer".
-        path: a folder on the disk to be used, which no other run uses now. None makes one for temporary files.
+        path: a folder on the disk to be used. None is that of the system's temporary files.
         sub_group_mb: MiB of the fp32 master weights that are stepped at a time, where something lies on disk.
     """
 

@@ -21,7 +21,7 @@ class Saving:
     """A save under way, with a snapshot that takes this rank's shard of all states on the host until it is written.
 
     Args:
-        engine, path, extra: as `checkpoint.save` takes them. A collective.
+        engine, path, extra: as `save` of an engine takes them. A collective.
 
     Attributes:
         tensors: the snapshot's, none when it has been written.

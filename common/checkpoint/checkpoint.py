@@ -33,47 +33,27 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint import model_state, optimizer_state, tensor_file
+from common.checkpoint import model_state, optimizer_state, tensor_file, weights
 from common.checkpoint.encoding import decode, detached, encode
 from common.checkpoint.index import FILE_NAME, flush, is_dcp, read_index, replace_index
 from common.errors import InputError
 from common.ranks.agreement import together
-from common.tensors import distinct, within
+from common.tensors import length, within
 
 PATIENCE = 10.0  # seconds in which a shared file system shows rank 0 what another node has written
-
-
-def save(engine, path, extra=None):
-    """Write a checkpoint into the folder `path`, in place of the one there. A collective.
-
-    Args:
-        engine: any engine.
-        path: a folder that all ranks share, made if it is missing.
-        extra: this rank's own state beside the model's, such as a scheduler's state_dict, the position in the data,
-            torch.get_rng_state(): dict, list, tuple, str, int, float, bool, None and tensors, nested at will.
-            Subclasses of these come back as these. A few dtypes, such as complex128, safetensors cannot hold.
-
-    Raises:
-        InputError: on every rank, if one could not write, or rank 0 cannot see what one wrote, as in a folder that
-            nodes do not share; it names that rank. The checkpoint that was there stands.
-
-    Warns:
-        RuntimeWarning: it is saved, and older files could not be removed.
-    """
-    write(engine.comm, path, Snapshot(engine, path, extra))
 
 
 class Snapshot:
     """What this rank is to write, as it stands now. Making it is a collective.
 
     Args:
-        engine, path, extra: as `save` takes them.
+        engine: any engine.
+        path, extra: as its `save` takes them.
         apart: copy everything now, so that the next step changes nothing of it. Else shards are read when they are
             written, one after the other, as all of them may be more than the memory holds.
 
     Attributes:
         tensors: {name in the file: tensor on the CPU}, what is held.
-        shards: what is not, a `Shards`; None with `apart`.
         told: {name in the file: (dtype, shape)}, of all of it.
         structure: the JSON of `extra`.
         index: on rank 0 what the files hold.
@@ -84,29 +64,43 @@ class Snapshot:
 
     def __init__(self, engine, path, extra, apart=False):
         with together(engine.comm, f"cannot save to {str(path)!r}"):
-            self.tensors, self.shards = {}, Shards(engine)
+            self.tensors, self._engine, self._place_of, self._kept_of = {}, engine, _places(engine), None
+            shards = {name: (dtype, (length(part),)) for name, (_, _, dtype, part) in self._place_of.items()}
             if apart:
-                self.tensors = {name: self.shards.read(name).clone() for name in self.shards.told}
-                self.shards = None
+                self.tensors = {name: self._read(name).clone() for name in shards}
+                self._engine = self._place_of = self._kept_of = self._kept = None
             if engine.rank == 0:
                 self.tensors |= {f"buffers/{name}": detached(buffer) for name, buffer in model_state.buffers(engine)}
             self.index = _index(engine, self.tensors) if engine.rank == 0 else None
             self.structure = json.dumps(encode(extra, self.tensors, "extra"))
             self.told = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
-            self.told |= {} if apart else self.shards.told
+            self.told |= {} if apart else shards
             tensor_file.check(self.told, {"extra": self.structure})
 
     def write(self, file):
         """Write it; return the file's checksum when it is on the disk."""
+        return tensor_file.write(file, self.told, self._read, {"extra": self.structure})
 
-        def value_of(name):
-            return self.tensors[name] if name in self.tensors else self.shards.read(name)
+    def _read(self, name):
+        """A tensor that is held; or a piece, as it stands or a copy, of the one state of a bucket that is held for it.
 
-        return tensor_file.write(file, self.told, value_of, {"extra": self.structure})
+        Raises:
+            InputError: the disk that it lies on has failed.
+        """
+        if name in self.tensors:
+            return self.tensors[name]
+        bucket, state, _, part = self._place_of[name]
+        if self._kept_of != (bucket, state):
+            self._kept = None  # before the next takes room
+            kept, owned = bucket.read(state, self._engine.optimizer), self._engine.owned(bucket)
+            of = owned.optimizer if bucket.kind.trainable else owned.parameters
+            self._kept = kept[within(bucket.shard(self._engine.rank), of)].to("cpu")
+            self._kept_of = bucket, state
+        return self._kept[part]
 
 
 def write(comm, path, snapshot):
-    """Write what ranks are to write, and make it the checkpoint in a folder. A collective over `comm`; see `save`."""
+    """Write what ranks are to write, and make it the checkpoint in a folder, as `save` does. A collective."""
     rank, failure = comm.rank, f"cannot save to {str(path)!r}"
     with together(comm, failure):
         folder = Path(path)
@@ -175,71 +169,49 @@ def load(engine, path):
     with contextlib.ExitStack() as opened:
         with together(engine.comm, f"cannot load {str(path)!r}"):
             folder = Path(path)
-            index, files, extra = _from_dcp(engine, folder) if is_dcp(folder) else (read_index(folder), None, None)
+            if is_dcp(folder):
+                from common.checkpoint import from_dcp  # noqa: PLC0415  a second, and only where it is used
+
+                index, source, extra = from_dcp.read(engine, folder)
+            else:
+                index, source = read_index(folder), None
             _check_fits(engine, index)
             for entry in index["files"][rank :: engine.world_size]:
                 check_intact(folder, entry)
         with together(engine.comm, f"cannot load {str(path)!r}"):
-            if files is None:
+            if source is None:
                 own = rank if rank < len(index["files"]) else 0
                 needed = sorted(_files_needed(engine, index) | {0, own})
                 names = {k: folder / index["files"][k]["name"] for k in needed}
                 files = {k: opened.enter_context(tensor_file.Source(name)) for k, name in names.items()}
-                _check_holds(index, files)
-                extra = decode(json.loads(files[own].metadata["extra"]), files[own])
-            _check_buffers(engine, files[0])
-            _check_range(engine, index, files)
+                source, extra = Pieces(index, files), decode(json.loads(files[own].metadata["extra"]), files[own])
+            _check_buffers(engine, source)
+            name_of = {parameter: f"parameters/{name}" for name, parameter in engine.module.named_parameters()}
+            name_of |= {buffer: f"buffers/{name}" for name, buffer in model_state.buffers(engine)}
+            weights.check_range(engine, source, name_of)
         engine.begin_load()
         with together(engine.comm, f"loaded {str(path)!r} in part, build the engine anew"):
-            _fill_model(engine, index, files)
-            _fill_optimizer(engine, index, files)
+            _fill_model(engine, index, source, name_of)
+            _fill_optimizer(engine, index, source)
     return extra
-
-
-def _from_dcp(engine, folder):
-    from common.checkpoint import from_dcp  # noqa: PLC0415  a second, and only where it is used
-
-    return from_dcp.read(engine, folder, dict(model_state.buffers(engine)))
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------
 
 
-class Shards:
-    """The pieces that this rank writes, read as they are asked for: it holds one state of one bucket.
-
-    Args:
-        engine: any engine.
-
-    Attributes:
-        told: {name in the file: (dtype, shape)}.
-    """
-
-    def __init__(self, engine):
-        self._engine, self._read, self._values = engine, None, None
-        self.told, self._place = {}, {}
-        for bucket in engine.buckets + engine.frozen:
-            for state, dtype in _dtypes(engine, bucket).items():
-                for part in bucket.segments(engine.rank):
-                    name = f"{'parameters' if state is None else f'optimizer/{state}'}/{part.name}@{part.start}"
-                    self.told[name] = dtype, (part.stop - part.start,)
-                    self._place[name] = bucket, state, slice(part.at, part.at + part.stop - part.start)
-
-    def read(self, name):
-        """A piece, flat, on the CPU: as it stands, or a copy.
-
-        Raises:
-            InputError: the disk that it lies on has failed.
-        """
-        bucket, state, where = self._place[name]
-        if self._read != (bucket, state):
-            self._values = None  # before the next takes room
-            kept = bucket.read(state, self._engine.optimizer)
-            owned = self._engine.owned(bucket)
-            part = owned.optimizer if bucket.kind.trainable else owned.parameters
-            self._values = kept[within(bucket.shard(self._engine.rank), part)].to("cpu")
-            self._read = bucket, state
-        return self._values[where]
+def _places(engine):
+    """Where the pieces lie that this rank writes: {name in the file: (bucket, state, dtype, part of the shard)}."""
+    return {
+        f"{'parameters' if state is None else f'optimizer/{state}'}/{one.name}@{one.start}": (
+            bucket,
+            state,
+            dtype,
+            slice(one.at, one.at + one.stop - one.start),
+        )
+        for bucket in engine.buckets + engine.frozen
+        for state, dtype in _dtypes(engine, bucket).items()
+        for one in bucket.segments(engine.rank)
+    }
 
 
 def _dtypes(engine, bucket):
@@ -257,12 +229,11 @@ def _index(engine, tensors):
     """What the files hold. Rank 0 writes it, and adds the tensors among scalars and options to its own `tensors`."""
     parameters = {}
     for bucket in engine.buckets + engine.frozen:
-        elementwise, scalars = optimizer_state.states(engine, bucket.pieces[0])
-        dtype = bucket.pieces[0].master.dtype if bucket.kind.trainable else bucket.kind.dtype
+        dtypes, (elementwise, scalars) = _dtypes(engine, bucket), optimizer_state.states(engine, bucket.pieces[0])
         for slot in bucket.slots.values():
             parameters[slot.name] = {
                 "shape": list(slot.shape),
-                "dtype": str(dtype).removeprefix("torch."),
+                "dtype": str(dtypes[None]).removeprefix("torch."),
                 "group": bucket.kind.group if bucket.kind.trainable else None,
                 "states": list(elementwise),
                 # once per parameter: the reader's buckets are others
@@ -275,7 +246,7 @@ def _index(engine, tensors):
     groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
     return {
         "world_size": engine.world_size,
-        "optimizer": _name_of(engine.optimizer),
+        "optimizer": optimizer_state.name_of(engine.optimizer),
         "groups": encode(groups, tensors, "the optimizer's groups"),
         "updates": engine.updates,
         "loss_scaler": engine.loss_scaler and engine.loss_scaler.state_dict(),
@@ -289,11 +260,6 @@ def _index(engine, tensors):
     }
 
 
-def _name_of(optimizer):
-    module = type(optimizer).__module__.replace("__mp_main__", "__main__")  # of a script, in ranks that it spawned
-    return f"{module}.{type(optimizer).__qualname__}"
-
-
 # ---- reading ----------------------------------------------------------------------------------------------------
 
 
@@ -302,24 +268,21 @@ def _check_fits(engine, index):
     groups = {
         name: b.kind.group if b.kind.trainable else None for b in engine.buckets + engine.frozen for name in b.slots
     }
-    optimizer, states = index["optimizer"], engine.optimizer
-    extra_state = model_state.extra_state(engine)
-    if optimizer == type(states).__name__:  # older checkpoints have that alone
-        optimizer = _name_of(states)
+    optimizer = f"{optimizer_state.name_of(engine.optimizer)} over {len(engine.optimizer.param_groups)} groups"
     here = {
-        "the optimizer": f"{_name_of(states)} over {len(states.param_groups)} groups",
+        "the optimizer": optimizer,
         **{f"parameter {n!r}": _place(p.dtype, p.shape, groups[n]) for n, p in engine.module.named_parameters()},
         **{f"buffer {n!r}": f"of shape {list(buffer.shape)}" for n, buffer in model_state.buffers(engine)},
-        **{f"extra state {key!r}": "there" for key in extra_state},
+        **{f"extra state {key!r}": "there" for key in model_state.extra_state(engine)},
     }
     saved = {
-        "the optimizer": f"{optimizer} over {len(index['groups'])} groups",
+        "the optimizer": f"{index['optimizer']} over {len(index['groups'])} groups",
         **{
             f"parameter {n!r}": _place(getattr(torch, p["dtype"]), p["shape"], p["group"])
             for n, p in index["parameters"].items()
         },
         **{f"buffer {n!r}": f"of shape {shape}" for n, shape in index["buffers"].items()},
-        **{f"extra state {key!r}": "there" for key in index.get("extra_state", extra_state)},  # older ones lost it
+        **{f"extra state {key!r}": "there" for key in index["extra_state"]},
     }
     for what in [*here, *saved]:
         one, other = saved.get(what, "missing"), here.get(what, "missing")
@@ -333,9 +296,9 @@ def _place(dtype, shape, group):
     return f"{tensor_file.kind(dtype, shape)}, {'frozen' if group is None else f'in group {group}'}"
 
 
-def _check_buffers(engine, file):
+def _check_buffers(engine, source):
     for name, buffer in model_state.buffers(engine):
-        there = tensor_file.kind(*file.tensors[f"buffers/{name}"])
+        there = tensor_file.kind(*source.tensors[f"buffers/{name}"])
         here = tensor_file.kind(buffer.dtype, buffer.shape)
         if there != here:
             raise InputError(
@@ -343,30 +306,49 @@ def _check_buffers(engine, file):
             )
 
 
-def _check_range(engine, index, files):
-    """Raise InputError for the first parameter that would become infinite. Each rank looks at its shard, for all."""
-    for bucket in engine.buckets + engine.frozen:
-        for rank, name, there, _ in _overlaps(bucket, bucket.shard(engine.rank), index):
-            if files[rank].overflows(f"parameters/{name}", there.start, there.stop, bucket.kind.dtype):
-                raise InputError(
-                    f"parameter {name.rpartition('@')[0]!r} has finite values that are infinite in "
-                    f"{bucket.kind.dtype}, its dtype here; choose a wider precision="
-                )
+class Pieces(tensor_file.Tensors):
+    """What ranks wrote in pieces, as whole tensors: "parameters/wte.weight", "optimizer/exp_avg/wte.weight".
 
+    Args:
+        index: as `read_index` returns it.
+        files: {rank: the `Source` of its file}, rank 0's and those that are read of.
 
-def _check_holds(index, files):
-    """Refuse files that do not have the pieces that the index says: what lies behind a piece is another one's."""
-    for name, parameter in index["parameters"].items():
-        for rank, start, stop in parameter["pieces"]:
-            for of in ["parameters", *(f"optimizer/{state}" for state in parameter["states"])] if rank in files else ():
-                if files[rank].tensors.get(f"{of}/{name}@{start}", (None, ()))[1] != (stop - start,):
-                    raise InputError(f"{index['files'][rank]['name']} does not hold {of}/{name} from {start} to {stop}")
+    Attributes:
+        metadata: of rank 0's file.
+    """
+
+    def __init__(self, index, files):
+        self._files, self._pieces, self.tensors = files, {}, files[0].tensors.copy()
+        self.metadata = files[0].metadata
+        for name, told in index["parameters"].items():
+            shape, pieces = tuple(told["shape"]), told["pieces"]
+            for kind in (f"optimizer/{state}" for state in told["states"]):
+                dtypes = [files[k].tensors[f"{kind}/{name}@{begin}"][0] for k, begin, _ in pieces if k in files]
+                self.tensors[f"{kind}/{name}"] = dtypes[0] if dtypes else None, shape
+                self._pieces[f"{kind}/{name}"] = pieces
+            self.tensors[f"parameters/{name}"] = getattr(torch, told["dtype"]), shape
+            self._pieces[f"parameters/{name}"] = pieces
+
+    def read(self, name, start, target):
+        """Read some elements of a tensor; see `Source.read`."""
+        for rank, begin, end in self._pieces.get(name, ()):
+            common = slice(max(begin, start), min(end, start + len(target)))
+            if common.start < common.stop:
+                into = target[common.start - start : common.stop - start]
+                self._files[rank].read(f"{name}@{begin}", common.start - begin, into)
+        if name not in self._pieces:
+            self._files[0].read(name, start, target)
 
 
 def _files_needed(engine, index):
     """The ranks whose files hold something of what this rank owns."""
-    buckets = engine.buckets + engine.frozen
-    return {rank for b in buckets for rank, *_ in _overlaps(b, engine.owned(b).parameters, index)}
+    return {
+        rank
+        for bucket in engine.buckets + engine.frozen
+        for name, there, _ in bucket.overlaps(engine.owned(bucket).parameters)
+        for rank, begin, end in index["parameters"][name]["pieces"]
+        if begin < there.stop and there.start < end
+    }
 
 
 def check_intact(folder, entry):
@@ -375,55 +357,26 @@ def check_intact(folder, entry):
         raise InputError(f"{entry['name']} is damaged; restore it, or take an older checkpoint")
 
 
-def _overlaps(bucket, part, index):
-    """The saved pieces that hold elements of `part`, a slice of the run.
-
-    Yields:
-        Rank that wrote the piece, its name, and the common elements as slices of the piece and of `part`.
-    """
-    for slot in bucket.slots.values():
-        for rank, start, stop in index["parameters"][slot.name]["pieces"]:
-            at = slot.offset + start  # where the piece begins in the run
-            common = slice(max(at, part.start), min(slot.offset + stop, part.stop))
-            if common.start < common.stop:
-                yield rank, f"{slot.name}@{start}", slice(common.start - at, common.stop - at), within(common, part)
-
-
-def _fill(target, kind, bucket, part, index, files):
-    """Write elements `part` of a bucket's parameters or states into `target`, flat and as long; padding is zero."""
-    target.zero_()
-    for rank, name, there, here in _overlaps(bucket, part, index):
-        files[rank].read(f"{kind}/{name}", there.start, target[here])
-
-
-@torch.no_grad()
-def _fill_model(engine, index, files):
-    for bucket in engine.buckets + engine.frozen:
-
-        def fill(target, part, bucket=bucket):
-            _fill(target, "parameters", bucket, part, index, files)
-
-        bucket.take_over(engine.owned(bucket).parameters, fill)
-    engine.updates = index.get("updates", 0)  # checkpoints of before offload/ do not have it
+def _fill_model(engine, index, source, name_of):
+    weights.fill(engine, source, name_of)
+    engine.updates = index["updates"]
     if engine.loss_scaler and index["loss_scaler"]:
         engine.loss_scaler.load_state_dict(index["loss_scaler"])
-    for name, buffer in model_state.buffers(engine):
-        once = distinct(buffer)
-        once.copy_(files[0].get_tensor(f"buffers/{name}")[tuple(map(slice, once.shape))])
-    extra = {key: decode(value, files[0]) for key, value in index.get("extra_state", {}).items()}
-    model_state.set_extra_state(engine, extra)
+    model_state.set_extra_state(engine, {key: decode(value, source) for key, value in index["extra_state"].items()})
 
 
-def _fill_optimizer(engine, index, files):
+def _fill_optimizer(engine, index, source):
     def states_of(bucket, piece):
         saved = index["parameters"][next(iter(bucket.slots))]  # all parameters have been stepped equally often
         fills = {
-            name: lambda target, kind=f"optimizer/{name}": _fill(target, kind, bucket, piece.part, index, files)
-            for name in saved["states"]
+            state: lambda target, state=state: weights.fill_part(
+                target, bucket, piece.part, source, lambda name: f"optimizer/{state}/{name}"
+            )
+            for state in saved["states"]
         }
-        return decode(saved["scalars"], files[0]), fills
+        return decode(saved["scalars"], source), fills
 
-    optimizer_state.fill(engine, decode(index["groups"], files[0]), states_of)
+    optimizer_state.fill(engine, decode(index["groups"], source), states_of)
 
 
 # ---- files ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP), as FSDP2's scripts write and read them: from them and to them.
+"""Checkpoints of torch.distributed.checkpoint (DCP), as FSDP2's scripts write them: their tensors, part by part.
 
 Such a folder has a file `.metadata`, which says of each tensor into which boxes it is cut and where these lie. The keys
 are those of {"model": ..., "optim": ...} with what torch's `get_state_dict` returns:
@@ -7,11 +7,9 @@ are those of {"model": ..., "optim": ...} with what torch's `get_state_dict` ret
     optim.state.wte.weight.exp_avg        a state of the optimizer, under its parameter's first name
     optim.param_groups.0.lr               an option of a group; `params` are the names of its parameters
 
-What an engine keeps is a flat interval of a parameter. It is written as boxes, and read as boxes: no tensor need be
-whole. torch unpickles `.metadata`, so read only folders that you trust; there are no checksums in it.
+torch unpickles `.metadata`, so read only folders that you trust; there are no checksums in it.
 """
 
-import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -20,94 +18,20 @@ import torch
 from torch.distributed.checkpoint import (
     ChunkStorageMetadata,
     DefaultLoadPlanner,
-    DefaultSavePlanner,
     FileSystemReader,
-    FileSystemWriter,
     LoadPlan,
     Metadata,
-    SavePlan,
     TensorStorageMetadata,
-    WriteItem,
 )
 from torch.distributed.checkpoint._nested_dict import set_element  # torch has no public way to undo its flattening
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan, create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from common.checkpoint.boxes import boxes
 from common.checkpoint.encoding import encode
 from common.checkpoint.tensor_file import Tensors
 from common.errors import InputError
 
-MODEL, OPTIMIZER, LOSS_SCALER, EXTRA = "model", "optim", "loss_scaler", "extra"  # what an export has
-
-
-# ---- writing ----------------------------------------------------------------------------------------------------
-
-
-class Writer(DefaultSavePlanner):
-    """Writes a DCP folder, a box at a time.
-
-    Args:
-        small: {name: nested values}, what is held: tensors go whole.
-
-    Raises:
-        InputError: two keys within it are one when they are joined by dots.
-    """
-
-    def __init__(self, small):
-        super().__init__()
-        try:
-            self.set_up_planner(small, is_coordinator=True)
-        except ValueError as error:
-            raise InputError(f"torch cannot hold it: {error}") from error
-        self._plans, self._value_of = [self.create_local_plan()], {}
-
-    def add(self, tensors):
-        """Add tensors, which go into a file together.
-
-        Args:
-            tensors: {path of keys: (dtype, shape, [(start, stop, read)])}: flat intervals, which cover them.
-                `read(at, target)` fills a flat tensor with the elements from number `at` of the piece on.
-        """
-        items = []
-        for path, (dtype, shape, pieces) in tensors.items():
-            key, size = ".".join(path), torch.Size(shape)
-            self.mappings[key] = path
-            for start, stop, read in pieces:
-                at = 0
-                for offsets, sizes in boxes(shape, start, stop):
-                    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                    index, told = MetadataIndex(key, chunk.offsets), TensorProperties(dtype=dtype)
-                    data = TensorWriteData(chunk, told, size)
-                    items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-                    self._value_of[key, chunk.offsets] = dtype, sizes, read, at
-                    at += math.prod(sizes)
-        self._plans.append(SavePlan(items))
-
-    def write(self, folder):
-        """Write all of it into a folder, which is a checkpoint when its last file is there."""
-        plans, metadata = create_default_global_save_plan(self._plans)
-        storage = FileSystemWriter(folder)
-        storage.set_up_storage_writer(is_coordinator=True)
-        storage.prepare_local_plan(plans[0])
-        # Each plan is a file of its own: torch keeps what it has written of a file until that is complete.
-        results = [storage.write_data(plan, self).wait() for plan in storage.prepare_global_plan(plans)]
-        storage.finish(dataclasses.replace(metadata, planner_data=self.mappings), results)
-
-    def resolve_data(self, write_item):
-        """What torch is to write; its call."""
-        index = write_item.index
-        if (index.fqn, index.offset) not in self._value_of:
-            return super().resolve_data(write_item)
-        dtype, sizes, read, at = self._value_of[index.fqn, index.offset]
-        value = torch.empty(sizes, dtype=dtype)
-        read(at, value.view(-1))
-        return value
-
-
-# ---- reading ----------------------------------------------------------------------------------------------------
+LOSS_SCALER = "loss_scaler"  # where an export has its numbers
 
 
 class Source(Tensors):
@@ -164,10 +88,6 @@ class Source(Tensors):
                 set_element(found, (name, *inner), value)
         return found
 
-    def shape(self, key):
-        """Of what lies under a key; None if that is no tensor."""
-        return getattr(self.stored[key], "size", None)
-
     def hold(self, value, what):
         """JSON of a value, whose tensors are had of here from now on."""
         return encode(value, self._held, what)
@@ -181,15 +101,18 @@ class Source(Tensors):
         Raises:
             InputError: they are not all there.
         """
-        key, views, chunks, at = self._key_of[name], [], [], 0
-        for offsets, sizes in boxes(self.tensors[name][1], start, start + len(target)):
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            views.append(target[at : at + math.prod(sizes)].view(sizes))
-            at += math.prod(sizes)
-        items = create_read_items_for_chunk_list(key, self.stored[key], chunks)
-        if sum(math.prod(item.lengths) for item in items) != len(target):
+        key, (_, shape) = self._key_of[name], self.tensors[name]
+        row = max(1, math.prod(shape[1:]))
+        first, end = start // row, -(-(start + len(target)) // row)  # the rows that it lies in
+        box = rows_of(shape, first, end)
+        rows = torch.empty(box.sizes, dtype=target.dtype)
+        items = create_read_items_for_chunk_list(key, self.stored[key], [box])
+        if sum(math.prod(item.lengths) for item in items) != rows.numel():
             raise InputError(f"{key!r} is not all there; save it anew")
-        self._reader.read_data(LoadPlan(items), _Into(views))
+        planner = DefaultLoadPlanner()
+        planner.lookup_tensor = lambda index: rows
+        self._reader.read_data(LoadPlan(items), planner)
+        target.copy_(rows.view(-1)[start - first * row :][: len(target)])
 
     def get_tensor(self, name):
         """All of a tensor, or one that is held."""
@@ -208,15 +131,10 @@ class Source(Tensors):
         return values
 
 
-class _Into(DefaultLoadPlanner):
-    """Has torch write into given tensors, in the order of the chunks that were asked for."""
-
-    def __init__(self, views):
-        super().__init__()
-        self._views = views
-
-    def lookup_tensor(self, index):
-        return self._views[index.index]
+def rows_of(shape, first, end):
+    """Rows [first, end) of a tensor as a box: torch reads and writes these. One of no dimensions is a single row."""
+    offsets, sizes = (first, *[0] * len(shape[1:])), (end - first, *shape[1:])
+    return ChunkStorageMetadata(*(torch.Size(one[: len(shape)]) for one in (offsets, sizes)))
 
 
 def _prefix_of(stored, names):

@@ -59,19 +59,30 @@ class Files:
 
     @in_ordinary_mode
     def save(self, path, extra=None, wait=True):
-        """Write a checkpoint that any stage at any world size can load. A collective; see `checkpoint.py`.
+        """Write a checkpoint that any stage at any world size can load, in place of the one there. A collective.
 
         Args:
+            path: a folder that all ranks share, made if it is missing.
+            extra: this rank's own state beside the model's, such as a scheduler's state_dict, the position in the data,
+                torch.get_rng_state(): dict, list, tuple, str, int, float, bool, None and tensors, nested at will.
+                Subclasses of these come back as these. A few dtypes, such as complex128, safetensors cannot hold.
             wait: return when it is on the disk. Else at once, with a `Saving` whose `wait()` does that and raises what
                 failed, while training goes on; call it before the program ends. What is written is the state at this
                 call, of which a copy is held on the host until then. The next save or load waits for it.
+
+        Raises:
+            InputError: on every rank, if one could not write, or rank 0 cannot see what one wrote, as in a folder that
+                nodes do not share; it names that rank. The checkpoint that was there stands.
+
+        Warns:
+            RuntimeWarning: it is saved, and older files could not be removed.
         """
         self.guards.check_places()
         self.synchronize()
         self.finish_saving()
         self.buffers.broadcast()
         if wait:
-            return checkpoint.save(self, path, extra)
+            return checkpoint.write(self.comm, path, checkpoint.Snapshot(self, path, extra))
         self.saving = Saving(self, path, extra)
         return self.saving
 

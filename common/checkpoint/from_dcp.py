@@ -8,6 +8,7 @@ import torch
 
 from common.checkpoint import model_state
 from common.checkpoint.dcp import LOSS_SCALER, Source
+from common.checkpoint.optimizer_state import name_of
 from common.checkpoint.weights import names_in
 from common.errors import InputError
 
@@ -16,15 +17,12 @@ OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentu
 AS_SAVED = "save what torch's get_state_dict returns, with its default options"
 
 
-def read(engine, folder, buffers):
+def read(engine, folder):
     """What an engine is to become.
 
-    Args:
-        buffers: {name: tensor}, the engine's persistent ones.
-
     Returns:
-        An index as of an engine's own checkpoint, in which each parameter is one piece; the files that it speaks of,
-        {0: a Source}; and `extra`, None if there is nothing else.
+        An index as of an engine's own checkpoint, without files; a `Source` of its tensors; and `extra`, None if there
+        is nothing else.
 
     Raises:
         InputError: it is of another model or optimizer, or does not hold what it is to hold.
@@ -34,7 +32,7 @@ def read(engine, folder, buffers):
     source = Source(folder, state, extra_state)
     if not source.prefix:
         raise InputError("its model has no name of its own; save {'model': ..., 'optim': ...}, or call load_weights")
-    name_of = names_in(source, state)
+    names = names_in(source, state)
     at = _optimizer_of(source)
     groups = _groups(source, at)
     _check_options(engine.optimizer, groups)
@@ -48,20 +46,19 @@ def read(engine, folder, buffers):
     parameters = {}
     for name, parameter in named.items():
         elementwise = {one: key for one, key in states.get(name, {}).items() if one not in single}
-        source.add(f"parameters/{name}@0", source.prefix + name_of[parameter])
+        source.add(f"parameters/{name}", source.prefix + names[parameter])
         for one, key in elementwise.items():
-            source.add(f"optimizer/{one}/{name}@0", key)
+            source.add(f"optimizer/{one}/{name}", key)
         # A script may hand frozen parameters to its optimizer, which passes them over.
         takes_part = parameter.requires_grad or name in states
         parameters[name] = {
             "shape": list(parameter.shape),
-            "dtype": str(source.tensors[f"parameters/{name}@0"][0]).removeprefix("torch."),
+            "dtype": str(source.tensors[f"parameters/{name}"][0]).removeprefix("torch."),
             "group": group_of.get(name) if takes_part else None,
             "states": list(elementwise),
             "scalars": source.hold(scalars.get(name, {}), "the optimizer's state"),
-            "pieces": [[0, 0, parameter.numel()]] if parameter.numel() else [],
         }
-    buffers = {name: name_of[buffer] for name, buffer in buffers.items() if buffer in name_of}
+    buffers = {name: names[buffer] for name, buffer in model_state.buffers(engine) if buffer in names}
     for name, theirs in buffers.items():
         source.add(f"buffers/{name}", source.prefix + theirs)
     known = source.prefix, f"{at}state.", f"{at}param_groups."
@@ -69,8 +66,7 @@ def read(engine, folder, buffers):
     scaler = {name: f"{LOSS_SCALER}.{name}" for name in engine.loss_scaler.state_dict()} if engine.loss_scaler else {}
     written_here = scaler and others.keys() >= set(scaler.values())  # torch's GradScaler keeps other numbers
     index = {
-        "world_size": 1,
-        "optimizer": type(engine.optimizer).__name__,  # of which there is no word
+        "optimizer": name_of(engine.optimizer),  # of which there is no word
         "groups": source.hold(groups, "the optimizer's groups"),
         "updates": max((int(one["step"]) for one in scalars.values() if "step" in one), default=0),
         "loss_scaler": {name: others.pop(key) for name, key in scaler.items()} if written_here else None,
@@ -79,7 +75,7 @@ def read(engine, folder, buffers):
         "parameters": parameters,
         "files": [],
     }
-    return index, {0: source}, others or None
+    return index, source, others or None
 
 
 def _optimizer_of(source):
@@ -130,7 +126,11 @@ def _states(source, at, named):
 
 def _single(source, states, named):
     """The names of states that are one number for a parameter, such as "step"; the others have one for each element."""
-    shapes = [(one, source.shape(key), named[name].shape, key) for name in states for one, key in states[name].items()]
+    shapes = [
+        (one, getattr(source.stored[key], "size", None), named[name].shape, key)
+        for name in states
+        for one, key in states[name].items()
+    ]
     # A parameter of no dimensions has both kinds in its own shape; another's tell them apart.
     single = {"step"} | {one for one, shape, its, _ in shapes if shape in (None, ()) and its != ()}
     for one, shape, its, key in shapes:

@@ -1,18 +1,22 @@
-"""Files that have one owner: a lock says that it lives, and goes with the process, however that ends.
+"""Files that one process owns: what a lock says, and what room a file takes, goes with it, however it ends.
 
 A fork shares its parent's open files, and their locks with them: a DataLoader's worker that outlives a killed run would
-own in its name. So a child closes what its parent has locked, and the lock stays with the parent alone.
+own in its name. So a child closes what its parent owns, and that stays with the parent alone.
 """
 
+import fcntl
 import os
 import time
+import weakref
+from functools import partial
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+_owned = weakref.WeakSet()  # open files of this process
 
-_locked = set()  # descriptors of this process
+
+def keep_from_forks(file):
+    """Have forks of this process close an open file. Returns the file."""
+    _owned.add(file)
+    return file
 
 
 def own(path, patience):
@@ -23,56 +27,39 @@ def own(path, patience):
         patience: seconds to wait for an owner that may be about to leave.
 
     Returns:
-        Its descriptor, for `release`; None if somebody else owns it.
+        It, open for writing behind its end, for `release`; None if somebody else owns it.
 
     Raises:
         OSError: it cannot be opened, or its file system has no locks.
     """
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            locked = lock(fd, patience)
-        except OSError:
-            os.close(fd)
-            raise
-        if not locked:
-            os.close(fd)
-            return None
-        if os.fstat(fd).st_nlink:  # else its last owner removed it between the two
-            _locked.add(fd)
-            return fd
-        os.close(fd)
-
-
-def lock(fd, patience=0.0):
-    """Lock a file for this process, if within so many seconds nobody else holds it; returns whether it is locked.
-
-    Raises:
-        OSError: the file system has no locks.
-    """
     deadline = time.monotonic() + patience
     while True:
+        file = open(path, "ab", buffering=0, opener=partial(os.open, mode=0o600))  # noqa: SIM115  it stays open
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_nlink:  # else its last owner removed it between the two
+                return keep_from_forks(file)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                return False
-        time.sleep(0.02)
+                file.close()
+                return None
+            time.sleep(0.02)
+        except OSError:
+            file.close()
+            raise
+        file.close()
 
 
-def release(fd, path):
+def release(file, path):
     """Remove an own file, and let go of it."""
-    if os.fstat(fd).st_nlink:  # else somebody removed it, and the name may be another's by now
+    if os.fstat(file.fileno()).st_nlink:  # else somebody removed it, and the name may be another's by now
         path.unlink(missing_ok=True)
-    _locked.discard(fd)
-    os.close(fd)
+    file.close()
 
 
 def _leave_to_parent():
-    while _locked:
-        os.close(_locked.pop())
+    for file in list(_owned):
+        file.close()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -10,6 +10,12 @@ def states(engine, piece):
     return elementwise, {k: v for k, v in states.items() if k not in elementwise}
 
 
+def name_of(optimizer):
+    """The class of an optimizer."""
+    module = type(optimizer).__module__.replace("__mp_main__", "__main__")  # of a script, in ranks that it spawned
+    return f"{module}.{type(optimizer).__qualname__}"
+
+
 def fill(engine, groups, states_of):
     """Have the optimizer become what was kept of one.
 

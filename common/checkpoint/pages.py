@@ -1,12 +1,8 @@
 """Whole pages, in which a disk is read and written past the system's cache."""
 
+import fcntl
 import mmap
 import os
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 PAGE = 4096  # bytes that O_DIRECT wants everything in multiples of
 
@@ -18,8 +14,6 @@ def padded(nbytes):
 
 def set_direct(fd):
     """Have a new file pass the system's cache by, where its file system can; returns whether it does."""
-    if fcntl is None:
-        return False
     flags, page = fcntl.fcntl(fd, fcntl.F_GETFL), mmap.mmap(-1, PAGE)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)

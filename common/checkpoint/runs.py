@@ -115,12 +115,10 @@ class Run:
         try:
             self._own()
             self._begin()
-        except InputError:
+        except BaseException as error:
             self._let_go()
-            self.engine.comm.gather_objects(None, "the end of the run")  # all raise it: none ends before rank 0 let go
-            raise
-        except BaseException:
-            self._let_go()
+            if isinstance(error, InputError):  # all raise it: none ends before rank 0 let go
+                self.engine.comm.gather_objects(None, "the end of the run")
             raise
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, self._ask)
@@ -182,15 +180,15 @@ class Run:
         if settings["cosine"] and now["cosine"]:  # the rate is 0 after these
             now["steps"], settings["steps"] = self.options.steps, extra["schedulers"][0]["T_max"]
         for name, then in settings.items():
-            if now.get(name, then) != then:
+            if now[name] != then:
                 said = name.replace("_", "-")
                 raise InputError(f"{path} is of a run with --{said} {then}, this has {now[name]}: give it as it was")
-        if extra.get("text", self.text) != self.text:
+        if extra["text"] != self.text:
             raise InputError(
                 f"{path} is of a run on another text, of sha256 {extra['text'][:12]}, and this one has "
                 f"{self.text[:12]}: give --data as it was, or, without it, the same Python"
             )
-        self._check_engine(path, extra.get("engine"))
+        self._check_engine(path, extra["engine"])
         if extra["step"] > self.options.steps:
             raise InputError(f"{path}: {extra['step']} steps are done, and --steps says {self.options.steps}")
         for scheduler, state in zip(self.schedulers, extra["schedulers"], strict=True):
@@ -207,14 +205,10 @@ class Run:
     def _check_engine(self, path, then):
         """Another engine may go on where both have the numbers of stage 0; else it must be the same, set alike."""
         now = _described(self.engine)
-        if then is None or then == now or (then["name"] != now["name"] and then["plain"] and now["plain"]):
+        if then == now or (then["name"] != now["name"] and then["plain"] and now["plain"]):
             return
-        differ = [name for name in then["options"] if then["options"][name] != now["options"].get(name)]
-        if then["name"] != now["name"]:
-            differ = list(then["options"])
         said = [
-            ", ".join([one["name"], *(f"{n}={one['options'][n]!r}" for n in differ if n in one["options"])])
-            for one in (then, now)
+            ", ".join([one["name"], *(f"{n}={value!r}" for n, value in one["options"].items())]) for one in (then, now)
         ]
         raise InputError(f"{path} is of a run of {said[0]}, this is {said[1]}: give its options as they were")
 
@@ -295,23 +289,23 @@ def lock(file, word):
     who = f"process {os.getpid()} on node {socket.gethostname()!r}: {shlex.join(sys.argv)}"
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     try:
-        fd = locks.own(file, RESTARTING if restarts else LEAVING)
+        own = locks.own(file, RESTARTING if restarts else LEAVING)
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
         print(f"note: {file.parent} cannot be locked: see to it that no other run saves there", file=sys.stderr)
         file.write_text(f"{who}\n{word}\n")
         return None
-    if fd is None:
+    if own is None:
         first = file.read_text().partition("\n")[0]
         raise InputError(f"another run saves there, {first}; give each a folder of its own")
     try:
-        os.ftruncate(fd, 0)
-        os.write(fd, f"{who}\n{word}\n".encode())
+        own.truncate(0)
+        os.write(own.fileno(), f"{who}\n{word}\n".encode())
     except OSError:
-        locks.release(fd, file)
+        locks.release(own, file)
         raise
-    return fd
+    return own
 
 
 def _says(file, word):

@@ -19,30 +19,11 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import _TYPES
 
 from common.errors import InputError
 
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
+DTYPES = {**_TYPES, "F8_E8M0": torch.float8_e8m0fnu}  # which the library has no public name for
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 HEADER = 100_000_000  # bytes of the longest header that safetensors reads
 BLOCK = 2**23  # bytes that are read at a time
@@ -200,7 +181,7 @@ class Source(Tensors):
     def __init__(self, file):
         with safe_open(file, "np"):  # which checks the header; for torch it would map the file as memory of our own
             pass
-        self._file = open(file, "rb", buffering=0)  # noqa: SIM115  closed by `close`
+        self._file = open(file, "rb")  # noqa: SIM115  closed by `close`
         length = int.from_bytes(self._file.read(8), "little")
         header = json.loads(self._file.read(length))
         self.metadata = header.pop("__metadata__", {})
@@ -226,17 +207,11 @@ class Source(Tensors):
             part = target[begin : begin + block]
             in_place = part.dtype == dtype and part.device.type == "cpu"
             values = part if in_place else torch.empty(len(part), dtype=dtype)
-            self._read_into(_bytes_of(values), self._offsets[name] + (start + begin) * dtype.itemsize)
+            self._file.seek(self._offsets[name] + (start + begin) * dtype.itemsize)
+            if self._file.readinto(_bytes_of(values)) != values.nbytes:
+                raise OSError(f"{self._file.name} ends too early")
             if values is not part:
                 part.copy_(values)
-
-    def _read_into(self, room, offset):
-        self._file.seek(offset)
-        while room:
-            count = self._file.readinto(room)
-            if not count:
-                raise OSError(f"{self._file.name} ends too early")
-            room = room[count:]
 
 
 class SplitSource(Tensors):

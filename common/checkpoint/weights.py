@@ -47,13 +47,13 @@ def load(engine, file):
             source = opened.enter_context(_source(file, state, extra_state))
             name_of = names_in(source, state, extra_state)
             extra_state = source.extra_state(extra_state)
-            _check_range(engine, source, name_of)
+            check_range(engine, source, name_of)
         if isinstance(file, dict):
             how = "give the same state dict on every rank"
             check_agreement([(repr(n), checksum(file[n]), how) for n in source.tensors], engine.comm, "the weights")
         engine.begin_load()
         with together(engine.comm, f"loaded weights of {told} in part, build the engine anew"):
-            _fill(engine, source, name_of)
+            fill(engine, source, name_of)
             model_state.set_extra_state(engine, extra_state)
     return name_of.keys()
 
@@ -116,43 +116,43 @@ def names_in(source, state, extra_state=()):
     return name_of
 
 
-def _check_range(engine, source, name_of):
+def check_range(engine, source, name_of):
     """Raise InputError for the first number that would become infinite. Each rank looks at its shard, for all."""
     casts = [
-        (name, common.start, common.stop, bucket.kind.dtype)
+        (name, bucket.members[name], there.start, there.stop, bucket.kind.dtype)
         for bucket in engine.buckets + engine.frozen
-        for name, common, _ in _overlaps(bucket, bucket.shard(engine.rank), name_of)
+        for name, there, _ in bucket.overlaps(bucket.shard(engine.rank))
     ]
-    casts += [(name, 0, t.numel(), t.dtype) for t, name in name_of.items() if not isinstance(t, nn.Parameter)]
-    for name, start, stop, dtype in casts:
-        if source.overflows(name, start, stop, dtype):
+    casts += [(name, b, 0, b.numel(), b.dtype) for name, b in engine.module.named_buffers() if b in name_of]
+    for name, tensor, start, stop, dtype in casts:
+        if source.overflows(name_of[tensor], start, stop, dtype):
             raise InputError(
                 f"{name!r} has finite values that are infinite in {dtype}, its dtype here; "
                 "choose a wider precision=, or keep_fp32= for it, or mend the file"
             )
 
 
-def _overlaps(bucket, part, name_of):
-    """What of a file elements `part` of a bucket's run are to become.
-
-    Yields:
-        The name of a tensor there, and the common elements as slices of that and of `part`.
-    """
-    for name, there, here in bucket.overlaps(part):
-        yield name_of[bucket.members[name]], there, here
-
-
 @torch.no_grad()
-def _fill(engine, source, name_of):
+def fill(engine, source, name_of):
+    """Have an engine's parameters and buffers become a source's tensors, {parameter or buffer: name there}."""
     for bucket in engine.buckets + engine.frozen:
 
-        def fill(target, part, bucket=bucket):
-            target.zero_()  # padding
-            for name, there, here in _overlaps(bucket, part, name_of):
-                source.read(name, there.start, target[here])
+        def fill_bucket(target, part, bucket=bucket):
+            fill_part(target, bucket, part, source, lambda name: name_of[bucket.members[name]])
 
-        bucket.take_over(engine.owned(bucket).parameters, fill)
+        bucket.take_over(engine.owned(bucket).parameters, fill_bucket)
     for tensor, name in name_of.items():
         if not isinstance(tensor, nn.Parameter):
             once = distinct(tensor)
             once.copy_(source.get_tensor(name)[tuple(map(slice, once.shape))])
+
+
+def fill_part(target, bucket, part, source, name_of):
+    """Read elements `part` of a bucket's run into a flat tensor; padding is zero.
+
+    Args:
+        name_of: returns the name in the source of what belongs to a parameter of that name.
+    """
+    target.zero_()
+    for name, there, here in bucket.overlaps(part):
+        source.read(name_of(name), there.start, target[here])

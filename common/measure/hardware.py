@@ -3,15 +3,11 @@
 import os
 import platform
 import re
+import resource
 import subprocess
 from pathlib import Path
 
 import torch
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 
 def cpus():
@@ -30,7 +26,7 @@ def hardware(device):
         machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"
         backend = "nccl"
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         machine, backend = f"{cpus()} x {_cpu_name()}", "gloo"
     python = platform.python_version()
     return f"{machine}, {memory / 2**30:.0f} GiB, {backend}, torch {torch.__version__}, Python {python}"
@@ -74,7 +70,7 @@ def private_held():
 
 def private_left():
     """Bytes that this process may still map privately; None without a limit."""
-    if resource is None or not os.path.exists("/proc/self/status"):
+    if not os.path.exists("/proc/self/status"):
         return None
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
     return None if limit == resource.RLIM_INFINITY else max(0, limit - private_held())

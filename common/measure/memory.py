@@ -6,6 +6,7 @@ is transient, counted apart.
 """
 
 import ctypes
+import resource
 import sys
 
 import torch
@@ -14,21 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.tensors import tensors_in
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
-
-CLASSES = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "gathered units",
-    "buckets in flight",
-    "receive buffer",
-    "activations",
-)
-MODEL_STATES = CLASSES[:3]
+MODEL_STATES = ("parameters", "gradients", "optimizer")
+CLASSES = (*MODEL_STATES, "gathered units", "buckets in flight", "receive buffer", "activations")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 HOST = "on the host"  # what an engine keeps there, of any class: it is no part of a peak
 
@@ -40,14 +28,9 @@ def storage_bytes(tensors):
 
 
 def high_water(device):
-    """Most bytes that this process has held so far: of CUDA's allocator, or resident in RAM.
-
-    None where the system does not tell.
-    """
+    """Most bytes that this process has held so far: of CUDA's allocator, or resident in RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if resource is None:
-        return None
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -90,7 +73,7 @@ def usage(engine):
     held = resident(engine, set())
     parts = [f"{name} {size:,} B" for name, size in held.items() if size or name in MODEL_STATES]
     peak = high_water(engine.comm.device)
-    return f"rank {engine.rank}: {', '.join(parts)}" + (f"; the process at most {peak:,} B" if peak else "")
+    return f"rank {engine.rank}: {', '.join(parts)}; the process at most {peak:,} B"
 
 
 class Timeline(TorchDispatchMode):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from torch import nn
 from torch.autograd import profiler
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
 from common.tensors import tensors_in
 
@@ -47,7 +47,7 @@ def label(name):
 
 
 class Recording:
-    """Record what this rank runs between `start` and `stop`, or in a `with` block.
+    """Record what this rank runs between `start` and `stop`.
 
     Args:
         engine: one of the stages' engines. Its phases show where the caller runs them in ranges called as in PHASES,
@@ -61,7 +61,8 @@ class Recording:
             activities.append(ProfilerActivity.CUDA)
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would tell stderr that it starts and stops
         # Without acc_events torch 2.11 warns that events of an earlier cycle are gone; there is one cycle.
-        self._profiler = profile(activities=activities, acc_events=True, experimental_config=_all_threads())
+        every_thread = _ExperimentalConfig(profile_all_threads=True)  # the lane's too, by a private name of torch
+        self._profiler = profile(activities=activities, acc_events=True, experimental_config=every_thread)
         self._hooks = []
 
     def start(self):
@@ -75,13 +76,6 @@ class Recording:
         self._profiler.stop()
         for hook in self._hooks:
             hook.remove()
-
-    def __enter__(self):
-        self.start()
-        return self
-
-    def __exit__(self, *error):
-        self.stop()
 
     def _label(self, name, part):
         ranges = []
@@ -113,16 +107,6 @@ class Recording:
         if trace is not None:
             Path(path).write_text(json.dumps(trace))
         return trace
-
-
-def _all_threads():
-    """The option by which torch's profiler records the lane's thread too: private, in torch since 2.7."""
-    # An embedding that lacks it shows this thread alone, which is better than no trace.
-    with contextlib.suppress(ImportError, TypeError):
-        from torch.profiler import _ExperimentalConfig  # noqa: PLC0415
-
-        return _ExperimentalConfig(profile_all_threads=True)
-    return None
 
 
 def parts(model):
@@ -227,10 +211,6 @@ def _is_of_lane(event, lane):
     return event.get("cat") in ("user_annotation", "gpu_user_annotation") and event["name"].startswith(LANES[lane])
 
 
-def _is_collective(event):
-    return _is_of_lane(event, "collectives")
-
-
 def _is_of_module(event, phase):
     return event.get("cat") == "user_annotation" and event["name"].startswith(f"{phase} of ")
 
@@ -261,9 +241,11 @@ def overlap(trace):
         A fraction for each rank that ran collectives: {0: 0.7, 1: 0.68}.
     """
     collectives, computation = defaultdict(list), defaultdict(list)
-    lanes = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if _is_collective(e) or _is_of_lane(e, "bus")}
+    lanes = {
+        (e["pid"], e["tid"]) for e in trace["traceEvents"] if _is_of_lane(e, "collectives") or _is_of_lane(e, "bus")
+    }
     for event in trace["traceEvents"]:
-        if _is_collective(event):
+        if _is_of_lane(event, "collectives"):
             collectives[event["pid"]].append(_span(event))
         elif (event["pid"], event["tid"]) not in lanes and _computes(event):
             computation[event["pid"]].append(_span(event))

@@ -39,31 +39,27 @@ class Traffic:
 
     def by_collective(self):
         """Bytes by collective: {"reduce_scatter": n, ...}, those without a byte left out."""
-        return self._sum(lambda phase, collective: collective, _is_sent)
+        return _sum((kind, count) for (_, kind), count in self.sent.items() if kind not in BUS + DISK)
 
     def between_nodes(self):
         """What of those bytes left this rank's node, by collective."""
-        return self._sum(lambda phase, collective: collective, _is_sent, self.left)
+        return _sum((kind, count) for (_, kind), count in self.left.items() if kind not in BUS + DISK)
 
     def by_phase(self):
         """Bytes by phase: {"forward": n, ...}, those without a byte left out."""
-        return self._sum(lambda phase, collective: phase, _is_sent)
+        return _sum((phase, count) for (phase, kind), count in self.sent.items() if kind not in BUS + DISK)
 
     def on_bus(self):
         """Bytes that crossed the bus: {"down": n, "up": n}, those without a byte left out."""
-        return self._sum(lambda phase, direction: direction, BUS.__contains__)
+        return _sum((kind, count) for (_, kind), count in self.sent.items() if kind in BUS)
 
     def on_disk(self):
         """Bytes read from disk and written there: {"read": n, "write": n}, those without a byte left out."""
-        return self._sum(lambda phase, direction: direction, DISK.__contains__)
-
-    def _sum(self, key, counts, book=None):
-        total = Counter()
-        for (phase, kind), count in (self.sent if book is None else book).items():
-            if counts(kind):
-                total[key(phase, kind)] += count
-        return {name: total[name] for name in sorted(total) if total[name]}
+        return _sum((kind, count) for (_, kind), count in self.sent.items() if kind in DISK)
 
 
-def _is_sent(kind):
-    return kind not in BUS + DISK
+def _sum(counts):
+    total = Counter()
+    for name, count in counts:
+        total[name] += count
+    return {name: total[name] for name in sorted(total) if total[name]}

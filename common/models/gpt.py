@@ -65,34 +65,42 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class GPT(nn.Module):
-    """Predict every next byte of a window. `feed_forward(config)` builds the second half of each block.
+class Decoder(nn.Module):
+    """Predict every next byte of a window: what models of text share.
 
     Shapes: inputs int64 [batch, length], length at most `config.sequence`; targets the same shape;
     logits [batch, length, vocabulary].
-
-    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", sec. 2.3.
     """
 
     predicts_text = True
     checkpoint_activations = None
     saving = nullcontext()
 
-    def __init__(self, config, feed_forward=FeedForward):
+    def __init__(self, config):
         super().__init__()
         self.window = config.sequence + 1
         self.saved_per_sample = config.layers * config.sequence * config.width
         self.wte = nn.Embedding(config.vocabulary, config.width)
-        self.wpe = nn.Embedding(config.sequence, config.width)
-        self.blocks = nn.ModuleList(Block(config, feed_forward) for _ in range(config.layers))
-        self.ln_f = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.head.weight = self.wte.weight
 
     def inputs_and_targets(self, windows):
         """Split uint8 [batch, window] into two int64 [batch, window - 1], the second one byte ahead."""
         tokens = windows.long()
         return tokens[:, :-1], tokens[:, 1:]
+
+
+class GPT(Decoder):
+    """A Decoder. `feed_forward(config)` builds the second half of each block.
+
+    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", sec. 2.3.
+    """
+
+    def __init__(self, config, feed_forward=FeedForward):
+        super().__init__(config)
+        self.wpe = nn.Embedding(config.sequence, config.width)
+        self.blocks = nn.ModuleList(Block(config, feed_forward) for _ in range(config.layers))
+        self.ln_f = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.head.weight = self.wte.weight
 
     def forward(self, inputs):
         positions = torch.arange(inputs.shape[1], device=inputs.device)

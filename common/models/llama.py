@@ -1,26 +1,21 @@
 """Llama on bytes: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases, an untied head."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from common.models.gpt import Decoder, GPTConfig
 from common.models.recompute import run_blocks
 
 
-@dataclass(frozen=True)
-class LlamaConfig:
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(GPTConfig):
     """The shape of a Llama. `width` is a multiple of 2 * `heads`, and `heads` a multiple of `kv_heads`."""
 
-    layers: int
-    width: int
-    heads: int
     kv_heads: int
     hidden: int
-    sequence: int
-    vocabulary: int = 256
 
 
 def rotate(x):
@@ -106,31 +101,17 @@ class LlamaBlock(nn.Module):
         return x + self.mlp(self.norm_2(x))
 
 
-class Llama(nn.Module):
-    """Predict every next byte of a window.
-
-    Shapes: inputs int64 [batch, length], targets the same shape, logits [batch, length, vocabulary].
+class Llama(Decoder):
+    """A Decoder.
 
     Source: Touvron et al., arXiv 2302.13971, sec. 2.2.
     """
 
-    predicts_text = True
-    checkpoint_activations = None
-    saving = nullcontext()
-
     def __init__(self, config):
-        super().__init__()
-        self.window = config.sequence + 1
-        self.saved_per_sample = config.layers * config.sequence * config.width
-        self.wte = nn.Embedding(config.vocabulary, config.width)
+        super().__init__(config)
         self.blocks = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
         self.norm_f = nn.RMSNorm(config.width, eps=1e-5)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-
-    def inputs_and_targets(self, windows):
-        """Split uint8 [batch, window] into two int64 [batch, window - 1], the second one byte ahead."""
-        tokens = windows.long()
-        return tokens[:, :-1], tokens[:, 1:]
 
     def forward(self, inputs):
         x = run_blocks(self.blocks, self.wte(inputs), self.checkpoint_activations, self.saving)

@@ -4,8 +4,6 @@ On CUDA a stream of its own copies between the GPU and pinned memory, on several
 at once. Copies run in the order of the calls, so one never overtakes another that uses the same room.
 """
 
-import time
-
 import torch
 
 from common.measure import timeline
@@ -18,13 +16,10 @@ class Bus:
 
     Args:
         comm: the engine's `Collectives`, whose meter counts what crosses: "down" and "up".
-
-    Attributes:
-        rate: bytes a second that `carry` keeps to, on a thread's lane; None for as fast as it goes.
     """
 
     def __init__(self, comm):
-        self._comm, self.rate, self._free_at = comm, None, 0.0
+        self._comm = comm
         self.lane = lane_of(comm.group, comm.backend, "bus")
 
     def down(self, bucket, mean, after):
@@ -39,12 +34,10 @@ class Bus:
             A Handle, for which the host waits by `wait_on_host`.
         """
         shard = bucket.shard(self._comm.rank)
-
-        def copy():
-            for piece in bucket.pieces:
-                piece.reduced.copy_(mean[within(piece.part, shard)], non_blocking=True)
-
-        return self._submit("down", bucket, after, copy, mean)
+        for piece in bucket.pieces:
+            there = mean[within(piece.part, shard)], piece.reduced
+            handle = self.carry("down", bucket.name, *there, after, crosses=piece.tier.on_host)
+        return handle  # of the last, which the others come before
 
     def up(self, bucket):
         """Bring a bucket's new parameters from where its pieces lie.
@@ -53,17 +46,15 @@ class Bus:
             bucket: its pieces are stepped; their `stepped` take what is in `fresh`.
 
         Returns:
-            A Handle.
+            A Handle; None where nothing is to come.
         """
+        handle = None
+        for piece in bucket.pieces:
+            if piece.is_apart:
+                handle = self.carry("up", bucket.name, piece.stepped, piece.fresh, crosses=piece.tier.on_host)
+        return handle
 
-        def copy():
-            for piece in bucket.pieces:
-                if piece.is_apart:
-                    piece.stepped.copy_(piece.fresh, non_blocking=True)
-
-        return self._submit("up", bucket, None, copy)
-
-    def carry(self, direction, name, on_device, on_host, after=None):
+    def carry(self, direction, name, on_device, on_host, after=None, crosses=True):
         """Copy one tensor into another: "down" to the host, or "up" to the device.
 
         Args:
@@ -71,11 +62,12 @@ class Bus:
             name: which tensor it is, for a trace.
             on_device, on_host: tensors of one shape and dtype.
             after: the Handle of what writes the one that is read; None if it is written.
+            crosses: the second is not on the device itself, so that it counts.
 
         Returns:
             A Handle.
         """
-        self._comm.traffic.record(direction, on_device.nbytes)
+        self._comm.traffic.record(direction, on_device.nbytes * crosses)
         source, target = (on_device, on_host) if direction == "down" else (on_host, on_device)
 
         def work():
@@ -83,23 +75,5 @@ class Bus:
                 after.wait()
             with torch.no_grad(), timeline.label(f"{direction} of {self._comm.owner}{name}"):
                 target.copy_(source, non_blocking=True)
-                self._keep_to_rate(target.nbytes)
 
         return self.lane.submit(work, on_device)
-
-    def _keep_to_rate(self, nbytes):
-        """A token bucket: after so many bytes the bus is busy until the rate allows for them."""
-        if self.rate is not None:
-            self._free_at = max(self._free_at, time.monotonic()) + nbytes / self.rate
-            time.sleep(max(0.0, self._free_at - time.monotonic()))
-
-    def _submit(self, direction, bucket, after, copy, *buffers):
-        self._comm.traffic.record(direction, sum(p.reduced.nbytes for p in bucket.pieces if p.tier.on_host))
-
-        def work():
-            if after is not None:
-                after.wait()
-            with timeline.label(f"{direction} of {self._comm.owner}{bucket.name}"):
-                copy()
-
-        return self.lane.submit(work, *buffers)

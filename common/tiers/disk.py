@@ -93,15 +93,17 @@ class OnDisk:
     def _view(self, buffer, part):
         return buffer[: length(part) * self.dtype.itemsize].view(self.dtype)
 
+    def _move(self, way, part, buffer, after):
+        offset = self._offset + part.start * self.dtype.itemsize
+        return self.tier.move(way, offset, buffer[: self._nbytes(part)], self._label, after)
+
     def _read(self, part, buffer):
-        nbytes, offset = self._nbytes(part), self._offset + part.start * self.dtype.itemsize
-        return self.tier.read(offset, buffer[:nbytes], self._label, self._written_before(part))
+        return self._move("read", part, buffer, self._written_before(part))
 
     def _write(self, part, buffer, after):
-        nbytes, offset = self._nbytes(part), self._offset + part.start * self.dtype.itemsize
         before = self._written_before(part)
         both = Handle((), lambda buffers: (before.wait(), after.wait_on_host()))
-        write = self.tier.write(offset, buffer[:nbytes], self._label, both)
+        write = self._move("write", part, buffer, both)
         for begin, end in list(self._writes):  # whoever waits for this write has waited for those that it covers
             if part.start <= begin and end <= part.stop:
                 del self._writes[begin, end]
@@ -136,7 +138,7 @@ class Disk(Host):
         super().__init__(comm)
         self.sub_group = sub_group
         simulated = comm.simulated and CountedFile(lane_of(comm.group, comm.backend, "disk"))
-        self.file = simulated or SwapFile(path, comm.rank)
+        self.file = simulated or SwapFile(path)
         own = weakref.proxy(self)  # no circle: the file goes with the last who uses it
         self.stepping, self.shards = Staging(own), Staging(own)
         self._written = []
@@ -161,16 +163,12 @@ class Disk(Host):
         """Refuse what others would read from an optimizer's states: it holds what stands for them."""
         optimizer.register_state_dict_pre_hook(_refuse_state_dict)
 
-    def read(self, offset, buffer, label, after):
-        """Begin to read; see `SwapFile.read`."""
-        self._comm.traffic.record("read", len(buffer))
-        return self.file.read(offset, buffer, label, after)
-
-    def write(self, offset, buffer, label, after):
-        """Begin to write; see `SwapFile.write`."""
-        self._comm.traffic.record("write", len(buffer))
-        self._written.append(self.file.write(offset, buffer, label, after))
-        return self._written[-1]
+    def move(self, way, offset, buffer, label, after):
+        """Begin to read or to write; see `SwapFile.move`."""
+        self._comm.traffic.record(way, len(buffer))
+        handle = self.file.move(way, offset, buffer, label, after)
+        self._written += [handle] if way == "write" else []
+        return handle
 
     def finish(self):
         """Return when everything is written."""
@@ -254,7 +252,7 @@ class Disks:
             anywhere = self._comm.maximum(failed, "the state of the disks")
         if host_value(anywhere, 0) > 0:
             self._lost = self._comm.gather_objects(self._disk.file.problem, "what the disks say")
-            self._disk.file.close()  # another engine may take the path
+            self._disk.file.close()  # at once, for another engine
             self.refuse_what_is_lost()
 
     def refuse_what_is_lost(self):

@@ -17,11 +17,6 @@ from common.ranks.lanes import Handle, InlineLane, lane_of
 
 HERE = Handle((), lambda buffers: None)  # nothing to wait for
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
-
 
 class Device:
     """The tier that the model computes in.

@@ -47,7 +47,7 @@ def open_tiers(engine, read_ahead):
         check_shared(sum(predicted_in("cpu", engine, buckets).values()), comm)
     except InputError:
         if disk is not None:
-            disk.file.close()  # at once, so that another engine may take the path
+            disk.file.close()  # at once, for another engine
         raise
     if disk is not None and comm.rank == 0 and not disk.file.direct:
         disk.file.notice()

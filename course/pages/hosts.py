@@ -127,16 +127,16 @@ def disk_rounds(nbytes, rounds):
     Returns:
         [(written, read)] of each round, and whether that was past the system's cache.
     """
-    file, data = SwapFile(None, 0), torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)  # on whole pages
+    file, data = SwapFile(None), torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)  # on whole pages
     data.fill_(1)
     found = []
     try:
         file.reserve(nbytes)
         for _ in range(rounds):
             began = time.perf_counter()
-            file.write(0, data, "", HERE).wait()
+            file.move("write", 0, data, "", HERE).wait()
             written = time.perf_counter()
-            file.read(0, data, "", HERE).wait()
+            file.move("read", 0, data, "", HERE).wait()
             found.append((nbytes / (written - began), nbytes / (time.perf_counter() - written)))
     finally:
         file.close()

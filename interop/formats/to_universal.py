@@ -24,12 +24,12 @@ from common.errors import InputError
 RELEASE = "0.19.8"  # the one that it was tried with
 
 
-def write(index, files, folder):
+def write(index, saved, folder):
     """Write a checkpoint's weights and its optimizer's states into a folder. It holds a parameter at a time.
 
     Args:
         index: as `read_index` returns it.
-        files: [a `tensor_file.Source` of each rank's file].
+        saved: its tensors, `Pieces`.
         folder: a Path.
 
     Raises:
@@ -37,7 +37,7 @@ def write(index, files, folder):
         OSError: it could not be written.
     """
     _check(index)
-    groups, steps = decode(index["groups"], files[0]), index["updates"]
+    groups, steps = decode(index["groups"], saved), index["updates"]
     inner = folder / f"step_{steps}_universal"
     for name, parameter in index["parameters"].items():
         place = inner / "zero" / name
@@ -48,10 +48,9 @@ def write(index, files, folder):
             "optimizer/exp_avg_sq": "exp_avg_sq",
         }.items():
             whole = torch.empty(parameter["shape"])
-            for rank, start, stop in parameter["pieces"]:
-                files[rank].read(f"{what}/{name}@{start}", 0, whole.view(-1)[start:stop])
+            saved.read(f"{what}/{name}", 0, whole.view(-1))
             _save({"param": whole, "cat_dim": 0}, place / f"{file}.pt")
-        step = decode(parameter["scalars"], files[0])["step"]
+        step = decode(parameter["scalars"], saved)["step"]
         _save(step, place / "step.pt")
     optimizer = {"param_groups": groups, "ds_version": RELEASE}
     if all(group == groups[0] for group in groups):  # stage 3 reads the first one's options for all, from here
@@ -72,7 +71,7 @@ def _save(value, file):
 
 def _check(index):
     """Refuse what DeepSpeed has no place for, by name."""
-    for kind, names in {"buffers": index["buffers"], "extra state": index.get("extra_state", {})}.items():
+    for kind, names in {"buffers": index["buffers"], "extra state": index["extra_state"]}.items():
         for name in names:
             raise InputError(f"DeepSpeed passes over {kind} here, and {name!r} is one; choose another --format")
     for name, parameter in index["parameters"].items():

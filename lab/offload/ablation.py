@@ -32,6 +32,28 @@ PLACED = {"parameters": "cpu", "gradients": "device", "optimizer": "device"}
 WARM_UP = 2  # steps that are not timed: in the first nothing is prefetched
 
 
+class SlowLane:
+    """A lane that keeps to a rate, by a token bucket: after so many bytes it is busy until the rate allows for them.
+
+    Args:
+        lane: what runs the copies, a thread's.
+        rate: bytes a second.
+    """
+
+    def __init__(self, lane, rate):
+        self._lane, self._rate, self._free_at = lane, rate, 0.0
+
+    def submit(self, work, on_device):
+        """Copy, and wait; see `ThreadLane.submit`."""
+
+        def copy():
+            work()
+            self._free_at = max(self._free_at, time.monotonic()) + on_device.nbytes / self._rate
+            time.sleep(max(0.0, self._free_at - time.monotonic()))
+
+        return self._lane.submit(copy, on_device)
+
+
 class Split(InfinityEngine):
     """A shard of every parameter on the host of every rank."""
 
@@ -138,7 +160,7 @@ def measure(world, kind, options):
     module = models.build(options.model)
     optimizer = partial(torch.optim.AdamW, lr=1e-3, fused=True)
     engine = KINDS[kind](module, optimizer, tiers=PLACED, init=models.initial_values(0))
-    engine.bus.rate = options.rate * 1e6
+    engine.bus.lane = SlowLane(engine.bus.lane, options.rate * 1e6)
     batches, seconds = Batches(load_text(), module.window, options.batch), []
     for step in range(WARM_UP + options.steps):
         windows = batches.of(step, world.rank, world.size)

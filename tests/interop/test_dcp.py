@@ -12,14 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
 from odd import Odd, build
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from training import SEVEN, UNFUSED, batch, message_in_step, same_bits, train_step
 
 from common import models
-from common.checkpoint.boxes import boxes
 from interop import peers
 from interop.export import export_folder
 
@@ -27,27 +24,6 @@ MODELS = ("gpt-tiny", "resnet-tiny", "lora-tiny", "odd")  # tied; buffers; froze
 
 QUICKLY = ["stage2_grad", "stage3_param"]  # by FSDP2, which takes a second each
 OTHERS = [stage for stage in SEVEN if stage not in QUICKLY]
-
-
-# ---- boxes ------------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def intervals(draw):
-    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
-    start, stop = sorted(draw(st.tuples(*[st.integers(0, math.prod(shape))] * 2)))
-    return shape, start, stop
-
-
-@given(intervals())
-def test_boxes_hold_each_element_of_an_interval_once_and_in_order(interval):
-    shape, start, stop = interval
-    numbers = torch.arange(math.prod(shape)).view(shape)
-    found = [
-        numbers[tuple(slice(at, at + size) for at, size in zip(*box, strict=True))] for box in boxes(shape, start, stop)
-    ]
-    assert [number for box in found for number in box.flatten().tolist()] == list(range(start, stop))
-    assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
 # ---- there ------------------------------------------------------------------------------------------------------

@@ -113,6 +113,7 @@ def by_hand(folder, shapes, pieces, files):
     others = {"dtype": "float32", "group": 0, "states": [], "scalars": {"dict": []}, "pieces": pieces}
     parameters = {name: {"shape": shape, **others} for name, shape in shapes.items()}
     index = {"optimizer": "SGD", "groups": [{"dict": []}], "loss_scaler": None, "buffers": {}}
+    index |= {"tied": {}, "extra_state": {}}
     replace_index(folder, {**index, "world_size": len(files), "parameters": parameters, "files": files})
 
 

@@ -138,8 +138,10 @@ def test_a_recording_leaves_no_hook_behind(worlds):
 def hooks_left(world):
     engine = make_engine("stage1_os")
     before = count_hooks(engine.module)
-    with Recording(engine):
-        loop.train_step(engine, [batch(engine.module, world)])
+    recording = Recording(engine)
+    recording.start()
+    loop.train_step(engine, [batch(engine.module, world)])
+    recording.stop()
     return count_hooks(engine.module) - before
 
 

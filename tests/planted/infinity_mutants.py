@@ -7,15 +7,13 @@ import planting
 import stage_probes as probes
 from infinity_probes import (
     accounts,
-    leaves_others_alone,
+    leaves_nothing,
     loads_what_was_saved,
-    minds_a_file_that_was_cut,
     says_on_every_rank_that_a_disk_failed,
 )
 from planting import followed, left_out, preceded, replaced, within
 from stage_mutants import ACCUMULATED, ACCUMULATED_IN_BF16, CLIPPED, TRAINED, TRAINED_IN_BF16
 
-from common.checkpoint import locks
 from common.engine import mixed_precision
 from common.engine.units import hollow
 from common.tiers import disk, sub_group, swap
@@ -114,10 +112,10 @@ def a_load_leaves_the_old_masters(engine):
 
 @shown_by(accounts)
 def what_is_read_ahead_is_not_counted(engine):
-    def read(original, self, offset, buffer, label, after):
-        return self.file.read(offset, buffer, label, after)
+    def move(original, self, way, *others):
+        return self.file.move(way, *others) if way == "read" else original(self, way, *others)
 
-    return replaced(disk.Disk, "read", read)
+    return replaced(disk.Disk, "move", move)
 
 
 @shown_by(accounts)
@@ -136,16 +134,6 @@ def ranks_do_not_agree(engine):
     return left_out(Disks, "agree")
 
 
-@shown_by(minds_a_file_that_was_cut)
-def a_file_is_not_looked_at(engine):
-    return left_out(swap._File, "_check")
-
-
-@shown_by(leaves_others_alone)
-def a_lock_is_not_asked_for(engine):
-    return mock.patch.object(locks, "lock", lambda fd, patience=0.0: True)
-
-
-@shown_by(leaves_others_alone)
+@shown_by(leaves_nothing)
 def a_file_stays_when_its_engine_goes(engine):
-    return left_out(swap._Removal, "__call__")
+    return mock.patch.object(swap.weakref, "finalize")

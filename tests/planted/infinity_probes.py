@@ -1,4 +1,4 @@
-"""Probes of Infinity: bytes in every tier, and disks that are shared, cut or fail."""
+"""Probes of Infinity: bytes in every tier, and disks that fail."""
 
 import errno
 import os
@@ -7,9 +7,6 @@ from unittest import mock
 
 from planting import broken
 from training import UNFUSED, make_engine, message_of, same_bits, train_step
-
-from common.checkpoint.pages import PAGE
-from common.tiers import swap
 
 
 def counts(made):
@@ -50,22 +47,9 @@ def says_on_every_rank_that_a_disk_failed(world, engine, folder):
     return broken(said="rank 0 cannot read" in (said or ""))
 
 
-def minds_a_file_that_was_cut(world, engine, folder):
-    """A swap file that somebody cuts is no source of zeros."""
+def leaves_nothing(world, engine, folder):
+    """The room on the disk goes with the engine."""
     made = make_engine(engine)
-    train_step(made, world)
-    if world.rank == 0:
-        os.truncate(made.tier["nvme"].file.path, PAGE)
-    return broken(said="the file was cut" in (message_of(train_step, made, world, 1) or ""))
-
-
-def leaves_others_alone(world, engine, folder):
-    """A folder in use is refused, and what lies there stays."""
-    path = Path(folder) / str(world.rank)
-    path.mkdir(exist_ok=True)
-    first = swap.SwapFile(path, 0)
-    refused = message_of(lambda: swap.SwapFile(path, 0).close()) is not None
-    swap.SwapFile(path, 1).close()
-    there = first.path.exists()
-    first.close()
-    return broken(refused=refused, there=there, gone=not any(path.iterdir()))
+    fd = made.tier["nvme"].file._fd
+    del made
+    return broken(closed=not Path(f"/proc/self/fd/{fd}").exists())
