@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.errors import InputError
-from interop.taking import init_distributed
+from interop.taking import init_distributed, refused
 from interop.wrapped import Model, Optimizer, engine_for, tried
 
 tried("accelerate")
@@ -132,9 +132,7 @@ class Accelerator(accelerate.Accelerator):
         if self.sync_gradients:
             return self._stepping.clip(max_norm, norm_type)
 
-    def clip_grad_value_(self, parameters, clip_value):
-        """Refused."""
-        raise InputError("clip_grad_value_: ranks keep shards; clip in step() of an optimizer class of your own")
+    clip_grad_value_ = refused("clip_grad_value_: ranks keep shards; clip in step() of an optimizer class of your own")
 
     def unwrap_model(self, model, *inputs, **named):
         """The model that the script built. Read its weights within `accelerator.engine.gathered()`."""

@@ -21,7 +21,7 @@ from common import models
 from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.tables import Table, say
-from common.outputs import ROOT, check_clone, one_line_errors, parser_of, publish
+from common.outputs import ROOT, asked, check_clone, one_line_errors, parser_of, tell
 from interop.peers.deepspeed import DeepSpeed1, DeepSpeed2, DeepSpeed3
 
 CELLS = "tests/any_engine/test_equivalence.py::test_an_engine_ends_with_the_bits_of_the_baseline"
@@ -121,26 +121,20 @@ class GathersBySum(Configured, DeepSpeed3):
 SHOWN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())  # bugs, and those that cannot be shown
 
 
+@one_line_errors()
 def main(arguments=None):
     """Install, run, show and write the results; exit with 1 where an exhibit is not red and then green."""
     parser = parser_of("interop.museum", __doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / "results/local/museum", help="for releases (%(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
     parser.add_argument("--only", nargs="+", metavar="N", help="these issues' numbers alone")
-    options = parser.parse_args(arguments)
-    with one_line_errors():
-        check_clone("tests/any_engine")
-        results = visited(options)
-    publish(options, results, [table(results)])
-    if not all(row["red"] and row["green"] for row in results["rows"]):
-        sys.exit("error: an exhibit above is not red in the one release and green in the other")
-
-
-def visited(options):
-    """The results of the exhibits that the options name."""
+    options = asked(parser, arguments)
+    check_clone("tests/any_engine")
     exhibits = [row for row in SHOWN["exhibits"] if not options.only or row["issue"].split()[-1] in options.only]
     rows = [shown(exhibit, options.folder) for exhibit in exhibits]
-    return {"rows": rows, "not_here": SHOWN["not_here"], "hardware": hardware(torch.device("cpu"))}
+    machine = hardware(torch.device("cpu"))
+    tell(options, {"rows": rows, "not_here": SHOWN["not_here"], "hardware": machine}, table)
+    if not all(row["red"] and row["green"] for row in rows):
+        sys.exit("error: an exhibit above is not red in the one release and green in the other")
 
 
 def shown(exhibit, folder):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from common.errors import InputError
 from common.measure import tables
 from interop.deepspeed.refusals import refuse_arguments
+from interop.wrapped import whole_for
 
 BUILT = "its device and precision are those of initialize()"
 NOT_HERE = {  # words that a model would answer wrongly, or that want something else
@@ -140,10 +141,11 @@ class Engine:
 
     # ---- what it is ---------------------------------------------------------------------------------------------
 
-    @property
-    def module(self):
-        """The model."""
-        return self._engine.module
+    module = property(lambda self: self._engine.module)
+    device = property(lambda self: self._engine.comm.device)
+    local_rank = property(lambda self: int(os.environ.get("LOCAL_RANK", self.global_rank)))  # as torchrun tells it
+    global_rank = property(lambda self: self._engine.rank)
+    world_size = dp_world_size = property(lambda self: self._engine.world_size)
 
     def __getattr__(self, name):
         """What the model has besides, such as methods of its own: they find its weights whole, and may read them."""
@@ -154,14 +156,7 @@ class Engine:
         found = getattr(self._engine.module, name, None)
         if found is None:
             raise AttributeError(f"neither DeepSpeed's words here nor the model have {name!r}; see interop")
-        return self._whole_for(found) if callable(found) and not isinstance(found, torch.nn.Module) else found
-
-    def _whole_for(self, method):
-        def called(*inputs, **named):
-            with self._engine.gathered():
-                return method(*inputs, **named)
-
-        return called
+        return whole_for(found, self._engine)
 
     def parameters(self, recurse=True):
         """The model's parameters, whole or not."""
@@ -180,28 +175,6 @@ class Engine:
         if not isinstance(device, (str, int, torch.device)) or torch.device(device).type != self.device.type:
             raise InputError(f"to({device}): the engine is on {self.device}, in the precision of its configuration")
         return self
-
-    @property
-    def device(self):
-        """This rank's device."""
-        return self._engine.comm.device
-
-    @property
-    def local_rank(self):
-        """This rank's number on its machine, as torchrun tells it."""
-        return int(os.environ.get("LOCAL_RANK", self.global_rank))
-
-    @property
-    def global_rank(self):
-        """This rank's number."""
-        return self._engine.rank
-
-    @property
-    def world_size(self):
-        """How many ranks there are."""
-        return self._engine.world_size
-
-    dp_world_size = world_size
 
     def train_batch_size(self):
         """Samples of a step, of all ranks."""
@@ -326,9 +299,7 @@ class Engine:
         dist.barrier()
         return True
 
-    def save_fp16_model(self, save_dir, save_filename="pytorch_model.bin"):
-        """Its older name."""
-        return self.save_16bit_model(save_dir, save_filename)
+    save_fp16_model = save_16bit_model  # its older name
 
     def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
         """A copy of the model's state, whole, in the precision that it trains in; in stage 3 a collective.

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from common.engine.mixed_precision import LossScaler
+from common.engine.mixed_precision import DTYPES, LossScaler
 from common.errors import InputError
 from interop.deepspeed.keys import AUTO, ZERO, classified
 from interop.deepspeed.runtime.lr_schedules import KINDS
@@ -143,14 +143,8 @@ def engine_of(get):
         tiers[state] = "device" if tier in OFF else tier
     if get(f"{ZERO}cpu_offload", False):
         tiers["optimizer"] = "cpu"
-    hpz, weights, gradients = (
-        get(f"{ZERO}{name}", off)
-        for name, off in (
-            ("zero_hpz_partition_size", 1),
-            ("zero_quantized_weights", False),
-            ("zero_quantized_gradients", False),
-        )
-    )
+    hpz = get(f"{ZERO}zero_hpz_partition_size", 1)
+    weights, gradients = (get(f"{ZERO}zero_quantized_{what}", False) for what in ("weights", "gradients"))
     offloads, compresses = set(tiers.values()) != {"device"}, hpz > 1 or weights or gradients
     if offloads and compresses:
         raise InputError("the configuration has tiers and ZeRO++; these are two engines here, choose one")
@@ -158,14 +152,14 @@ def engine_of(get):
         raise InputError(f"the configuration has ZeRO++ in stage {stage}; it belongs to stage 3")
     if compresses:
         own = {"quantize_weights": weights, "hierarchical": hpz > 1, "quantize_gradients": gradients}
-        return "zeropp", {**own, **({"ranks_per_node": hpz} if hpz > 1 else {})}
+        return "zeropp", own | ({"ranks_per_node": hpz} if hpz > 1 else {})
     if not offloads:
         return STAGES[stage], {}
     if stage == 3:
         path = get(f"{ZERO}offload_optimizer.nvme_path") or get(f"{ZERO}offload_param.nvme_path")
         own = {"tiers": {**tiers, "gradients": tiers["optimizer"]}, "path": path}
         elements = get(f"{ZERO}sub_group_size", AUTO, auto=AUTO)
-        return "offload.nvme", {**own, **({} if elements == AUTO else {"sub_group_mb": elements * 4 / 2**20})}
+        return "offload.nvme", own | ({} if elements == AUTO else {"sub_group_mb": elements * 4 / 2**20})
     if stage == 0 or tiers["parameters"] != "device" or tiers["optimizer"] == "nvme":
         raise InputError(
             f"the configuration's stage {stage} offloads {tiers['parameters']!r} parameters and "
@@ -176,13 +170,10 @@ def engine_of(get):
 
 def precision_of(get, built_in):
     """What `precision` an engine is to have; "auto" is that of a model built in 16-bit."""
-    asked = {
-        name: get(f"{name}.enabled", False, auto=built_in == dtype)
-        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
-    }
-    if all(asked.values()):
+    asked = [name for name in ("bf16", "fp16") if get(f"{name}.enabled", False, auto=built_in == DTYPES[name])]
+    if len(asked) > 1:
         raise InputError("the configuration enables bf16 and fp16; choose one")
-    return next((name for name, is_on in asked.items() if is_on), "fp32")
+    return asked[0] if asked else "fp32"
 
 
 def scaler_of(get):
@@ -260,11 +251,7 @@ def optimizer_of(name, arguments):
             raise InputError(f"'optimizer.type' {name!r} is unknown here; give AdamW, Adam, SGD, or pass optimizer=")
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
-    try:
-        inspect.signature(made).bind([], **arguments)
-    except TypeError as error:
-        raise InputError(f"'optimizer.params' of {name}: {error}") from error
-    return partial(made, **arguments)
+    return bound("optimizer", name, made, arguments)
 
 
 def scheduler_of(name, arguments):
@@ -275,8 +262,13 @@ def scheduler_of(name, arguments):
     """
     if name not in KINDS:
         raise InputError(f"'scheduler.type' {name!r} is unknown here; give {', '.join(KINDS)}, or pass lr_scheduler=")
+    return bound("scheduler", name, KINDS[name], arguments)
+
+
+def bound(what, name, made, arguments):
+    """A class or function with its arguments but the first, where it takes them."""
     try:
-        inspect.signature(KINDS[name]).bind(None, **arguments)
+        inspect.signature(made).bind(None, **arguments)
     except TypeError as error:
-        raise InputError(f"'scheduler.params' of {name}: {error}") from error
-    return partial(KINDS[name], **arguments)
+        raise InputError(f"'{what}.params' of {name}: {error}") from error
+    return partial(made, **arguments)

@@ -1,11 +1,11 @@
 """What becomes of FSDP2's words here: kept, or refused by name."""
 
 import contextlib
-import functools
 import re
 
 from common.errors import InputError
 from common.measure.tables import Table
+from interop.taking import refused
 
 KEPT = {  # as what
     "fully_shard(module)": "a unit of stage 3: its parameters, but for those of units inside it",
@@ -65,13 +65,9 @@ def refusal(name):
     return InputError(f"{name} is refused: {REFUSED[name]}")
 
 
-def refuse(name, *_, **__):
-    raise refusal(name)
-
-
 def refusing(name):
     """What stands in the place of a word that is refused."""
-    return functools.partial(refuse, name)
+    return refused(str(refusal(name)))
 
 
 def refuse_dtensors(parameters):
