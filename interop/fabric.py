@@ -59,11 +59,7 @@ class ZeroStrategy(DDPStrategy):
     # ---- a training loop ----------------------------------------------------------------------------------------
 
     def setup_module_and_optimizers(self, module, optimizers, scheduler=None):
-        """Build the engine.
-
-        Raises:
-            InputError: there are several optimizers for one module.
-        """
+        """Build the engine; several optimizers for one module are an InputError."""
         if len(optimizers) != 1:
             raise InputError(f"setup() takes one optimizer for a module, and has {len(optimizers)}; use param groups")
         if is_autocast(self.precision) and self._engine_options.get("precision", "fp32") != "fp32":

@@ -34,16 +34,6 @@ LIMIT = 600  # seconds for a cell, of which building takes most, once
 # ---- what the releases claim ----------------------------------------------------------------------------------------
 
 
-class Configured:
-    """An adapter that sets `sets` in DeepSpeed's configuration, and `zero` in its "zero_optimization"."""
-
-    follows, zero, sets = "", {}, {}
-
-    def _config(self, precision, bucket_elements):
-        config = super()._config(precision, bucket_elements)
-        return {**config, **self.sets, "zero_optimization": {**config["zero_optimization"], **self.zero}}
-
-
 class WithoutZero(DeepSpeed1):
     """Stage 0: in 16-bit, its optimizer keeps a master of each parameter."""
 
@@ -62,13 +52,14 @@ class WithoutZero(DeepSpeed1):
     _gradients = _parameters
 
 
-class SumsInFp32(Configured, DeepSpeed1):
+class SumsInFp32(DeepSpeed1):
     """Stage 1 in bf16 that accumulates in fp32: DeepSpeed has an optimizer of its own for that.
 
     Its masters are made of weights in bf16 already, which is no bug: here they get the values that were there before.
     """
 
-    name, sets = "deepspeed1, fp32 sums", {"data_types": {"grad_accum_dtype": "fp32"}}
+    name = "deepspeed1, fp32 sums"
+    follows, sets = "", {"data_types": {"grad_accum_dtype": "fp32"}}
 
     def __init__(self, model, optimizer, *, init=None, **options):
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -84,10 +75,10 @@ class SumsInFp32(Configured, DeepSpeed1):
     _gradients = _parameters
 
 
-class Offloaded(Configured, DeepSpeed2):
+class Offloaded(DeepSpeed2):
     """Stage 2 with the optimizer on the CPU: torch's own, so that nothing has to be compiled."""
 
-    name = "deepspeed2, offloaded"
+    name, follows = "deepspeed2, offloaded", ""
     zero, sets = {"offload_optimizer": {"device": "cpu"}}, {"zero_force_ds_cpu_optimizer": False}
 
 
@@ -104,16 +95,17 @@ class OffloadedInThrees(Offloaded):
         self._reduced = self._added = True
 
 
-class NotContiguous(Configured, DeepSpeed1):
+class NotContiguous(DeepSpeed1):
     """Stage 1 that does not copy gradients into one buffer as they come."""
 
-    name, zero = "deepspeed1, not contiguous", {"contiguous_gradients": False}
+    name, follows, zero = "deepspeed1, not contiguous", "", {"contiguous_gradients": False}
 
 
-class GathersBySum(Configured, DeepSpeed3):
+class GathersBySum(DeepSpeed3):
     """Stage 3 that gathers parameters by an all-reduce: an option that spares the host some copies."""
 
-    name, zero = "deepspeed3, gathers by all-reduce", {"stage3_use_all_reduce_for_fetch_params": True}
+    name = "deepspeed3, gathers by all-reduce"
+    follows, zero = "", {**DeepSpeed3.zero, "stage3_use_all_reduce_for_fetch_params": True}
 
 
 # ---- exhibits -------------------------------------------------------------------------------------------------------
@@ -172,11 +164,7 @@ def held(exhibit, release, folder):
 
 
 def installed(release, folder):
-    """The folder of a release, installed where it is not yet.
-
-    Raises:
-        InputError: pip does not get it.
-    """
+    """The folder of a release, installed where it is not yet; an InputError where pip does not get it."""
     place = folder.absolute() / f"deepspeed-{release}"
     if not (place / "deepspeed").exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", place]

@@ -40,7 +40,7 @@ def refused(why):
     return partial(_refuse, why)
 
 
-def _refuse(why, *_, **__):
+def _refuse(why, /, *_, **__):
     raise InputError(why)
 
 

@@ -21,11 +21,7 @@ TRIED = {"transformers": "5.24.0", "accelerate": "1.15.0", "peft": "0.21.2", "li
 
 
 def tried(*libraries):
-    """See that libraries are installed, and say so where they are not of the versions that this was tried with.
-
-    Raises:
-        InputError: one is not installed.
-    """
+    """An InputError where a library is not installed; a warning where it is not of the version of TRIED."""
     for library in libraries:
         try:
             found = importlib.metadata.version(library)
@@ -55,15 +51,11 @@ def engine_for(name, model, optimizer, options):
 
 
 class Model(nn.Module):
-    """The model, by whose forward the engine's runs.
+    """The model that the script built, `module`, by whose forward the engine's runs.
 
     Args:
-        engine: the engine.
         around: a function that gives a context for every forward, such as autocast.
         finish: a function of what the forward returns, or None.
-
-    Attributes:
-        module: the model that the script built.
     """
 
     _is_accelerate_prepared = True  # Accelerate neither moves it nor wraps it
@@ -120,10 +112,7 @@ def whole_for(found, engine):
 class StandIn(torch.optim.Optimizer):
     """What stands for an engine's optimizer: its groups and states are those.
 
-    Args:
-        engine: the engine.
-        given: the optimizer that the script built, which shares the groups, so that its scheduler sets the rates; or
-            None.
+    `given` is the optimizer that the script built, or None: it shares the groups, so that its scheduler sets the rates.
     """
 
     def __init__(self, engine, given):
@@ -161,11 +150,9 @@ _TAKEN = refused("this optimizer was taken over by an engine; use the one that w
 
 
 class Optimizer(StandIn):
-    """The optimizer, whose step is the engine's.
+    """The optimizer, whose step is the engine's. `optimizer` is the one that the script built.
 
-    Attributes:
-        engine, optimizer: the engine, and the optimizer that the script built.
-        step_was_skipped: the last step changed nothing, because a gradient overflowed in fp16.
+    `step_was_skipped`: the last step changed nothing, because a gradient overflowed in fp16.
     """
 
     _is_accelerate_prepared = True

@@ -120,16 +120,11 @@ def simulated_peak(world, name, options):
         options.model,
         world.size,
         rank=world.rank,
-        precision=options.precision,
-        bucket_mb=options.bucket_mb,
-        clip_norm=options.clip_norm,
         batch=options.batch // (world.size * options.accumulate),
-        checkpoint_activations=options.checkpoint_activations,
-        offload_activations=options.offload_activations,
-        accumulate=options.accumulate,
-        no_sync=options.no_sync,
         own={"deterministic": options.deterministic},
         backend="nccl" if world.device.type == "cuda" else "gloo",
+        **{key: getattr(options, key) for key in ("precision", "bucket_mb", "clip_norm")},
+        **how(options),
     )
     with suppress(InputError):
         return {"estimated_peak_bytes": simulate(setting, train_step)["peak_bytes"]}

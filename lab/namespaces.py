@@ -136,11 +136,7 @@ def _together(node, restarts):
 
 
 def bits_per_second(rate):
-    """A rate as tc has it, "100mbit", as a number; None stays None.
-
-    Raises:
-        InputError: it is no such rate.
-    """
+    """A rate as tc has it, "100mbit", as a number; None stays None, and what is no rate is an InputError."""
     if rate is None:
         return None
     parts = re.fullmatch(r"([1-9]\d*(?:\.\d+)?)([kmg]bit)", rate)

@@ -36,20 +36,10 @@ COUNTS = ("global_steps", "skipped_steps", "micro_steps", "global_samples")
 
 
 class Engine:
-    """What `initialize` returns first.
+    """What `initialize` returns first: an engine of this repository with `Settings`, and what it returns besides.
 
-    Args:
-        engine: an engine of this repository.
-        settings: a `Settings`.
-        optimizer: what `initialize` returns second.
-        scheduler: stepped with every update that is not skipped; or None.
-
-    Attributes:
-        global_steps: updates, and those that fp16 skipped.
-        skipped_steps: of those, the skipped.
-        micro_steps: micro-batches.
-        global_samples: samples of all ranks.
-        optimizer, lr_scheduler: as `initialize` returns them.
+    The scheduler steps with every update that is not skipped. `global_steps` counts updates, `skipped_steps` those that
+    fp16 skipped, `micro_steps` micro-batches, `global_samples` samples of all ranks.
     """
 
     def __init__(self, engine, settings, optimizer, scheduler):
@@ -81,11 +71,7 @@ class Engine:
         return loss
 
     def step(self, lr_kwargs=None):
-        """After each micro-batch; after the last one of a step it updates the parameters, and then the rate.
-
-        Args:
-            lr_kwargs: arguments of the scheduler's step.
-        """
+        """After each micro-batch; after the last one of a step it updates the parameters, and then the rate."""
         if not self._syncing:
             raise InputError("step() within no_sync(): leave that first")
         self._stepped = False
@@ -131,12 +117,10 @@ class Engine:
         self._engine.zero_grad()
 
     def train(self, mode=True):
-        """Set the module's training mode."""
         self._engine.train(mode)
         return self
 
     def eval(self):
-        """Set the module's evaluation mode."""
         return self.train(False)
 
     # ---- what it is ---------------------------------------------------------------------------------------------
@@ -167,11 +151,7 @@ class Engine:
         return self._engine.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def to(self, device):
-        """It stays where it is.
-
-        Raises:
-            InputError: that is elsewhere.
-        """
+        """It stays where it is: elsewhere is an InputError."""
         if not isinstance(device, (str, int, torch.device)) or torch.device(device).type != self.device.type:
             raise InputError(f"to({device}): the engine is on {self.device}, in the precision of its configuration")
         return self
@@ -189,7 +169,6 @@ class Engine:
         return self._settings.batch.accumulate
 
     def zero_optimization_stage(self):
-        """0 to 3."""
         return self._settings.stage
 
     def gradient_clipping(self):
@@ -198,11 +177,9 @@ class Engine:
         return 0.0 if limit == math.inf else limit
 
     def bfloat16_enabled(self):
-        """Whether the precision is bf16."""
         return self._settings.options["precision"] == "bf16"
 
     def fp16_enabled(self):
-        """Whether it is fp16."""
         return self._settings.options["precision"] == "fp16"
 
     def loss_scale(self):
@@ -210,7 +187,6 @@ class Engine:
         return self._settings.loss_scale
 
     def dynamic_loss_scale(self):
-        """Whether it adapts."""
         return self.loss_scale() == 0
 
     def was_step_applied(self):
@@ -222,7 +198,6 @@ class Engine:
         return self._norm
 
     def get_lr(self):
-        """The rate of each group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_mom(self):
@@ -269,11 +244,7 @@ class Engine:
         load_module_only=False,
         custom_load_fn=None,
     ):
-        """Read a checkpoint, and return its path and its `client_state`; (None, None) where there is no `latest`.
-
-        Raises:
-            InputError: less than all of it is asked for.
-        """
+        """Read all of a checkpoint; return its path and its `client_state`, (None, None) where there is no `latest`."""
         if not load_module_strict or not load_optimizer_states or load_module_only or custom_load_fn is not None:
             raise InputError("load_checkpoint reads all of a checkpoint: for weights alone, initialize a new engine")
         latest = Path(load_dir, "latest")

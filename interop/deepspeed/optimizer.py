@@ -6,11 +6,7 @@ from interop.wrapped import StandIn
 
 
 class Optimizer(StandIn):
-    """Its groups and states are those of the engine's optimizer.
-
-    Attributes:
-        overflow: fp16 skipped the last step.
-    """
+    """Its groups and states are those of the engine's optimizer; `overflow` says that fp16 skipped the last step."""
 
     overflow = False
     state_dict = refused("optimizer.state_dict(): its states are this rank's shards; write engine.save_checkpoint()")

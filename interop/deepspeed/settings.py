@@ -33,39 +33,22 @@ class Batch:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a configuration asks for.
-
-    Attributes:
-        stage: 0 to 3.
-        engine: the package whose Engine does it.
-        options: what that takes besides the model and the optimizer.
-        batch: a `Batch`.
-        optimizer: (type, arguments), or None.
-        scheduler: the same.
-        scaler: what makes the loss scaler of fp16, or None.
-        loss_scale: the fixed scale of fp16; 0 adapts it.
-        steps_per_print: or None.
-        harmless: names of the keys that change nothing.
-    """
+    """What a configuration asks for."""
 
     stage: int
-    engine: str
-    options: dict
+    engine: str  # the package whose Engine does it
+    options: dict  # what that takes besides the model and the optimizer
     batch: Batch
-    optimizer: tuple | None
+    optimizer: tuple | None  # (type, arguments)
     scheduler: tuple | None
-    scaler: object
-    loss_scale: float
+    scaler: object  # what makes the loss scaler of fp16, or None
+    loss_scale: float  # the fixed one of fp16; 0 adapts it
     steps_per_print: int | None
-    harmless: list
+    harmless: list  # names of the keys that change nothing
 
 
 def read(config):
-    """The configuration: a dict, or what the JSON file at a path holds.
-
-    Raises:
-        InputError: it is neither.
-    """
+    """The configuration: a dict, or what the JSON file at a path holds; else an InputError."""
     if isinstance(config, dict):
         return config
     if not isinstance(config, (str, os.PathLike)):
@@ -81,12 +64,7 @@ def read(config):
 
 
 def settings(config, world_size, built_in):
-    """What a configuration asks for.
-
-    Args:
-        config: a dict of DeepSpeed's JSON.
-        world_size: ranks.
-        built_in: the dtype of the model's parameters, by which "auto" chooses a precision.
+    """What a configuration, a dict, asks of so many ranks; "auto" takes the precision that the model was `built_in`.
 
     Raises:
         InputError: a key is refused, or a value cannot be; it names them.
@@ -191,11 +169,7 @@ def scaler_of(get):
 
 
 def batch_of(get, world_size):
-    """How a step is cut. What is not given, or "auto", follows from the rest.
-
-    Raises:
-        InputError: it does not, or the parts do not make the whole.
-    """
+    """How a step is cut. What is not given, or "auto", follows from the rest; an InputError where it does not."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = [get(name, AUTO, auto=AUTO) for name in names]
     step, micro, accumulate = (None if value == AUTO else value for value in given)
@@ -216,11 +190,7 @@ def batch_of(get, world_size):
 
 
 def typed(get, what):
-    """(type, arguments) of the optimizer or the scheduler, or None.
-
-    Raises:
-        InputError: an argument is "auto", which nothing here resolves.
-    """
+    """(type, arguments) of the optimizer or the scheduler, or None. An "auto" argument is an InputError."""
     name = get(f"{what}.type")
     if name is None:
         return None
@@ -232,11 +202,7 @@ def typed(get, what):
 
 
 def optimizer_of(name, arguments):
-    """A factory of a torch optimizer, as the configuration names it. DeepSpeed's Adam decouples weight decay.
-
-    Raises:
-        InputError: there is no such optimizer, or it takes no such argument.
-    """
+    """A factory of the torch optimizer that the configuration names. DeepSpeed's Adam decouples weight decay."""
     arguments = dict(arguments)
     if name.lower() in ("adam", "adamw"):
         fused = not arguments.pop("torch_adam", False)
@@ -255,11 +221,7 @@ def optimizer_of(name, arguments):
 
 
 def scheduler_of(name, arguments):
-    """A function of an optimizer that makes a scheduler of it, as the configuration names it.
-
-    Raises:
-        InputError: there is no such scheduler, or it takes no such argument.
-    """
+    """A function of an optimizer that makes the scheduler that the configuration names."""
     if name not in KINDS:
         raise InputError(f"'scheduler.type' {name!r} is unknown here; give {', '.join(KINDS)}, or pass lr_scheduler=")
     return bound("scheduler", name, KINDS[name], arguments)

@@ -12,10 +12,7 @@ from common.checkpoint.encoding import decode
 def write(index, files, folder):
     """Write all of a checkpoint into a folder: weights, optimizer, rank 0's `extra`. It holds a box at a time.
 
-    Args:
-        index: as `read_index` returns it.
-        files: [a `tensor_file.Source` of each rank's file].
-        folder: a Path.
+    It has the index as `read_index` returns it, and [a `tensor_file.Source` of each rank's file].
 
     Raises:
         InputError: two keys of `extra` are one for torch, such as "a.b" and "b" within "a".

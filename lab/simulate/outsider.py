@@ -26,13 +26,10 @@ SENT = {
 
 
 class Outsider(TorchDispatchMode):
-    """What `Moments` and a table ask of an engine, for one that has neither `live()` nor `comm`.
+    """What `Moments` and a table ask of an engine, for one with `module` and `optimizer`, but no `live()` or `comm`.
 
     A context manager around what is to be counted. Collectives count by the law of common.measure.traffic; broadcasts
     and messages between two ranks do not.
-
-    Args:
-        engine: with `module` and `optimizer`.
     """
 
     def __init__(self, engine):

@@ -64,11 +64,7 @@ def main(arguments=None):
 
 
 def chosen(options):
-    """The rows of RUNS that are asked for.
-
-    Raises:
-        InputError: there is no such row.
-    """
+    """The rows of RUNS that are asked for; an InputError where there is no such row."""
     wanted = options.only.split(";") if options.only else list(RUNS)
     for name in wanted:
         if name not in RUNS:
@@ -77,11 +73,7 @@ def chosen(options):
 
 
 def compare(world, options):
-    """Train every row from every seed.
-
-    Returns:
-        On rank 0 the JSON of `lab.zeropp.convergence`; else None.
-    """
+    """Train every row from every seed; on rank 0 the JSON of `lab.zeropp.convergence`, else None."""
     rows = []
     with progress_bar() as bar:
         task = bar.add_task("trainings", total=len(chosen(options)) * options.seeds, visible=world.rank == 0)
@@ -97,12 +89,7 @@ def compare(world, options):
     return {
         "world_size": world.size,
         "ranks_per_node": options.ranks_per_node,
-        "model": options.model,
-        "precision": options.precision,
-        "lr": options.lr,
-        "batch": options.batch,
-        "steps": options.steps,
-        "block": options.block,
+        **{name: getattr(options, name) for name in ("model", "precision", "lr", "batch", "steps", "block")},
         "hardware": hardware(world.device),
         "rows": rows,
     }
