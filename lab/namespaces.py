@@ -146,11 +146,7 @@ def bits_per_second(rate):
 
 
 def bytes_left(interface):
-    """Bytes that have left this network namespace by an interface, headers included, as the kernel counts them.
-
-    Raises:
-        InputError: there is no such interface, or this is not Linux.
-    """
+    """Bytes that have left this network namespace by an interface, headers included, as the kernel counts them."""
     with contextlib.suppress(OSError), open("/proc/net/dev") as lines:
         for line in lines:
             name, _, numbers = line.partition(":")

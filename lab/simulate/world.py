@@ -327,11 +327,7 @@ def counted(books, moments, setting, module):
 
 
 def own_options(pairs):
-    """What an engine takes besides, from texts such as "hierarchical=False" or "tiers=nvme": {name: value}.
-
-    Raises:
-        InputError: a text is no such pair.
-    """
+    """What an engine takes besides, {name: value}, from texts such as "hierarchical=False", or an InputError."""
     found = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
