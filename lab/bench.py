@@ -64,7 +64,6 @@ class Case:
 
     @property
     def title(self):
-        """Its name."""
         return f"{self.model}, {self.precision}, {self.world_size} rank{'s' * (self.world_size > 1)}"
 
     @property
@@ -74,7 +73,6 @@ class Case:
 
     @property
     def parameters(self):
-        """The model's parameters."""
         return models.count(models.build(self.model))
 
     def world(self, **options):

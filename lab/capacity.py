@@ -31,14 +31,13 @@ from common.errors import InputError
 from common.loop import sha256, train_step
 from common.measure.hardware import hardware, private_held
 from common.measure.memory import set_malloc_thresholds
-from common.measure.tables import show_bytes
+from common.measure.tables import Table, show_bytes
 from common.models.gpt import GPT, GPTConfig
 from common.outputs import asked, one_line_errors, parser_of, tell
 from common.ranks.world import LocalWorld, RankFailed, check_size
 from common.train import default_nproc
 from lab import figures
 from lab.activations import largest_fitting
-from lab.capacity_results import table
 from lab.compare import BASELINE
 from lab.simulate.world import Setting
 from lab.simulate.world import simulate as a_step
@@ -60,6 +59,11 @@ OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|MemoryError|bad_alloc|RLIMIT_DATA leaves|died with exit code -(6|11)$", re.MULTILINE
 )
 UP_TO = 256  # layers that a search ends at: where everything lies on disk, memory sets no bound for long
+MORE = {  # columns, where some engine has it
+    "host": "host_bytes",
+    "disk": "disk_bytes",
+    "bits as without limit": "bits_without_limit",
+}
 
 
 @one_line_errors()
@@ -379,6 +383,36 @@ def hard_limit(device, cap):
         yield
     finally:  # telling of an error takes memory too
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+# ---- shown ----------------------------------------------------------------------------------------------------
+
+
+def table(results):
+    """A row for each engine in each precision."""
+    usable = min(row["usable_bytes"] for row in results["rows"])
+    title = (
+        f"Largest GPT of width {results['model']['width']} that trains, {results['world_size']} ranks of "
+        f"{show_bytes(results['cap_bytes'])}, of which {show_bytes(usable)} or more are left for the model"
+        f"\n{results['hardware']}"
+    )
+    more = {name: key for name, key in MORE.items() if any(found.get(key, 0) != 0 for found in results["rows"])}
+    header = ("", "in", "measured", "predicted", "of that", "to stage 0", "ideal", *more)
+    rows = []
+    for found in results["rows"]:
+        measured, predicted = (_millions(found[name]) for name in ("parameters", "predicted_parameters"))
+        if found.get("or_more"):
+            measured, predicted = f"{measured} or more", "-"
+        of_that = "-" if found["measured_over_predicted"] is None else f"{100 * found['measured_over_predicted']:.0f} %"
+        ratios = ("-" if found[name] is None else f"{found[name]:.2f}x" for name in ("ratio_to_stage0", "ideal_ratio"))
+        beside = (found.get(key) for key in more.values())
+        beside = (value if isinstance(value, str) else show_bytes(value or None) for value in beside)
+        rows.append((found["engine"], found["precision"], measured, predicted, of_that, *ratios, *beside))
+    return Table(title, header, rows, words=(0, 1))
+
+
+def _millions(count):
+    return f"{count / 1e6:.1f} M" if count else "none fits"
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def pages():
             "bench_small_models": bench_results.as_markdown(_read("bench_cpu_small_models.json")),
             "bench_second_machine": bench_results.as_markdown(benches[1]),
             "alone": bench_results.alone_as_markdown(*map(_read, ALONE)),
-            "capacity": _table("lab.capacity_results", "capacity_cpu.json"),
+            "capacity": _table("lab.capacity", "capacity_cpu.json"),
             "accumulated": _table("lab.compare", "accumulated.json"),
             "scaling": _table("lab.plan.scaling", "scaling.json"),
         },
@@ -78,12 +78,12 @@ def pages():
     texts["interop/FULLY_SHARD.md"] = {"words": supported.table().markdown()}
     texts |= {page_of(row["engine"]): {"measured": stage_table(demo, row)} for row in demo["rows"]}
     texts["offload/README.md"] |= {
-        "capacity": _table("lab.capacity_results", "offload_capacity_1.json", "offload_capacity_4.json"),
+        "capacity": _table("lab.capacity", "offload_capacity_1.json", "offload_capacity_4.json"),
         "delay": _table("lab.offload.delay", *DELAYS),
         "bench": bench_results.as_markdown(_read("bench_offload.json")),
     }
     texts["offload/INFINITY.md"] |= {
-        "capacity": _table("lab.capacity_results", "infinity_capacity_1.json", "infinity_capacity_4.json"),
+        "capacity": _table("lab.capacity", "infinity_capacity_1.json", "infinity_capacity_4.json"),
         "tiling": _table("lab.offload.tiling", "infinity_tiling.json"),
         **{name: _table(f"lab.offload.{name}", f"infinity_{name}.json") for name in INFINITY},
     }

@@ -13,6 +13,7 @@ It ends with status 1 where an engine parts.
 
 import ast
 import contextlib
+import re
 import sys
 import tempfile
 from functools import partial
@@ -38,6 +39,12 @@ from interop.peers.plain import PlainDDP, PlainOtherwise
 DDP = "torch_ddp"
 PLAIN = "plain"
 NAMED = {DDP: TorchDDP, PLAIN: PlainDDP}
+WHY = {  # what is in a failure -> what may be behind it
+    "daemonic processes": "ranks here may have no workers: give DataLoader num_workers=0",
+    "imed out": "a rank waited in vain: do all make the same collectives, their own ones included?",
+    "process group twice|group was destroyed": "the group is there before the function and after it: see "
+    "torch.distributed.is_initialized()",
+}
 
 
 def main(arguments=None):
@@ -149,21 +156,15 @@ class Runs:
     def told(self, failure):
         """A failure in one line, by the user's own lines."""
         said = in_one_line(failure, self.target.rpartition(":")[0])
-        if "daemonic processes" in said:
-            said += "; ranks here may have no workers: give DataLoader num_workers=0"
-        if "imed out" in said:
-            said += "; a rank waited in vain: do all make the same collectives, their own ones included?"
-        if "process group twice" in said or "group was destroyed" in said:
-            said += "; the group is there before the function and after it: see torch.distributed.is_initialized()"
-        return said
+        return "; ".join([said, *(why for words, why in WHY.items() if re.search(words, said))])
 
     def check_reproducible(self, before):
         """Run it under plain DDP once more; an InputError where it does not compute the same."""
-        _, where = first_difference(before, self.right(PlainDDP))
+        where = first_difference(before, self.right(PlainDDP))
         if where is None:
             return
         seeded = [self.right(PlainDDP, seeded=True) for _ in range(2)]
-        if first_difference(*seeded)[1] is None:
+        if first_difference(*seeded) is None:
             why = (
                 "it draws random numbers (first weights, dropout, shuffled data) that it does not seed: call "
                 "torch.manual_seed, and random.seed and numpy.random.seed where it uses those, at its beginning"
@@ -174,16 +175,16 @@ class Runs:
 
 
 def first_difference(one, other):
-    """Where two runs differ: (step, in words), both None if nowhere."""
+    """Where two runs differ, in words; None if nowhere."""
     for step, _ in enumerate(zip(one[0]["steps"], other[0]["steps"], strict=False)):
         for rank, pair in enumerate(zip(one, other, strict=True)):
             first, second = (side["steps"][step] for side in pair)
             for what in ("losses", "norm", "skipped", "weights"):
                 if first[what] != second[what]:
                     when = f"step {step} differs in its {what}" if step else "it begins with other weights"
-                    return step, f"{when} on rank {rank}"
+                    return f"{when} on rank {rank}"
     lengths = [len(side[0]["steps"]) - 1 for side in (one, other)]
-    return (None, None) if lengths[0] == lengths[1] else (min(lengths), f"it makes {lengths[0]} steps or {lengths[1]}")
+    return None if lengths[0] == lengths[1] else f"it makes {lengths[0]} steps or {lengths[1]}"
 
 
 def found_of(name, runs, compared):
@@ -252,17 +253,11 @@ def last_loss(recording):
 
 def table(results):
     """The rows for people, and the notes below."""
-    cells = [
-        (
-            row["engine"],
-            "" if row["step"] is None else f"{row['step']}",
-            "" if row["rank"] is None else f"{row['rank']}",
-            row["parameter"] or row["what"] or "",
-            "" if row["share_of_step"] is None else f"{row['share_of_step']:.2g}",
-            row["looks_like"],
-        )
-        for row in results["rows"]
-    ]
+    cells = []
+    for row in results["rows"]:
+        step, rank = ("" if row[name] is None else str(row[name]) for name in ("step", "rank"))
+        share = "" if row["share_of_step"] is None else f"{row['share_of_step']:.2g}"
+        cells.append((row["engine"], step, rank, row["parameter"] or row["what"] or "", share, row["looks_like"]))
     title = (
         f"{results['target']} on {results['world_size']} ranks, {results['steps']} steps, {results['precision']}, "
         f"against {'plain DDP' if results['against'] == PLAIN else results['against']}\n{results['hardware']}"

@@ -104,9 +104,7 @@ class FSDPModule:
     def unshard(self, async_op=False):
         """Gather the parameters of this module's unit. With `async_op` return a handle that waits for them."""
         handle = UnshardHandle(part_of(self).engine, self)
-        if async_op:
-            return handle
-        return handle.wait()
+        return handle if async_op else handle.wait()
 
     def reshard(self):
         """Free them."""

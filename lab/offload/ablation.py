@@ -32,10 +32,6 @@ PLACED = {"parameters": "cpu", "gradients": "device", "optimizer": "device"}
 WARM_UP = 2  # steps that are not timed: in the first nothing is prefetched
 
 
-class Split(InfinityEngine):
-    """A shard of every parameter on the host of every rank."""
-
-
 class Owned(InfinityEngine):
     """Whole parameters on the host of one rank each, which brings them up and broadcasts them."""
 
@@ -73,7 +69,7 @@ class Owned(InfinityEngine):
             self.hand_over(bucket)
 
 
-KINDS = {"split": Split, "owned": Owned}
+KINDS = {"split": InfinityEngine, "owned": Owned}
 
 
 @one_line_errors()

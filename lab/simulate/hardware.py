@@ -19,12 +19,12 @@ class Hardware:
     operation: float  # seconds that an operation takes, however small it is
     inside: float  # what a rank sends within its node
     between: float  # what a node sends to others
-    latency: float  # seconds of a message
     bus: float  # of a rank, each way; and so its disk
     disk: float
     host_memory: float  # for the steps of the host's optimizer
     holds: float
     ranks_per_node: int
+    latency: float = 10e-6  # seconds of a message
     host_holds: float = math.inf  # a rank's part of its node's memory, and of its disks
     disk_holds: float = math.inf
     source: str = "from data sheets, and compared with no run"
@@ -41,7 +41,6 @@ PRESETS = {
         operation=6e-6,
         inside=150 * GB,
         between=100 * GB,
-        latency=10e-6,
         bus=6 * GB,
         disk=1.6 * GB,
         host_memory=12 * GB,
@@ -58,7 +57,6 @@ PRESETS = {
         operation=5e-6,
         inside=300 * GB,
         between=200 * GB,
-        latency=10e-6,
         bus=25 * GB,
         disk=3 * GB,
         host_memory=40 * GB,
@@ -75,7 +73,6 @@ PRESETS = {
         operation=4e-6,
         inside=450 * GB,
         between=400 * GB,
-        latency=10e-6,
         bus=50 * GB,
         disk=6 * GB,
         host_memory=60 * GB,

@@ -8,9 +8,9 @@ On one machine the ranks are told that they live on nodes of two, so that gradie
 how fast a link is.
 """
 
+import argparse
 import statistics
 import tempfile
-from copy import copy
 from functools import partial
 from pathlib import Path
 
@@ -80,8 +80,7 @@ def compare(world, options):
         for name, (engine, own) in chosen(options).items():
             rows.append({"run": name, "engine": engine, "options": own, "seeds": []})
             for seed in range(options.seeds):
-                of_seed = copy(options)
-                of_seed.seed = seed
+                of_seed = argparse.Namespace(**{**vars(options), "seed": seed})
                 rows[-1]["seeds"].append(train(world, engine, own, of_seed))
                 bar.advance(task)
     if world.rank:
@@ -172,11 +171,7 @@ def table(results):
 
 
 def figure(results):
-    """The loss curves, means of all seeds with the band between the lowest and the highest; and the losses at the end.
-
-    Returns:
-        A matplotlib Figure.
-    """
+    """The loss curves, means of all seeds with the band from lowest to highest, and the losses at the end: a Figure."""
     drawn, (curves, ends) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", width_ratios=(3, 2))
     colours = plt.get_cmap("tab10").colors
     for row, colour in zip(results["rows"], colours, strict=False):

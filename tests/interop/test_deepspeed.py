@@ -190,46 +190,33 @@ def test_a_harmless_key_is_listed_and_changes_nothing(key):
         assert (found.engine, found.options, found.batch) == (bare.engine, bare.options, bare.batch)
 
 
+def zero(**keys):
+    return {"zero_optimization": keys}
+
+
+def stepped_by(kind, **arguments):
+    return {"optimizer": {"type": kind, "params": arguments}}
+
+
 BAD = {
-    "a batch that is not its parts": (
-        {"train_batch_size": 30, "gradient_accumulation_steps": 2},
-        "8 x .* 2 x 2 ranks is 32",
-    ),
+    "no parts": ({"train_batch_size": 30, "gradient_accumulation_steps": 2}, "8 x .* 2 x 2 ranks is 32"),
     "no batch": ({"train_micro_batch_size_per_gpu": "auto"}, "neither 'train_batch_size' nor"),
-    "an optimizer unknown": (
-        {"optimizer": {"type": "OneBitAdam", "params": {}}},
-        "'OneBitAdam' is unknown here; give AdamW",
-    ),
-    "an argument unknown": ({"optimizer": {"type": "SGD", "params": {"lr": 1, "beta": 2}}}, "'beta'"),
-    "a rate that is auto": (
-        {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
-        "'optimizer.params.lr' is \"auto\"",
-    ),
-    "a scheduler unknown": (
-        {"scheduler": {"type": "OneCycle", "params": {}}},
-        "'OneCycle' is unknown here; give WarmupLR",
-    ),
+    "an optimizer unknown": (stepped_by("OneBitAdam"), "'OneBitAdam' is unknown here; give AdamW"),
+    "an argument unknown": (stepped_by("SGD", lr=1, beta=2), "'beta'"),
+    "a rate that is auto": (stepped_by("AdamW", lr="auto"), "'optimizer.params.lr' is \"auto\""),
+    "a scheduler": ({"scheduler": {"type": "OneCycle", "params": {}}}, "'OneCycle' is unknown here; give WarmupLR"),
     "clipping that is auto": ({"gradient_clipping": "auto"}, "'gradient_clipping' is \"auto\""),
-    "a key misspelt": ({"zero_optimization": {"stag": 2}}, "did you mean 'zero_optimization.stage'"),
+    "a key misspelt": (zero(stag=2), "did you mean 'zero_optimization.stage'"),
     "two precisions": ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16"),
-    "a stage unknown": ({"zero_optimization": {"stage": 4}}, "give 0, 1, 2 or 3"),
-    "ZeRO++ in stage 2": ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "belongs to stage 3"),
-    "ZeRO++ with tiers": (
-        {"zero_optimization": {**ZERO["offload.nvme"], "zero_quantized_weights": True}},
-        "two engines here",
-    ),
-    "a disk in stage 2": (
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
-        "stage 3 all to any",
-    ),
+    "a stage unknown": (zero(stage=4), "give 0, 1, 2 or 3"),
+    "ZeRO++ in stage 2": (zero(stage=2, zero_quantized_weights=True), "belongs to stage 3"),
+    "ZeRO++ with tiers": (zero(**ZERO["offload.nvme"], zero_quantized_weights=True), "two engines here"),
+    "a disk in stage 2": (zero(stage=2, offload_optimizer={"device": "nvme"}), "stage 3 all to any"),
     "a number that is none": ({"train_batch_size": "many"}, "'train_batch_size' is 'many'; give a whole number"),
     "a number below 0": ({"gradient_clipping": -1}, "'gradient_clipping' is -1; give a number from 0 on"),
     "a switch that is none": ({"bf16": {"enabled": "yes"}}, "'bf16.enabled' is 'yes'; give true or false"),
     "a section that is none": ({"optimizer": {"type": "SGD", "params": 3}}, "'optimizer.params' is 3; give an object"),
-    "a tier unknown": (
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}},
-        "give none, cpu or nvme",
-    ),
+    "a tier unknown": (zero(stage=3, offload_param={"device": "tape"}), "give none, cpu or nvme"),
 }
 
 

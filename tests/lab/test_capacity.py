@@ -10,7 +10,7 @@ from training import STAGES
 
 from common.errors import InputError
 from common.ranks.world import LocalWorld, RankFailed
-from lab import capacity, capacity_results
+from lab import capacity
 from lab.activations import largest_fitting
 from stage0_ddp import Engine
 
@@ -117,7 +117,7 @@ def test_two_stages_for_real(tmp_path, small_simulations):
         assert row["measured_over_predicted"] == pytest.approx(1, abs=0.15)
     assert (replicated["ratio_to_stage0"], replicated["ideal_ratio"]) == (1, pytest.approx(1, rel=1e-3))
     assert sharded["ratio_to_stage0"] == pytest.approx(2, rel=0.2)
-    assert capacity_results.table(results).markdown().count("\n|") == 4
+    assert capacity.table(results).markdown().count("\n|") == 4
 
 
 def test_what_does_not_fit_is_said(monkeypatch, small_simulations):
