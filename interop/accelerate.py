@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.errors import InputError
-from interop.taking import init_distributed
+from interop.taking import init_distributed, refused
 from interop.wrapped import Model, Optimizer, engine_for, tried
 
 tried("accelerate")
@@ -72,11 +72,7 @@ class Accelerator(accelerate.Accelerator):
             raise InputError("torch.compile is not passed on; write model.compile() before")
 
     def prepare(self, *objects, device_placement=None):
-        """As Accelerate's; the model that is to be trained and its optimizer come together, once.
-
-        Raises:
-            InputError: they do not.
-        """
+        """As Accelerate's, or an InputError: a model to be trained and its optimizer come together, once."""
         models, optimizers = [o for o in objects if trains(o)], [o for o in objects if steps(o)]
         if models or optimizers:
             if (len(models), len(optimizers), self.engine) != (1, 1, None):
@@ -132,9 +128,7 @@ class Accelerator(accelerate.Accelerator):
         if self.sync_gradients:
             return self._stepping.clip(max_norm, norm_type)
 
-    def clip_grad_value_(self, parameters, clip_value):
-        """Refused."""
-        raise InputError("clip_grad_value_: ranks keep shards; clip in step() of an optimizer class of your own")
+    clip_grad_value_ = refused("clip_grad_value_: ranks keep shards; clip in step() of an optimizer class of your own")
 
     def unwrap_model(self, model, *inputs, **named):
         """The model that the script built. Read its weights within `accelerator.engine.gathered()`."""
@@ -153,11 +147,7 @@ class Accelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir=None, **named):
-        """As Accelerate's. The folder must be given.
-
-        Raises:
-            InputError: it is not, or holds no engine's checkpoint.
-        """
+        """As Accelerate's, or an InputError: the folder must be given, and hold an engine's checkpoint."""
         if input_dir is None:
             raise InputError("load_state() needs the folder that save_state() gave back")
         with self._others():

@@ -21,7 +21,7 @@ from common.errors import InputError
 from common.measure import tables
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import ROOT, check_outputs, one_line_errors, parser_of, publish
+from common.outputs import ROOT, asked, one_line_errors, parser_of, tell
 from interop.formats.to_universal import RELEASE
 from interop.museum import installed, last
 
@@ -43,20 +43,16 @@ CAUSES = {
 }
 
 
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, run all, show the table and write it."""
     parser = parser_of("interop.beside_deepspeed", __doc__)
     parser.add_argument("--folder", type=Path, default=Path("results/local/museum"), help="(default: %(default)s)")
     parser.add_argument("--nproc", type=int, default=2, help="ranks (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the rows here")
-    options = parser.parse_args(arguments)
-    with one_line_errors():
-        check_outputs(options)
-        place = installed(RELEASE, options.folder)
-        rows = compared(cases(), place, options.nproc)
+    options = asked(parser, arguments)
+    rows = compared(cases(), installed(RELEASE, options.folder), options.nproc)
     machine = f"{hardware(torch.device('cpu'))}; deepspeed {RELEASE}"
-    results = {"world_size": options.nproc, "hardware": machine, "rows": rows}
-    publish(options, results, [table(results)])
+    tell(options, {"world_size": options.nproc, "hardware": machine, "rows": rows}, table)
 
 
 def cases():
@@ -102,11 +98,7 @@ def cause(case):
 
 
 def losses(library, scripts, place, ranks):
-    """Rank 0's losses of the program, started by torchrun, [scripts][micro-batches].
-
-    Raises:
-        InputError: it failed, and the message has its last line; or it takes too long.
-    """
+    """Rank 0's losses of the program, started by torchrun, [scripts][micro-batches]; its last line is an InputError."""
     tables.say(f"{len(scripts)} scripts with {library}")
     environment = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     environment |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "TORCH_EXTENSIONS_DIR": str(place / "built")}
@@ -127,17 +119,13 @@ def losses(library, scripts, place, ranks):
 
 def table(results):
     """The rows for people, and the causes below."""
-    cells = [
-        (
-            f"{found['stage']}",
-            found["precision"] + (", rounded" if found["rounded_first"] else ""),
-            found["way"],
-            "equal" if found["first_apart"] is None else f"{found['largest_difference']:.1e}",
-            "" if found["first_apart"] is None else f"{found['first_apart']} of {found['micro_batches']}",
-            found["cause"] or "",
-        )
-        for found in results["rows"]
-    ]
+    cells = []
+    for found in results["rows"]:
+        precision = found["precision"] + (", rounded" if found["rounded_first"] else "")
+        apart = "equal", ""
+        if found["first_apart"] is not None:
+            apart = f"{found['largest_difference']:.1e}", f"{found['first_apart']} of {found['micro_batches']}"
+        cells.append((f"{found['stage']}", precision, found["way"], *apart, found["cause"] or ""))
     head = ("stage", "precision", "the script", "losses apart by", "from micro-batch", "cause")
     title = f"DeepSpeed and its words here: losses on {results['world_size']} ranks\n{results['hardware']}"
     named = {found["cause"] for found in results["rows"]}

@@ -64,11 +64,9 @@ def newest(folder):
 
 
 def export(checkpoint, file, dtype=None, allow_overflow=False):
-    """Write a checkpoint's model into one safetensors file. The file is there when it is whole.
+    """Write a checkpoint's model into one safetensors file, outside of its folder. The file is there when it is whole.
 
     Args:
-        checkpoint: a Path, the folder that `save` was given.
-        file: a Path, outside of that folder.
         dtype: of all floating parameters; None keeps the one that each was saved in.
         allow_overflow: let finite values that are too large for `dtype` become infinite.
 
@@ -76,20 +74,14 @@ def export(checkpoint, file, dtype=None, allow_overflow=False):
         The file's sha256, in hex.
 
     Raises:
-        InputError: there is no checkpoint, it is damaged, a value is too large for `dtype`, or the file cannot be
-            written.
+        InputError: there is no checkpoint, it is damaged, a value is too large for `dtype`, or nothing can be written.
     """
     with _exported(checkpoint, file, Path.touch) as (index, saved, partial):
         return _write(index, saved, partial, dtype, allow_overflow)
 
 
 def export_folder(checkpoint, folder, form):
-    """Write a checkpoint's model and optimizer into a new folder. It is there when it is whole.
-
-    Args:
-        checkpoint: a Path, the folder that `save` was given.
-        folder: a Path, outside of that folder.
-        form: of FOLDERS.
+    """Write a checkpoint's model and optimizer into a new folder, in a form of FOLDERS. It is there when it is whole.
 
     Raises:
         InputError: there is no checkpoint, it is damaged, the format cannot hold it, or it cannot be written.

@@ -13,6 +13,7 @@ import math
 import os
 
 from common.errors import InputError
+from interop.taking import refused
 from interop.wrapped import Model, Optimizer, engine_for, tried
 
 tried("lightning")
@@ -58,11 +59,7 @@ class ZeroStrategy(DDPStrategy):
     # ---- a training loop ----------------------------------------------------------------------------------------
 
     def setup_module_and_optimizers(self, module, optimizers, scheduler=None):
-        """Build the engine.
-
-        Raises:
-            InputError: there are several optimizers for one module.
-        """
+        """Build the engine; several optimizers for one module are an InputError."""
         if len(optimizers) != 1:
             raise InputError(f"setup() takes one optimizer for a module, and has {len(optimizers)}; use param groups")
         if is_autocast(self.precision) and self._engine_options.get("precision", "fp32") != "fp32":
@@ -77,9 +74,7 @@ class ZeroStrategy(DDPStrategy):
             raise InputError("setup(model) without its optimizer: write fabric.setup(model, optimizer), or freeze it")
         return module
 
-    def setup_optimizer(self, optimizer):
-        """Refused."""
-        raise InputError("setup_optimizers: write fabric.setup(model, optimizer)")
+    setup_optimizer = refused("setup_optimizers: write fabric.setup(model, optimizer)")
 
     def backward(self, tensor, module, *, retain_graph=False):
         """Backpropagate by the module's engine; with several, fabric.backward(loss, model=model) says which."""
@@ -103,9 +98,7 @@ class ZeroStrategy(DDPStrategy):
         optimizer.limit = norm, error_if_nonfinite
         return norm
 
-    def clip_gradients_value(self, module, optimizer, clip_val):
-        """Refused."""
-        raise InputError("clip_val: ranks keep shards; clip in step() of an optimizer class of your own")
+    clip_gradients_value = refused("clip_val: ranks keep shards; clip in step() of an optimizer class of your own")
 
     # ---- files --------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from common import models
 from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.tables import Table, say
-from common.outputs import ROOT, check_clone, one_line_errors, parser_of, publish
+from common.outputs import ROOT, asked, check_clone, one_line_errors, parser_of, tell
 from interop.peers.deepspeed import DeepSpeed1, DeepSpeed2, DeepSpeed3
 
 CELLS = "tests/any_engine/test_equivalence.py::test_an_engine_ends_with_the_bits_of_the_baseline"
@@ -32,16 +32,6 @@ LIMIT = 600  # seconds for a cell, of which building takes most, once
 
 
 # ---- what the releases claim ----------------------------------------------------------------------------------------
-
-
-class Configured:
-    """An adapter that sets `sets` in DeepSpeed's configuration, and `zero` in its "zero_optimization"."""
-
-    follows, zero, sets = "", {}, {}
-
-    def _config(self, precision, bucket_elements):
-        config = super()._config(precision, bucket_elements)
-        return {**config, **self.sets, "zero_optimization": {**config["zero_optimization"], **self.zero}}
 
 
 class WithoutZero(DeepSpeed1):
@@ -62,13 +52,14 @@ class WithoutZero(DeepSpeed1):
     _gradients = _parameters
 
 
-class SumsInFp32(Configured, DeepSpeed1):
+class SumsInFp32(DeepSpeed1):
     """Stage 1 in bf16 that accumulates in fp32: DeepSpeed has an optimizer of its own for that.
 
     Its masters are made of weights in bf16 already, which is no bug: here they get the values that were there before.
     """
 
-    name, sets = "deepspeed1, fp32 sums", {"data_types": {"grad_accum_dtype": "fp32"}}
+    name = "deepspeed1, fp32 sums"
+    follows, sets = "", {"data_types": {"grad_accum_dtype": "fp32"}}
 
     def __init__(self, model, optimizer, *, init=None, **options):
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -84,10 +75,10 @@ class SumsInFp32(Configured, DeepSpeed1):
     _gradients = _parameters
 
 
-class Offloaded(Configured, DeepSpeed2):
+class Offloaded(DeepSpeed2):
     """Stage 2 with the optimizer on the CPU: torch's own, so that nothing has to be compiled."""
 
-    name = "deepspeed2, offloaded"
+    name, follows = "deepspeed2, offloaded", ""
     zero, sets = {"offload_optimizer": {"device": "cpu"}}, {"zero_force_ds_cpu_optimizer": False}
 
 
@@ -104,16 +95,17 @@ class OffloadedInThrees(Offloaded):
         self._reduced = self._added = True
 
 
-class NotContiguous(Configured, DeepSpeed1):
+class NotContiguous(DeepSpeed1):
     """Stage 1 that does not copy gradients into one buffer as they come."""
 
-    name, zero = "deepspeed1, not contiguous", {"contiguous_gradients": False}
+    name, follows, zero = "deepspeed1, not contiguous", "", {"contiguous_gradients": False}
 
 
-class GathersBySum(Configured, DeepSpeed3):
+class GathersBySum(DeepSpeed3):
     """Stage 3 that gathers parameters by an all-reduce: an option that spares the host some copies."""
 
-    name, zero = "deepspeed3, gathers by all-reduce", {"stage3_use_all_reduce_for_fetch_params": True}
+    name = "deepspeed3, gathers by all-reduce"
+    follows, zero = "", {**DeepSpeed3.zero, "stage3_use_all_reduce_for_fetch_params": True}
 
 
 # ---- exhibits -------------------------------------------------------------------------------------------------------
@@ -121,26 +113,20 @@ class GathersBySum(Configured, DeepSpeed3):
 SHOWN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())  # bugs, and those that cannot be shown
 
 
+@one_line_errors()
 def main(arguments=None):
     """Install, run, show and write the results; exit with 1 where an exhibit is not red and then green."""
     parser = parser_of("interop.museum", __doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / "results/local/museum", help="for releases (%(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
     parser.add_argument("--only", nargs="+", metavar="N", help="these issues' numbers alone")
-    options = parser.parse_args(arguments)
-    with one_line_errors():
-        check_clone("tests/any_engine")
-        results = visited(options)
-    publish(options, results, [table(results)])
-    if not all(row["red"] and row["green"] for row in results["rows"]):
-        sys.exit("error: an exhibit above is not red in the one release and green in the other")
-
-
-def visited(options):
-    """The results of the exhibits that the options name."""
+    options = asked(parser, arguments)
+    check_clone("tests/any_engine")
     exhibits = [row for row in SHOWN["exhibits"] if not options.only or row["issue"].split()[-1] in options.only]
     rows = [shown(exhibit, options.folder) for exhibit in exhibits]
-    return {"rows": rows, "not_here": SHOWN["not_here"], "hardware": hardware(torch.device("cpu"))}
+    machine = hardware(torch.device("cpu"))
+    tell(options, {"rows": rows, "not_here": SHOWN["not_here"], "hardware": machine}, table)
+    if not all(row["red"] and row["green"] for row in rows):
+        sys.exit("error: an exhibit above is not red in the one release and green in the other")
 
 
 def shown(exhibit, folder):
@@ -178,11 +164,7 @@ def held(exhibit, release, folder):
 
 
 def installed(release, folder):
-    """The folder of a release, installed where it is not yet.
-
-    Raises:
-        InputError: pip does not get it.
-    """
+    """The folder of a release, installed where it is not yet; an InputError where pip does not get it."""
     place = folder.absolute() / f"deepspeed-{release}"
     if not (place / "deepspeed").exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", place]

@@ -13,12 +13,9 @@ STEPS = 12
 
 
 def main(library, cases, losses_file):
-    """Train once for each case; rank 0 writes its losses, [cases][micro-batches].
+    """Train by "deepspeed" or "interop.deepspeed", once for each case; rank 0 writes its losses, [case][micro-batch].
 
-    Args:
-        library: "deepspeed" or "interop.deepspeed".
-        cases: JSON, [[DeepSpeed's configuration, whether the first weights are such as bf16 has]].
-        losses_file: a file for rank 0's.
+    Cases are JSON: [[DeepSpeed's configuration, whether the first weights are such as bf16 has]].
     """
     deepspeed = importlib.import_module(library)
     deepspeed.init_distributed(dist_backend="gloo")

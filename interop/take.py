@@ -58,11 +58,7 @@ def main(arguments=None):
 
 
 def check(engine, package):
-    """Refuse what cannot be taken, or not there.
-
-    Raises:
-        InputError: it says which.
-    """
+    """Refuse what cannot be taken, or not there."""
     if engine not in (*ENGINES, WORDS):
         raise InputError(f"{engine}: give one of {', '.join(ENGINES)}, or {WORDS}")
     if not package.name.isidentifier():
@@ -74,12 +70,7 @@ def check(engine, package):
 
 
 def take(engine, package):
-    """Write the package; return its files.
-
-    Args:
-        engine: one of ENGINES, or WORDS.
-        package: a Path.
-    """
+    """Write the package, a Path, of one of ENGINES or of WORDS; return its files."""
     files, about, exports = of_words() if engine == WORDS else of_engine(engine)
     written = []
     for file in sorted(files):

@@ -35,6 +35,15 @@ def take_from_rank_0(model):
             dist.broadcast(tensor.data, 0)
 
 
+def refused(why):
+    """What stands in the place of a method that is refused; it can be pickled, as tensors that have it are."""
+    return partial(_refuse, why)
+
+
+def _refuse(why, /, *_, **__):
+    raise InputError(why)
+
+
 def factory_of(optimizer):
     """A factory of optimizers of the same class, with the same defaults; its groups are for `param_groups=`.
 

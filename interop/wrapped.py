@@ -8,7 +8,6 @@ import contextlib
 import importlib.metadata
 import math
 import warnings
-from functools import partial
 
 import torch
 from torch import nn
@@ -16,17 +15,13 @@ from torch import nn
 from common.engine.door import check_numbers
 from common.engines import find_engine
 from common.errors import InputError
-from interop.taking import factory_of, init_distributed, take_from_rank_0
+from interop.taking import factory_of, init_distributed, refused, take_from_rank_0
 
 TRIED = {"transformers": "5.24.0", "accelerate": "1.15.0", "peft": "0.21.2", "lightning": "2.6.6"}
 
 
 def tried(*libraries):
-    """See that libraries are installed, and say so where they are not of the versions that this was tried with.
-
-    Raises:
-        InputError: one is not installed.
-    """
+    """An InputError where a library is not installed; a warning where it is not of the version of TRIED."""
     for library in libraries:
         try:
             found = importlib.metadata.version(library)
@@ -56,15 +51,11 @@ def engine_for(name, model, optimizer, options):
 
 
 class Model(nn.Module):
-    """The model, by whose forward the engine's runs.
+    """The model that the script built, `module`, by whose forward the engine's runs.
 
     Args:
-        engine: the engine.
         around: a function that gives a context for every forward, such as autocast.
         finish: a function of what the forward returns, or None.
-
-    Attributes:
-        module: the model that the script built.
     """
 
     _is_accelerate_prepared = True  # Accelerate neither moves it nor wraps it
@@ -94,55 +85,85 @@ class Model(nn.Module):
         """The whole model, on every rank; a collective."""
         return self.engine.full_state_dict()
 
-    def load_state_dict(self, *_, **__):
-        """Refused: ranks keep shards."""
-        raise InputError(
-            "load_state_dict: load into the model before it is wrapped, or write engine.load_weights(file)"
-        )
+    load_state_dict = refused(
+        "load_state_dict: load into the model before it is wrapped, or write engine.load_weights(file)"
+    )
 
     def __getattr__(self, name):
-        """What the model has besides. Its methods find whole weights: a collective, so call them on every rank."""
+        """What the model has besides."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            found = getattr(super().__getattr__("module"), name)
-        return self._whole_for(found) if callable(found) and not isinstance(found, nn.Module) else found
-
-    def _whole_for(self, method):
-        def called(*inputs, **named):
-            with self.engine.gathered():
-                return method(*inputs, **named)
-
-        return called
+            return whole_for(getattr(super().__getattr__("module"), name), self.engine)
 
 
-class Optimizer(torch.optim.Optimizer):
-    """The optimizer, whose step is the engine's and whose groups are those of the engine's optimizer.
+def whole_for(found, engine):
+    """What a model has. Its methods find whole weights: a collective, so they are called on every rank."""
+    if not callable(found) or isinstance(found, nn.Module):
+        return found
 
-    Args:
-        engine: the engine.
-        optimizer: the one that the script built. Its groups are the engine's, so that its scheduler sets the rates.
+    def called(*inputs, **named):
+        with engine.gathered():
+            return found(*inputs, **named)
 
-    Attributes:
-        step_was_skipped: the last step changed nothing, because a gradient overflowed in fp16.
+    return called
+
+
+class StandIn(torch.optim.Optimizer):
+    """What stands for an engine's optimizer: its groups and states are those.
+
+    `given` is the optimizer that the script built, or None: it shares the groups, so that its scheduler sets the rates.
     """
 
-    _is_accelerate_prepared = True
-
-    def __init__(self, engine, optimizer):
-        self.engine, self.optimizer, self.step_was_skipped = engine, optimizer, False
-        self._always, self._asked = (engine.clip_norm, engine.norm_type), None
-        self._norm = torch.tensor(math.nan)
-        take_over(optimizer, engine)
+    def __init__(self, engine, given):
+        self._engine, self._given = engine, given
+        if given is not None:
+            given.register_step_pre_hook(_TAKEN)
+            given.state_dict = given.load_state_dict = _TAKEN
+            given.zero_grad = lambda set_to_none=True: engine.zero_grad()
         self.share()
 
-    param_groups = property(lambda self: self.engine.optimizer.param_groups)
-    state = property(lambda self: self.engine.optimizer.state)
-    defaults = property(lambda self: self.engine.optimizer.defaults)
+    param_groups = property(lambda self: self._engine.optimizer.param_groups)
+    state = property(lambda self: self._engine.optimizer.state)
+    defaults = property(lambda self: self._engine.optimizer.defaults)
 
     def share(self):
         """One set of rates, whoever changes it. To call after `engine.load`, which makes new groups."""
-        self.optimizer.param_groups = self.engine.optimizer.param_groups
+        if self._given is not None:
+            self._given.param_groups = self.param_groups
+
+    def has_stepped(self):
+        """Note a step of the engine's. torch's schedulers ask for it, of the optimizer that they were made with."""
+        for optimizer in filter(None, (self, self._given)):
+            optimizer._opt_called = True
+
+    def zero_grad(self, set_to_none=True):
+        """Drop the gradients since the last step, those of earlier micro-batches too."""
+        self._engine.zero_grad()
+
+    def add_param_group(self, param_group):
+        """Refused, by the engine."""
+        self._engine.optimizer.add_param_group(param_group)
+
+
+_TAKEN = refused("this optimizer was taken over by an engine; use the one that was given back for it")
+
+
+class Optimizer(StandIn):
+    """The optimizer, whose step is the engine's. `optimizer` is the one that the script built.
+
+    `step_was_skipped`: the last step changed nothing, because a gradient overflowed in fp16.
+    """
+
+    _is_accelerate_prepared = True
+    state_dict = refused("optimizer.state_dict: its states are shards; write engine.save(path), with the model's")
+    load_state_dict = refused("optimizer.load_state_dict: its states are shards; write engine.load(path)")
+
+    def __init__(self, engine, optimizer):
+        super().__init__(engine, optimizer)
+        self.engine, self.optimizer, self.step_was_skipped = engine, optimizer, False
+        self._always, self._asked = (engine.clip_norm, engine.norm_type), None
+        self._norm = torch.tensor(math.nan)
 
     def clip(self, max_norm, norm_type=2.0):
         """Have the next step scale its gradient down to this norm.
@@ -170,37 +191,6 @@ class Optimizer(torch.optim.Optimizer):
         self._asked = None
         result = self.engine.step()
         self.step_was_skipped = result.skipped
-        self.optimizer._opt_called = True  # torch's schedulers ask the optimizer that they were made with
+        self.has_stepped()
         if result.norm is not None:
             self._norm.fill_(result.norm)
-
-    def zero_grad(self, set_to_none=True):
-        """Drop the gradients since the last step."""
-        self.engine.zero_grad()
-
-    def add_param_group(self, param_group):
-        """Refused, by the engine."""
-        self.engine.optimizer.add_param_group(param_group)
-
-    def state_dict(self):
-        """Refused: ranks keep shards."""
-        raise InputError("optimizer.state_dict: its states are shards; write engine.save(path), with the model's")
-
-    def load_state_dict(self, state_dict):
-        """Refused: ranks keep shards."""
-        raise InputError("optimizer.load_state_dict: its states are shards; write engine.load(path)")
-
-
-def take_over(optimizer, engine):
-    """Have an optimizer of the script's drop the engine's gradients, and refuse what the engine does in its place."""
-    optimizer.register_step_pre_hook(_refuse)
-    optimizer.state_dict = optimizer.load_state_dict = _refuse
-    optimizer.zero_grad = partial(_drop, engine)
-
-
-def _drop(engine, set_to_none=True):
-    engine.zero_grad()
-
-
-def _refuse(*_, **__):
-    raise InputError("this optimizer was taken over by an engine; use the one that was given back for it")

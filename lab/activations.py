@@ -56,11 +56,7 @@ def main(arguments=None):
 
 
 def survey(world, options):
-    """Measure the peaks at the batches asked for, then look for the largest batch under the cap.
-
-    Returns:
-        On every rank the JSON of `lab.activations`. Peaks are {class: bytes}, of the rank with the highest.
-    """
+    """Peaks at the batches asked for, then the largest batch under the cap; on every rank the command's JSON."""
     console = Console(stderr=True, quiet=world.rank > 0)
 
     @cache
@@ -93,12 +89,7 @@ def survey(world, options):
 def measure(world, engine, kind, batch, options):
     """Live bytes by class at the peak of a step, on the rank where it is highest.
 
-    Args:
-        world: the rank's World.
-        engine: name of a package that exports Engine.
-        kind: of activation checkpoints, or None.
-        batch: samples per rank.
-        options: of training; kind and batch are put in place of its own.
+    The engine, the kind of activation checkpoints and the samples of each rank take the place of those of the options.
     """
     changed = {"checkpoint_activations": kind, "batch": batch * world.size}
     _, _, samples = train(world, engine, argparse.Namespace(**{**vars(options), **changed}))
@@ -119,10 +110,7 @@ def label(engine, kind, batch, peak):
 def largest_fitting(fits, near=1):
     """The largest number that fits, 0 where not even 1 does. Whatever fits must fit when smaller, so it is bisected.
 
-    Args:
-        fits: whether a number from 1 up does.
-        near: where the search begins. It strides away from there, ever wider, until the boundary lies between two
-            tries.
+    The search begins `near`, and strides away from there, ever wider, until the boundary lies between two tries.
     """
     stride = max(1, near // 32)
     if fits(near):

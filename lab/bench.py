@@ -38,7 +38,7 @@ from common.errors import InputError
 from common.loop import finish, train_step
 from common.measure.hardware import hardware
 from common.measure.memory import high_water
-from common.outputs import asked, one_line_errors, parser_of, progress_bar, publish
+from common.outputs import asked, check_counts, one_line_errors, parser_of, progress_bar, publish
 from common.ranks.collectives import Collectives
 from common.ranks.sockets import small_send_buffers
 from common.ranks.world import LocalWorld, check_size
@@ -65,7 +65,6 @@ class Case:
 
     @property
     def title(self):
-        """Its name."""
         return f"{self.model}, {self.precision}, {self.world_size} rank{'s' * (self.world_size > 1)}"
 
     @property
@@ -75,7 +74,6 @@ class Case:
 
     @property
     def parameters(self):
-        """The model's parameters."""
         return models.count(models.build(self.model))
 
     def world(self, **options):
@@ -105,11 +103,8 @@ def main(arguments=None):
     parser.add_argument("--precisions", default="fp32,bf16", help="(default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="samples of a step on each rank (default: %(default)s)")
     parser.add_argument("--bucket-mb", type=float, default=25.0, help="MiB of a stage's bucket (default: %(default)s)")
-    parser.add_argument(
-        "--small-send-buffers",
-        action="store_true",
-        help="give libraries the small send buffers of the stages too",
-    )
+    small = "give libraries the small send buffers of the stages too"
+    parser.add_argument("--small-send-buffers", action="store_true", help=small)
     parser.add_argument("--worlds", type=int, default=3, help="worlds of each, one by one (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each world (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="steps of a round (default: %(default)s)")
@@ -119,14 +114,7 @@ def main(arguments=None):
 
 
 def bench(options):
-    """Compare the contestants in every case: model by model, precision by precision, world size by world size.
-
-    Returns:
-        The JSON of `lab.bench`.
-
-    Raises:
-        InputError: the options cannot be used.
-    """
+    """Compare the contestants in every case, model by model, precision by precision: the JSON of `lab.bench`."""
     who, cases = check(options)
     rows, versions, settings = [], {"torch": torch.__version__}, {}
     log = new_log()
@@ -152,11 +140,7 @@ def bench(options):
 
 
 def check(options):
-    """Refuse what can be refused before any rank is started.
-
-    Returns:
-        Who takes part, stages by name and peers as classes, and the cases.
-    """
+    """Refuse what cannot be, before any rank is started; return stages by name and peers as classes, and cases."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise InputError("lab.bench starts its own ranks, a world for each contestant; run it without torchrun")
     known = {name: getattr(peers, name) for name in peers.__all__ if getattr(peers, name).name}
@@ -167,9 +151,7 @@ def check(options):
     stages = options.engines.split(",")
     for name in stages:
         find_engine(name)
-    for name in ("worlds", "rounds", "steps", "batch"):
-        if getattr(options, name) < 1:
-            raise InputError(f"--{name} {getattr(options, name)}: at least 1 needed")
+    check_counts(options, "worlds", "rounds", "steps", "batch")
     if options.worlds * options.rounds < FEWEST_ROUNDS:
         given = f"--worlds {options.worlds} --rounds {options.rounds}"
         raise InputError(f"{given}: at least {FEWEST_ROUNDS} rounds in all needed")

@@ -31,14 +31,13 @@ from common.errors import InputError
 from common.loop import sha256, train_step
 from common.measure.hardware import hardware, private_held
 from common.measure.memory import set_malloc_thresholds
-from common.measure.tables import show_bytes
+from common.measure.tables import Table, show_bytes
 from common.models.gpt import GPT, GPTConfig
 from common.outputs import asked, one_line_errors, parser_of, tell
 from common.ranks.world import LocalWorld, RankFailed, check_size
 from common.train import default_nproc
 from lab import figures
 from lab.activations import largest_fitting
-from lab.capacity_results import table
 from lab.compare import BASELINE
 from lab.simulate.world import Setting
 from lab.simulate.world import simulate as a_step
@@ -60,6 +59,11 @@ OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|MemoryError|bad_alloc|RLIMIT_DATA leaves|died with exit code -(6|11)$", re.MULTILINE
 )
 UP_TO = 256  # layers that a search ends at: where everything lies on disk, memory sets no bound for long
+MORE = {  # columns, where some engine has it
+    "host": "host_bytes",
+    "disk": "disk_bytes",
+    "bits as without limit": "bits_without_limit",
+}
 
 
 @one_line_errors()
@@ -112,11 +116,7 @@ def survey(options):
 
 
 def check(options):
-    """Refuse what can be refused before any rank is started.
-
-    Returns:
-        The engines, the precisions and the cap in bytes.
-    """
+    """Refuse what cannot be, before any rank is started; return the engines, the precisions and the cap in bytes."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise InputError("lab.capacity starts its own ranks, a world for each trial; run it without torchrun")
     if not torch.cuda.is_available() and sys.platform != "linux":
@@ -144,11 +144,7 @@ def _memory_of_the_machine():
 
 
 def size_of(text):
-    """The bytes that a text such as 800MB or 1.5GB names; 1 GB = 1e9 B, as in the papers.
-
-    Raises:
-        InputError: it names no size.
-    """
+    """The bytes that a text such as 800MB or 1.5GB names, or an InputError; 1 GB = 1e9 B, as in the papers."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MB|GB)", text.strip(), re.IGNORECASE)
     size = int(float(match[1]) * {"MB": 1e6, "GB": 1e9}[match[2].upper()]) if match else 0
     if not size:
@@ -206,11 +202,9 @@ def row(engine, precision, cap, world_size, up_to=UP_TO):
 
 def ends_alike(found, cap, world_size):
     """Whether the model of a row of the results ends with the same bits under the cap and without."""
-    digests = [
-        attempt(found["engine"], found["precision"], found["layers"], limit, world_size, digest=True).digest
-        for limit in (cap, None)
-    ]
-    return digests[0] is not None and digests[0] == digests[1]
+    what = found["engine"], found["precision"], found["layers"]
+    limited, free = (attempt(*what, limit, world_size, digest=True).digest for limit in (cap, None))
+    return limited is not None and limited == free
 
 
 def _ratio(one, other):
@@ -248,16 +242,11 @@ def take_step(engine):
 
 @dataclass(frozen=True)
 class Line:
-    """What a rank holds at its peak, as a function of the layers.
-
-    Attributes:
-        fixed, per_layer: bytes.
-        states_per_parameter: bytes of model states that each further parameter costs.
-    """
+    """What a rank holds at its peak, in bytes, as a function of the layers."""
 
     fixed: float
     per_layer: float
-    states_per_parameter: float
+    states_per_parameter: float  # of model states, that each further parameter costs
 
     def layers(self, usable):
         """The most layers that fit into so many bytes."""
@@ -265,11 +254,7 @@ class Line:
 
 
 def predict(engine, precision, world_size):
-    """Draw the line through two simulated models.
-
-    Returns:
-        Line.
-    """
+    """Draw the Line through two simulated models."""
     few, many = SIMULATED
     (low, low_states), (high, high_states) = (simulate(engine, precision, n, world_size) for n in SIMULATED)
     slope = (high - low) / (many - few)
@@ -278,11 +263,7 @@ def predict(engine, precision, world_size):
 
 
 def simulate(engine, precision, layers, world_size):
-    """Train two steps on fake tensors, over the paths that this machine's collectives take.
-
-    Returns:
-        The peak of live bytes in the second step, and the predicted bytes of model states.
-    """
+    """Two steps on fake tensors, over this machine's collectives: the second's peak, and predicted bytes of states."""
     setting = Setting(
         find_engine(engine),
         partial(build, layers),
@@ -301,20 +282,13 @@ def simulate(engine, precision, layers, world_size):
 
 @dataclass(frozen=True)
 class Attempt:
-    """How a trial went.
+    """How a trial went."""
 
-    Attributes:
-        fits: the model trained.
-        held_before: bytes that a rank held before it was built.
-        on_host, on_disk: bytes of model states that a rank keeps there.
-        digest: of the weights at the end, where it was asked for.
-    """
-
-    fits: bool
-    held_before: int
-    on_host: int = 0
+    fits: bool  # the model trained
+    held_before: int  # bytes of a rank before it was built
+    on_host: int = 0  # bytes of model states that a rank keeps there
     on_disk: int = 0
-    digest: str | None = None
+    digest: str | None = None  # of the weights at the end, where it was asked for
 
 
 def attempt(engine, precision, layers, cap, world_size, digest=False):
@@ -337,11 +311,8 @@ def attempt(engine, precision, layers, cap, world_size, digest=False):
 def trial(train_under, small, asked, cap, world_size):
     """Train a small model without a limit, then the one that is asked for under the cap, in a world of its own.
 
-    Args:
-        train_under: called on every rank with the World, the cap or None, and what `small` and `asked` hold.
-
-    Returns:
-        The most bytes that a rank held in between, and what all ranks answered: None where one ran out of memory.
+    `train_under` is called on every rank with the World, the cap or None, and what `small` and `asked` hold. Returned
+    are the most bytes that a rank held in between, and what all ranks answered: None where one ran out of memory.
     """
     with LocalWorld(world_size, oversubscribe=True) as world:
         held_before = max(world.run(warm_up, train_under, small, timeout=TRIAL_SECONDS))
@@ -367,20 +338,14 @@ def warm_up(world, train_under, small):
     return held(world.device)
 
 
-def _train(engine, precision, layers):
-    """Train two steps; return the engine."""
-    made = make_engine(engine, precision, layers)
-    for _ in range(2):
-        take_step(made)
-    made.synchronize()
-    return made
-
-
 def _train_under(world, cap, engine, precision, layers, digest):
     """Train under the cap; return the bytes kept on the host and on disk, and a digest of the weights or None."""
     with hard_limit(world.device, cap):
         torch.manual_seed(0)  # of the sample
-        made = _train(engine, precision, layers)
+        made = make_engine(engine, precision, layers)
+        for _ in range(2):
+            take_step(made)
+        made.synchronize()
     counted = made.accounts.measured()
     kept = [sum(counted.get(name, {}).values()) for name in ("host_state_bytes", "disk_state_bytes")]
     return *kept, sha256(made.full_state_dict()) if digest else None
@@ -418,6 +383,36 @@ def hard_limit(device, cap):
         yield
     finally:  # telling of an error takes memory too
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+# ---- shown ----------------------------------------------------------------------------------------------------
+
+
+def table(results):
+    """A row for each engine in each precision."""
+    usable = min(row["usable_bytes"] for row in results["rows"])
+    title = (
+        f"Largest GPT of width {results['model']['width']} that trains, {results['world_size']} ranks of "
+        f"{show_bytes(results['cap_bytes'])}, of which {show_bytes(usable)} or more are left for the model"
+        f"\n{results['hardware']}"
+    )
+    more = {name: key for name, key in MORE.items() if any(found.get(key, 0) != 0 for found in results["rows"])}
+    header = ("", "in", "measured", "predicted", "of that", "to stage 0", "ideal", *more)
+    rows = []
+    for found in results["rows"]:
+        measured, predicted = (_millions(found[name]) for name in ("parameters", "predicted_parameters"))
+        if found.get("or_more"):
+            measured, predicted = f"{measured} or more", "-"
+        of_that = "-" if found["measured_over_predicted"] is None else f"{100 * found['measured_over_predicted']:.0f} %"
+        ratios = ("-" if found[name] is None else f"{found[name]:.2f}x" for name in ("ratio_to_stage0", "ideal_ratio"))
+        beside = (found.get(key) for key in more.values())
+        beside = (value if isinstance(value, str) else show_bytes(value or None) for value in beside)
+        rows.append((found["engine"], found["precision"], measured, predicted, of_that, *ratios, *beside))
+    return Table(title, header, rows, words=(0, 1))
+
+
+def _millions(count):
+    return f"{count / 1e6:.1f} M" if count else "none fits"
 
 
 if __name__ == "__main__":

@@ -67,36 +67,29 @@ def compare(world, engines, options):
     Raises:
         InputError: torch's DDP cannot train the model in this way.
     """
-    if options.checkpoint_activations == "reentrant" and not getattr(
-        build_model(options), "uses_every_parameter", True
-    ):
+    uses_every_parameter = getattr(build_model(options), "uses_every_parameter", True)
+    if options.checkpoint_activations == "reentrant" and not uses_every_parameter:
         raise InputError(
             f"torch's DDP cannot find the unused parameters of {options.model} behind reentrant checkpoints; choose "
             "non-reentrant, or train the engines one by one"
         )
     ddp, ddp_weights, _ = run_with_progress(world, TorchDDP, options)
-    rows, timelines, baseline = [], {}, None
+    rows, timelines = [], {}
     for name in engines:
-        row, weights, samples = run_with_progress(world, name, options)
+        row, weights, timelines[name] = run_with_progress(world, name, options)
         row |= simulated_peak(world, name, options)
-        timelines[name] = samples
-        if name == BASELINE:
-            baseline = row
         row["relative_norm_diff_to_torch_ddp"] = relative_difference(weights, ddp_weights)
         rows.append(row)
+    base = next((row for row in rows if row["engine"] == BASELINE), None)
     for row in rows:
-        row["bitwise_equal_to_stage0"] = None if baseline is None else row["param_sha256"] == baseline["param_sha256"]
+        row["bitwise_equal_to_stage0"] = base and row["param_sha256"] == base["param_sha256"]
         row["quantizes"] = getattr(find_engine(row["engine"]), "quantizes", False)
         # Under no_sync some stages add up before they reduce, others after.
         row["bitwise_promised"] = not (options.no_sync or row["quantizes"])
-        row["relative_loss_diff_to_stage0"] = (
-            None if baseline is None else row["losses"][-1] / baseline["losses"][-1] - 1
-        )
+        row["relative_loss_diff_to_stage0"] = base and row["losses"][-1] / base["losses"][-1] - 1
     if world.rank:
         return None
-    parameters = rows[0]["parameters"]
-    for row in rows:
-        del row["parameters"]
+    parameters, *_ = [row.pop("parameters") for row in rows]
     results = {
         "world_size": world.size,
         "model": options.model,
@@ -121,16 +114,11 @@ def simulated_peak(world, name, options):
         options.model,
         world.size,
         rank=world.rank,
-        precision=options.precision,
-        bucket_mb=options.bucket_mb,
-        clip_norm=options.clip_norm,
         batch=options.batch // (world.size * options.accumulate),
-        checkpoint_activations=options.checkpoint_activations,
-        offload_activations=options.offload_activations,
-        accumulate=options.accumulate,
-        no_sync=options.no_sync,
         own={"deterministic": options.deterministic},
         backend="nccl" if world.device.type == "cuda" else "gloo",
+        **{key: getattr(options, key) for key in ("precision", "bucket_mb", "clip_norm")},
+        **how(options),
     )
     with suppress(InputError):
         return {"estimated_peak_bytes": simulate(setting, train_step)["peak_bytes"]}

@@ -136,11 +136,7 @@ def _together(node, restarts):
 
 
 def bits_per_second(rate):
-    """A rate as tc has it, "100mbit", as a number; None stays None.
-
-    Raises:
-        InputError: it is no such rate.
-    """
+    """A rate as tc has it, "100mbit", as a number; None stays None, and what is no rate is an InputError."""
     if rate is None:
         return None
     parts = re.fullmatch(r"([1-9]\d*(?:\.\d+)?)([kmg]bit)", rate)
@@ -150,11 +146,7 @@ def bits_per_second(rate):
 
 
 def bytes_left(interface):
-    """Bytes that have left this network namespace by an interface, headers included, as the kernel counts them.
-
-    Raises:
-        InputError: there is no such interface, or this is not Linux.
-    """
+    """Bytes that have left this network namespace by an interface, headers included, as the kernel counts them."""
     with contextlib.suppress(OSError), open("/proc/net/dev") as lines:
         for line in lines:
             name, _, numbers = line.partition(":")

@@ -3,7 +3,6 @@
 So every figure there comes from a file under results/, which names its hardware. A test holds the pages to the files.
 """
 
-import argparse
 import importlib
 import json
 import re
@@ -13,8 +12,10 @@ from common import models
 from common.engine.mixed_precision import DTYPES
 from common.engines import ENGINES, STAGES
 from common.measure.tables import Table, show_bytes
-from common.outputs import ROOT, check_clone, one_line_errors
+from common.outputs import ROOT, check_clone, one_line_errors, parser_of
 from common.report import MOVED
+from interop.deepspeed import keys
+from interop.fsdp import supported
 from lab import bench_results
 
 DELAYS = ("offload_delay.json", "offload_delay_slow.json")  # two learning rates
@@ -49,12 +50,11 @@ SOURCES = {"offload": "offload/cpu.py", "offload.nvme": "offload/nvme.py"}  # ot
 PAGES = {"offload.nvme": "offload/INFINITY.md"}  # others have a README.md
 
 
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, of which there are none, and write the pages."""
-    parser = argparse.ArgumentParser(prog="python -m lab.readme", description=__doc__)
-    parser.parse_args(arguments)
-    with one_line_errors():
-        check_clone("results/scores")
+    parser_of("lab.readme", __doc__).parse_args(arguments)
+    check_clone("results/scores")
     for path, text in pages().items():
         path.write_text(text)
 
@@ -72,7 +72,7 @@ def pages():
             "bench_small_models": bench_results.as_markdown(_read("bench_cpu_small_models.json")),
             "bench_second_machine": bench_results.as_markdown(benches[1]),
             "alone": bench_results.alone_as_markdown(*map(_read, ALONE)),
-            "capacity": _table("lab.capacity_results", "capacity_cpu.json"),
+            "capacity": _table("lab.capacity", "capacity_cpu.json"),
             "accumulated": _table("lab.compare", "accumulated.json"),
             "scaling": _table("lab.plan.scaling", "scaling.json"),
         },
@@ -82,21 +82,17 @@ def pages():
             "scores": scores_table([_read(path) for path in (ROOT / "results/scores").glob("*.json")]),
         },
     }
-    texts["interop/DEEPSPEED.md"] = {
-        "keys": importlib.import_module("interop.deepspeed.keys").table().markdown(),
-        "beside": _table("interop.beside_deepspeed", "words_deepspeed.json"),
-    }
-    texts["interop/FULLY_SHARD.md"] = {
-        "words": importlib.import_module("interop.fsdp.supported").table().markdown(),
-    }
+    beside = _table("interop.beside_deepspeed", "words_deepspeed.json")
+    texts["interop/DEEPSPEED.md"] = {"keys": keys.table().markdown(), "beside": beside}
+    texts["interop/FULLY_SHARD.md"] = {"words": supported.table().markdown()}
     texts |= {page_of(row["engine"]): {"measured": stage_table(demo, row)} for row in demo["rows"]}
     texts["offload/README.md"] |= {
-        "capacity": _table("lab.capacity_results", "offload_capacity_1.json", "offload_capacity_4.json"),
+        "capacity": _table("lab.capacity", "offload_capacity_1.json", "offload_capacity_4.json"),
         "delay": _table("lab.offload.delay", *DELAYS),
         "bench": bench_results.as_markdown(_read("bench_offload.json")),
     }
     texts["offload/INFINITY.md"] |= {
-        "capacity": _table("lab.capacity_results", "infinity_capacity_1.json", "infinity_capacity_4.json"),
+        "capacity": _table("lab.capacity", "infinity_capacity_1.json", "infinity_capacity_4.json"),
         "tiling": _table("lab.offload.tiling", "infinity_tiling.json"),
         **{name: _table(f"lab.offload.{name}", f"infinity_{name}.json") for name in INFINITY},
     }
@@ -251,8 +247,10 @@ def scores_table(scores):
         verdicts = Counter(score["verdicts"])
         near = verdicts["ulp"] + verdicts["tolerance"]
         counts = verdicts["bitwise"], near, verdicts["fail"], sum(score["not_claimed"].values())
-        held = _at(score["bytes_held"])
-        sent = _at(score["bytes_sent"])
+        held, sent = (
+            [row for row in score[name] if (row["world_size"], row["precision"]) == (AT_RANKS, "fp32")]
+            for name in ("bytes_held", "bytes_sent")
+        )
         in_states = [sum(row[state] for state in ("parameters", "gradients", "optimizer")) for row in held]
         held = _per_parameter(zip(in_states, (row["formula"] for row in held), strict=True), parameters)
         sent = _per_parameter(((row["sent"], row["formula"]) for row in sent), parameters)
@@ -266,10 +264,6 @@ def scores_table(scores):
         if score["settings"]
     ]
     return "\n".join([Table("", header, rows, note=note).markdown(), "", *settings])
-
-
-def _at(rows):
-    return [row for row in rows if (row["world_size"], row["precision"]) == (AT_RANKS, "fp32")]
 
 
 def _per_parameter(pairs, parameters):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from common.errors import InputError
 from common.measure import tables
 from interop.deepspeed.refusals import refuse_arguments
+from interop.wrapped import whole_for
 
 BUILT = "its device and precision are those of initialize()"
 NOT_HERE = {  # words that a model would answer wrongly, or that want something else
@@ -35,20 +36,10 @@ COUNTS = ("global_steps", "skipped_steps", "micro_steps", "global_samples")
 
 
 class Engine:
-    """What `initialize` returns first.
+    """What `initialize` returns first: an engine of this repository with `Settings`, and what it returns besides.
 
-    Args:
-        engine: an engine of this repository.
-        settings: a `Settings`.
-        optimizer: what `initialize` returns second.
-        scheduler: stepped with every update that is not skipped; or None.
-
-    Attributes:
-        global_steps: updates, and those that fp16 skipped.
-        skipped_steps: of those, the skipped.
-        micro_steps: micro-batches.
-        global_samples: samples of all ranks.
-        optimizer, lr_scheduler: as `initialize` returns them.
+    The scheduler steps with every update that is not skipped. `global_steps` counts updates, `skipped_steps` those that
+    fp16 skipped, `micro_steps` micro-batches, `global_samples` samples of all ranks.
     """
 
     def __init__(self, engine, settings, optimizer, scheduler):
@@ -80,11 +71,7 @@ class Engine:
         return loss
 
     def step(self, lr_kwargs=None):
-        """After each micro-batch; after the last one of a step it updates the parameters, and then the rate.
-
-        Args:
-            lr_kwargs: arguments of the scheduler's step.
-        """
+        """After each micro-batch; after the last one of a step it updates the parameters, and then the rate."""
         if not self._syncing:
             raise InputError("step() within no_sync(): leave that first")
         self._stepped = False
@@ -130,20 +117,19 @@ class Engine:
         self._engine.zero_grad()
 
     def train(self, mode=True):
-        """Set the module's training mode."""
         self._engine.train(mode)
         return self
 
     def eval(self):
-        """Set the module's evaluation mode."""
         return self.train(False)
 
     # ---- what it is ---------------------------------------------------------------------------------------------
 
-    @property
-    def module(self):
-        """The model."""
-        return self._engine.module
+    module = property(lambda self: self._engine.module)
+    device = property(lambda self: self._engine.comm.device)
+    local_rank = property(lambda self: int(os.environ.get("LOCAL_RANK", self.global_rank)))  # as torchrun tells it
+    global_rank = property(lambda self: self._engine.rank)
+    world_size = dp_world_size = property(lambda self: self._engine.world_size)
 
     def __getattr__(self, name):
         """What the model has besides, such as methods of its own: they find its weights whole, and may read them."""
@@ -154,14 +140,7 @@ class Engine:
         found = getattr(self._engine.module, name, None)
         if found is None:
             raise AttributeError(f"neither DeepSpeed's words here nor the model have {name!r}; see interop")
-        return self._whole_for(found) if callable(found) and not isinstance(found, torch.nn.Module) else found
-
-    def _whole_for(self, method):
-        def called(*inputs, **named):
-            with self._engine.gathered():
-                return method(*inputs, **named)
-
-        return called
+        return whole_for(found, self._engine)
 
     def parameters(self, recurse=True):
         """The model's parameters, whole or not."""
@@ -172,36 +151,10 @@ class Engine:
         return self._engine.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def to(self, device):
-        """It stays where it is.
-
-        Raises:
-            InputError: that is elsewhere.
-        """
+        """It stays where it is: elsewhere is an InputError."""
         if not isinstance(device, (str, int, torch.device)) or torch.device(device).type != self.device.type:
             raise InputError(f"to({device}): the engine is on {self.device}, in the precision of its configuration")
         return self
-
-    @property
-    def device(self):
-        """This rank's device."""
-        return self._engine.comm.device
-
-    @property
-    def local_rank(self):
-        """This rank's number on its machine, as torchrun tells it."""
-        return int(os.environ.get("LOCAL_RANK", self.global_rank))
-
-    @property
-    def global_rank(self):
-        """This rank's number."""
-        return self._engine.rank
-
-    @property
-    def world_size(self):
-        """How many ranks there are."""
-        return self._engine.world_size
-
-    dp_world_size = world_size
 
     def train_batch_size(self):
         """Samples of a step, of all ranks."""
@@ -216,7 +169,6 @@ class Engine:
         return self._settings.batch.accumulate
 
     def zero_optimization_stage(self):
-        """0 to 3."""
         return self._settings.stage
 
     def gradient_clipping(self):
@@ -225,11 +177,9 @@ class Engine:
         return 0.0 if limit == math.inf else limit
 
     def bfloat16_enabled(self):
-        """Whether the precision is bf16."""
         return self._settings.options["precision"] == "bf16"
 
     def fp16_enabled(self):
-        """Whether it is fp16."""
         return self._settings.options["precision"] == "fp16"
 
     def loss_scale(self):
@@ -237,7 +187,6 @@ class Engine:
         return self._settings.loss_scale
 
     def dynamic_loss_scale(self):
-        """Whether it adapts."""
         return self.loss_scale() == 0
 
     def was_step_applied(self):
@@ -249,7 +198,6 @@ class Engine:
         return self._norm
 
     def get_lr(self):
-        """The rate of each group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_mom(self):
@@ -296,11 +244,7 @@ class Engine:
         load_module_only=False,
         custom_load_fn=None,
     ):
-        """Read a checkpoint, and return its path and its `client_state`; (None, None) where there is no `latest`.
-
-        Raises:
-            InputError: less than all of it is asked for.
-        """
+        """Read all of a checkpoint; return its path and its `client_state`, (None, None) where there is no `latest`."""
         if not load_module_strict or not load_optimizer_states or load_module_only or custom_load_fn is not None:
             raise InputError("load_checkpoint reads all of a checkpoint: for weights alone, initialize a new engine")
         latest = Path(load_dir, "latest")
@@ -326,9 +270,7 @@ class Engine:
         dist.barrier()
         return True
 
-    def save_fp16_model(self, save_dir, save_filename="pytorch_model.bin"):
-        """Its older name."""
-        return self.save_16bit_model(save_dir, save_filename)
+    save_fp16_model = save_16bit_model  # its older name
 
     def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
         """A copy of the model's state, whole, in the precision that it trains in; in stage 3 a collective.

@@ -76,11 +76,7 @@ def initialize(
 
 
 def optimizer_and_groups(optimizer, model_parameters, asked, model):
-    """A factory of optimizers over shards, and the groups of parameters that it is for.
-
-    Raises:
-        InputError: there is no optimizer, there are two, or the one that was given cannot be built again.
-    """
+    """A factory of optimizers over shards, and its groups; an InputError where nobody gave one that can be built."""
     groups = grouped(model_parameters)
     if optimizer is None:
         if asked.optimizer is None:

@@ -20,19 +20,12 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the JSON.
+    """A key of the JSON."""
 
-    Attributes:
-        name: with dots between the sections that it is in.
-        kind: OBEYED, HARMLESS or REFUSED.
-        words: what it becomes; why it changes nothing; or what to do instead.
-        nothing: values of a refused key that ask for nothing. A section asks for nothing where "enabled" is false.
-    """
-
-    name: str
-    kind: str
-    words: str
-    nothing: list = ()
+    name: str  # with dots between the sections that it is in
+    kind: str  # OBEYED, HARMLESS or REFUSED
+    words: str  # what it becomes; why it changes nothing; or what to do instead
+    nothing: list = ()  # values of a refused key that ask for nothing, as does a section whose "enabled" is false
 
     def asks_for_nothing(self, value):
         is_off = isinstance(value, dict) and (not value or value.get("enabled") is False)
@@ -59,13 +52,7 @@ def table():
 
 
 def classified(config):
-    """The keys of a configuration, checked.
-
-    Args:
-        config: DeepSpeed's JSON, as a dict.
-
-    Returns:
-        {name: value} of the keys that are obeyed, and the names of those that are harmless.
+    """The keys of DeepSpeed's JSON, a dict: {name: value} of those that are obeyed, and the names of the harmless ones.
 
     Raises:
         InputError: a key is refused, or unknown; it names it.

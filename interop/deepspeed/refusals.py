@@ -31,11 +31,7 @@ def missing(module):
 
 
 def refuse_arguments(word, instead, **given):
-    """Refuse arguments that ask for something: those that are not None, false, 0 or empty.
-
-    Raises:
-        InputError: one does; it names the word and the argument.
-    """
+    """An InputError names an argument that asks for something: one that is not None, false, 0 or empty."""
     for name, value in given.items():
         if value:
             raise InputError(f"{word}({name}={value!r}) is refused: {instead}")

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from common.engine.mixed_precision import LossScaler
+from common.engine.mixed_precision import DTYPES, LossScaler
 from common.errors import InputError
 from interop.deepspeed.keys import AUTO, ZERO, classified
 from interop.deepspeed.runtime.lr_schedules import KINDS
@@ -33,39 +33,22 @@ class Batch:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a configuration asks for.
-
-    Attributes:
-        stage: 0 to 3.
-        engine: the package whose Engine does it.
-        options: what that takes besides the model and the optimizer.
-        batch: a `Batch`.
-        optimizer: (type, arguments), or None.
-        scheduler: the same.
-        scaler: what makes the loss scaler of fp16, or None.
-        loss_scale: the fixed scale of fp16; 0 adapts it.
-        steps_per_print: or None.
-        harmless: names of the keys that change nothing.
-    """
+    """What a configuration asks for."""
 
     stage: int
-    engine: str
-    options: dict
+    engine: str  # the package whose Engine does it
+    options: dict  # what that takes besides the model and the optimizer
     batch: Batch
-    optimizer: tuple | None
+    optimizer: tuple | None  # (type, arguments)
     scheduler: tuple | None
-    scaler: object
-    loss_scale: float
+    scaler: object  # what makes the loss scaler of fp16, or None
+    loss_scale: float  # the fixed one of fp16; 0 adapts it
     steps_per_print: int | None
-    harmless: list
+    harmless: list  # names of the keys that change nothing
 
 
 def read(config):
-    """The configuration: a dict, or what the JSON file at a path holds.
-
-    Raises:
-        InputError: it is neither.
-    """
+    """The configuration: a dict, or what the JSON file at a path holds; else an InputError."""
     if isinstance(config, dict):
         return config
     if not isinstance(config, (str, os.PathLike)):
@@ -81,12 +64,7 @@ def read(config):
 
 
 def settings(config, world_size, built_in):
-    """What a configuration asks for.
-
-    Args:
-        config: a dict of DeepSpeed's JSON.
-        world_size: ranks.
-        built_in: the dtype of the model's parameters, by which "auto" chooses a precision.
+    """What a configuration, a dict, asks of so many ranks; "auto" takes the precision that the model was `built_in`.
 
     Raises:
         InputError: a key is refused, or a value cannot be; it names them.
@@ -143,14 +121,8 @@ def engine_of(get):
         tiers[state] = "device" if tier in OFF else tier
     if get(f"{ZERO}cpu_offload", False):
         tiers["optimizer"] = "cpu"
-    hpz, weights, gradients = (
-        get(f"{ZERO}{name}", off)
-        for name, off in (
-            ("zero_hpz_partition_size", 1),
-            ("zero_quantized_weights", False),
-            ("zero_quantized_gradients", False),
-        )
-    )
+    hpz = get(f"{ZERO}zero_hpz_partition_size", 1)
+    weights, gradients = (get(f"{ZERO}zero_quantized_{what}", False) for what in ("weights", "gradients"))
     offloads, compresses = set(tiers.values()) != {"device"}, hpz > 1 or weights or gradients
     if offloads and compresses:
         raise InputError("the configuration has tiers and ZeRO++; these are two engines here, choose one")
@@ -158,14 +130,14 @@ def engine_of(get):
         raise InputError(f"the configuration has ZeRO++ in stage {stage}; it belongs to stage 3")
     if compresses:
         own = {"quantize_weights": weights, "hierarchical": hpz > 1, "quantize_gradients": gradients}
-        return "zeropp", {**own, **({"ranks_per_node": hpz} if hpz > 1 else {})}
+        return "zeropp", own | ({"ranks_per_node": hpz} if hpz > 1 else {})
     if not offloads:
         return STAGES[stage], {}
     if stage == 3:
         path = get(f"{ZERO}offload_optimizer.nvme_path") or get(f"{ZERO}offload_param.nvme_path")
         own = {"tiers": {**tiers, "gradients": tiers["optimizer"]}, "path": path}
         elements = get(f"{ZERO}sub_group_size", AUTO, auto=AUTO)
-        return "offload.nvme", {**own, **({} if elements == AUTO else {"sub_group_mb": elements * 4 / 2**20})}
+        return "offload.nvme", own | ({} if elements == AUTO else {"sub_group_mb": elements * 4 / 2**20})
     if stage == 0 or tiers["parameters"] != "device" or tiers["optimizer"] == "nvme":
         raise InputError(
             f"the configuration's stage {stage} offloads {tiers['parameters']!r} parameters and "
@@ -176,13 +148,10 @@ def engine_of(get):
 
 def precision_of(get, built_in):
     """What `precision` an engine is to have; "auto" is that of a model built in 16-bit."""
-    asked = {
-        name: get(f"{name}.enabled", False, auto=built_in == dtype)
-        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
-    }
-    if all(asked.values()):
+    asked = [name for name in ("bf16", "fp16") if get(f"{name}.enabled", False, auto=built_in == DTYPES[name])]
+    if len(asked) > 1:
         raise InputError("the configuration enables bf16 and fp16; choose one")
-    return next((name for name, is_on in asked.items() if is_on), "fp32")
+    return asked[0] if asked else "fp32"
 
 
 def scaler_of(get):
@@ -200,11 +169,7 @@ def scaler_of(get):
 
 
 def batch_of(get, world_size):
-    """How a step is cut. What is not given, or "auto", follows from the rest.
-
-    Raises:
-        InputError: it does not, or the parts do not make the whole.
-    """
+    """How a step is cut. What is not given, or "auto", follows from the rest; an InputError where it does not."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = [get(name, AUTO, auto=AUTO) for name in names]
     step, micro, accumulate = (None if value == AUTO else value for value in given)
@@ -225,11 +190,7 @@ def batch_of(get, world_size):
 
 
 def typed(get, what):
-    """(type, arguments) of the optimizer or the scheduler, or None.
-
-    Raises:
-        InputError: an argument is "auto", which nothing here resolves.
-    """
+    """(type, arguments) of the optimizer or the scheduler, or None. An "auto" argument is an InputError."""
     name = get(f"{what}.type")
     if name is None:
         return None
@@ -241,11 +202,7 @@ def typed(get, what):
 
 
 def optimizer_of(name, arguments):
-    """A factory of a torch optimizer, as the configuration names it. DeepSpeed's Adam decouples weight decay.
-
-    Raises:
-        InputError: there is no such optimizer, or it takes no such argument.
-    """
+    """A factory of the torch optimizer that the configuration names. DeepSpeed's Adam decouples weight decay."""
     arguments = dict(arguments)
     if name.lower() in ("adam", "adamw"):
         fused = not arguments.pop("torch_adam", False)
@@ -260,23 +217,20 @@ def optimizer_of(name, arguments):
             raise InputError(f"'optimizer.type' {name!r} is unknown here; give AdamW, Adam, SGD, or pass optimizer=")
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
-    try:
-        inspect.signature(made).bind([], **arguments)
-    except TypeError as error:
-        raise InputError(f"'optimizer.params' of {name}: {error}") from error
-    return partial(made, **arguments)
+    return bound("optimizer", name, made, arguments)
 
 
 def scheduler_of(name, arguments):
-    """A function of an optimizer that makes a scheduler of it, as the configuration names it.
-
-    Raises:
-        InputError: there is no such scheduler, or it takes no such argument.
-    """
+    """A function of an optimizer that makes the scheduler that the configuration names."""
     if name not in KINDS:
         raise InputError(f"'scheduler.type' {name!r} is unknown here; give {', '.join(KINDS)}, or pass lr_scheduler=")
+    return bound("scheduler", name, KINDS[name], arguments)
+
+
+def bound(what, name, made, arguments):
+    """A class or function with its arguments but the first, where it takes them."""
     try:
-        inspect.signature(KINDS[name]).bind(None, **arguments)
+        inspect.signature(made).bind(None, **arguments)
     except TypeError as error:
-        raise InputError(f"'scheduler.params' of {name}: {error}") from error
-    return partial(KINDS[name], **arguments)
+        raise InputError(f"'{what}.params' of {name}: {error}") from error
+    return partial(made, **arguments)

@@ -13,6 +13,7 @@ It ends with status 1 where an engine parts.
 
 import ast
 import contextlib
+import re
 import sys
 import tempfile
 from functools import partial
@@ -24,7 +25,7 @@ from common.engines import ENGINES, find_engine
 from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
+from common.outputs import asked, check_counts, one_line_errors, parser_of, tell
 from common.ranks.world import LocalWorld, RankFailed, check_size, told_by_torchrun
 from common.train import default_nproc
 from interop.diagnose import causes
@@ -38,6 +39,12 @@ from interop.peers.plain import PlainDDP, PlainOtherwise
 DDP = "torch_ddp"
 PLAIN = "plain"
 NAMED = {DDP: TorchDDP, PLAIN: PlainDDP}
+WHY = {  # what is in a failure -> what may be behind it
+    "daemonic processes": "ranks here may have no workers: give DataLoader num_workers=0",
+    "imed out": "a rank waited in vain: do all make the same collectives, their own ones included?",
+    "process group twice|group was destroyed": "the group is there before the function and after it: see "
+    "torch.distributed.is_initialized()",
+}
 
 
 def main(arguments=None):
@@ -52,11 +59,9 @@ def main(arguments=None):
     parser.add_argument("--against", default=PLAIN, metavar="ENGINE", help="compare with this one instead of DDP")
     parser.add_argument("--steps", type=int, default=5, help="the function is ended after so many (%(default)s)")
     parser.add_argument("--timeout", type=int, default=120, help="seconds that a rank waits for others (%(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write what was found here")
-    options = parser.parse_args(arguments)
     with one_line_errors():
+        options = asked(parser, arguments)
         check_counts(options, "steps", "timeout")
-        check_outputs(options)
         if told_by_torchrun() is not None:
             raise InputError("diagnose starts ranks of its own, run after run: start it by python -m, not by torchrun")
         check_size(options.nproc, options.oversubscribe)
@@ -69,17 +74,13 @@ def main(arguments=None):
                 return worlds.enter_context(ranks)
 
             results = diagnose(options.target, names, options.steps, open_world, options.against)
-    publish(options, results, [table(results)])
+    tell(options, results, table)
     if any((row["step"] is not None and not row["quantizes"]) or row["failed"] for row in results["rows"]):
         sys.exit(1)
 
 
 def check(target, names):
-    """Refuse what can be refused before any rank is started.
-
-    Raises:
-        InputError: the file, the function in it or an engine is not there.
-    """
+    """Refuse a file, a function in it or an engine that is not there, before any rank is started."""
     file, _, function = target.rpartition(":")
     if not file.endswith(".py") or not function.isidentifier():
         raise InputError(f"{target}: name a file and a function in it, such as train.py:train")
@@ -94,11 +95,7 @@ def check(target, names):
 
 
 def engine_of(name):
-    """An engine's class, by name.
-
-    Raises:
-        InputError: there is none.
-    """
+    """An engine's class, by name; an InputError where there is none."""
     made = NAMED.get(name) or find_engine(name)
     if not isinstance(made, type):
         raise InputError(f"{name} is no class: give an engine's class, package.module:Name")
@@ -106,20 +103,10 @@ def engine_of(name):
 
 
 def diagnose(target, names, steps, open_world, against=PLAIN):
-    """Run the function under all engines, and compare.
+    """Run the function of "train.py:train" under the engines of these names, and compare so many steps.
 
-    Args:
-        target: "train.py:train".
-        names: of engines.
-        steps: how many are compared.
-        open_world: opens a LocalWorld; called again where a failure closed it.
-        against: the name of what others are compared with.
-
-    Returns:
-        What is written as JSON: a row for each engine, and notes.
-
-    Raises:
-        InputError: the function cannot be compared; the message says what it needs.
+    `open_world` opens a LocalWorld, again where a failure closed it. `against` names what others are compared with.
+    Returned is the JSON: a row for each engine, and notes. An InputError says what the function needs.
     """
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(target, steps, open_world, folder)
@@ -160,11 +147,7 @@ class Runs:
         return self.world.run(partial(record, **how), self.target, made, steps or self.steps, self.folder)
 
     def right(self, made, **how):
-        """A run that others are compared with.
-
-        Raises:
-            InputError: it fails.
-        """
+        """A run that others are compared with; an InputError where it fails."""
         try:
             return self(made, **how)
         except RankFailed as failure:
@@ -173,25 +156,15 @@ class Runs:
     def told(self, failure):
         """A failure in one line, by the user's own lines."""
         said = in_one_line(failure, self.target.rpartition(":")[0])
-        if "daemonic processes" in said:
-            said += "; ranks here may have no workers: give DataLoader num_workers=0"
-        if "imed out" in said:
-            said += "; a rank waited in vain: do all make the same collectives, their own ones included?"
-        if "process group twice" in said or "group was destroyed" in said:
-            said += "; the group is there before the function and after it: see torch.distributed.is_initialized()"
-        return said
+        return "; ".join([said, *(why for words, why in WHY.items() if re.search(words, said))])
 
     def check_reproducible(self, before):
-        """Run it under plain DDP once more.
-
-        Raises:
-            InputError: it does not compute the same.
-        """
-        _, where = first_difference(before, self.right(PlainDDP))
+        """Run it under plain DDP once more; an InputError where it does not compute the same."""
+        where = first_difference(before, self.right(PlainDDP))
         if where is None:
             return
         seeded = [self.right(PlainDDP, seeded=True) for _ in range(2)]
-        if first_difference(*seeded)[1] is None:
+        if first_difference(*seeded) is None:
             why = (
                 "it draws random numbers (first weights, dropout, shuffled data) that it does not seed: call "
                 "torch.manual_seed, and random.seed and numpy.random.seed where it uses those, at its beginning"
@@ -202,16 +175,16 @@ class Runs:
 
 
 def first_difference(one, other):
-    """Where two runs differ: (step, in words), both None if nowhere."""
+    """Where two runs differ, in words; None if nowhere."""
     for step, _ in enumerate(zip(one[0]["steps"], other[0]["steps"], strict=False)):
         for rank, pair in enumerate(zip(one, other, strict=True)):
             first, second = (side["steps"][step] for side in pair)
             for what in ("losses", "norm", "skipped", "weights"):
                 if first[what] != second[what]:
                     when = f"step {step} differs in its {what}" if step else "it begins with other weights"
-                    return step, f"{when} on rank {rank}"
+                    return f"{when} on rank {rank}"
     lengths = [len(side[0]["steps"]) - 1 for side in (one, other)]
-    return (None, None) if lengths[0] == lengths[1] else (min(lengths), f"it makes {lengths[0]} steps or {lengths[1]}")
+    return None if lengths[0] == lengths[1] else f"it makes {lengths[0]} steps or {lengths[1]}"
 
 
 def found_of(name, runs, compared):
@@ -234,28 +207,27 @@ def found_of(name, runs, compared):
         return {**row, "failed": True, "looks_like": f"refuses: {error}"}, None
     except RankFailed as failure:
         return {**row, "failed": True, "looks_like": f"fails: {runs.told(failure)}"}, None
-    unread, (first, at, found_there) = found, compared.parts(read)
-    if at is None and step is not None:
-        return {**row, "step": step, "rank": unread[0].rank, "what": unread[0].what, "looks_like": causes.STALE}, None
-    if at is None:
+    stale, (first, step, found) = (step, found), compared.parts(read)
+    if step is None and stale[0] is not None:
+        step, (off, *_) = stale
+        return {**row, "step": step, "rank": off.rank, "what": off.what, "looks_like": causes.STALE}, None
+    if step is None:
         return {**row, "first_bit": first, "looks_like": causes.ROUNDING}, None
-    other, step, found = read, at, found_there
     begins = next(off for off in found if off.excess > 1)
     found = [begins, *(off for off in found if off is not begins)]
     weights = [off for off in found if off.what == "weights"]
     worst = max(weights, key=lambda off: (off.excess, -off.rank), default=None)
     row |= {"step": step, "rank": begins.rank, "what": begins.what}
     if worst is not None:
-        row |= {"parameter": worst.name, "share_of_step": compared.share(other, step, worst.rank, worst.name)}
-    row["looks_like"] = causes.seen(compared, other, step, found)
-    return row, None if row["looks_like"] else (other, step, found)
+        row |= {"parameter": worst.name, "share_of_step": compared.share(read, step, worst.rank, worst.name)}
+    row["looks_like"] = next(causes.seen(compared, read, step, found), None)
+    return row, None if row["looks_like"] else (read, step, found)
 
 
 def suspect(parted, runs, compared):
     """Name what is still to be named: run one suspect after the other, until each engine follows one.
 
-    Args:
-        parted: {engine: (its row, recording, step, found)}; the rows get their "looks_like".
+    `parted` is {engine: (its row, recording, step, found)}; the rows get their "looks_like".
     """
     nameless = dict(parted)
     for made in SUSPECTS:
@@ -281,17 +253,11 @@ def last_loss(recording):
 
 def table(results):
     """The rows for people, and the notes below."""
-    cells = [
-        (
-            row["engine"],
-            "" if row["step"] is None else f"{row['step']}",
-            "" if row["rank"] is None else f"{row['rank']}",
-            row["parameter"] or row["what"] or "",
-            "" if row["share_of_step"] is None else f"{row['share_of_step']:.2g}",
-            row["looks_like"],
-        )
-        for row in results["rows"]
-    ]
+    cells = []
+    for row in results["rows"]:
+        step, rank = ("" if row[name] is None else str(row[name]) for name in ("step", "rank"))
+        share = "" if row["share_of_step"] is None else f"{row['share_of_step']:.2g}"
+        cells.append((row["engine"], step, rank, row["parameter"] or row["what"] or "", share, row["looks_like"]))
     title = (
         f"{results['target']} on {results['world_size']} ranks, {results['steps']} steps, {results['precision']}, "
         f"against {'plain DDP' if results['against'] == PLAIN else results['against']}\n{results['hardware']}"

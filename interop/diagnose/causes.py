@@ -16,17 +16,10 @@ UNKNOWN = "none of the known causes"
 
 
 def seen(compared, other, step, found):
-    """What can be read off: a cause in words, or None.
+    """What can be read off a recording that parts from the reference: causes in words, of which the first counts.
 
-    Args:
-        compared: a `comparing.Comparison`.
-        other: the recording that parts from its reference.
-        step, found: as `Comparison.parts` returns them; what parts first, first.
+    `step` and `found` are as `Comparison.parts` returns them; what parts first, first.
     """
-    return next(_seen(compared, other, step, found), None)
-
-
-def _seen(compared, other, step, found):
     what, names = found[0].what, {off.name for off in found if off.what == "weights"}
     if what == "steps":
         yield f"it makes {len(other[0]['steps']) - 1} steps, not {len(compared.reference[0]['steps']) - 1}"
@@ -110,12 +103,7 @@ def _draws_otherwise(compared, other, step):
 
 
 def alike(compared, other, suspect, step, found):
-    """Whether a suspect computes what a recording has, in all that the recording is off.
-
-    Args:
-        suspect: a recording of one that is wrong in a known way.
-        step, found: as `Comparison.parts` returns them.
-    """
+    """Whether a suspect computes what another recording has, in all that this is off, as `Comparison.parts` says."""
     if len(suspect[0]["steps"]) <= step:
         return False
     sides = [side[found[0].rank]["steps"][step] for side in (other, suspect, compared.reference)]

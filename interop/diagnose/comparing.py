@@ -20,12 +20,8 @@ def distance(one, other):
 
 
 def noises(expected, rounded, before):
-    """What rounding alone moves each tensor by in a step: {name: 2-norm}.
-
-    Args:
-        expected: weights after the step.
-        rounded: after the same steps, rounded otherwise.
-        before: before the step; None at first.
+    """What rounding alone moves each tensor by in a step, {name: 2-norm}: of the weights after it, of those after the
+    same steps rounded otherwise, and of those before it, None at first.
     """
     floating = [name for name, tensor in expected.items() if tensor.is_floating_point()]
     noise = {name: distance(rounded[name], expected[name]) for name in floating}
@@ -63,34 +59,24 @@ def ranks_part(recording):
 
 @dataclass(frozen=True)
 class Off:
-    """Something that differs.
+    """Something that differs."""
 
-    Attributes:
-        what: "steps", "losses", "norm", "skipped", "weights".
-        rank: where.
-        excess: over what rounding explains.
-        name: of a weight or buffer.
-    """
-
-    what: str
+    what: str  # "steps", "losses", "norm", "skipped", "weights"
     rank: int
-    excess: float
-    name: str | None = None
+    excess: float  # over what rounding explains
+    name: str | None = None  # of a weight or buffer
 
 
 class Comparison:
-    """Recordings, [rank] of what `record` returns, held against one that is right.
+    """Recordings, [rank] of what `record` returns, held against the reference. Their tensors lie in `folder`.
 
-    Args:
-        folder: where the tensors lie.
-        reference: what others are compared with.
-        plain, rounded: the same function by plain data parallelism, and by the same rounded otherwise. By these it
-            knows what rounding does.
+    By `plain`, the function under plain data parallelism, and `rounded`, the same rounded otherwise, it knows what
+    rounding does.
     """
 
     def __init__(self, folder, reference, plain, rounded):
         self.folder, self.reference, self.plain, self.rounded = Path(folder), reference, plain, rounded
-        self.noise = functools.cache(self._noise)
+        self.precision, self.noise = reference[0]["precision"], functools.cache(self._noise)
 
     def parts(self, other):
         """Where another recording parts.
@@ -165,11 +151,6 @@ class Comparison:
         norm = 0.0 if None in (one["norm"], other["norm"]) else abs(one["norm"] - other["norm"])
         weights = noises(self.tensors(one["weights"]), self.tensors(other["weights"]), before)
         return {"losses": max(losses, default=0.0), "norm": norm, "weights": weights}
-
-    @property
-    def precision(self):
-        """Of the function."""
-        return self.reference[0]["precision"]
 
     def tensor(self, digest):
         """A tensor that was kept."""

@@ -4,12 +4,7 @@ from interop.diagnose.comparing import ranks_part
 
 
 def notes(plain, rows):
-    """All that is to be said: [sentence].
-
-    Args:
-        plain: the recording of plain DDP, in which all ranks make the same steps.
-        rows: of all engines.
-    """
+    """All that is to be said, [sentence], of a recording under plain DDP, whose ranks step alike, and of rows."""
     steps = [[rank["steps"][step] for rank in plain] for step in range(1, len(plain[0]["steps"]))]  # [step][rank]
     found = (_unused, _compiled, _parting, _scheduled, _data, _drawn, _sizes)
     return [*(note for find in found if (note := find(plain, steps))), *_not_taken(rows)]

@@ -14,6 +14,7 @@ import random
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,13 +34,9 @@ class Enough(BaseException):
 
 
 def record(world, target, made, steps, folder, *, reads=True, seeded=False, every_parameter=True):
-    """Run the function of `target` with an engine, on one rank.
+    """Run the function of "train.py:train" with an engine's class for so many steps, on one rank.
 
     Args:
-        world: the rank's World.
-        target: "train.py:train".
-        made: the engine's class.
-        steps: after so many the function is ended.
         folder: takes every tensor once, under its digest; shared by all runs.
         reads: read all weights after every step; else after the last, as reading may mend what is stale.
         seeded: seed all generators first.
@@ -60,13 +57,12 @@ def record(world, target, made, steps, folder, *, reads=True, seeded=False, ever
     with the_script(world, target) as function, a_tidy_end():
         try:
             function(recorder.make)
-        except Enough:
-            return recorder.found
-        else:
             recorder.end()
-            return recorder.found
+        except Enough:
+            pass
         finally:
             recorder.engine = None
+    return recorder.found
 
 
 @contextlib.contextmanager
@@ -106,19 +102,16 @@ def the_script(world, target):
         InputError: the file has no such function, or one that takes other arguments.
     """
     file, _, name = target.rpartition(":")
-    folder, environment = str(Path(file).resolve().parent), dict(os.environ)
+    torchrun = {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size)}
+    path = [str(Path(file).resolve().parent), *sys.path]
     spec = importlib.util.spec_from_file_location(MODULE, file)
     module = sys.modules[MODULE] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, folder)
-    os.environ.update(RANK=str(world.rank), LOCAL_RANK=str(world.rank), WORLD_SIZE=str(world.size))
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        given = mock.patch.dict(os.environ, torchrun), mock.patch.object(sys, "path", path)
+        with given[0], given[1], contextlib.redirect_stdout(io.StringIO()):
             spec.loader.exec_module(module)
             yield checked(getattr(module, name, None), target)
     finally:
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.path.remove(folder)
         del sys.modules[MODULE]
 
 
@@ -145,19 +138,19 @@ def taken(made, options):
     return {name: value for name, value in options.items() if any(name in parameters for parameters in inits)}
 
 
-class Recorder:
-    """Gives the user's function an engine, and notes what it does.
+def new_step():
+    """What is noted while a step is computed."""
+    return {name: [] for name in ("losses", "random", "sizes", "drawn", "options")}
 
-    Attributes:
-        found: what `record` returns.
-    """
+
+class Recorder:
+    """Gives the user's function an engine, and notes what it does in `found`, which `record` returns."""
 
     def __init__(self, world, made, steps, folder, reads, every_parameter):
         self.world, self.made, self.steps, self.folder, self.reads = world, made, steps, folder, reads
         self.every_parameter, self.is_plain = every_parameter, issubclass(made, AverageAfterBackward)
         self.engine, self.used, self.at_first = None, set(), generators()
-        self.losses, self.random, self.sizes, self.drawn, self.options = [], [], [], [], []
-        self.found = {"steps": [], "unused": []}
+        self.step, self.found = new_step(), {"steps": [], "unused": []}
 
     def make(self, model, optimizer, **options):
         """The engine, as the user's function builds it. A norm is always computed; to clip to infinity changes no bit.
@@ -192,15 +185,15 @@ class Recorder:
         before = self._drawn()
         yield
         if torch.is_grad_enabled():
-            self.sizes.append(next((tensor.numel() for tensor in tensors_in(inputs)), 0))
-            self.drawn += [now for now, was in zip(self._drawn(), before, strict=True) if now != was]
+            self.step["sizes"].append(next((tensor.numel() for tensor in tensors_in(inputs)), 0))
+            self.step["drawn"] += [now for now, was in zip(self._drawn(), before, strict=True) if now != was]
 
     def losing(self, loss):
         """Before a backward."""
         if self.is_plain and self.engine.syncing:
             self.meet("calls backward()")
-        self.losses.append(loss.detach().double().item() if loss.numel() == 1 else math.nan)
-        self.random.append(self._drawn())
+        self.step["losses"].append(loss.detach().double().item() if loss.numel() == 1 else math.nan)
+        self.step["random"].append(self._drawn())
         self._note_options()
 
     def stepping(self):
@@ -209,11 +202,7 @@ class Recorder:
         self._note_options()
 
     def meet(self, call):
-        """Before a call in which ranks wait for each other: they all make the same one.
-
-        Raises:
-            InputError: they do not.
-        """
+        """Before a call in which ranks wait for each other: an InputError unless they all make the same one."""
         calls = beside().gather_objects(call, "what ranks call")
         other = next((rank for rank, theirs in enumerate(calls) if theirs != calls[0]), None)
         if other is not None:
@@ -223,11 +212,7 @@ class Recorder:
             )
 
     def stepped(self, result):
-        """After a step.
-
-        Raises:
-            Enough: it was the last.
-        """
+        """After a step; the last raises Enough."""
         self._note(result, reads=self.reads or len(self.found["steps"]) == self.steps)
         if self.is_plain:
             self.found["unused"].append([name for name in self.found["trained"] if name not in self.used])
@@ -236,18 +221,15 @@ class Recorder:
             raise Enough
 
     def _note(self, result, reads):
-        step = {"losses": self.losses, "random": [*self.random, self._drawn()], "weights": None}
-        step |= {"sizes": self.sizes, "drawn": self.drawn, "options": self.options}
-        step |= {"norm": getattr(result, "norm", None), "skipped": getattr(result, "skipped", False)}
-        if reads:
-            step["weights"] = self._weights()
-        self.found["steps"].append(step)
-        self.losses, self.random, self.sizes, self.drawn, self.options = [], [], [], [], []
+        self.step["random"].append(self._drawn())
+        told = {"norm": getattr(result, "norm", None), "skipped": getattr(result, "skipped", False)}
+        self.found["steps"].append({**self.step, **told, "weights": self._weights() if reads else None})
+        self.step = new_step()
 
     def _note_options(self):
         groups = self.engine.optimizer.param_groups if self.is_plain else ()
         told = [{name: f"{value}" for name, value in group.items() if name != "params"} for group in groups]
-        self.options.append(told)
+        self.step["options"].append(told)
 
     def _drawn(self):
         """Where generators stand; None for one that nobody has touched, as each process has another one then."""

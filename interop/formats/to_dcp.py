@@ -31,10 +31,7 @@ BLOCK = 2**26  # bytes that are written at a time, or a row
 def write(index, saved, folder):
     """Write all of a checkpoint into a folder: weights, optimizer, rank 0's `extra`. It holds a block at a time.
 
-    Args:
-        index: as `read_index` returns it.
-        saved: its tensors, `Pieces`.
-        folder: a Path.
+    It has the index as `read_index` returns it, and the checkpoint's tensors, `Pieces`.
 
     Raises:
         InputError: two keys of `extra` are one for torch, such as "a.b" and "b" within "a".

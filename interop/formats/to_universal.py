@@ -25,12 +25,7 @@ RELEASE = "0.19.8"  # the one that it was tried with
 
 
 def write(index, saved, folder):
-    """Write a checkpoint's weights and its optimizer's states into a folder. It holds a parameter at a time.
-
-    Args:
-        index: as `read_index` returns it.
-        saved: its tensors, `Pieces`.
-        folder: a Path.
+    """Write a checkpoint's weights and states into a folder, as `to_dcp.write` does. It holds a parameter at a time.
 
     Raises:
         InputError: it has something that DeepSpeed would pass over.

@@ -11,7 +11,7 @@ from common.engine.mixed_precision import gradient_norm
 from common.errors import InputError
 from interop.fsdp.engine import Sharded, copy_options, part_of, parts_of
 from interop.fsdp.supported import in_its_words, refuse_dtensors
-from interop.taking import factory_of
+from interop.taking import factory_of, refused
 
 
 class Stepped:
@@ -28,14 +28,11 @@ class Stepped:
 
     step._wrapped_by_lr_sched = True  # torch's schedulers ask for this and for `_opt_called`, and else warn
 
-    def _refuse(self, *_, **__):
-        raise InputError("the optimizer's states lie in the engine: engine_behind(model).save(path), or .load(path)")
-
-    state_dict = load_state_dict = __deepcopy__ = _refuse
-    state = property(_refuse)
-
-    def add_param_group(self, param_group):
-        raise InputError("the optimizer takes no parameters after the first forward")
+    state_dict = load_state_dict = __deepcopy__ = refused(
+        "the optimizer's states lie in the engine: engine_behind(model).save(path), or .load(path)"
+    )
+    state = property(state_dict)
+    add_param_group = refused("the optimizer takes no parameters after the first forward")
 
 
 def engine_behind(module):

@@ -15,18 +15,13 @@ from interop.fsdp.supported import in_its_words, refusing
 
 @dataclass
 class Part:
-    """What `fully_shard` was told of a module.
-
-    Attributes:
-        engine: once it is built; that of the root, in all its modules.
-        syncing: what `set_requires_gradient_sync` said last.
-    """
+    """What `fully_shard` was told of a module."""
 
     mesh: object
     reshard: bool | None
     policy: MixedPrecisionPolicy
-    engine: object = None
-    syncing: bool = True
+    engine: object = None  # once it is built; that of the root, in all its modules
+    syncing: bool = True  # what `set_requires_gradient_sync` said last
 
 
 def part_of(module):

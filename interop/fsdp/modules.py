@@ -1,5 +1,7 @@
 """What a script says of its modules: `fully_shard`, and the words that modules have from then on."""
 
+import functools
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +14,7 @@ from common.tensors import map_tensors
 from interop.fsdp.building import engine_behind
 from interop.fsdp.engine import Part, forward, part_of, parts_of
 from interop.fsdp.supported import REFUSED, in_its_words, refusal, refuse_dtensors, refusing
+from interop.taking import refused
 
 
 def fully_shard(
@@ -38,13 +41,13 @@ def fully_shard(
         raise InputError("fully_shard: the engine is built, with the first forward; shard modules before that")
     if part_of(module) is not None:
         raise InputError(f"fully_shard was called on this {type(module).__name__} already")
-    refused = {
+    asked = {
         "shard_placement_fn": shard_placement_fn is not None,
         "offload_policy": offload_policy is not None and type(offload_policy) is not OffloadPolicy,
         "ignored_params": bool(ignored_params),
         "dp_mesh_dims": dp_mesh_dims is not None,
     }
-    for name, is_asked in refused.items():
+    for name, is_asked in asked.items():
         if is_asked:
             raise refusal(name)
     if not isinstance(reshard_after_forward, bool | None):
@@ -73,13 +76,10 @@ def check_policy(policy):
         raise InputError("mp_policy.cast_forward_inputs=False is refused: an engine casts floating inputs")
 
 
-_with_words = {}  # class -> the same with FSDP2's words
-
-
+@functools.cache
 def class_with_words(kind):
-    if kind not in _with_words:
-        _with_words[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
-    return _with_words[kind]
+    """The same class with FSDP2's words."""
+    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
 
 
 class FSDPModule:
@@ -97,15 +97,14 @@ class FSDPModule:
             inputs, named = map_tensors(engine._cast, inputs), map_tensors(engine._cast, named)
         return super().__call__(*inputs, **named)
 
-    def __deepcopy__(self, memo):
-        raise InputError("a module that is fully_shard-ed cannot be copied; see engine_behind(model).full_state_dict()")
+    __deepcopy__ = refused(
+        "a module that is fully_shard-ed cannot be copied; see engine_behind(model).full_state_dict()"
+    )
 
     def unshard(self, async_op=False):
         """Gather the parameters of this module's unit. With `async_op` return a handle that waits for them."""
         handle = UnshardHandle(part_of(self).engine, self)
-        if async_op:
-            return handle
-        return handle.wait()
+        return handle if async_op else handle.wait()
 
     def reshard(self):
         """Free them."""

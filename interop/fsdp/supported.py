@@ -1,11 +1,11 @@
 """What becomes of FSDP2's words here: kept, or refused by name."""
 
 import contextlib
-import functools
 import re
 
 from common.errors import InputError
 from common.measure.tables import Table
+from interop.taking import refused
 
 KEPT = {  # as what
     "fully_shard(module)": "a unit of stage 3: its parameters, but for those of units inside it",
@@ -27,10 +27,11 @@ REFUSED = {  # methods, arguments, functions; and why
     "set_requires_all_reduce": "states are sharded over all ranks, so that there is no second reduction",
     "set_reshard_after_forward": "give reshard_after_forward= to fully_shard",
     "set_reshard_after_backward": "a unit is freed when its backward is over",
-    "set_modules_to_forward_prefetch": "the unit that came next in the last step is prefetched",
-    "set_modules_to_backward_prefetch": "the unit that came next in the last step is prefetched",
-    "set_custom_all_gather": "how bytes travel is the engine's",
-    "set_custom_reduce_scatter": "how bytes travel is the engine's",
+    **dict.fromkeys(
+        ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"),
+        "the unit that came next in the last step is prefetched",
+    ),
+    **dict.fromkeys(("set_custom_all_gather", "set_custom_reduce_scatter"), "how bytes travel is the engine's"),
     "set_all_reduce_hook": "there is no all-reduce",
     "set_post_optim_event": "step() returns when the shards are stepped",
     "set_reduce_scatter_divide_factor": "gradients are divided by the ranks; scale the loss",
@@ -65,13 +66,9 @@ def refusal(name):
     return InputError(f"{name} is refused: {REFUSED[name]}")
 
 
-def refuse(name, *_, **__):
-    raise refusal(name)
-
-
 def refusing(name):
     """What stands in the place of a word that is refused."""
-    return functools.partial(refuse, name)
+    return refused(str(refusal(name)))
 
 
 def refuse_dtensors(parameters):

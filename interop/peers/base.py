@@ -31,11 +31,7 @@ class Peer:
 
     @classmethod
     def check_precision(cls, precision, why):
-        """Refuse a precision that it is not run in.
-
-        Raises:
-            NotImplementedError: it is not among `precisions`; `why` says what the library lacks.
-        """
+        """A NotImplementedError for a precision that is not among `precisions`; `why` says what the library lacks."""
         if precision not in cls.precisions:
             raise NotImplementedError(f"{cls.name} is run in {' and '.join(cls.precisions)} only: {why}")
 
@@ -57,11 +53,7 @@ class Peer:
         yield
 
     def note_states(self, parameters, gradients):
-        """Count what is held just before an update.
-
-        Args:
-            parameters, gradients: this rank's tensors, of which each storage counts once; None counts nothing.
-        """
+        """Count what is held just before an update: tensors, of which each storage counts once; None counts nothing."""
         self._state_bytes = {"parameters": storage_bytes(parameters), "gradients": storage_bytes(gradients)}
 
     def optimizer_tensors(self):
@@ -83,30 +75,16 @@ class Peer:
         return {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
 
     def save(self, path, extra=None):
-        """Not offered.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Not offered: a NotImplementedError."""
         raise NotImplementedError(f"{self.name} has a checkpoint format of its own, which the engines do not read")
 
     def load(self, path):
-        """Not offered.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Not offered: a NotImplementedError."""
         raise NotImplementedError(f"{self.name} has a checkpoint format of its own and does not read the engines'")
 
 
 def regroup(param_groups, names, model):
-    """`param_groups` over the parameters that now stand where others stood when the groups were made.
-
-    Args:
-        param_groups: torch's list of dicts, or None, which stays None.
-        names: {parameter as it was: its name}.
-        model: the module as it is.
-    """
+    """`param_groups`, or None, over the parameters that stand where others stood, {parameter as it was: its name}."""
     if param_groups is None:
         return None
     now = dict(model.named_parameters())

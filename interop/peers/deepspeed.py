@@ -39,6 +39,7 @@ class DeepSpeed1(Peer):
     settings = "zero_optimization: stage 1, buckets of bucket_mb, otherwise DeepSpeed's defaults"
     precisions = ("fp32", "bf16")
     stage = 1
+    sets, zero = {}, {}  # what is set besides in DeepSpeed's configuration, and in its "zero_optimization"
 
     def __init__(
         self,
@@ -92,10 +93,12 @@ class DeepSpeed1(Peer):
             "gradient_clipping": self.clip_norm or 0.0,
             "bf16": {"enabled": precision == "bf16"},
             "zero_allow_untested_optimizer": True,
+            **self.sets,
             "zero_optimization": {
                 "stage": self.stage,
                 "reduce_bucket_size": bucket_elements,
                 "allgather_bucket_size": bucket_elements,
+                **self.zero,
             },
         }
 
@@ -137,11 +140,7 @@ class DeepSpeed1(Peer):
         return StepResult(norm, skipped=False)
 
     def zero_grad(self):
-        """Drop the gradients.
-
-        Raises:
-            NotImplementedError: stage 2: some were accumulated under `no_sync`.
-        """
+        """Drop the gradients; in stage 2 a NotImplementedError where some were accumulated under `no_sync`."""
         if self._added and self.stage == 2:
             raise NotImplementedError("DeepSpeed's stage 2 does not drop gradients that no_sync() accumulated")
         self._zero.zero_grad()
@@ -201,7 +200,7 @@ class DeepSpeedOffload(DeepSpeed2):
     That is compiled when it is first used, which takes a C++ compiler and some minutes.
     """
 
-    name, follows = "deepspeed_offload", "offload"
+    name, follows, zero = "deepspeed_offload", "offload", {"offload_optimizer": {"device": "cpu"}}
     settings = (
         "zero_optimization: stage 2, offload_optimizer: cpu, DeepSpeedCPUAdam, buckets of bucket_mb, otherwise "
         "DeepSpeed's defaults"
@@ -209,11 +208,6 @@ class DeepSpeedOffload(DeepSpeed2):
 
     def __init__(self, model, optimizer, **options):
         super().__init__(model, partial(_cpu_adam, optimizer), **options)
-
-    def _config(self, precision, bucket_elements):
-        config = super()._config(precision, bucket_elements)
-        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        return config
 
 
 def _cpu_adam(optimizer, parameters):
@@ -223,10 +217,8 @@ def _cpu_adam(optimizer, parameters):
         raise NotImplementedError("DeepSpeed offloads its own Adam; others it steps slowly, and warns of that")
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415  it compiles itself
 
-    groups = [
-        {name: group[name] for name in ("params", "lr", "betas", "eps", "weight_decay")} for group in made.param_groups
-    ]
-    return DeepSpeedCPUAdam(groups, adamw_mode=True)
+    kept = ("params", "lr", "betas", "eps", "weight_decay")
+    return DeepSpeedCPUAdam([{name: group[name] for name in kept} for group in made.param_groups], adamw_mode=True)
 
 
 class DeepSpeed3(DeepSpeed1):
@@ -237,12 +229,7 @@ class DeepSpeed3(DeepSpeed1):
         "zero_optimization: stage 3, stage3_param_persistence_threshold 0 (by default parameters below 100,000 "
         "elements stay whole), buckets of bucket_mb, otherwise DeepSpeed's defaults"
     )
-    stage = 3
-
-    def _config(self, precision, bucket_elements):
-        config = super()._config(precision, bucket_elements)
-        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        return config
+    stage, zero = 3, {"stage3_param_persistence_threshold": 0}
 
     def _expect_unused_parameters(self, model):
         # A leaf is gathered and reduced as a whole: DeepSpeed's own remedy for mixtures of experts.

@@ -119,11 +119,7 @@ class FSDP2(Peer):
         return StepResult(norm, skipped=False)
 
     def zero_grad(self):
-        """Drop the gradients.
-
-        Raises:
-            NotImplementedError: some are still whole, left by `no_sync`.
-        """
+        """Drop the gradients; a NotImplementedError where some are still whole, left by `no_sync`."""
         if self._unreduced:
             raise NotImplementedError("FSDP2 cannot drop the whole gradients that no_sync() left: they are not public")
         self.optimizer.zero_grad()

@@ -14,11 +14,9 @@ from interop.peers.torch_ddp import Replicated
 
 
 def mean_in_rank_order(tensor, order=1, factor=1.0):
-    """The mean over ranks by a loop in rank order, in fp32, divided once, rounded once.
+    """The mean over ranks by a loop in rank order, in fp32, divided once, multiplied by a factor, and rounded once.
 
-    Args:
-        order: -1 adds the last rank's piece first.
-        factor: what the mean is multiplied by before it is rounded.
+    An `order` of -1 adds the last rank's piece first.
     """
     pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(pieces, tensor)

@@ -54,10 +54,6 @@ class SlowLane:
         return self._lane.submit(copy, on_device)
 
 
-class Split(InfinityEngine):
-    """A shard of every parameter on the host of every rank."""
-
-
 class Owned(InfinityEngine):
     """Whole parameters on the host of one rank each, which brings them up and broadcasts them."""
 
@@ -95,7 +91,7 @@ class Owned(InfinityEngine):
             self.hand_over(bucket)
 
 
-KINDS = {"split": Split, "owned": Owned}
+KINDS = {"split": InfinityEngine, "owned": Owned}
 
 
 @one_line_errors()
@@ -131,20 +127,12 @@ def check(options):
 
 
 def compare(options, sizes):
-    """Measure both kinds at every number of ranks.
-
-    Returns:
-        The JSON of `lab.offload.ablation`.
-    """
+    """Measure both kinds at every number of ranks: the JSON of `lab.offload.ablation`."""
     rows = []
     with progress_bar() as bar:
-        task = bar.add_task("trainings", total=len(sizes) * len(KINDS))
-        for size in sizes:
+        for size in bar.track(sizes, description="numbers of ranks"):
             with LocalWorld(size, oversubscribe=options.oversubscribe) as world:
-                for kind in KINDS:
-                    answers = world.run(measure, kind, options)
-                    rows.append({"world_size": size, "kind": kind, **answers[0]})
-                    bar.advance(task)
+                rows += [{"world_size": size, "kind": kind, **world.run(measure, kind, options)[0]} for kind in KINDS]
     return {
         "model": options.model,
         "bytes_per_second": options.rate * 1e6,
@@ -193,17 +181,12 @@ def table(results):
 
 
 def figure(results):
-    """Time per step over the number of ranks, of both kinds.
-
-    Returns:
-        A matplotlib Figure.
-    """
+    """Time per step over the number of ranks, of both kinds: a matplotlib Figure."""
     drawn, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for kind, colour, marker in zip(KINDS, ("#0072B2", "#D55E00"), "os", strict=True):
         rows = [row for row in results["rows"] if row["kind"] == kind]
-        axes.plot(
-            [r["world_size"] for r in rows], [r["seconds"] for r in rows], label=kind, color=colour, marker=marker
-        )
+        sizes, seconds = ([row[what] for row in rows] for what in ("world_size", "seconds"))
+        axes.plot(sizes, seconds, label=kind, color=colour, marker=marker)
     axes.set_xticks(sorted({row["world_size"] for row in results["rows"]}))
     axes.set_ylim(0, None)
     axes.set_xlabel("ranks, each with a bus")

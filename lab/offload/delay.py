@@ -8,8 +8,8 @@ host's cores are free, and a step is shorter by as much as the host's part of it
 Source: ZeRO-Offload, arXiv 2101.06840, sec. 5.2.
 """
 
+import argparse
 import statistics
-from copy import copy
 
 import matplotlib.pyplot as plt
 
@@ -38,16 +38,10 @@ def main(arguments=None):
 
 
 def compare(world, options):
-    """Train the exact and the delayed engine, one after the other.
-
-    Returns:
-        On rank 0 the JSON of `lab.offload.delay`; else None.
-    """
+    """Train the exact and then the delayed engine; on rank 0 the JSON of `lab.offload.delay`, else None."""
     rows = []
     for name, own in {"exact": {}, "delayed": {"delayed_update": True, "warmup_steps": options.warmup_steps}}.items():
-        chosen = copy(options)
-        chosen.own = own
-        row, _, _ = run_with_progress(world, "offload", chosen)
+        row, _, _ = run_with_progress(world, "offload", argparse.Namespace(**{**vars(options), "own": own}))
         kept = ("losses", "tokens_per_second", "bus_bytes_per_step", "predicted_bus_bytes_per_step", "host_state_bytes")
         rows.append({"update": name, **{key: row[key] for key in kept}})
     if world.rank:
@@ -56,10 +50,7 @@ def compare(world, options):
         "world_size": world.size,
         "model": options.model,
         "parameters": row["parameters"],
-        "precision": options.precision,
-        "lr": options.lr,
-        "steps": options.steps,
-        "warmup_steps": options.warmup_steps,
+        **{name: getattr(options, name) for name in ("precision", "lr", "steps", "warmup_steps")},
         **how(options),
         "hardware": hardware(world.device),
         "rows": rows,
@@ -81,11 +72,7 @@ def table(results):
 
 
 def figure(results):
-    """Both loss curves, and below them how far they are apart.
-
-    Returns:
-        A matplotlib Figure.
-    """
+    """Both loss curves, and below them how far they are apart: a matplotlib Figure."""
     drawn, (above, below) = plt.subplots(2, 1, figsize=(8, 6), layout="constrained", sharex=True, height_ratios=(3, 1))
     curves = [figures.smoothed(row["losses"], SMOOTH) for row in results["rows"]]
     steps = range(SMOOTH, SMOOTH + len(curves[0]))

@@ -13,12 +13,12 @@ Source: ZeRO-Infinity, arXiv 2104.07857, sec. 6.3, where states on NVMe are read
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import tempfile
 import time
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -55,11 +55,7 @@ def main(arguments=None):
 
 
 def measure(world, options):
-    """Let the engine's step, the step in memory and fio take turns.
-
-    Returns:
-        The JSON of `lab.offload.disk_step`.
-    """
+    """Let the engine's step, the step in memory and fio take turns: the JSON of `lab.offload.disk_step`."""
     rows = int(options.elements) // WIDTH
     elements = rows * WIDTH
     folder = tempfile.mkdtemp(prefix="zero-disk-step-", dir=options.path)
@@ -74,7 +70,10 @@ def measure(world, options):
             sub_group_mb=options.sub_group_mb,
             init=lambda name, tensor: tensor.fill_(0.01),
         )
-        turns = [_turn(engine, folder, elements) for _ in _shown(WARM_UP + options.rounds)][WARM_UP:]
+        turns = []
+        with progress_bar() as bar:
+            for _ in bar.track(range(WARM_UP + options.rounds), description="turns"):
+                turns.append(_turn(engine, folder, elements))
     finally:
         shutil.rmtree(folder)
     return {
@@ -84,16 +83,8 @@ def measure(world, options):
         "sub_group_mb": options.sub_group_mb,
         "direct": engine.tier["nvme"].file.direct,
         "bytes_read_and_written": 2 * STATES * elements,
-        "turns": turns,
+        "turns": turns[WARM_UP:],
     }
-
-
-def _shown(number):
-    with progress_bar() as bar:
-        task = bar.add_task("turns", total=number)
-        for turn in range(number):
-            yield turn
-            bar.advance(task)
 
 
 def _turn(engine, folder, elements):
@@ -134,20 +125,17 @@ def _fio(folder):
 
 def summary(results):
     """{what: its value in each turn}: bandwidths in GB/s, and the two ratios that matter."""
-    found = {"step, GB/s": [], "fio, GB/s": [], "step to fio": [], "update in memory, s": [], "step to its bound": []}
-    for turn in results["turns"]:
-        speed = turn["moved"] / turn["step_seconds"]
-        bound = max(turn["moved"] / turn["fio"], turn["update_seconds"])
-        values = (
-            speed / 1e9,
-            turn["fio"] / 1e9,
-            speed / turn["fio"],
-            turn["update_seconds"],
-            turn["step_seconds"] / bound,
-        )
-        for name, value in zip(found, values, strict=True):
-            found[name].append(value)
-    return found
+    moved, step, fio, update = (
+        np.array([turn[name] for turn in results["turns"]])
+        for name in ("moved", "step_seconds", "fio", "update_seconds")
+    )
+    return {
+        "step, GB/s": moved / step / 1e9,
+        "fio, GB/s": fio / 1e9,
+        "step to fio": moved / step / fio,
+        "update in memory, s": update,
+        "step to its bound": step / np.maximum(moved / fio, update),
+    }
 
 
 def table(results):
@@ -157,7 +145,7 @@ def table(results):
         f"{results['threads']} threads\n{results['hardware']}"
     )
     rows = [
-        (name, *(f"{value:.2f}" for value in (statistics.median(values), min(values), max(values))))
+        (name, *(f"{value:.2f}" for value in (np.median(values), min(values), max(values))))
         for name, values in summary(results).items()
     ]
     return Table(title, ("", "median", "lowest", "highest"), rows)

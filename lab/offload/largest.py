@@ -59,11 +59,7 @@ def build(options, layers):
 
 
 def layers_on(free, options):
-    """The most layers whose states fit into so many bytes of disk.
-
-    Raises:
-        InputError: not even one does.
-    """
+    """The most layers whose states fit into so many bytes of disk; an InputError where not even one does."""
     one, two = (BYTES * models.count(build(options, layers)) for layers in (1, 2))
     layers = 1 + int((free - one) // (two - one))
     if layers < 1:
@@ -74,11 +70,7 @@ def layers_on(free, options):
 
 
 def train(world, options):
-    """Build the model on disk and train it; time every step.
-
-    Returns:
-        The JSON of `lab.offload.largest`.
-    """
+    """Build the model on disk and train it; time every step: the JSON of `lab.offload.largest`."""
     give_back_freed_memory()  # a local rank keeps it, to be faster
     free = int(shutil.disk_usage(options.path).free * (1 - options.spare))
     layers = options.layers or layers_on(free, options)
@@ -90,14 +82,12 @@ def train(world, options):
         building = time.perf_counter() - began
         batches, steps = Batches(load_text(), model.window, 1), []
         with progress_bar() as bar:
-            task = bar.add_task(f"{layers} layers", total=options.steps)
-            for step in range(options.steps):
+            for step in bar.track(range(options.steps), description=f"{layers} layers"):
                 engine.comm.traffic.reset()
                 began = time.perf_counter()
                 loss, _ = train_step(engine, [model.inputs_and_targets(batches.of(step, 0, 1))])
                 steps.append({"seconds": time.perf_counter() - began, "loss": loss.item()})
-                bar.advance(task)
-        measured, predicted = engine.accounts.measured(), engine.accounts.predicted()
+        measured = engine.accounts.measured()
         return {
             "hardware": hardware(world.device),
             "width": options.width,
@@ -106,10 +96,8 @@ def train(world, options):
             "parameters": models.count(model),
             "building_seconds": building,
             "steps": steps,
-            "disk_bytes_per_step": measured["disk_bytes_per_step"],
-            "disk_state_bytes": measured["disk_state_bytes"],
-            "predicted_disk_state_bytes": predicted["disk_state_bytes"],
-            "model_state_bytes": measured["model_state_bytes"],
+            **{name: measured[name] for name in ("disk_bytes_per_step", "disk_state_bytes", "model_state_bytes")},
+            "predicted_disk_state_bytes": engine.accounts.predicted()["disk_state_bytes"],
             "resident_peak_bytes": high_water(world.device),
         }
     finally:

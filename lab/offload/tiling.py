@@ -88,11 +88,7 @@ def build(width, tiles):
 
 
 def attempt(width, tiles, cap, world_size):
-    """Train two steps, each rank under the cap, in a world of its own; a row of the results, and what was held before.
-
-    Raises:
-        RankFailed: a rank failed by something else than a lack of memory.
-    """
+    """Two steps, each rank under the cap, in a world of its own: a row of the results, and what was held before."""
     units = make_units(build(width, tiles), [], lambda name, parameter: parameter.dtype, world_size, Run)
     sizes = sorted(sum(4 * run.padded_numel for run in unit.buckets) for unit in units)
     held_before, found = capacity.trial(_train_under, (STEP, 2), (width, tiles), cap, world_size)

@@ -93,11 +93,7 @@ def parser():
 
 
 def plan(options):
-    """The JSON of `lab.plan`.
-
-    Raises:
-        InputError: the options cannot be used.
-    """
+    """The JSON of `lab.plan`; an InputError where the options cannot be used."""
     check_counts(options, "world_size", "per_node", "tensor", "pipeline", "batch", "seq")
     check_outputs(options)
     ran = None
@@ -132,13 +128,9 @@ def plan(options):
     return {
         "model": asdict(shape),
         "gpu": gpu.name,
-        "world_size": options.world_size,
-        "tensor": options.tensor,
-        "pipeline": options.pipeline,
+        **{name: getattr(options, name) for name in ("world_size", "tensor", "pipeline", "precision", "batch")},
         "data_parallel": ranks,
         "per_node": per_node,
-        "precision": options.precision,
-        "batch": options.batch,
         "sequence": sequence,
         "checkpoints": checkpoints,
         "budget_bytes": budget,
@@ -150,11 +142,7 @@ def plan(options):
 
 
 def ways(given):
-    """The WAYS, with ZeRO++'s switches as they are given.
-
-    Raises:
-        InputError: something else is given.
-    """
+    """The WAYS, with ZeRO++'s switches as they are given; anything else is an InputError."""
     own = own_options(given)
     for name, value in own.items():
         if name not in SWITCHES or not isinstance(value, bool):
@@ -168,11 +156,7 @@ def fit(gpu, device, host, disk, budget):
 
 
 def size_of(text):
-    """Bytes, of "40GB"; parameters, of "70e9" or "70B".
-
-    Raises:
-        InputError: it is neither.
-    """
+    """Bytes, of "40GB"; parameters, of "70e9" or "70B"; else an InputError."""
     match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMBGT]?)B?", text.strip(), re.IGNORECASE)
     try:
         number = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2].upper()]
@@ -208,17 +192,21 @@ def of_model(name):
 # ---- what is said -----------------------------------------------------------------------------------------------
 
 
+def advised(rows):
+    """The row of the lowest stage that fits, or may fit; None where none does."""
+    return next((rows[number] for number in ADVISED if rows[number]["fits"] is not False), None)
+
+
 def advice(rows, budget, computing, rank, ran):
     """In words: which stage, and what bounds it."""
-    fitting = [rows[number] for number in ADVISED if rows[number]["fits"] is not False]
-    if not fitting:
+    row = advised(rows)
+    if row is None:
         least = min(rows, key=lambda row: row["device"])
         takes = show_bytes(round(least["device"]))
         return (
             f"Nothing fits into {show_bytes(budget)}: {least['way']} takes least, {takes}. "
             "Take more GPUs, a tensor-parallel degree, a smaller micro-batch or shorter samples: see what is largest."
         )
-    row = fitting[0]
     said = f"{row['way']}: the lowest that fits into {show_bytes(budget)}."
     if row["engine"] in SEND_ALIKE:
         said += " Up to stage 2 all send as much; stage 3 sends half as much again."
@@ -241,17 +229,12 @@ def advice(rows, budget, computing, rank, ran):
 
 
 def confirmed(options, results):
-    """The engine that is advised, simulated.
-
-    Raises:
-        InputError: nothing is advised, or the model is cut by other degrees.
-    """
-    rows = [results["rows"][number] for number in ADVISED if results["rows"][number]["fits"] is not False]
+    """The engine that is advised, simulated; an InputError where none is, or where other degrees cut the model."""
+    row = advised(results["rows"])
     if results["tensor"] * results["pipeline"] > 1:
         raise InputError("--simulate: the engines cut no model by tensor or pipeline degrees; give neither")
-    if not rows:
+    if row is None:
         raise InputError("--simulate: nothing fits, so nothing is advised")
-    row = rows[0]
     made = simulate(
         Setting(
             find_engine(row["engine"]),
@@ -292,28 +275,17 @@ def tables(results):
     )
     held, moved = [], []
     for row in results["rows"]:
-        fits = "-" if row["fits"] is None else ("yes" if row["fits"] else "no")
-        states = show_bytes(round(sum(row["states"].values())))
+        fits = {None: "-", True: "yes", False: "no"}[row["fits"]]
+        states, transient, device = sum(row["states"].values()), row["transient"], row["device"]
+        states, transient, device = (show_bytes(round(count)) for count in (states, transient, device))
         activations = "?" if row["activations"] is None else show_bytes(round(row["activations"]))
-        held.append(
-            [
-                row["way"],
-                states,
-                show_bytes(round(row["transient"])),
-                activations,
-                show_bytes(round(row["device"])),
-                fits,
-            ]
-        )
+        held.append([row["way"], states, transient, activations, device, fits])
         counts = [show_bytes(round(row[name])) for name in ("host", "disk", "sent", "bus", "disk_moved")]
         moved.append([row["way"], *counts, f"{max(row['seconds'].values()):.2g} s"])
     note = f"A micro-batch computes for {results['compute_seconds']:.2g} s."
-    return [
-        Table(title, ("on a GPU", "model states", "in flight", "activations", "in all", "fits"), held),
-        Table(
-            "", ("beside it", "host", "disk", "sent in a step", "over the bus", "disk", "takes"), moved, caption=note
-        ),
-    ]
+    on_device = ("on a GPU", "model states", "in flight", "activations", "in all", "fits")
+    beside = ("beside it", "host", "disk", "sent in a step", "over the bus", "disk", "takes")
+    return [Table(title, on_device, held), Table("", beside, moved, caption=note)]
 
 
 if __name__ == "__main__":

@@ -14,20 +14,13 @@ SWITCHES = ("quantize_weights", "hierarchical", "quantize_gradients")  # of ZeRO
 
 @dataclass(frozen=True)
 class Shape:
-    """What formulas know of a model.
-
-    Attributes:
-        name: what tables call it.
-        parameters: Ψ.
-        layers, width, vocabulary, sequence: of a transformer; None of a model that is none.
-        rest: parameters outside of its blocks.
-    """
+    """What formulas know of a model."""
 
     name: str
     parameters: float
     layers: int
-    rest: float
-    width: int | None = None
+    rest: float  # parameters outside of its blocks
+    width: int | None = None  # this and the next two of a transformer
     vocabulary: int | None = None
     sequence: int | None = None
 
@@ -55,28 +48,18 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Rank:
-    """One of the ranks that share a model.
-
-    Attributes:
-        shape: the model.
-        gpu: a Hardware.
-        ranks, per_node: of data parallelism, in all and in a node.
-        tensor, pipeline: degrees, which divide the model.
-        width: bytes of a parameter.
-        batch, sequence: samples of a micro-batch, and their length; None where the model has none.
-        checkpoints: activations are computed again in backward.
-    """
+    """One of the ranks that share a model."""
 
     shape: Shape
     gpu: Hardware
-    ranks: int
-    per_node: int
-    tensor: int
+    ranks: int  # of data parallelism, in all
+    per_node: int  # of them
+    tensor: int  # this and the next are degrees, which divide the model
     pipeline: int
-    width: int
-    batch: int
-    sequence: int | None
-    checkpoints: bool
+    width: int  # bytes of a parameter
+    batch: int  # samples of a micro-batch
+    sequence: int | None  # their length; None where the model has none
+    checkpoints: bool  # activations are computed again in backward
 
     @property
     def psi(self):

@@ -56,20 +56,18 @@ def main(arguments=None):
 def survey(hardware):
     """All four parts, {name: rows}; as many cells at once as there are CPUs."""
     cells = {
-        "memory": [(name, size) for name in dict.fromkeys(way.engine for way in WAYS) for size in RANKS],
-        "largest": [(way, size) for way in range(len(WAYS)) for size in GROWING],
-        "speed": [(name, size, filled) for name in SPEEDS for size in FAST for filled in (False, True)],
-        "exposed": [(name, link) for name in EXPOSED for link in LINKS],
+        memory: [(name, size) for name in dict.fromkeys(way.engine for way in WAYS) for size in RANKS],
+        largest: [(way, size) for way in range(len(WAYS)) for size in GROWING],
+        speed: [(name, size, filled) for name in SPEEDS for size in FAST for filled in (False, True)],
+        exposed: [(name, link) for name in EXPOSED for link in LINKS],
     }
-    works = {"memory": memory, "largest": largest, "speed": speed, "exposed": exposed}
+    found = {part.__name__: [] for part in cells}
     with ProcessPoolExecutor(cpus()) as pool, progress_bar(TextColumn("simulated")) as bar:
         task = bar.add_task("scaling", total=sum(map(len, cells.values())))
-        found = {name: [] for name in cells}
-        under_way = {name: [pool.submit(works[name], hardware, *cell) for cell in cells[name]] for name in cells}
-        for name, futures in under_way.items():
-            for future in futures:
-                found[name].append(future.result())
-                bar.advance(task)
+        under_way = [(part, pool.submit(part, hardware, *cell)) for part in cells for cell in cells[part]]
+        for part, future in under_way:
+            found[part.__name__].append(future.result())
+            bar.advance(task)
     return found
 
 

@@ -10,7 +10,7 @@ step, by the memory timeline and the traffic meter of real runs, and stands besi
 """
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from common.engine.mixed_precision import dtype_of
 from common.engines import find_engine
@@ -62,35 +62,20 @@ def main(arguments=None):
 
 
 def setting_of(options):
-    """What the options ask for.
-
-    Raises:
-        InputError: it cannot be.
-    """
+    """What the options ask for, or an InputError."""
     check_counts(options, "batch", "seq", "accumulate")
     dtype_of(options.precision)
     if options.trace and not options.hardware:
         raise InputError(f"--trace {options.trace}: add --hardware, whose time it shows")
     if options.offload_activations and options.checkpoint_activations is None:
         raise InputError("--offload-activations: what checkpoints save goes to the host; add --checkpoint-activations")
-    return Setting(
-        find_engine(options.engine),
-        options.model,
-        options.world_size,
-        rank=options.rank,
-        ranks_per_node=options.ranks_per_node,
-        precision=options.precision,
-        bucket_mb=options.bucket_mb,
-        clip_norm=options.clip_norm,
-        batch=options.batch,
-        sequence=options.seq,
-        checkpoint_activations=options.checkpoint_activations,
-        offload_activations=options.offload_activations,
-        accumulate=options.accumulate,
-        no_sync=options.no_sync,
-        own=own_options(options.own),
-        hardware=None if options.hardware is None else preset(options.hardware),
-    )
+    changed = {
+        "engine": find_engine(options.engine),
+        "sequence": options.seq,
+        "own": own_options(options.own),
+        "hardware": None if options.hardware is None else preset(options.hardware),
+    }
+    return Setting(**{field.name: getattr(options, field.name, field.default) for field in fields(Setting)} | changed)
 
 
 def results_of(options, setting, row):

@@ -28,12 +28,7 @@ FREE = ("prim", "profiler")
 
 
 class Clock(TorchDispatchMode):
-    """The clocks of a rank's streams over what runs in this context.
-
-    Args:
-        hardware: a `Hardware`.
-        ranks_per_node: of the world.
-        traffic: the engine's, which knows the phase.
+    """The clocks of a rank's streams over what runs in this context; `traffic` is the engine's, which knows the phase.
 
     Attributes:
         now: {stream: seconds}.
@@ -46,14 +41,8 @@ class Clock(TorchDispatchMode):
     def __init__(self, hardware, ranks_per_node, traffic):
         super().__init__()
         self.hardware, self.ranks_per_node, self._traffic = hardware, ranks_per_node, traffic
-        self.now, self.busy, self.waited, self.flops, self.events = (
-            defaultdict(float),
-            Counter(),
-            Counter(),
-            Counter(),
-            [],
-        )
-        self._stream = COMPUTE
+        self.now, self.busy, self.waited, self.flops = defaultdict(float), Counter(), Counter(), Counter()
+        self.events, self._stream = [], COMPUTE
 
     def __enter__(self):
         SimulatedLane.clock = self
@@ -93,8 +82,6 @@ class Clock(TorchDispatchMode):
                 self.spend(lane, sum(buffer.nbytes for buffer in buffers) / self._rate())
         finally:
             self._stream = caller
-            if self.hardware.shared:  # nothing runs beside anything
-                self.now[caller] = max(self.now[caller], self.now[lane])
 
     def catch_up(self, lane, end):
         """Have the current stream wait for what a lane does."""
@@ -105,11 +92,7 @@ class Clock(TorchDispatchMode):
             self.now[self._stream] = end
 
     def found(self, tokens, width):
-        """What a step comes to.
-
-        Args:
-            tokens: of all ranks.
-            width: bytes of an element of the precision.
+        """What a step of so many tokens, of all ranks, comes to; `width` is the precision's bytes of an element.
 
         Returns:
             {"hardware", its "source", "step_seconds", "tokens_per_second"; "model_flops", three times those of

@@ -1,7 +1,7 @@
 """What a rank runs on, in the few numbers that a step's time is made of: presets of clusters, from data sheets."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.errors import InputError
 
@@ -10,41 +10,24 @@ GB = 1e9  # bytes a second, and bytes
 
 @dataclass(frozen=True)
 class Hardware:
-    """A rank's device, and what it is connected by.
-
-    Attributes:
-        name: what tables call it.
-        flops: {bytes of an element: floating-point operations a second at their peak}.
-        fraction: of the peak that a large matrix multiplication reaches.
-        memory: bytes a second, of the device's own.
-        operation: seconds that an operation takes, however small it is.
-        inside, between: bytes a second that a rank sends within its node, and that a node sends to others.
-        latency: seconds of a message.
-        bus, disk: bytes a second of a rank, each way.
-        host_memory: bytes a second of the host, for the steps of its optimizer.
-        holds, host_holds, disk_holds: bytes of the device's memory; a rank's part of its node's memory and disks.
-        ranks_per_node: how many share a node.
-        source: where these numbers are from.
-        shared: nothing runs beside anything, as where lanes compute on the rank's own cores.
-    """
+    """A rank's device, and what it is connected by: bytes, and bytes a second, unless said otherwise."""
 
     name: str
-    flops: dict
-    fraction: float
+    flops: dict  # {bytes of an element: floating-point operations a second at their peak}
+    fraction: float  # of the peak that a large matrix multiplication reaches
     memory: float
-    operation: float
-    inside: float
-    between: float
-    latency: float
-    bus: float
+    operation: float  # seconds that an operation takes, however small it is
+    inside: float  # what a rank sends within its node
+    between: float  # what a node sends to others
+    bus: float  # of a rank, each way; and so its disk
     disk: float
-    host_memory: float
+    host_memory: float  # for the steps of the host's optimizer
     holds: float
     ranks_per_node: int
-    host_holds: float = math.inf
+    latency: float = 10e-6  # seconds of a message
+    host_holds: float = math.inf  # a rank's part of its node's memory, and of its disks
     disk_holds: float = math.inf
     source: str = "from data sheets, and compared with no run"
-    shared: bool = False
 
 
 # Peaks as the makers' data sheets have them, dense; of links one direction; of a node's disks and host a rank's part.
@@ -58,7 +41,6 @@ PRESETS = {
         operation=6e-6,
         inside=150 * GB,
         between=100 * GB,
-        latency=10e-6,
         bus=6 * GB,
         disk=1.6 * GB,
         host_memory=12 * GB,
@@ -75,7 +57,6 @@ PRESETS = {
         operation=5e-6,
         inside=300 * GB,
         between=200 * GB,
-        latency=10e-6,
         bus=25 * GB,
         disk=3 * GB,
         host_memory=40 * GB,
@@ -92,7 +73,6 @@ PRESETS = {
         operation=4e-6,
         inside=450 * GB,
         between=400 * GB,
-        latency=10e-6,
         bus=50 * GB,
         disk=6 * GB,
         host_memory=60 * GB,
@@ -101,32 +81,12 @@ PRESETS = {
         host_holds=2e12 / 8,
         disk_holds=30.7e12 / 8,
     ),
-    "h200-141g": Hardware(
-        "DGX H200",
-        flops={4: 494e12, 2: 989e12},
-        fraction=0.5,
-        memory=4800 * GB,
-        operation=4e-6,
-        inside=450 * GB,
-        between=400 * GB,
-        latency=10e-6,
-        bus=50 * GB,
-        disk=6 * GB,
-        host_memory=60 * GB,
-        holds=141e9,
-        ranks_per_node=8,
-        host_holds=2e12 / 8,
-        disk_holds=30.7e12 / 8,
-    ),
 }
+PRESETS["h200-141g"] = replace(PRESETS["h100-80g"], name="DGX H200", memory=4800 * GB, holds=141e9)
 
 
 def preset(name):
-    """The preset of this name.
-
-    Raises:
-        InputError: there is none.
-    """
+    """The preset of this name; an InputError where there is none."""
     if name not in PRESETS:
         raise InputError(f"unknown hardware {name!r}; known: {', '.join(PRESETS)}")
     return PRESETS[name]

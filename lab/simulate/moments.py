@@ -14,19 +14,13 @@ LARGEST = 5  # kinds of activations that a moment names
 
 @dataclass
 class Moment:
-    """A moment of a step.
+    """A moment of a step."""
 
-    Attributes:
-        phase, part, operation: "backward", "blocks.3" or "" where no part runs, "aten.mm".
-        resident: {class of common.measure.memory: bytes}.
-        activations: [[how many, shape, dtype, bytes of all of them]], the largest kinds.
-    """
-
-    phase: str = ""
-    part: str = ""
-    operation: str = ""
-    resident: dict = field(default_factory=dict)
-    activations: list = field(default_factory=list)
+    phase: str = ""  # "backward"
+    part: str = ""  # "blocks.3"; "" where no part runs
+    operation: str = ""  # "aten.mm"
+    resident: dict = field(default_factory=dict)  # {class of common.measure.memory: bytes}
+    activations: list = field(default_factory=list)  # [[how many, shape, dtype, bytes of all]], the largest kinds
 
     @property
     def nbytes(self):
@@ -38,14 +32,7 @@ class Moments(Timeline):
     """A `Timeline` that looks only where something may have changed that matters: a model may have 100,000 operations.
 
     It looks where a part of the model begins, and whenever what was taken since the last look and is still there would
-    make a new peak, if nothing else had been given back. So the peak is that of a `Timeline`.
-
-    Args:
-        engine: as `Timeline` takes it, around `model`.
-        model: whose parts are named.
-
-    Attributes:
-        worst: the Moment of the peak.
+    make a new peak, if nothing else had been given back. So the peak is that of a `Timeline`; `worst` is its Moment.
     """
 
     def __init__(self, engine, model):

@@ -10,29 +10,20 @@ from common.measure.timeline import PHASES
 from common.measure.traffic import Traffic
 from common.tensors import tensors_in, tensors_of_state
 
-# torch's names of operations -> the meter's, and how many times a rank sends its part of N-1 parts of N.
+# What torch's names of operations have in them -> the meter's, and how often a rank sends its N-1 parts of N.
 SENT = {
-    "allreduce_": ("all_reduce", 2),
-    "allreduce_coalesced_": ("all_reduce", 2),
-    "allgather_": ("all_gather", 1),
-    "_allgather_base_": ("all_gather", 1),
-    "allgather_into_tensor_coalesced_": ("all_gather", 1),
-    "reduce_scatter_": ("reduce_scatter", 1),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "alltoall_": ("all_to_all", 1),
-    "alltoall_base_": ("all_to_all", 1),
+    "allreduce": ("all_reduce", 2),
+    "allgather": ("all_gather", 1),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
 }
 
 
 class Outsider(TorchDispatchMode):
-    """What `Moments` and a table ask of an engine, for one that has neither `live()` nor `comm`.
+    """What `Moments` and a table ask of an engine, for one with `module` and `optimizer`, but no `live()` or `comm`.
 
     A context manager around what is to be counted. Collectives count by the law of common.measure.traffic; broadcasts
     and messages between two ranks do not.
-
-    Args:
-        engine: with `module` and `optimizer`.
     """
 
     def __init__(self, engine):
@@ -40,13 +31,13 @@ class Outsider(TorchDispatchMode):
         self.engine, self.comm = engine, SimpleNamespace(traffic=Traffic())
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.__name__.partition(".")[0]
+        sent = next((SENT[kind] for kind in SENT if kind in function.__name__), None)
         if function.namespace == "profiler" and isinstance(args[0], str) and args[0] in PHASES:  # common.train's labels
             self.comm.traffic.phase = args[0]
-        elif function.namespace == "c10d" and name in SENT:
+        elif function.namespace == "c10d" and sent is not None:
             group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
             whole = max(sum(tensor.nbytes for tensor in tensors_in(arg)) for arg in args)
-            collective, times = SENT[name]
+            collective, times = sent
             self.comm.traffic.record(collective, times * whole * (group.size() - 1) // group.size())
         return function(*args, **(kwargs or {}))
 

@@ -175,11 +175,7 @@ def model_of(name, checkpoint_activations=None):
 
 
 def batch_of(model, samples, length=None):
-    """What a model of `model_of` is given for so many samples: (inputs, targets).
-
-    Raises:
-        InputError: it cannot take samples of this length.
-    """
+    """(inputs, targets) of so many samples for a model of `model_of`; other lengths than it takes are an InputError."""
     if isinstance(model, Foreign):
         return model.batch(samples, length or LENGTH)
     if length is not None and not getattr(model, "predicts_text", False):
@@ -204,38 +200,25 @@ def tokens_of(model, length=None):
 
 @dataclass(frozen=True)
 class Setting:
-    """What is simulated.
+    """What is simulated."""
 
-    Attributes:
-        engine: a class with an engine's surface.
-        model: what `model_of` knows.
-        world_size, rank, ranks_per_node: the rank; None is one node.
-        precision, bucket_mb, clip_norm: the engine's.
-        batch, sequence: samples of a rank's micro-batch, and their length; None is the model's.
-        checkpoint_activations, offload_activations: as the training commands have them.
-        accumulate, no_sync: micro-batches of a step, and whether only the last is reduced.
-        own: what the engine takes besides, {name: value}.
-        backend: whose paths its collectives take, "nccl" or "gloo".
-        hardware: whose time is counted; None counts none.
-    """
-
-    engine: type
-    model: str
+    engine: type  # with an engine's surface
+    model: str  # what `model_of` knows
     world_size: int
     rank: int = 0
-    ranks_per_node: int | None = None
-    precision: str = "fp32"
+    ranks_per_node: int | None = None  # None is one node
+    precision: str = "fp32"  # this and the next two are the engine's
     bucket_mb: float = 25.0
     clip_norm: float | None = None
-    batch: int = 1
-    sequence: int | None = None
-    checkpoint_activations: str | None = None
+    batch: int = 1  # samples of a rank's micro-batch
+    sequence: int | None = None  # their length; None is the model's
+    checkpoint_activations: str | None = None  # this and the next as the training commands have them
     offload_activations: bool = False
-    accumulate: int = 1
-    no_sync: bool = False
-    own: dict = field(default_factory=dict)
-    backend: str = "nccl"
-    hardware: Hardware | None = None
+    accumulate: int = 1  # micro-batches of a step
+    no_sync: bool = False  # only the last is reduced
+    own: dict = field(default_factory=dict)  # what the engine takes besides
+    backend: str = "nccl"  # whose paths its collectives take; or "gloo"
+    hardware: Hardware | None = None  # whose time is counted; None counts none
 
 
 def simulate(setting, step):
@@ -306,11 +289,7 @@ def _no_value(name, tensor):
 
 
 def engine_of(setting, group=None):
-    """The engine and its model, in a simulated world, or over a simulated group.
-
-    Raises:
-        InputError: the engine takes no option of such a name.
-    """
+    """The engine and its model, in a simulated world or over its group; an InputError names an unknown option."""
     taken = [inspect.signature(kind.__init__).parameters for kind in setting.engine.__mro__]
     for name in setting.own:
         if not any(name in parameters for parameters in taken):
@@ -348,11 +327,7 @@ def counted(books, moments, setting, module):
 
 
 def own_options(pairs):
-    """What an engine takes besides, from texts such as "hierarchical=False" or "tiers=nvme": {name: value}.
-
-    Raises:
-        InputError: a text is no such pair.
-    """
+    """What an engine takes besides, {name: value}, from texts such as "hierarchical=False", or an InputError."""
     found = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

@@ -8,9 +8,9 @@ On one machine the ranks are told that they live on nodes of two, so that gradie
 how fast a link is.
 """
 
+import argparse
 import statistics
 import tempfile
-from copy import copy
 from functools import partial
 from pathlib import Path
 
@@ -64,11 +64,7 @@ def main(arguments=None):
 
 
 def chosen(options):
-    """The rows of RUNS that are asked for.
-
-    Raises:
-        InputError: there is no such row.
-    """
+    """The rows of RUNS that are asked for; an InputError where there is no such row."""
     wanted = options.only.split(";") if options.only else list(RUNS)
     for name in wanted:
         if name not in RUNS:
@@ -77,19 +73,14 @@ def chosen(options):
 
 
 def compare(world, options):
-    """Train every row from every seed.
-
-    Returns:
-        On rank 0 the JSON of `lab.zeropp.convergence`; else None.
-    """
+    """Train every row from every seed; on rank 0 the JSON of `lab.zeropp.convergence`, else None."""
     rows = []
     with progress_bar() as bar:
         task = bar.add_task("trainings", total=len(chosen(options)) * options.seeds, visible=world.rank == 0)
         for name, (engine, own) in chosen(options).items():
             rows.append({"run": name, "engine": engine, "options": own, "seeds": []})
             for seed in range(options.seeds):
-                of_seed = copy(options)
-                of_seed.seed = seed
+                of_seed = argparse.Namespace(**{**vars(options), "seed": seed})
                 rows[-1]["seeds"].append(train(world, engine, own, of_seed))
                 bar.advance(task)
     if world.rank:
@@ -97,12 +88,7 @@ def compare(world, options):
     return {
         "world_size": world.size,
         "ranks_per_node": options.ranks_per_node,
-        "model": options.model,
-        "precision": options.precision,
-        "lr": options.lr,
-        "batch": options.batch,
-        "steps": options.steps,
-        "block": options.block,
+        **{name: getattr(options, name) for name in ("model", "precision", "lr", "batch", "steps", "block")},
         "hardware": hardware(world.device),
         "rows": rows,
     }
@@ -185,11 +171,7 @@ def table(results):
 
 
 def figure(results):
-    """The loss curves, means of all seeds with the band between the lowest and the highest; and the losses at the end.
-
-    Returns:
-        A matplotlib Figure.
-    """
+    """The loss curves, means of all seeds with the band from lowest to highest, and the losses at the end: a Figure."""
     drawn, (curves, ends) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", width_ratios=(3, 2))
     colours = plt.get_cmap("tab10").colors
     for row, colour in zip(results["rows"], colours, strict=False):

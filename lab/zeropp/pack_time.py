@@ -47,24 +47,16 @@ def measure(elements, rounds):
             contestants[name] = (blocks.unpack, message, arrived[name])
     seconds = {name: [] for name in contestants}
     with progress_bar() as bar:
-        task = bar.add_task("rounds", total=WARM_UP + rounds)
-        for _ in range(WARM_UP + rounds):
+        for _ in bar.track(range(WARM_UP + rounds), description="rounds"):
             for name, (run, *tensors) in contestants.items():
                 began = time.perf_counter()
                 run(*tensors)
                 seconds[name].append(time.perf_counter() - began)
-            bar.advance(task)
-    rows = [
-        {
-            "what": name,
-            "first_seconds": taken[0],
-            "median_seconds": statistics.median(taken[WARM_UP:]),
-            "same_bits": torch.equal(arrived[name], arrived[name.removesuffix(", compiled")])
-            if name.endswith("compiled")
-            else None,
-        }
-        for name, taken in seconds.items()
-    ]
+    rows = []
+    for name, taken in seconds.items():
+        rows.append({"what": name, "first_seconds": taken[0], "median_seconds": statistics.median(taken[WARM_UP:])})
+        eager = arrived.get(name.removesuffix(", compiled"))
+        rows[-1]["same_bits"] = torch.equal(arrived[name], eager) if name.endswith("compiled") else None
     return {"elements": elements, "rounds": rounds, "hardware": hardware(torch.device("cpu")), "rows": rows}
 
 

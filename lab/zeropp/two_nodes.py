@@ -43,11 +43,7 @@ WEIGHTS, COPIES, GRADIENTS = ({**NONE, switch: True} for switch in NONE)
 
 
 class AsTheyAre:
-    """No quantization: the values, rounded to a dtype. What hops alone save is measured with it.
-
-    Args:
-        dtype: in which values travel.
-    """
+    """No quantization: the values, rounded to a dtype. What hops alone save is measured with it."""
 
     def __init__(self, dtype):
         self.dtype = dtype
@@ -97,7 +93,11 @@ ENGINES = [
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
     parser = parser_of("lab.zeropp.two_nodes", __doc__)
-    add_arguments(parser)
+    parser.add_argument("--model", default="gpt-link", help="of the zoo (default: %(default)s)")
+    parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16"), help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="of each engine, the first of them warms up (default: 5)")
+    parser.add_argument("--block", type=int, default=256, help="elements that share a scale (default: %(default)s)")
+    parser.add_argument("--only", metavar="NAMES", help="rows of the table by their switches, with ; between them")
     parser.add_argument("--rate", default="100mbit", help="of the link, as tc has it, or none (default: %(default)s)")
     options = asked(parser, arguments)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -108,21 +108,8 @@ def main(arguments=None):
     tell(options, results, table)
 
 
-def add_arguments(parser):
-    """What is trained."""
-    parser.add_argument("--model", default="gpt-link", help="of the zoo (default: %(default)s)")
-    parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16"), help="(default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="of each engine, the first of them warms up (default: 5)")
-    parser.add_argument("--block", type=int, default=256, help="elements that share a scale (default: %(default)s)")
-    parser.add_argument("--only", metavar="NAMES", help="rows of the table by their switches, with ; between them")
-
-
 def chosen(options):
-    """The rows of ENGINES that are asked for.
-
-    Raises:
-        InputError: the options make no sense.
-    """
+    """The rows of ENGINES that are asked for; an InputError where the options make no sense."""
     if options.steps < 2:
         raise InputError(f"--steps {options.steps}: the first step warms up, so give 2 or more")
     models.build(options.model)
@@ -139,12 +126,9 @@ def on_nodes(nodes, options):
     chosen(options)
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "results.json")
-        asked = [f"--{name}={value}" for name, value in vars(options).items() if name in ASKED and value is not None]
-        nodes.run("lab.zeropp.two_nodes", *asked, f"--json={path}", ranks=RANKS)
+        given = {name: value for name, value in vars(options).items() if value is not None} | {"json": path}
+        nodes.run("lab.zeropp.two_nodes", *(f"--{name}={value}" for name, value in given.items()), ranks=RANKS)
         return json.loads(Path(path).read_text())
-
-
-ASKED = ("model", "precision", "steps", "block", "only", "rate")
 
 
 def measure_and_write(world, options):
@@ -155,10 +139,7 @@ def measure_and_write(world, options):
             "rate": options.rate,
             "nodes": world.size // rows[0]["ranks_per_node"],
             "ranks_per_node": rows[0]["ranks_per_node"],
-            "model": options.model,
-            "precision": options.precision,
-            "block": options.block,
-            "steps": options.steps,
+            **{name: getattr(options, name) for name in ("model", "precision", "block", "steps")},
             "hardware": hardware(world.device),
             "rows": rows,
         }
@@ -219,13 +200,10 @@ def meet(comm):
 
 
 def in_a_ring(sent, ranks_per_node):
-    """Bytes leaving one node, were every collective of all ranks a ring.
+    """Bytes leaving one node, were every collective of all ranks a ring, of what one rank sends by collective.
 
-    A rank of a ring sends all it sends to the next one, and one rank of each node has its next on another node.
-
-    Args:
-        sent: what one rank sends, by collective.
-        ranks_per_node: as many rings go across nodes.
+    A rank of a ring sends all it sends to the next one, and one rank of each node has its next on another node. As many
+    rings go across nodes as a node has ranks.
     """
     across = sum(count for name, count in sent.items() if name.endswith(ACROSS_NODES))
     flat = sum(count for name, count in sent.items() if not name.endswith((ACROSS_NODES, IN_NODE)))

@@ -230,7 +230,7 @@ OF_OTHERS = {  # command -> {its options: what is said}
         "--models gpt-huge": "unknown model 'gpt-huge'",
         "--precisions fp8": "unknown precision 'fp8'",
         "--nproc 2,x": "'x' is no world size",
-        "--batch 0": "--batch 0: at least 1 needed",
+        "--batch 0": "--batch 0: at least 1 is needed",
         "--bucket-mb 0": "a bucket needs a size above 0",
         "--json /no/such/folder/b.json": "there is no such folder",
         "--nproc 64": "--nproc 64: this machine has",

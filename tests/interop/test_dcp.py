@@ -207,24 +207,20 @@ def state():
     return state_of(module, optimizer)
 
 
-def without(path):
-    """Take an entry out of a state: a, b, c for state["a"]["b"]["c"]."""
-
-    def spoil(state):
-        *outer, last = path
-        del functools.reduce(operator.getitem, outer, state)[last]
-
-    return spoil
-
-
 def with_(path, value):
-    """Put another entry in."""
+    """Put another entry into a state, at a, b, c for state["a"]["b"]["c"]; None takes out what is there."""
 
     def spoil(state):
         *outer, last = path
-        functools.reduce(operator.getitem, outer, state)[last] = value
+        inner = functools.reduce(operator.getitem, outer, state)
+        inner[last] = value
+        if value is None:
+            del inner[last]
 
     return spoil
+
+
+without = functools.partial(with_, value=None)
 
 
 def numbered(state):

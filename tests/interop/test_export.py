@@ -206,13 +206,8 @@ def test_the_checkpoint_is_not_written_over(checkpoint, tmp_path, capsys, monkey
     (tmp_path / "link").symlink_to(checkpoint)
     (tmp_path / "index").symlink_to(checkpoint / "index.json")
     index, files = (checkpoint / "index.json").read_bytes(), sorted(os.listdir(checkpoint))
-    for file in (
-        "index.json",
-        checkpoint / "new",
-        tmp_path / "link" / "index.json",
-        tmp_path / "index",
-        "../checkpoint/x",
-    ):
+    linked = tmp_path / "link" / "index.json", tmp_path / "index"
+    for file in ("index.json", checkpoint / "new", *linked, "../checkpoint/x"):
         assert "the checkpoint's own folder" in unexported(capsys, checkpoint, file)
     assert (index, files) == ((checkpoint / "index.json").read_bytes(), sorted(os.listdir(checkpoint)))
 

@@ -46,8 +46,3 @@ def test_the_largest_batches_fit_under_the_cap_which_is_stage_0s_own_peak(survey
     assert largest["stage0_ddp", None] == (2, survey["cap_bytes"])
     assert all(peak <= survey["cap_bytes"] for _, peak in largest.values())
     assert largest["stage0_ddp", None][0] < largest["stage3_param", "non-reentrant"][0]
-
-
-@pytest.mark.parametrize("largest", range(20))
-def test_bisection_finds_the_largest_batch_that_fits(largest):
-    assert activations.largest_fitting(lambda batch: batch <= largest) == largest

@@ -33,16 +33,8 @@ COUNTS += ("disk_bytes_per_step", "host_state_bytes", "disk_state_bytes")
 @pytest.mark.parametrize(("stage", "precision", "model"), CASES)
 def test_a_simulated_rank_of_64_counts_what_the_formula_says(stage, precision, model):
     accumulated = precision != "fp32"
-    setting = Setting(
-        find_engine(stage),
-        model,
-        64,
-        ranks_per_node=NODE,
-        precision=precision,
-        bucket_mb=8.0,
-        accumulate=1 + accumulated,
-    )
-    counts = simulate(setting, train_step)
+    how = {"ranks_per_node": NODE, "precision": precision, "bucket_mb": 8.0, "accumulate": 1 + accumulated}
+    counts = simulate(Setting(find_engine(stage), model, 64, **how), train_step)
     for name in COUNTS:
         assert counts.get(name) == counts.get(f"predicted_{name}")
     held = bytes_held(stage, 64, precision, accumulated=accumulated) * models.count(models.build(model))

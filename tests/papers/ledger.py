@@ -138,14 +138,14 @@ def efficiency(bandwidth, model, tiers=None, samples=1, **more):
     """
     fast = dict.fromkeys(("memory", "inside", "between", "bus", "disk", "host_memory", "holds"), 1e30)
     machine = Hardware(
-        "sec. 4", {4: PEAK, 2: PEAK}, 1.0, operation=0.0, latency=0.0, ranks_per_node=1, shared=True,
+        "sec. 4", {4: PEAK, 2: PEAK}, 1.0, operation=0.0, latency=0.0, ranks_per_node=1,
         **fast | {"disk" if tiers and "nvme" in tiers.values() else "bus": bandwidth},
     )  # fmt: skip
     own = {"tiers": tiers, "keep_last": False} if tiers else {}
     engine = "offload.nvme" if tiers else P_OS_G
     setting = Setting(find_engine(engine), model, 1, precision="bf16", batch=samples, own=own, hardware=machine, **more)
     time = simulate(setting, train_step)["time"]
-    return 100 * time["flops"] / PEAK / time["step_seconds"]
+    return 100 * time["flops"] / PEAK / sum(time["busy"].values())
 
 
 @cache

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from unittest import mock
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from baseline import sum_in_rank_order
 
 from common.data import load_text
+from common.errors import InputError
 
 WINDOW = 32  # tokens of a sample
 USUAL = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "optim": "adamw_torch", "max_grad_norm": 0.0}
@@ -113,6 +115,24 @@ def apart(one, other):
     pairs = [(one[name].double(), other[name].double()) for name in one]
     difference = sum((a - b).square().sum() for a, b in pairs).sqrt()
     return (difference / sum(b.square().sum() for _, b in pairs).sqrt()).item()
+
+
+def refused(world, act, *arguments):
+    """What it says that refuses something."""
+    with as_by_torchrun(world):
+        try:
+            act(*arguments)
+        except (InputError, ValueError, RuntimeError) as error:
+            return str(error)
+    return "accepted"
+
+
+def check_refused(worlds, words, act, *arguments):
+    """Two ranks refuse something in the same line, in which the words are."""
+    said = worlds(2).run(refused, act, *arguments)
+    assert len(set(said)) == 1
+    (line,) = said[0].splitlines()
+    assert re.search(words, line)
 
 
 def shared(folder):

@@ -32,11 +32,7 @@ def WarmupLR(
     warmup_type="log",
     last_batch_iteration=-1,
 ):
-    """The rate rises, by default to the optimizer's own, and stays; a list has a rate for each group.
-
-    Raises:
-        InputError: an argument cannot be; it names it.
-    """
+    """The rate rises, by default to the optimizer's own, and stays; a list has a rate for each group."""
     first = checked(warmup_num_steps, warmup_type, last_batch_iteration)
     return warmed(optimizer, warmup_min_lr, warmup_max_lr, first, warmup_type, lambda iteration: 1.0)
 
