@@ -6,7 +6,6 @@
 What is stored belongs to these cells: a digest of their text is stored beside it, and a test compares it.
 """
 
-import argparse
 import hashlib
 import re
 import sys
@@ -18,7 +17,7 @@ from nbclient.exceptions import CellExecutionError
 from nbformat.reader import NotJSONError
 
 from common.errors import InputError
-from common.outputs import ROOT, check_clone, one_line_errors
+from common.outputs import ROOT, check_clone, one_line_errors, parser_of
 
 FOLDER = ROOT / "notebooks"
 SECONDS = 300  # that a cell may take
@@ -29,7 +28,7 @@ METADATA = {
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("course.execute", __doc__)
     parser.add_argument("notebooks", nargs="*", type=Path, default=sorted(FOLDER.glob("*.ipynb")))
     with one_line_errors():
         check_clone("notebooks/exercises")

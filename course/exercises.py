@@ -6,13 +6,12 @@ What each takes out, and what is at hand to write it, stands in exercises.toml. 
 this writes, so that no exercise falls behind its engine.
 """
 
-import argparse
 import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 from common.errors import InputError
-from common.outputs import one_line_errors
+from common.outputs import one_line_errors, parser_of
 from course.parts import ROOT, Exercise, Part, bare, methods_of, place, shows, solutions, written
 
 
@@ -31,7 +30,7 @@ EXERCISES, LATER = ALL[:3], ALL[3:]  # what the later ones show of stages 1 to 3
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("course.exercises", __doc__)
     parser.parse_args(argv)  # there are none
     with one_line_errors():
         for exercise in ALL:

@@ -12,7 +12,6 @@ Exit status 0 says that all promises hold, 1 that one fails, 2 that nothing was 
 fault: one line says why.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from common.errors import InputError
-from common.outputs import check_outputs, one_line_errors, write_json
+from common.outputs import check_outputs, one_line_errors, parser_of, write_json
 from course.exercises import ALL, EXERCISES
 from course.grader.graded import graded
 from course.grader.grading import ENGINES
@@ -37,7 +36,7 @@ REPORTS = ROOT / "results" / "local" / "graded"
 
 def main(argv=None):
     """Grade a file, print the answer, and end with its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("course.grade", __doc__)
     parser.add_argument("file", type=Path, help="a submission, with the exercise in its name or its folder's")
     parser.add_argument("--hint", type=int, choices=(1, 2, 3), help="how much to say (default: 1)")
     parser.add_argument("--part", metavar="PART", help="grade one part alone, by its number or its method")

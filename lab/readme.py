@@ -106,7 +106,7 @@ def page_of(engine):
 
 
 def _table(command, *names):
-    """The tables that a command makes of its records. Here, as anywhere in common/, engines go by their names."""
+    """The tables that a command makes of its records. Engines go by their names."""
     return "\n\n".join(importlib.import_module(command).table(_read(name)).markdown() for name in names)
 
 
@@ -136,11 +136,18 @@ def stages_table(demo):
         source = source_of(stage)
         cells = (f"[`{stage}`]({page_of(stage)})", idea, f"{in_fp32}: {held}", in_16_bit, sent)
         rows.append((*cells, f"[{_length(source)}]({source})"))
-    header = ("stage", "what is sharded", "held by a rank", "in 16-bit", "sent by a rank in a step", "lines")
+    header = (
+        "stage",
+        "what is sharded",
+        "held by a rank, bytes",
+        "in 16-bit",
+        "sent by a rank in a step, elements",
+        "lines",
+    )
     note = (
         "Ψ: parameters of the model; N: ranks (processes, one for each GPU); P: ranks of a node. Bytes are counted: "
         f"{_what(demo)}, in nodes of 2; for `offload` and `offload.nvme`, on the device. Lines: of the engine's file, "
-        "as `wc -l` counts them."
+        "as `wc -l` counts them; Infinity and ZeRO++ derive from stage 3's engine."
     )
     return Table("", header, rows, words=(0, 1), note=note).markdown()
 

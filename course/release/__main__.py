@@ -11,7 +11,6 @@ The grader in the tree holds submissions to recorded promises, see `course.grade
 git tracks, with the two scripts that Gradescope calls: it has the engines, which the later exercises are held to.
 """
 
-import argparse
 import ast
 import contextlib
 import json
@@ -24,7 +23,7 @@ import zipfile
 from pathlib import Path
 
 from common.errors import InputError
-from common.outputs import ROOT, one_line_errors
+from common.outputs import ROOT, one_line_errors, parser_of
 from course.exercises import EXERCISES, apart
 from course.grader.graded import Worlds
 from course.grader.promises import PROMISES, record
@@ -45,7 +44,7 @@ OPEN = '\n\ndef {name}(*arguments):\n    raise NotImplementedError("{package}/mi
 
 def main(argv=None):
     """Parse the arguments, write the tree, its archive and the bundle, and name them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("course.release", __doc__)
     parser.add_argument("--out", default="results/local/student", help="a folder (default: %(default)s)")
     options = parser.parse_args(argv)
     with one_line_errors():

@@ -5,13 +5,12 @@
 The file is what Gradescope calls results.json: a test for each promise, with its points, and a hint where it fails.
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
 
 from common.errors import InputError
-from common.outputs import one_line_errors, write_text
+from common.outputs import one_line_errors, parser_of, write_text
 from course.exercises import ALL
 from course.grader.graded import graded
 
@@ -21,7 +20,7 @@ FAULT = "That is not your fault, and no answer about your file: have the autogra
 
 def main(argv=None):
     """Grade a folder and write the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("course.release.gradescope", __doc__)
     parser.add_argument("submission", type=Path, help="a folder")
     parser.add_argument("results", help="the JSON to write")
     options = parser.parse_args(argv)

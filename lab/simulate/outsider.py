@@ -32,7 +32,7 @@ class Outsider(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         sent = next((SENT[kind] for kind in SENT if kind in function.__name__), None)
-        if function.namespace == "profiler" and isinstance(args[0], str) and args[0] in PHASES:  # common.train's labels
+        if function.namespace == "profiler" and isinstance(args[0], str) and args[0] in PHASES:  # common.loop's labels
             self.comm.traffic.phase = args[0]
         elif function.namespace == "c10d" and sent is not None:
             group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))

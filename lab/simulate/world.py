@@ -226,7 +226,7 @@ def simulate(setting, step):
 
     Args:
         setting: a Setting.
-        step: `step(engine, micro_batches, no_sync, loss)` trains one; common.train's.
+        step: `step(engine, micro_batches, no_sync, loss)` trains one; common.loop's.
 
     Returns:
         A row: counts as the training commands have them, "peak_bytes", "peaks" by class, "worst", a Moment, and the
