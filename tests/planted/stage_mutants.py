@@ -12,7 +12,6 @@ from torch import nn
 from training import STAGES
 
 from common.engine import Bucket
-from common.ranks import collectives
 from common.ranks.lanes import Handle, InlineLane
 
 ZERO_ONE, ONE_TWO, TWO_THREE = STAGES[:2], STAGES[1:3], STAGES[2:]
@@ -52,44 +51,10 @@ shown_by = functools.partial(planting.shown_by, MUTANTS, engines=STAGES)
 globals().update((mutant.plant.__name__, mutant.plant) for mutant in MUTANTS)  # some are asked for by name
 
 
-@shown_by(TRAINED)
-def the_mean_is_divided_twice(engine):
-    return followed(collectives, "mean_in_rank_order", lambda pieces, mean: mean.div_(len(pieces)))
-
-
 @shown_by(CLIPPED)
 def padding_is_not_zeroed(engine):
     what_empty_may_hold = float("nan")
     return followed(Bucket, "seal", lambda bucket: bucket.local[bucket.numel :].fill_(what_empty_may_hold))
-
-
-@shown_by(TRAINED)
-@contextlib.contextmanager
-def the_mean_is_read_before_it_arrives(engine):
-    def keep(bucket):
-        bucket.early = bucket.reduced.clone()
-
-    def read_what_was_there(bucket):
-        bucket.handle.wait()
-        bucket.reduced.copy_(bucket.early)  # not left to chance
-
-    with followed(Bucket, "seal", keep), preceded(Bucket, "arrive", read_what_was_there):
-        yield
-
-
-@shown_by(TRAINED, engines=STAGES[:1])
-@contextlib.contextmanager
-def the_parameter_is_averaged_instead_of_the_gradient(engine):
-    def reduce(original, self, bucket):
-        bucket.seal()
-        bucket.handle = Handle((), lambda buffers: None)
-
-    def average(self):
-        for bucket in self.buckets:
-            self.comm.all_reduce(bucket.parameters).wait()
-
-    with replaced(engine, "reduce", reduce), followed(engine, "update", average):
-        yield
 
 
 @shown_by(SOMETIMES_UNUSED)
@@ -132,15 +97,4 @@ def a_bucket_does_not_wait_for_room(engine):
         preceded(engine, "take_room", lambda self, _: self.travelling.clear()),
         preceded(engine, "finish_backward", lambda self: self.late.set()),
     ):
-        yield
-
-
-@shown_by(ACCOUNTS, engines=STAGES[3:])
-@contextlib.contextmanager
-def units_are_not_freed_after_use(engine):
-    def let_go(self):
-        for unit in self.units:
-            unit.pins = 0
-
-    with followed(engine, "use", lambda self, unit, _: setattr(unit, "pins", 1)), preceded(engine, "free_all", let_go):
         yield
