@@ -57,11 +57,8 @@ class LateWork(dist.Work):
     def is_completed(self):
         return self.done
 
-    def is_success(self):
-        return self.done
-
-    def synchronize(self):
-        self.wait()
+    is_success = is_completed
+    synchronize = wait
 
     def result(self):
         return self.outputs
