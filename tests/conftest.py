@@ -11,7 +11,7 @@ import torch
 from browsing import chromium
 from matrix import CELLS, CROSSINGS, OPTIONS, QUICK, ZOO
 from places import LOCAL, RECORDS
-from scores import EQUIVALENCE, REDUCTION, SCORE, as_text, show_slowest, summarize
+from scores import EQUIVALENCE, REDUCTION, SCORE, as_text, summarize
 from training import ENGINES, SEVEN, STAGES
 from trap_models import CASES
 from worlds import HANGS, Worlds, WorldsThatMayHang, hangs
@@ -218,4 +218,3 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         if made is not None:
             terminalreporter.section(name)
             terminalreporter.write(as_text(made))
-    show_slowest(terminalreporter)

@@ -74,7 +74,7 @@ class Course(Peer):
         if any(parameter.is_meta for parameter in model.parameters()):
             models.materialize(model, init, Collectives().device)
         self.module, self.clip_norm = model, clip_norm
-        self.share_buffers()
+        share(self.module.buffers())
         self.wrapped = self.wrap(model, **others)
         trained = [parameter for parameter in self.wrapped.parameters() if parameter.requires_grad]
         self.optimizer = self.optimize(regroup(param_groups, names, model) or trained, optimizer)
@@ -88,15 +88,8 @@ class Course(Peer):
         return optimizer(parameters)
 
     def __call__(self, *args, **kwargs):
-        self.share_buffers()
+        share(self.module.buffers())
         return self.wrapped(*args, **kwargs)
-
-    def share_buffers(self):
-        """Give every rank rank 0's."""
-        for buffer in self.module.buffers():
-            whole = buffer.contiguous()
-            dist.broadcast(whole, 0)
-            buffer.data = whole
 
     def backward(self, loss):
         """Backpropagate, and have the answer end what it has under way."""
@@ -160,6 +153,14 @@ class Course(Peer):
 def file_of(path):
     """This rank's file in a folder."""
     return Path(path) / f"rank{dist.get_rank()}.pt"
+
+
+def share(tensors):
+    """Give every rank rank 0's."""
+    for tensor in tensors:
+        whole = tensor.data.contiguous()
+        dist.broadcast(whole, 0)
+        tensor.data = whole
 
 
 def mean_over_ranks(tensor):

@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
-from adapters import Course, refuse_readers
+from adapters import Course, refuse_readers, share
 from torch import nn
 from torch.optim import AdamW
 
@@ -120,8 +120,7 @@ class ZeRO3(Course):
         refuse_readers(model)
         if Collectives().device.type != "cpu":
             raise NotImplementedError("the course's layer computes with numpy, on CPUs")
-        for parameter in model.parameters():
-            dist.broadcast(parameter.data, 0)
+        share(model.parameters())
         make, comm = self.answer().ZeroDPStage3FCLayer, Communicator()
         inside = {layer: Layer(layer, make, comm) for layer in layers(model) if layer.weight.requires_grad}
         for module in list(model.modules()):

@@ -12,8 +12,7 @@ Source: the handouts of 2025 and 2026, and tests/adapters.py of https://github.c
 
 import importlib
 
-import torch.distributed as dist
-from adapters import Course, mean_over_ranks, refuse_readers
+from adapters import Course, mean_over_ranks, refuse_readers, share
 from torch import nn
 
 from common.models import count
@@ -60,8 +59,7 @@ class ShardedOptimizer(Course):
     name, follows = "cs336_sharded_optimizer", "stage1_os"
 
     def wrap(self, model, **others):
-        for parameter in model.parameters():
-            dist.broadcast(parameter.data, 0)
+        share(model.parameters())
         return model
 
     def optimize(self, parameters, optimizer):
@@ -101,8 +99,7 @@ class FSDP(Course):
 
     def wrap(self, model, **others):
         refuse_readers(model)
-        for parameter in model.parameters():
-            dist.broadcast(parameter.data, 0)
+        share(model.parameters())
         linear = [module for module in model.modules() if type(module) is nn.Linear]
         self.biases = [(module.bias, module.bias.shape) for module in linear if module.bias is not None]
         make_layers_the_courses(model)

@@ -9,8 +9,7 @@ import cmu15442
 import cs336
 import numpy as np
 import torch
-import torch.distributed as dist
-from adapters import mean_over_ranks
+from adapters import mean_over_ranks, share
 
 
 def answered(adapter):
@@ -38,8 +37,7 @@ class NotFilledIn(cs336.DDP):
 
 
 def get_ddp(module, *options):
-    for parameter in module.parameters():
-        dist.broadcast(parameter.data, 0)
+    share(module.parameters())
     return module
 
 

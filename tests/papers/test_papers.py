@@ -9,18 +9,18 @@ SAMPLE = CLAIMS[::8]  # of every paper
 
 @pytest.mark.parametrize("claim", SAMPLE, ids=lambda claim: f"{claim.paper}: {claim.says}")
 def test_a_claim_holds_or_is_refuted(claim):
-    assert claim.row()["verdict"] != "FAILED"
+    assert not claim.row()[-1].startswith("FAILED")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim.paper}: {claim.says}")
 def test_every_claim_holds_or_is_refuted(claim):
-    assert claim.row()["verdict"] != "FAILED"
+    assert not claim.row()[-1].startswith("FAILED")
 
 
 def test_what_is_not_the_printed_number_fails():
     claim = ledger.Claim("a paper", "1", "GB", "16.5", lambda: 16.7)
-    assert claim.row()["verdict"] == "FAILED"
+    assert claim.row()[-1] == "FAILED"
     assert {ledger.agrees(value, "16.5") for value in (16.46, 16.5, 16.54, 16.599)} == {True}
 
 

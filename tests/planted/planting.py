@@ -1,13 +1,18 @@
 """What a planted fault is, how it is planted in an engine's code, and what a probe finds of it.
 
-A fault is a function of the engine's class that returns a context manager, within which the fault is there. Its name
-says what is wrong. It is the same on every rank, so that none waits for another in vain, and does not depend on who is
+A fault is called with the engine's class and returns a context manager, within which the fault is there. Its name says
+what is wrong. It is the same on every rank, so that none waits for another in vain, and does not depend on who is
 early. The probe that shows it is a cell of the equivalence matrix, or a function: `probe(world, engine, folder)` runs
 on every rank and returns the promises that are broken.
 """
 
 import contextlib
+import importlib
+import inspect
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
 from unittest import mock
 
 from matrix import Cell, expected, train_cell
@@ -29,6 +34,65 @@ class Mutant:
         return self.plant.__name__.replace("_", " ")
 
 
+@dataclass(frozen=True)
+class Edit:
+    """A fault that is another text in a module: while it is there, all functions of the module run that text's code.
+
+    Attributes:
+        name: what is wrong.
+        module: its name, "engine" for the engine's own.
+        texts: [(what stands there once, what stands in its place)].
+    """
+
+    name: str
+    module: str
+    texts: tuple
+
+    @property
+    def __name__(self):
+        return self.name
+
+    @contextlib.contextmanager
+    def __call__(self, engine):
+        module = importlib.import_module(engine.__module__ if self.module == "engine" else self.module)
+        source = inspect.getsource(module)
+        for right, wrong in self.texts:
+            assert source.count(right) == 1, f"{right!r} stands {source.count(right)} times in {module.__name__}"
+            source = source.replace(right, wrong)
+        codes = dict(functions(module, compile(source, module.__file__, "exec")))
+        before = {function: function.__code__ for function in codes}
+        try:
+            for function, changed in codes.items():
+                function.__code__ = changed
+            yield
+        finally:
+            for function, own in before.items():
+                function.__code__ = own
+
+
+def functions(owner, code):
+    """Functions of a module or class, its classes' too: (function, its code within that of the module or class)."""
+    for part in (part for part in code.co_consts if isinstance(part, CodeType)):
+        held = vars(owner).get(part.co_name)
+        if isinstance(held, property):
+            held = held.fset if part.co_argcount == 2 else held.fget
+        if isinstance(held, type):
+            yield from functions(held, part)
+        elif callable(held) or isinstance(held, (staticmethod, classmethod)):
+            yield inspect.unwrap(held), part
+
+
+def read(name, engines, known, size=3):
+    """The mutants of a list in faults.toml; `known` has its probes, and its groups of engines, by name."""
+    mutants = []
+    for module, faults in tomllib.loads(Path(__file__).with_name("faults.toml").read_text())[name].items():
+        for fault, (shown, *texts) in faults.items():
+            probe, _, of = shown.partition(" of ")
+            edit = Edit(fault, module, tuple(zip(texts[::2], texts[1::2], strict=True)))
+            mutants.append(Mutant(edit, known[probe], known.get(of, (of,)) if of else engines, size))
+    return mutants
+
+
 def shown_by(mutants, probe, engines, size=3):
     """Put a fault into a list of mutants."""
 
@@ -43,11 +107,6 @@ def replaced(owner, name, fault):
     """Replace a method or function by `fault(original, ...)` within the context."""
     original = getattr(owner, name)
     return mock.patch.object(owner, name, lambda *args, **options: fault(original, *args, **options))
-
-
-def left_out(owner, name):
-    """Replace a method by one that does nothing."""
-    return replaced(owner, name, lambda *args, **options: None)
 
 
 def preceded(owner, name, by):
@@ -67,16 +126,6 @@ def followed(owner, name, by):
         result = original(*args, **options)
         by(*args, **options)
         return result
-
-    return replaced(owner, name, fault)
-
-
-def within(owner, name, context):
-    """Have a method or function run within what `context`, given the same, makes."""
-
-    def fault(original, *args, **options):
-        with context(*args, **options):
-            return original(*args, **options)
 
     return replaced(owner, name, fault)
 

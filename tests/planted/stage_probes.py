@@ -7,7 +7,7 @@ from formulas import bytes_held
 from late_lanes import on_lane
 from planting import broken
 from training import batch, inputs, make_engine, same_bits, small_engine, train_step
-from trap_models import CASES, Net, Tiny, loss, step
+from trap_models import CASES, Counting, Tiny, loss, net, step
 
 from common import models
 from common.engine.mixed_precision import overflow_flag
@@ -214,21 +214,9 @@ def overflow_is_agreed(world, engine, folder):
 # ---- checkpoints --------------------------------------------------------------------------------------------------
 
 
-class Counting(Net):
-    """Counts its forwards, in a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("forwards", torch.zeros(()))
-
-    def forward(self, x):
-        self.forwards += 1
-        return super().forward(x)
-
-
 def resumes(world, engine, folder):
     """A training that was saved and loaded goes on as the one that was not interrupted."""
-    first, second = (small_engine(world, engine, "fp16", Counting) for _ in range(2))
+    first, second = (small_engine(world, engine, "fp16", net(block=Counting)) for _ in range(2))
     for index in range(3):
         step(first, inputs(world, index))
     for group in first.optimizer.param_groups:

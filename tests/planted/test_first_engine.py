@@ -11,7 +11,7 @@ import pytest
 import wrong_engines
 from failures_by_cause import grouped
 from first_difference import crash, first_difference
-from first_engine import DataParallel, Misspelt, ShardedOptimizer
+from first_engine import DataParallel, Misspelt, ShardedOptimizer, name_of
 from matrix import CELLS, OPTIONS, Cell, as_judged, expected, train_cell
 from places import ROOT
 from verdicts import judge
@@ -26,10 +26,6 @@ GPT = Cell("gpt-tiny", "fp32", 2, optimizer="SGD with momentum")
 CLIPPED = Cell("gpt-tiny", "fp32", 3, "clipped", optimizer="SGD with momentum")
 RESUMED = Cell("gpt-tiny", "fp32", 2, "resumed from a checkpoint")
 EVALUATED = Cell("resnet-tiny", "fp32", 3, "evaluated between steps", optimizer="SGD with momentum")
-
-
-def name_of(engine):
-    return f"{engine.__module__}:{engine.__name__}"
 
 
 def passes(worlds, engine, cell, folder):

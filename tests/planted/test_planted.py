@@ -3,22 +3,32 @@
 import dis
 import functools
 
-import infinity_mutants
-import offload_mutants
+import infinity_probes
+import offload_probes
 import pytest
 import stage_mutants
 import torch
-import zeropp_mutants
+import zeropp_probes
 from places import ROOT
-from planting import broken_promises, healthy
+from planting import Edit, broken_promises, healthy, read
 
-LISTS = [module.MUTANTS for module in (stage_mutants, offload_mutants, infinity_mutants, zeropp_mutants)]
+from common.engine import EngineBase
+
+SHARED = vars(stage_mutants.probes) | vars(stage_mutants)
+LISTS = [
+    stage_mutants.MUTANTS,
+    read("offload", ("offload",), SHARED | vars(offload_probes)),
+    read("infinity", ("offloaded:OnDisk",), SHARED | vars(infinity_probes)),
+    read("zeropp", (), vars(zeropp_probes), size=4),
+]
 MUTANTS = [mutant for mutants in LISTS for mutant in mutants]
 CASES = [(mutant, engine) for mutant in MUTANTS for engine in mutant.engines]
 
 
 def changes_the_engine(plant):
     """Whether a fault is planted in the engine's own class; others are in what several engines share."""
+    if isinstance(plant, Edit):
+        return plant.module in ("engine", EngineBase.__module__)
     return any(step.argval == "engine" and step.opname.startswith("LOAD") for step in dis.get_instructions(plant))
 
 

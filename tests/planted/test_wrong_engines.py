@@ -7,6 +7,7 @@ import time
 
 import pytest
 from first_difference import first_difference
+from first_engine import name_of
 from matrix import CROSSINGS, QUICK, Cell, as_judged, expected, trained
 from places import ROOT
 from verdicts import judge
@@ -16,10 +17,6 @@ from wrong_engines import EARLY, IDEAS, IN_TIME, OTHERS
 from common.ranks.world import RankFailed
 
 SHOWN = sorted(QUICK.intersection(CROSSINGS), key=lambda cell: ("AdamW" in cell.option, CROSSINGS.index(cell)))
-
-
-def name_of(engine):
-    return f"{engine.__module__}:{engine.__name__}"
 
 
 def first_failure(worlds, wrong, folder):

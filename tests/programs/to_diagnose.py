@@ -29,29 +29,29 @@ def losses(engine, steps=100, samples=8):
         yield nn.functional.cross_entropy(engine(x).float(), target)
 
 
-def loop(engine, **how):
+def loop(engine, *after, **how):
+    """Train; `after` is called after each step."""
     for loss in losses(engine, **how):
         engine.backward(loss)
         engine.step()
+        for call in after:
+            call()
+
+
+def training(optimizer, *last, **options):
+    """A function that trains a model with these modules before the last, each made by a call."""
+    return lambda Engine: loop(Engine(model_of(*(make() for make in last)), optimizer, **options))
 
 
 # ---- right ----------------------------------------------------------------------------------------------------------
 
-
-def plain(Engine):
-    loop(Engine(model_of(), ADAMW))
-
-
-def clipped(Engine):
-    loop(Engine(model_of(), SGD, clip_norm=0.1))
+plain, clipped = training(ADAMW), training(SGD, clip_norm=0.1)
+dropout, running_statistics = training(ADAMW, partial(nn.Dropout, 0.5)), training(ADAMW, partial(nn.BatchNorm1d, 16))
 
 
 def sixteen_bit(Engine):
     engine = Engine(model_of(), ADAMW, precision="bf16")
-    for loss in losses(engine):
-        engine.backward(loss)
-        engine.step()
-        engine.optimizer.zero_grad()  # of no use here; scripts have it
+    loop(engine, engine.optimizer.zero_grad)  # of no use here; scripts have it
 
 
 def in_groups(Engine):
@@ -76,23 +76,11 @@ def accumulated_in_16_bit(Engine):
 
 def scheduled(Engine):
     engine = Engine(model_of(), SGD)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, gamma=0.5)
-    for loss in losses(engine):
-        engine.backward(loss)
-        engine.step()
-        schedule.step()
-
-
-def dropout(Engine):
-    loop(Engine(model_of(nn.Dropout(0.5)), ADAMW))
+    loop(engine, torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, gamma=0.5).step)
 
 
 def compiled(Engine):
     loop(Engine(torch.compile(model_of(), backend="eager"), ADAMW))
-
-
-def running_statistics(Engine):
-    loop(Engine(model_of(nn.BatchNorm1d(16)), ADAMW))
 
 
 class Unused(nn.Module):

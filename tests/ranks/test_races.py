@@ -184,7 +184,7 @@ def test_a_lane_waits_for_what_was_queued_before_it_and_the_caller_at_the_end_fo
 EXPLAINED = {
     "self.travelling.pop(0).wait()": "bounds how much memory is under way; the lane keeps the order without it",
     "before.wait()": "two writes of one part have a read between them here: `test_swap.py` has threads come late",
-    "after.wait_on_host()": "a buffer comes back here when all is done with it: see `infinity_mutants.py`",
+    "after.wait_on_host()": "a buffer comes back here when all is done with it: see `faults.toml`",
     "self._written.pop().wait()": "what is left when an engine saves or ends, which waits for a file and for no memory",
 }
 

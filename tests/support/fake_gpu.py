@@ -75,13 +75,11 @@ class Stream(Timeline):
         super().__init__(name)
         self._gpu = gpu
 
-    def wait_event(self, event):
-        self._gpu.collect()
-        self.learn(event.clock)
-
-    def wait_stream(self, other):
+    def wait(self, other):
         self._gpu.collect()
         self.learn(other.clock)
+
+    wait_event = wait_stream = wait
 
     def synchronize(self):
         self._gpu.collect()
@@ -167,10 +165,6 @@ class Gpu:
     def event(self, *_, **__):
         """What `torch.cuda.Event()` makes."""
         return Event(self)
-
-    def synchronize(self, *_):
-        for stream in self.streams:
-            self.host.learn(stream.clock)
 
     def handed(self, work, task=None):
         """`work` for another thread, and what tells its waiter what that thread knew at its end.
@@ -374,7 +368,6 @@ class Gpu:
             (torch.cuda, "current_stream"): self.current,
             (torch.cuda, "stream"): self.on,
             (torch.cuda, "current_device"): lambda: 0,
-            (torch.cuda, "synchronize"): self.synchronize,
             (torch.Tensor, "record_stream"): lambda tensor, stream: self.block(tensor).recorded.add(stream),
             (torch.UntypedStorage, "resize_"): lambda storage, nbytes: self.resize(resize, storage, nbytes),
             (collectives, "backend_of"): lambda group: "nccl",
@@ -458,15 +451,13 @@ class Devices(TorchFunctionMode):
             self.gpu.current().wait_stream(stream)
         self.gpu.sides.clear()
 
-    def moved(self, tensor, *args, **kwargs):
+    def moved(self, tensor, *args, copy=False, **kwargs):
         """What `to` gives: the tensor itself, or a copy, which is waited for unless it is non_blocking."""
-        wanted, gpu = as_keywords(args, kwargs), self.gpu
-        device, beside = wanted.pop("device", None), wanted.pop("non_blocking", False)
-        there = gpu.on_gpu(tensor) if device is None else torch.device(device).type == "cuda"
+        device, dtype, beside, _ = torch._C._nn._parse_to(*args, **kwargs)  # as Module.to reads its arguments
+        gpu, source = self.gpu, torch.Tensor.to(tensor, dtype or tensor.dtype, copy=copy)
+        there = gpu.on_gpu(tensor) if device is None else device.type == "cuda"
         if there == gpu.on_gpu(tensor):
-            return torch.Tensor.to(tensor, **wanted) if wanted else tensor
-        wanted.pop("copy", None)
-        source = torch.Tensor.to(tensor, **wanted) if wanted else tensor
+            return source
         with torch.no_grad():
             with gpu.asked_for(there, False):
                 target = torch.empty_like(source)
@@ -478,21 +469,6 @@ ANSWERS = {
     torch.Tensor.is_cuda: lambda on_gpu: on_gpu,
     torch.Tensor.is_cpu: lambda on_gpu: not on_gpu,
 }
-
-
-def as_keywords(args, kwargs):
-    """The arguments of `Tensor.to` by their names."""
-    wanted = dict(kwargs)
-    for arg in args:
-        if torch.is_tensor(arg):
-            wanted |= {"device": arg.device, "dtype": arg.dtype}
-        elif isinstance(arg, torch.dtype):
-            wanted["dtype"] = arg
-        elif isinstance(arg, bool):
-            wanted["copy" if "non_blocking" in wanted else "non_blocking"] = arg
-        elif arg is not None:
-            wanted["device"] = arg
-    return wanted
 
 
 def uses_of(func, args, kwargs, out):

@@ -7,6 +7,7 @@ import tempfile
 
 import torch
 import wrong_engines
+from first_engine import name_of
 from matrix import baseline_of, trained
 
 from common.engines import find_engine
@@ -64,7 +65,7 @@ def _idea(worlds, cell, at, ours, expected):
     far = {}
     for idea in (idea for idea, touches in wrong_engines.IDEAS.items() if touches(cell)):
         with tempfile.TemporaryDirectory() as folder:
-            theirs = trained(worlds, f"{idea.__module__}:{idea.__name__}", cell, folder, traced=True)
+            theirs = trained(worlds, name_of(idea), cell, folder, traced=True)
         far[idea] = (one - _numbers(theirs[0]["events"][at][1])).norm().nan_to_num(math.inf)
     nearest = min(far, key=far.get)
     return f". It is as if {nearest.__doc__}" if far[nearest] < ALIKE * (one - right).norm() else ""

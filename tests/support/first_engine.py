@@ -16,6 +16,11 @@ exec(compile(code, str(PAGE), "exec"), printed)
 DataParallel, StepResult = printed["DataParallel"], printed["StepResult"]
 
 
+def name_of(engine):
+    """As --engine has it."""
+    return f"{engine.__module__}:{engine.__name__}"
+
+
 class ShardedOptimizer(DataParallel):
     """ZeRO-1 at its simplest: a rank steps every n-th parameter, and sends it to the others."""
 

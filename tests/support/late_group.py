@@ -16,6 +16,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from common.measure.memory import storage_id
 from common.ranks import lanes
@@ -56,11 +57,8 @@ class LateWork(dist.Work):
     def is_completed(self):
         return self.done
 
-    def is_success(self):
-        return self.done
-
-    def synchronize(self):
-        self.wait()
+    is_success = is_completed
+    synchronize = wait
 
     def result(self):
         return self.outputs
@@ -133,14 +131,6 @@ class LateGroup(dist.ProcessGroup):
             self._begun[lane].append(work)
         return work
 
-    # ---- what reads and writes the same tensors
-
-    def allreduce(self, tensors, opts):
-        return self._submit("allreduce", tensors, tensors, tensors, opts)
-
-    def allreduce_coalesced(self, tensors, opts):
-        return self._submit("allreduce_coalesced", tensors, tensors, tensors, opts)
-
     def broadcast(self, tensors, opts):
         outputs = [] if opts.rootRank == self.rank() else tensors
         return self._submit("broadcast", outputs, [], tensors, opts)
@@ -149,37 +139,11 @@ class LateGroup(dist.ProcessGroup):
         outputs = tensors if opts.rootRank == self.rank() else []
         return self._submit("reduce", outputs, tensors, tensors, opts)
 
-    # ---- what reads some, and writes others
-
-    def allgather(self, outputs, inputs, opts):
-        return self._submit("allgather", [t for some in outputs for t in some], inputs, outputs, inputs, opts)
-
-    def _allgather_base(self, output, tensor, opts):
-        return self._submit("_allgather_base", [output], [tensor], output, tensor, opts)
-
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts):
         return [self._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
 
-    def reduce_scatter(self, outputs, inputs, opts):
-        return self._submit("reduce_scatter", outputs, [t for some in inputs for t in some], outputs, inputs, opts)
-
-    def _reduce_scatter_base(self, output, tensor, opts):
-        return self._submit("_reduce_scatter_base", [output], [tensor], output, tensor, opts)
-
     def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts):
         return [self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
-
-    def alltoall_base(self, output, tensor, output_sizes, input_sizes, opts):
-        return self._submit("alltoall_base", [output], [tensor], output, tensor, output_sizes, input_sizes, opts)
-
-    def alltoall(self, outputs, inputs, opts):
-        return self._submit("alltoall", outputs, inputs, outputs, inputs, opts)
-
-    def gather(self, outputs, inputs, opts):
-        return self._submit("gather", [t for some in outputs for t in some], inputs, outputs, inputs, opts)
-
-    def scatter(self, outputs, inputs, opts):
-        return self._submit("scatter", outputs, [t for some in inputs for t in some], outputs, inputs, opts)
 
     # Two ranks alone know of these: they are not dealt.
 
@@ -192,10 +156,33 @@ class LateGroup(dist.ProcessGroup):
     def barrier(self, opts):
         return self._submit("barrier", [], [], opts)
 
-    # torch has renamed these; older versions call them by the names above.
-    all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+def _collective(name, read):
+    """A method that writes its first argument, tensors in lists or not, and reads the one of this number."""
+
+    def begin(self, *args):
+        return self._submit(name, tree_leaves(args[0]), tree_leaves(args[read]), *args)
+
+    return begin
+
+
+IN_PLACE = ("allreduce", "allreduce_coalesced")
+BESIDE = (
+    "allgather",
+    "_allgather_base",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "alltoall",
+    "alltoall_base",
+    "gather",
+)
+for name in (*IN_PLACE, *BESIDE, "scatter"):
+    setattr(LateGroup, name, _collective(name, read=0 if name in IN_PLACE else 1))
+# torch has renamed these; older versions call them by the names above.
+LateGroup.all_gather_single, LateGroup.all_to_all_single = LateGroup._allgather_base, LateGroup.alltoall_base
+LateGroup.reduce_scatter_single = LateGroup._reduce_scatter_base
+LateGroup.all_gather_single_coalesced = LateGroup.allgather_into_tensor_coalesced
+LateGroup.reduce_scatter_single_coalesced = LateGroup.reduce_scatter_tensor_coalesced
 
 
 def shares(one, other):

@@ -155,7 +155,6 @@ class Score(Recorder):
         write_json(folder / f"{results['name']}.json", results)
 
 
-SLOWEST = 20  # files that are named with their seconds
 EQUIVALENCE, SCORE, REDUCTION = Equivalence(), Score(), MemoryReduction()
 
 
@@ -164,19 +163,6 @@ def as_text(made):
     with console.capture() as capture:
         show(made, console)
     return capture.get()
-
-
-def show_slowest(terminalreporter):
-    """The files that took longest, where several ran."""
-    seconds = Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                seconds[report.nodeid.partition("::")[0]] += report.duration
-    if len(seconds) > 1:
-        terminalreporter.section("the slowest files, in seconds")
-        for file, taken in seconds.most_common(SLOWEST):
-            terminalreporter.write_line(f"{taken:7.1f}  {file}")
 
 
 def summarize(terminalreporter, engine, whole, status):

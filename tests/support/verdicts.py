@@ -2,7 +2,6 @@
 
 import functools
 import math
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -10,7 +9,7 @@ from matrix import baseline_of, trained
 from training import same_bits
 
 from common.engine.mixed_precision import DTYPES
-from interop.diagnose.comparing import EPS, MULTIPLE, UNITS
+from interop.diagnose.comparing import EPS, MULTIPLE, UNITS, ratio
 
 ROUNDINGS = ("baseline:OtherRounding", "baseline:SecondRounding", "baseline:ThirdRounding")
 # What an engine that sends 4 bits of each gradient may be off: of the distance trained, and of the losses' size.
@@ -80,11 +79,10 @@ def verdict(ranks, expected, rounded_otherwise, precision):
             _numbers("losses", ranks, expected, noise, EPS[precision]),
             _numbers("norms", ranks, expected, noise, EPS[precision]),
         ]
-        worst = max(measures, key=lambda measure: measure.excess)
-        if worst.excess <= 1:
+        excess, reason = max(measures, key=lambda measure: measure[0])
+        if excess <= 1:
             break
-    reason = f"{worst.what} off by {worst.off:.1e} of {worst.unit}, rounding by {worst.noise:.1e}"
-    if worst.excess > 1:
+    else:
         return "fail", reason
     near = all(_within_an_ulp(one["weights"][name], tensor) for name, tensor in other["weights"].items())
     return ("ulp" if near else "tolerance"), reason
@@ -116,23 +114,9 @@ def _odd(ranks, expected, precision):
     return None
 
 
-@dataclass(frozen=True)
-class Measure:
-    """How far something is off, and what rounding alone does to it, both in a unit; and the floor of what it may be."""
-
-    what: str
-    off: float
-    noise: float
-    floor: float
-    unit: str
-
-    @property
-    def excess(self):
-        """Above 1 it is too far. Not a number, as a loss that is none, is too far as well."""
-        if self.off == 0:
-            return 0.0
-        ratio = self.off / max(MULTIPLE * self.noise + self.floor, 1e-300)
-        return math.inf if math.isnan(ratio) else ratio
+def _measure(what, off, noise, floor, unit):
+    """What is off over what may be, by what rounding alone does and a floor, all in a unit; and that in words."""
+    return ratio(off, MULTIPLE * noise + floor), f"{what} off by {off:.1e} of {unit}, rounding by {noise:.1e}"
 
 
 def _tensors(what, one, expected, noise):
@@ -141,7 +125,7 @@ def _tensors(what, one, expected, noise):
     trained = _distance(other, {name: expected["start"][name] for name in other}) or 1.0
     off, rounding = _distance(one[what], other), _distance(noise[what], other)
     floor = UNITS * EPS["fp32"] * size  # masters are in fp32 in every precision
-    return Measure(what, off / trained, rounding / trained, floor / trained, "the distance trained")
+    return _measure(what, off / trained, rounding / trained, floor / trained, "the distance trained")
 
 
 def _numbers(what, ranks, expected, noise, eps):
@@ -153,7 +137,7 @@ def _numbers(what, ranks, expected, noise, eps):
         third = other
     size = other.norm().item() or 1.0
     off, rounding = (value.sub(other).norm().item() / size for value in (one, third))
-    return Measure(what, off, rounding, UNITS * eps, "their size")
+    return _measure(what, off, rounding, UNITS * eps, "their size")
 
 
 def _told(ranks, what):

@@ -251,21 +251,21 @@ class UnwrittenPadding(AverageAfterBackward):
 class Asynchronous(DataParallel):
     """right: gradients are gathered beside each other, and read when each of them has been waited for"""
 
+    waited = slice(None)  # the handles that are waited for
+
     def reduce(self):
         gathered = []
         for parameter in self.trained:
             everyone = torch.empty(dist.get_world_size() * parameter.numel())
             work = dist.all_gather_into_tensor(everyone, self.sent(parameter), async_op=True)
             gathered.append((parameter, everyone, work))
-        for number, (parameter, everyone, work) in enumerate(gathered):
-            self.wait(number, work)
+        for *_, work in gathered[self.waited]:
+            work.wait()
+        for parameter, everyone, _ in gathered:
             parameter.grad = everyone.view(-1, *parameter.shape).mean(dim=0)
 
     def sent(self, parameter):
         return parameter.grad.flatten()
-
-    def wait(self, number, work):
-        work.wait()
 
 
 class InPlace(DataParallel):
@@ -283,24 +283,19 @@ class InPlace(DataParallel):
 class NeverWaits(Asynchronous):
     """nobody waits"""
 
-    def wait(self, number, work):
-        pass
+    waited = slice(0)
 
 
 class WaitsForTheFirst(Asynchronous):
     """of several handles the first is waited for"""
 
-    def wait(self, number, work):
-        if number == 0:
-            work.wait()
+    waited = slice(1)
 
 
 class WaitsForTheLast(Asynchronous):
     """of several handles the last is waited for, as if they ended in order"""
 
-    def wait(self, number, work):
-        if number == len(self.trained) - 1:
-            work.wait()
+    waited = slice(-1, None)
 
 
 class ReusesItsRoom(Asynchronous):

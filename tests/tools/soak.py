@@ -54,7 +54,9 @@ def soaked(engine, kills, draw, folder):
     runs = 0
     for _ in track(range(kills), description=engine, disable=not sys.stderr.isatty()):
         run = begin(engine, folder / "run.json", "--save", folder / "run", *KEPT)
-        if lives(run, draw.uniform(*LIFE)):
+        try:
+            run.wait(draw.uniform(*LIFE))
+        except subprocess.TimeoutExpired:
             kill(run, draw)
         else:
             runs += same(run, folder, expected)
@@ -93,15 +95,6 @@ def ended(run, path):
     assert run.returncode == 0, said
     written = json.loads(path.read_text())
     return written["param_sha256"], written["losses"]
-
-
-def lives(run, seconds):
-    """Whether a run has not ended after so many seconds."""
-    try:
-        run.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return True
-    return False
 
 
 def kill(run, draw):
