@@ -88,16 +88,9 @@ def add_arguments(parser):
 
 def add_checkpoints(parser):
     """The arguments about what is kept of activations."""
-    parser.add_argument(
-        "--checkpoint-activations",
-        nargs="?",
-        const="non-reentrant",
-        metavar="KIND",
-        help="compute each block again in backward: non-reentrant (default) or reentrant",
-    )
-    parser.add_argument(
-        "--offload-activations", action="store_true", help="keep on the host what these checkpoints save"
-    )
+    add, again = parser.add_argument, "compute each block again in backward: non-reentrant (default) or reentrant"
+    add("--checkpoint-activations", nargs="?", const="non-reentrant", metavar="KIND", help=again)
+    add("--offload-activations", action="store_true", help="keep on the host what these checkpoints save")
 
 
 def default_nproc():
@@ -106,11 +99,10 @@ def default_nproc():
 
 
 def command(function, *args, options):
-    """Run `function(world, *args)` on every rank; bad input is one line on one rank, and exit status 2."""
-    with one_line_errors():
-        check_options(options)
-        asked = {name: getattr(options, name) for name in ("nproc", "oversubscribe", "ranks_per_node")}
-        return launch(function, *args, hand_on=getattr(options, "save", None) is not None, **asked)
+    """Run `function(world, *args)` on every rank, as options say that can be."""
+    check_options(options)
+    asked = {name: getattr(options, name) for name in ("nproc", "oversubscribe", "ranks_per_node")}
+    return launch(function, *args, hand_on=getattr(options, "save", None) is not None, **asked)
 
 
 def check_options(options):
@@ -133,11 +125,11 @@ def check_options(options):
             f"--steps {options.steps}: a trace needs {WARM_UP + TRACED + 1}: {WARM_UP} to warm up, {TRACED} in the "
             "trace, and a last one whose memory is counted"
         )
-    ranks = rank_count(options)
-    make_batches(options).check(max(1, ranks))
+    ranks = max(1, rank_count(options))
+    make_batches(options).check(ranks)
     if options.ranks_per_node is not None:
-        check_ranks_per_node(options.ranks_per_node, max(1, ranks))
-    if options.accumulate < 1 or options.batch % (options.accumulate * max(1, ranks)):
+        check_ranks_per_node(options.ranks_per_node, ranks)
+    if options.accumulate < 1 or options.batch % (options.accumulate * ranks):
         raise InputError(
             f"--accumulate {options.accumulate}: a global batch of {options.batch} cannot be divided into so many "
             f"micro-batches over {ranks} ranks; choose a positive divisor of the samples per rank"
@@ -200,7 +192,7 @@ def train(world, name, options, progress=None):
     ours = hasattr(engine, "comm")
     if ours and options.offload_activations:
         module.saving = HostActivations(engine)
-    schedulers = [CosineAnnealingLR(engine.optimizer, options.steps)] if getattr(options, "cosine", False) else []
+    schedulers = [CosineAnnealingLR(engine.optimizer, options.steps)] if options.cosine else []
     batches = make_batches(options)
     if ours:
         runs.agree(engine, options, batches)
@@ -316,15 +308,8 @@ def _train_and_report(world, package, options):
     if world.rank:
         return
     if options.json:
-        results = {
-            "world_size": world.size,
-            "model": options.model,
-            "precision": options.precision,
-            **how(options),
-            "hardware": hardware(world.device),
-            **row,
-        }
-        write_json(options.json, results)
+        asked = {"world_size": world.size, "model": options.model, "precision": options.precision, **how(options)}
+        write_json(options.json, {**asked, "hardware": hardware(world.device), **row})
     title = f"{package}: {options.model} on {world.size} ranks"
     if row["model_state_bytes"] is None:
         tables.say(f"all {options.steps} steps were done before, and nothing was measured")

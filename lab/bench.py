@@ -40,12 +40,13 @@ from common.measure.hardware import hardware
 from common.measure.memory import high_water
 from common.outputs import asked, one_line_errors, parser_of, progress_bar, publish
 from common.ranks.collectives import Collectives
-from common.ranks.sockets import Ring, bytes_sent_by_own_sockets, small_send_buffers
+from common.ranks.sockets import bytes_sent_by_own_sockets, small_send_buffers
 from common.ranks.world import LocalWorld, check_size
 from common.train import default_nproc
 from interop import peers
 from lab import figures
 from lab.bench_results import row, tables
+from lab.ring import Ring
 
 WARM_UP = 6  # rounds that are not timed: libraries take several to settle
 FEWEST_ROUNDS = 11

@@ -5,17 +5,12 @@ import os
 import socket
 import struct
 import sys
-import threading
 
 SEND_BUFFER = 2**18  # bytes; the kernel books twice as much
 
 
 def own_sockets():
-    """The open sockets of this process, one after another. They stay open, and are not the caller's to close.
-
-    Raises:
-        OSError: this is not Linux.
-    """
+    """The open sockets of this process, one after another; OSError where this is not Linux. They stay open."""
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             blocking = os.get_blocking(int(descriptor))
@@ -30,11 +25,7 @@ def own_sockets():
 
 
 def bytes_sent_by_own_sockets():
-    """Payload bytes that the open TCP sockets of this process have sent.
-
-    Raises:
-        OSError: this is not Linux.
-    """
+    """Payload bytes that the open TCP sockets of this process have sent; OSError where this is not Linux."""
     total = 0
     for own in own_sockets():
         with contextlib.suppress(OSError):  # not TCP
@@ -43,13 +34,10 @@ def bytes_sent_by_own_sockets():
 
 
 def bytes_sent_by(own):
-    """Payload bytes that a TCP socket has sent, as the Linux kernel counts them.
+    """Payload bytes that a TCP socket has sent, as the Linux kernel counts them; OSError where it is none of TCP.
 
     Independent of the meter: it reads struct tcp_info, so needs no root, and the traffic of other processes does
     not show. What the kernel sent a second time counts once.
-
-    Raises:
-        OSError: it is none of TCP.
     """
     info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     sent, sent_again = struct.unpack_from("<QQ", info, 200)  # tcpi_bytes_sent, tcpi_bytes_retrans
@@ -73,44 +61,12 @@ def small_send_buffers():
     if sys.platform != "linux":
         yield
         return
-    before = {_inode(own) for own in own_sockets()}
+    # A descriptor's number is given again once it is closed, an inode's is not.
+    before = {os.fstat(own.fileno()).st_ino for own in own_sockets()}
     yield
     for own in own_sockets():
+        if os.fstat(own.fileno()).st_ino in before or own.family not in (socket.AF_INET, socket.AF_INET6):
+            continue
         with contextlib.suppress(OSError):  # not connected
-            if _inode(own) not in before and _stays_here(own):
+            if own.getpeername()[0] == own.getsockname()[0]:
                 own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-
-
-class Ring:
-    """A plain TCP connection from each rank of one machine to the next, without a library between.
-
-    Args:
-        comm: the ranks' `Collectives`. A collective.
-        nbytes: what is passed on at a time.
-    """
-
-    def __init__(self, comm, nbytes):
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            ports = comm.gather_objects(listening.getsockname()[1], "ports")
-            self._following = socket.create_connection(("127.0.0.1", ports[(comm.rank + 1) % comm.size]))
-            self._preceding, _ = listening.accept()
-        self._following.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-        self._sent, self._received = bytes(nbytes), memoryview(bytearray(nbytes))
-
-    def pass_on(self):
-        """Send to the next rank, while as much comes from the one before."""
-        sending = threading.Thread(target=self._following.sendall, args=(self._sent,))
-        sending.start()
-        arrived = 0
-        while arrived < len(self._received):
-            arrived += self._preceding.recv_into(self._received[arrived:])
-        sending.join()
-
-
-def _inode(own):
-    """What tells a socket from all others; a descriptor's number is given again once it is closed."""
-    return os.fstat(own.fileno()).st_ino
-
-
-def _stays_here(own):
-    return own.family in (socket.AF_INET, socket.AF_INET6) and own.getpeername()[0] == own.getsockname()[0]

@@ -24,6 +24,7 @@ import os
 import sys
 import time
 import weakref
+from collections import deque
 from dataclasses import astuple, dataclass
 
 import torch.distributed as dist
@@ -40,21 +41,13 @@ class RanksParted(RuntimeError):
 
 @dataclass(frozen=True)
 class Record:
-    """A collective that a rank is about to run.
+    """A collective that a rank is about to run."""
 
-    Attributes:
-        number: counted from 1 in each group.
-        collective: its name.
-        nbytes: of the whole tensor.
-        label: who asks, "blocks.3" for instance.
-        phase: setup, forward, backward, step, or evaluation: a forward that records nothing for a backward.
-    """
-
-    number: int
+    number: int  # counted from 1 in each group
     collective: str
-    nbytes: int
-    label: str
-    phase: str
+    nbytes: int  # of the whole tensor
+    label: str  # who asks, "blocks.3" for instance
+    phase: str  # setup, forward, backward, step, or evaluation: a forward that records nothing for a backward
 
     def agrees(self, other):
         """Whether two ranks call the same. Not by phase: one may evaluate alone before all of them save."""
@@ -66,19 +59,14 @@ class Record:
 
 
 class Tracer:
-    """One rank's part in the agreement of a group on its collectives.
-
-    Args:
-        group: a process group.
-        timeout: seconds to wait for the other ranks.
-    """
+    """One rank's part in the agreement of a group on its collectives; it waits `timeout` seconds for the others."""
 
     def __init__(self, group, timeout):
         self.rank, self.size, self.timeout = group.rank(), group.size(), timeout
         # A client of its own: another thread may wait in the group's, and nobody else could ask it then.
         self.store = dist.PrefixStore("trace", group.get_group_store().clone())
         self.number = 0  # of the last collective
-        self._recent, self._state = [], "done"  # the last records, and what the last of them does
+        self._recent, self._state = deque(maxlen=SHOWN), "done"  # the last records, and what the last of them does
         self._ended = False
 
     def checked(self, collective, nbytes, label, phase, work):
@@ -94,36 +82,24 @@ class Tracer:
         return run
 
     def _agree(self, record):
-        self._recent, self._state = [*self._recent[1 - SHOWN :], record], "waiting"
-        self.store.set(f"{record.number}/{self.rank}", json.dumps(astuple(record)))
-        began = time.monotonic()
-        self._wait_for_others(record.number)
-        came = self._records(record.number)
+        self._recent.append(record)
+        self._state, began = "waiting", time.monotonic()
+        keys = [f"{record.number}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], json.dumps(astuple(record)))
+        if comes_true(lambda: self._has(*keys) or self._has("alarm"), within=self.timeout):
+            comes_true(lambda: self._has(*keys) or self._nobody_else_will_come(keys), within=GRACE)
+        came = {rank: Record(*json.loads(self.store.get(key))) for rank, key in enumerate(keys) if self._has(key)}
         agreed = len(came) == self.size and all(record.agrees(other) for other in came.values())
         if not agreed or self._has("parted"):
             self._part(self._positions(came, time.monotonic() - began))
         if record.number > 1:  # all have come here, so all have read what was before
             self.store.delete_key(f"{record.number - 1}/{self.rank}")
 
-    def _wait_for_others(self, number):
-        keys = [f"{number}/{rank}" for rank in range(self.size)]
-
-        def nobody_else_will_come():
-            if self._has(*keys) or self._has("parted"):
-                return True
-            return all(self._has(key) or self._has(f"left/{rank}") for rank, key in enumerate(keys))
-
-        if comes_true(lambda: self._has(*keys) or self._has("alarm"), within=self.timeout):
-            comes_true(nobody_else_will_come, within=GRACE)
+    def _nobody_else_will_come(self, keys):
+        return self._has("parted") or all(self._has(key) or self._has(f"left/{rank}") for rank, key in enumerate(keys))
 
     def _has(self, *keys):
         return self.store.check(list(keys))
-
-    def _records(self, number):
-        """{rank: record} of those that have come to a collective."""
-        came = [rank for rank in range(self.size) if self._has(f"{number}/{rank}")]
-        values = self.store.multi_get([f"{number}/{rank}" for rank in came])
-        return {rank: Record(*json.loads(value)) for rank, value in zip(came, values, strict=True)}
 
     def _positions(self, came, waited):
         """One sentence: where each rank is, those at the same place together."""
@@ -171,19 +147,15 @@ class Tracer:
     def _print(self, what):
         lines = [what]
         for record in self._recent:
-            state = self._state if record is self._recent[-1] else "done"
-            lines.append(f"  {state:<8} {record}")
+            lines.append(f"  {self._state if record is self._recent[-1] else 'done':<8} {record}")
         # In one piece: all ranks write.
         sys.stderr.write("".join(f"[rank {self.rank}] {line}\n" for line in lines))
         sys.stderr.flush()
 
     def _let_others_print(self, *signs):
-        def all_others_did():
-            others = [rank for rank in range(self.size) if rank != self.rank]
-            return all(any(self._has(f"{sign}/{rank}") for sign in signs) for rank in others)
-
+        others = [rank for rank in range(self.size) if rank != self.rank]
         with contextlib.suppress(dist.DistError):
-            comes_true(all_others_did, within=GRACE)
+            comes_true(lambda: all(any(self._has(f"{sign}/{rank}") for sign in signs) for rank in others), within=GRACE)
 
 
 _tracers = weakref.WeakKeyDictionary()  # group -> tracer, as long as the group lives

@@ -52,7 +52,7 @@ def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, han
     Args:
         function: importable by name, as its arguments are, because local ranks are processes of their own.
         nproc: local ranks to spawn; under torchrun the number it was given counts instead.
-        oversubscribe: allow more ranks than the machine has GPUs, or CPUs when it has none; under torchrun, ranks
+        oversubscribe: allow more ranks than the machine has GPUs, or CPUs when it has none, and under torchrun ranks
             that use the same GPU.
         ranks_per_node: tell ranks that so many of them in a row share a machine; None for the truth.
         hand_on: the first SIGTERM or Ctrl-C is handed on to the ranks, as SIGTERM, so that they may end by themselves.
@@ -68,8 +68,7 @@ def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, han
     """
     if told_by_torchrun() is not None:
         return _join(function, args, oversubscribe, ranks_per_node, timeout)
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if tasks > 1:
+    if (tasks := int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))) > 1:
         raise InputError(
             f"srun started {tasks} tasks, and each would train a model of its own: have srun start torchrun, "
             "once on each node (common/CLUSTERS.md)"
@@ -94,11 +93,7 @@ def _handing_on(local):
 
 
 def told_by_torchrun():
-    """The rank, world size, local rank and local world size that torchrun gave this process; None where it did not.
-
-    Raises:
-        InputError: they are no numbers.
-    """
+    """The rank, world size, local rank and local world size that torchrun gave this process; None where it did not."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -152,11 +147,9 @@ class LocalWorld(contextlib.AbstractContextManager):
 
     Args:
         size, oversubscribe, ranks_per_node, timeout: as `launch` takes them, `size` as `nproc`.
-        preload: names of modules that take long to import, and that ranks would each import. Of the first world of a
-            process they count for all.
+        preload: modules that ranks would each take long to import. Of a process's first world they count for all.
         small_send_buffers: let little be under way at once between ranks of gloo's (`common.ranks.sockets`).
-        log: a file that takes what ranks print, libraries' warnings for instance, behind what it holds already. What
-            they raise is raised all the same.
+        log: a file to which all goes that ranks print, libraries' warnings for instance; not what they raise.
 
     Raises:
         InputError: more ranks than the machine has GPUs (or CPUs, when it has no GPU), unless `oversubscribe`.
@@ -185,9 +178,9 @@ class LocalWorld(contextlib.AbstractContextManager):
         # The store lives in this process, on a free port, so no two worlds can race for one. It is given a socket
         # because one that it opens itself would listen to the whole network.
         listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+        host, port = listener.getsockname()
         self._store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            host, port, wait_for_workers=False, is_master=True, master_listen_fd=listener.detach()
         )
         self._pipes, self._processes = [], []
         for rank in range(size):
@@ -306,11 +299,9 @@ def _serve(rank, size, pipe, environment, log):
         try:
             function, args = pickle.loads(call)
             answer = pickle.dumps(("ok", function(world, *args)))
-        except InputError as error:
-            answer = pickle.dumps(("input error", str(error)))
-            trace.leave(error)
         except BaseException as error:
-            answer = pickle.dumps(("failed", traceback.format_exc()))
+            refused = isinstance(error, InputError)
+            answer = pickle.dumps(("input error", str(error)) if refused else ("failed", traceback.format_exc()))
             trace.leave(error)
         # Bytes, as `send` would hand over tensors as open files, of which a process may have a thousand or so.
         pipe.send_bytes(answer)
