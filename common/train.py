@@ -84,6 +84,8 @@ def add_arguments(parser):
     parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
     parser.add_argument("--deterministic", action="store_true", help="sum in rank order on NCCL too")
     parser.add_argument("--data", metavar="FILE", help="text to train on (default: Python's own source)")
+    # What not all commands have.
+    parser.set_defaults(engines="stage0_ddp", save=None, trace=None, generate=None, own={})
 
 
 def add_checkpoints(parser):
@@ -102,14 +104,14 @@ def command(function, *args, options):
     """Run `function(world, *args)` on every rank, as options say that can be."""
     check_options(options)
     asked = {name: getattr(options, name) for name in ("nproc", "oversubscribe", "ranks_per_node")}
-    return launch(function, *args, hand_on=getattr(options, "save", None) is not None, **asked)
+    return launch(function, *args, hand_on=options.save is not None, **asked)
 
 
 def check_options(options):
     """Refuse what can be refused before any rank is started."""
     model = build_model(options)
     dtype_of(options.precision)
-    for name in getattr(options, "engines", "stage0_ddp").split(","):
+    for name in options.engines.split(","):
         find_engine(name)
     if options.steps < 1:
         raise InputError(f"--steps {options.steps}: at least one step is needed")
@@ -120,7 +122,7 @@ def check_options(options):
     if not options.bucket_mb > 0:
         raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
     check_name("--data", options.data)
-    if getattr(options, "trace", None) and options.steps < WARM_UP + TRACED + 1:
+    if options.trace and options.steps < WARM_UP + TRACED + 1:
         raise InputError(
             f"--steps {options.steps}: a trace needs {WARM_UP + TRACED + 1}: {WARM_UP} to warm up, {TRACED} in the "
             "trace, and a last one whose memory is counted"
@@ -138,10 +140,9 @@ def check_options(options):
         raise InputError("--offload-activations: what checkpoints save goes to the host; add --checkpoint-activations")
     if options.no_sync and options.accumulate == 1:
         raise InputError("--no-sync: a step of one micro-batch has nothing to put off; add --accumulate")
-    prompt = getattr(options, "generate", None)
-    if prompt == "":
+    if options.generate == "":
         raise InputError("--generate '': the model needs a first byte to continue; give a prompt")
-    if prompt is not None and not getattr(model, "predicts_text", False):
+    if options.generate is not None and not getattr(model, "predicts_text", False):
         raise InputError(f"--generate: {options.model} does not predict text; choose a gpt, llama, moe or lora model")
 
 
@@ -186,7 +187,7 @@ def train(world, name, options, progress=None):
         bucket_mb=options.bucket_mb,
         init=models.initial_values(options.seed),
         deterministic=options.deterministic,
-        **getattr(options, "own", {}),
+        **options.own,
     )
     runs.begin_stream(options.seed, world.rank)
     ours = hasattr(engine, "comm")
@@ -196,7 +197,7 @@ def train(world, name, options, progress=None):
     batches = make_batches(options)
     if ours:
         runs.agree(engine, options, batches)
-    survives = runs.Run(engine, options, batches, schedulers) if getattr(options, "save", None) else None
+    survives = runs.Run(engine, options, batches, schedulers) if options.save else None
     with survives or nullcontext():
         if survives and survives.message and world.rank == 0:
             tables.say(survives.message)
@@ -221,9 +222,8 @@ def train(world, name, options, progress=None):
             if world.rank == 0:
                 write_text(options.trace, json.dumps(trace))
         row["overlap"] = overlap(trace) if trace else None
-    prompt = getattr(options, "generate", None)
-    if prompt is not None:
-        row["generated"] = generate(engine, os.fsencode(prompt), options.seed).decode(errors="replace")
+    if options.generate is not None:
+        row["generated"] = generate(engine, os.fsencode(options.generate), options.seed).decode(errors="replace")
     return row, weights, run.timeline.samples if run.timeline else []
 
 
@@ -247,7 +247,7 @@ def _run_steps(world, engine, module, options, batches, progress, schedulers, su
     run = SimpleNamespace(losses=[], seconds=[], skipped=0)
     run.counted = run.by_phase = run.on_bus = run.timeline = run.recording = None
     last = options.steps - 1
-    traced = range(last - TRACED, last) if getattr(options, "trace", None) else ()
+    traced = range(last - TRACED, last) if options.trace else ()
     for step in range(survives.step if survives else 0, options.steps):
         windows = batches.of(step, world.rank, world.size).to(world.device)
         micro_batches = [module.inputs_and_targets(part) for part in windows.chunk(options.accumulate)]

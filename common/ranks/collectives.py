@@ -63,7 +63,7 @@ class Collectives:
     Args:
         group: a process group; None is the default one.
         deterministic: take the exact path on NCCL too.
-        whole: the Collectives that these are a part of, as `part` makes them; None for those of an engine.
+        whole: the Collectives that these are a part of, as `by_nodes` makes them; None for those of an engine.
         where: stands behind each name in the meter: " in the node", for instance.
 
     Attributes:
@@ -343,7 +343,7 @@ class Collectives:
 
     def _all_gather(self, shard, tensor):
         if self.point_to_point:
-            self._exchange(shard.expand(self.size, -1), tensor.view(self.size, -1))
+            self._exchange(shard.expand(self.size, *shard.shape), tensor.view(self.size, -1))
         else:
             _all_gather(tensor, shard, group=self.group)
 
