@@ -9,7 +9,7 @@ same. Where that does not come, every rank prints its last collectives and where
 
 Ranks are counted within their group. What its store holds:
 
-    12/3      the record of rank 3, which has come to collective 12; deleted when all have come to 13
+    12/3      rank 3 has come to this as its collective 12; deleted when all have come to 13
     left/3    rank 3 has printed what it knows and left, and why
     parted    where the ranks part: one sentence, the same for all
     alarm     one of those two is there
@@ -24,7 +24,6 @@ import sys
 import time
 import weakref
 from collections import deque
-from dataclasses import astuple, dataclass
 
 import torch.distributed as dist
 
@@ -38,25 +37,6 @@ class RanksParted(RuntimeError):
     """The ranks did not come to the same collective. The message says where each of them is."""
 
 
-@dataclass(frozen=True)
-class Record:
-    """A collective that a rank is about to run."""
-
-    number: int  # counted from 1 in each group
-    collective: str
-    nbytes: int  # of the whole tensor
-    label: str  # who asks, "blocks.3" for instance
-    phase: str  # setup, forward, backward, step, or evaluation: a forward that records nothing for a backward
-
-    def agrees(self, other):
-        """Whether two ranks call the same. Not by phase: one may evaluate alone before all of them save."""
-        return (self.collective, self.nbytes, self.label) == (other.collective, other.nbytes, other.label)
-
-    def __str__(self):
-        of = f" of {self.label}" if self.label else ""
-        return f"{self.collective}{of} ({self.phase}, #{self.number}, {self.nbytes:,} bytes)"
-
-
 class Tracer:
     """One rank's part in the agreement of a group on its collectives; it waits `timeout` seconds for the others."""
 
@@ -65,34 +45,36 @@ class Tracer:
         # A client of its own: another thread may wait in the group's, and nobody else could ask it then.
         self.store = dist.PrefixStore("trace", group.get_group_store().clone())
         self.number = 0  # of the last collective
-        self._recent, self._state = deque(maxlen=SHOWN), "done"  # the last records, and what the last of them does
+        self._recent, self._state = deque(maxlen=SHOWN), "done"  # the last ones, and what the last of them does
         self._ended = False
 
     def checked(self, collective, nbytes, label, phase, work):
         """`work` for the lane, with the agreement before it."""
 
         def run():
-            self.number += 1
-            self._agree(Record(self.number, collective, nbytes, label, phase))
+            self._agree(collective, nbytes, label, phase)
             self._state = "running"
             work()
             self._state = "done"
 
         return run
 
-    def _agree(self, record):
-        self._recent.append(record)
+    def _agree(self, collective, nbytes, label, phase):
+        self.number += 1
+        call, of = [collective, nbytes, label], f" of {label}" if label else ""
+        self._recent.append(f"{collective}{of} ({phase}, #{self.number}, {nbytes:,} bytes)")
         self._state, began = "waiting", time.monotonic()
-        keys = [f"{record.number}/{rank}" for rank in range(self.size)]
-        self.store.set(keys[self.rank], json.dumps(astuple(record)))
+        keys = [f"{self.number}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], json.dumps([call, self._recent[-1]]))
         if comes_true(lambda: self._has(*keys) or self._has("alarm"), within=self.timeout):
             comes_true(lambda: self._has(*keys) or self._nobody_else_will_come(keys), within=GRACE)
-        came = {rank: Record(*json.loads(self.store.get(key))) for rank, key in enumerate(keys) if self._has(key)}
-        agreed = len(came) == self.size and all(record.agrees(other) for other in came.values())
+        came = {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys) if self._has(key)}
+        # Not by phase: one may evaluate alone before all of them save.
+        agreed = len(came) == self.size and all(theirs == call for theirs, _ in came.values())
         if not agreed or self._has("parted"):
             self._part(self._positions(came, time.monotonic() - began))
-        if record.number > 1:  # all have come here, so all have read what was before
-            self.store.delete_key(f"{record.number - 1}/{self.rank}")
+        if self.number > 1:  # all have come here, so all have read what was before
+            self.store.delete_key(f"{self.number - 1}/{self.rank}")
 
     def _nobody_else_will_come(self, keys):
         return self._has("parted") or all(self._has(key) or self._has(f"left/{rank}") for rank, key in enumerate(keys))
@@ -106,7 +88,7 @@ class Tracer:
         places = {}  # (verb, place) -> ranks
         for rank in range(self.size):
             if rank in came:
-                place = "wait", f"in {came[rank]}"
+                place = "wait", f"in {came[rank][1]}"
             elif self._has(f"left/{rank}"):
                 why = self.store.get(f"left/{rank}").decode()
                 place = "leave", f"after {last}" + (f": {why}" if why else "")
@@ -145,8 +127,8 @@ class Tracer:
 
     def _print(self, what):
         lines = [what]
-        for record in self._recent:
-            lines.append(f"  {self._state if record is self._recent[-1] else 'done':<8} {record}")
+        for said in self._recent:
+            lines.append(f"  {self._state if said is self._recent[-1] else 'done':<8} {said}")
         # In one piece: all ranks write.
         sys.stderr.write("".join(f"[rank {self.rank}] {line}\n" for line in lines))
         sys.stderr.flush()
