@@ -66,16 +66,8 @@ class ThreadLane:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, work, *buffers):
-        under_way, errors = _taken_lock(), []
-
-        def wait(buffers):
-            with under_way:
-                pass
-            if errors:
-                raise errors[0]
-
-        handle = Handle(buffers, wait)
-        self._queue.put((work, under_way, errors, handle))
+        handle = Handle(buffers, None)
+        handle._wait = self._give(work, handle)
         return handle
 
     def follow(self):
@@ -83,11 +75,21 @@ class ThreadLane:
 
     def finish(self, within=-1):
         """Return when all is done, or after so many seconds; raise what a collective raised."""
-        under_way, errors = _taken_lock(), []
-        self._queue.put((lambda: None, under_way, errors, Handle((), None)))
-        under_way.acquire(timeout=within)
-        if errors:
-            raise errors[0]
+        self._give(lambda: None, Handle((), None))((), within)
+
+    def _give(self, work, handle):
+        """Queue work, and return what waits for it."""
+        under_way, errors = threading.Lock(), []
+        under_way.acquire()  # An Event says the same, and takes ten times as long to make and to wait for.
+        self._queue.put((work, under_way, errors, handle))
+
+        def wait(buffers, within=-1):
+            if under_way.acquire(timeout=within):
+                under_way.release()
+            if errors:
+                raise errors[0]
+
+        return wait
 
     def _run(self):
         failure = []
@@ -106,13 +108,6 @@ class ThreadLane:
             handle.buffers = ()
             under_way.release()
             del handle
-
-
-def _taken_lock():
-    """Held until the work is done. An Event says the same, and takes ten times as long to make and to wait for."""
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
 
 
 class StreamLane:
@@ -163,8 +158,7 @@ class InlineLane:
     def follow(self):
         """Nothing to wait for."""
 
-    def finish(self):
-        """Nothing to wait for."""
+    finish = follow
 
 
 class SimulatedLane(InlineLane):
