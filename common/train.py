@@ -44,7 +44,6 @@ def main(package, arguments=None, add_own=None):
 
     Args:
         package: exports `Engine`.
-        arguments: None are the command line's.
         add_own: called with the parser, adds the options of this package alone, and returns a function from the parsed
             options to the engine's name and what it takes of them, {name: value}. It raises InputError for what cannot
             be.
@@ -53,9 +52,8 @@ def main(package, arguments=None, add_own=None):
     add_arguments(parser)
     runs.add_arguments(parser)
     parser.add_argument("--generate", metavar="PROMPT", help="after training, continue this text")
-    parser.add_argument(
-        "--trace", metavar="FILE", help="record two steps here, for ui.perfetto.dev; not counted in timings"
-    )
+    to_record = "record two steps here, for ui.perfetto.dev; not counted in timings"
+    parser.add_argument("--trace", metavar="FILE", help=to_record)
     own = add_own(parser) if add_own else lambda options: (package, {})
     options = asked(parser, arguments)
     runs.check_arguments(options)
@@ -71,9 +69,8 @@ def add_arguments(parser):
     parser.add_argument("--model", default="gpt-nano", help="a name of the model zoo (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="training steps (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=24, help="samples of a step, all ranks (default: %(default)s)")
-    parser.add_argument(
-        "--accumulate", type=int, default=1, metavar="K", help="cut a step's batch into K micro-batches"
-    )
+    micro = "cut a step's batch into K micro-batches"
+    parser.add_argument("--accumulate", type=int, default=1, metavar="K", help=micro)
     parser.add_argument("--no-sync", action="store_true", help="reduce gradients with the last micro-batch only")
     add_checkpoints(parser)
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default: %(default)s)")
@@ -179,16 +176,9 @@ def train(world, name, options, progress=None):
     """
     make = find_engine(name) if isinstance(name, str) else name
     module = build_model(options)
-    engine = make(
-        module,
-        partial(torch.optim.AdamW, lr=options.lr, fused=True),
-        precision=options.precision,
-        clip_norm=options.clip_norm,
-        bucket_mb=options.bucket_mb,
-        init=models.initial_values(options.seed),
-        deterministic=options.deterministic,
-        **options.own,
-    )
+    optimizer = partial(torch.optim.AdamW, lr=options.lr, fused=True)
+    taken = {name: getattr(options, name) for name in ("precision", "clip_norm", "bucket_mb", "deterministic")}
+    engine = make(module, optimizer, init=models.initial_values(options.seed), **taken, **options.own)
     runs.begin_stream(options.seed, world.rank)
     ours = hasattr(engine, "comm")
     if ours and options.offload_activations:
@@ -206,7 +196,7 @@ def train(world, name, options, progress=None):
         raise InputError(
             f"--steps {options.steps}: every gradient overflowed in fp16, and the loss scale sinks with each; take more"
         )
-    row = {"engine": name if isinstance(name, str) else name.name, "losses": run.losses, "skipped_steps": run.skipped}
+    row = {"engine": getattr(name, "name", name), "losses": run.losses, "skipped_steps": run.skipped}
     if ours:
         row["losses"] = (survives.losses if survives else []) + runs.means(engine.comm, run.losses)
         row |= _counted(world, engine, module, options, run)
@@ -292,8 +282,7 @@ def run_with_progress(world, name, options):
     if world.rank:
         return train(world, name, options)
     with progress_bar(TextColumn("{task.fields[loss]}")) as bar:
-        label = name if isinstance(name, str) else name.name
-        task = bar.add_task(label, total=options.steps, loss="")
+        task = bar.add_task(getattr(name, "name", name), total=options.steps, loss="")
         show = partial(bar.update, task)
         return train(world, name, options, lambda done, loss: show(completed=done, loss=f"loss {loss:.4f}"))
 

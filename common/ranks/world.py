@@ -152,7 +152,7 @@ class LocalWorld(contextlib.AbstractContextManager):
         log: a file to which all goes that ranks print, libraries' warnings for instance; not what they raise.
 
     Raises:
-        InputError: more ranks than the machine has GPUs (or CPUs, when it has no GPU), unless `oversubscribe`.
+        InputError: the number of ranks does not fit the machine.
         RankFailed: the ranks found no way to form a group.
     """
 
