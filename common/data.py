@@ -31,7 +31,9 @@ def load_text(path=None):
         InputError: the path is missing, no file (a pipe has no end to draw from), unreadable or empty.
     """
     if path is None:
-        return np.frombuffer(_standard_library(), dtype=np.uint8)
+        sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        text = b"".join(source.read_bytes() for source in sources)[:STANDARD_LIBRARY_BYTES]
+        return np.frombuffer(text, dtype=np.uint8)
     refused, hint = f"cannot read the text {str(path)!r}", "give a readable file, or none to use Python's own source"
     try:
         found = Path(path).stat()
@@ -39,9 +41,8 @@ def load_text(path=None):
             raise InputError(f"{refused}: it is a device or a pipe, which may have no end; {hint}")
         if found.st_size > LARGE:
             return np.memmap(path, dtype=np.uint8, mode="r")
-        text = (
-            Path(path).read_bytes() if found.st_size else b""
-        )  # some of /proc are endless, and say that they are empty
+        # Some of /proc are endless, and say that they are empty.
+        text = Path(path).read_bytes() if found.st_size else b""
     except OSError as error:
         raise InputError(f"{refused}: {error.strerror}; {hint}") from error
     if not text:
@@ -58,13 +59,6 @@ def digest(text):
         for begin in np.linspace(0, len(text) - SAMPLE, SAMPLES, dtype=np.int64):
             found.update(text[begin : begin + SAMPLE])
     return found.hexdigest()
-
-
-def _standard_library():
-    text = b""
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        text += path.read_bytes()
-    return text[:STANDARD_LIBRARY_BYTES]
 
 
 class Batches:
@@ -86,22 +80,21 @@ class Batches:
                 f"the text has {len(text)} bytes and one sample needs {window}; "
                 "give a longer text or a model with a shorter window"
             )
-        self.text = text
-        self.window = window
-        self.global_batch = global_batch
-        self.seed = seed
+        self.text, self.window, self.global_batch, self.seed = text, window, global_batch, seed
 
     def of(self, step, rank, world_size):
-        """Return this rank's contiguous part of the global batch of `step`.
-
-        Returns:
-            uint8 tensor [global_batch // world_size, window].
+        """This rank's contiguous part of the global batch of `step`: uint8 tensor [global_batch // world_size, window].
 
         Raises:
             InputError: the global batch cannot be divided into equal parts.
         """
         share = self._share(world_size)
-        samples = [self._sample(step, index) for index in range(rank * share, (rank + 1) * share)]
+        samples = []
+        for index in range(rank * share, (rank + 1) * share):
+            # A generator per sample, seeded by a string: no state to carry from rank to rank or to save.
+            draw = random.Random(f"{self.seed} {step} {index}")
+            start = draw.randrange(len(self.text) - self.window + 1)
+            samples.append(self.text[start : start + self.window])
         return torch.tensor(np.stack(samples))
 
     def check(self, world_size):
@@ -120,9 +113,3 @@ class Batches:
                 f"choose a positive multiple of {world_size}"
             )
         return self.global_batch // world_size
-
-    def _sample(self, step, index):
-        # A generator per sample, seeded by a string: no state to carry from rank to rank or to save.
-        draw = random.Random(f"{self.seed} {step} {index}")
-        start = draw.randrange(len(self.text) - self.window + 1)
-        return self.text[start : start + self.window]

@@ -9,28 +9,16 @@ LENGTH = 256  # bytes
 
 
 def generate(engine, prompt, seed=0, length=LENGTH, temperature=TEMPERATURE):
-    """Continue a text byte by byte, each drawn from the model's distribution. A collective.
+    """A prompt, of a byte at least, and `length` bytes more, each drawn from the model's distribution. A collective.
 
     Every rank draws the same bytes, from the same weights and the same seed, so that all take part in every gather.
     Under `gathered` the weights are collected once, not for every byte. The engine is left as it was.
 
-    Args:
-        engine: an engine over a model that predicts text.
-        prompt: bytes, at least one.
-        seed: of the draws.
-        length: how many bytes to add.
-        temperature: logits are divided by it.
-
-    Returns:
-        bytes: the prompt and what was added.
-
     Raises:
         InputError: the model's logits are no numbers.
     """
-    module = engine.module
+    module, text, draws = engine.module, list(prompt), torch.Generator().manual_seed(seed)
     training = module.training
-    draws = torch.Generator().manual_seed(seed)
-    text = list(prompt)
     engine.eval()
     with engine.gathered(), torch.no_grad():
         device = next(module.parameters()).device

@@ -13,7 +13,6 @@ def train_step(engine, micro_batches, no_sync=False, loss_of=models.loss):
     """One step from the mean gradient of some micro-batches.
 
     Args:
-        engine: an engine.
         micro_batches: [(inputs, targets)], of equal size.
         no_sync: ranks exchange gradients in the last backward only.
         loss_of: of (outputs, targets), a scalar.

@@ -36,16 +36,13 @@ class TokenMean:
         self._comm, self.tokens = Collectives(group), None
 
     def agree(self, targets):
-        """Count the tokens of a step over all ranks, before its first backward: one small collective.
+        """Return the number of tokens of a step over all ranks, before its first backward: one small collective.
 
         It sends 8 bytes to each other rank, which the engine's meter does not see.
 
         Args:
             targets: this rank's, an int64 tensor of any shape for each micro-batch. Those that are IGNORED do not
                 count; a rank may have none that do, if others have.
-
-        Returns:
-            Their number, the same on every rank.
 
         Raises:
             InputError: on every rank, if no rank has any.
@@ -59,13 +56,10 @@ class TokenMean:
         return self.tokens
 
     def share(self, total):
-        """What a micro-batch gives to `engine.backward`.
+        """What a micro-batch gives to `engine.backward`, a scalar.
 
         Args:
             total: the sum of the losses of its tokens, a scalar tensor; zero where it has none. In 16-bit take it in
                 fp32, as `cross_entropy` of `logits.float()` does.
-
-        Returns:
-            A scalar. The mean over ranks of its sums over a step's micro-batches is the mean loss of a token.
         """
         return total * (self._comm.size / self.tokens)

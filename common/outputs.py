@@ -40,35 +40,21 @@ def one_line_errors():
 
 
 def check_counts(options, *names):
-    """Refuse numbers below 1; None is an option that was not given.
-
-    Raises:
-        InputError: one of the options called `names` is.
-    """
+    """Refuse options below 1, by an InputError; None is one that was not given."""
     for name in names:
-        number = getattr(options, name)
-        if number is not None and number < 1:
+        if (number := getattr(options, name)) is not None and number < 1:
             raise InputError(f"--{name.replace('_', '-')} {number}: at least 1 is needed")
 
 
 def check_clone(folder, otherwise=""):
-    """Refuse to run without a folder of the repository that is not installed with the packages.
-
-    Raises:
-        InputError: it is not there; the message ends with what to do `otherwise`.
-    """
+    """Refuse, by an InputError, to run without a folder of the repository that is not installed with the packages."""
     if not (ROOT / folder).is_dir():
-        raise InputError(
-            f"this needs {folder}/ of the repository, which is not installed: run it in a clone{otherwise}"
-        )
+        needed = f"this needs {folder}/ of the repository, which is not installed"
+        raise InputError(f"{needed}: run it in a clone{otherwise}")
 
 
 def check_outputs(options):
-    """Try all files that the options of a command name: --json, --trace and --figure, where it has them.
-
-    Raises:
-        InputError: one of them cannot be written.
-    """
+    """Try all files that the options of a command name: --json, --trace and --figure, where it has them."""
     for option in ("json", "trace", "figure"):
         check_output(f"--{option}", getattr(options, option, None))
     if hasattr(options, "figure"):
@@ -83,11 +69,7 @@ def picture(options):
 
 
 def asked(parser, arguments, figure=False):
-    """The options of a command that finds something out: its own, --json, and with `figure` --figure.
-
-    Raises:
-        InputError: what it finds cannot be written where they say.
-    """
+    """The options of a command that finds something out: its own, --json, and with `figure` --figure; all tried."""
     parser.add_argument("--json", metavar="FILE", help="write the results here")
     if figure:
         parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
@@ -126,11 +108,7 @@ def publish(options, results, shown, draw=None):
 
 
 def check_output(option, path):
-    """Refuse a file that could not be written. One that is there stays as it is.
-
-    Args:
-        option: what names it.
-        path: of the file; None for an option that was not given.
+    """Refuse a file that could not be written; None is an option that was not given. One that is there stays as it is.
 
     Raises:
         InputError: it says why.
@@ -156,11 +134,7 @@ def check_output(option, path):
 
 
 def try_folder(folder):
-    """Write a file there that has no name, and is gone at once.
-
-    Raises:
-        OSError: nothing can be written there.
-    """
+    """Write a file there that has no name, and is gone at once; OSError where nothing can be written."""
     with tempfile.TemporaryFile(dir=folder) as trial:
         trial.write(bytes(TRIAL))
         trial.flush()
@@ -179,11 +153,7 @@ def write_json(path, results):
 
 
 def write_text(path, text):
-    """Write a file.
-
-    Raises:
-        InputError: it cannot be written any more.
-    """
+    """Write a file; InputError where it cannot be written any more."""
     with written(path):
         if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(1)):  # /dev/stdout, of which there is one
             print(text, end="", flush=True)

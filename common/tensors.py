@@ -22,12 +22,7 @@ def let_go(tensor):
 
 def tensors_in(value):
     found = []
-
-    def note(tensor):
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, value)
+    map_tensors(lambda tensor: found.append(tensor) or tensor, value)
     return found
 
 
@@ -47,13 +42,10 @@ def map_tensors(function, value):
     else:
         return value
     changed = {key: new for key, item in items.items() if (new := map_tensors(function, item)) is not item}
-    return _copy_with(value, changed) if changed else value
-
-
-def _copy_with(value, changed):
-    """A copy of a tuple, list, dict or dataclass, with some of its items changed: {index, key or field: item}."""
+    if not changed:
+        return value
     if isinstance(value, (list, tuple)):
-        items = [changed.get(index, item) for index, item in enumerate(value)]
+        items = list((items | changed).values())
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # with _fields a namedtuple
     copied = copy.copy(value)
     for key, item in changed.items():

@@ -44,7 +44,6 @@ def main(package, arguments=None, add_own=None):
 
     Args:
         package: exports `Engine`.
-        arguments: None are the command line's.
         add_own: called with the parser, adds the options of this package alone, and returns a function from the parsed
             options to the engine's name and what it takes of them, {name: value}. It raises InputError for what cannot
             be.
@@ -53,9 +52,8 @@ def main(package, arguments=None, add_own=None):
     add_arguments(parser)
     runs.add_arguments(parser)
     parser.add_argument("--generate", metavar="PROMPT", help="after training, continue this text")
-    parser.add_argument(
-        "--trace", metavar="FILE", help="record two steps here, for ui.perfetto.dev; not counted in timings"
-    )
+    to_record = "record two steps here, for ui.perfetto.dev; not counted in timings"
+    parser.add_argument("--trace", metavar="FILE", help=to_record)
     own = add_own(parser) if add_own else lambda options: (package, {})
     options = asked(parser, arguments)
     runs.check_arguments(options)
@@ -71,9 +69,8 @@ def add_arguments(parser):
     parser.add_argument("--model", default="gpt-nano", help="a name of the model zoo (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="training steps (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=24, help="samples of a step, all ranks (default: %(default)s)")
-    parser.add_argument(
-        "--accumulate", type=int, default=1, metavar="K", help="cut a step's batch into K micro-batches"
-    )
+    micro = "cut a step's batch into K micro-batches"
+    parser.add_argument("--accumulate", type=int, default=1, metavar="K", help=micro)
     parser.add_argument("--no-sync", action="store_true", help="reduce gradients with the last micro-batch only")
     add_checkpoints(parser)
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default: %(default)s)")
@@ -84,20 +81,15 @@ def add_arguments(parser):
     parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
     parser.add_argument("--deterministic", action="store_true", help="sum in rank order on NCCL too")
     parser.add_argument("--data", metavar="FILE", help="text to train on (default: Python's own source)")
+    # What not all commands have.
+    parser.set_defaults(engines="stage0_ddp", save=None, trace=None, generate=None, own={})
 
 
 def add_checkpoints(parser):
     """The arguments about what is kept of activations."""
-    parser.add_argument(
-        "--checkpoint-activations",
-        nargs="?",
-        const="non-reentrant",
-        metavar="KIND",
-        help="compute each block again in backward: non-reentrant (default) or reentrant",
-    )
-    parser.add_argument(
-        "--offload-activations", action="store_true", help="keep on the host what these checkpoints save"
-    )
+    add, again = parser.add_argument, "compute each block again in backward: non-reentrant (default) or reentrant"
+    add("--checkpoint-activations", nargs="?", const="non-reentrant", metavar="KIND", help=again)
+    add("--offload-activations", action="store_true", help="keep on the host what these checkpoints save")
 
 
 def default_nproc():
@@ -106,18 +98,17 @@ def default_nproc():
 
 
 def command(function, *args, options):
-    """Run `function(world, *args)` on every rank; bad input is one line on one rank, and exit status 2."""
-    with one_line_errors():
-        check_options(options)
-        asked = {name: getattr(options, name) for name in ("nproc", "oversubscribe", "ranks_per_node")}
-        return launch(function, *args, hand_on=getattr(options, "save", None) is not None, **asked)
+    """Run `function(world, *args)` on every rank, as options say that can be."""
+    check_options(options)
+    asked = {name: getattr(options, name) for name in ("nproc", "oversubscribe", "ranks_per_node")}
+    return launch(function, *args, hand_on=options.save is not None, **asked)
 
 
 def check_options(options):
     """Refuse what can be refused before any rank is started."""
     model = build_model(options)
     dtype_of(options.precision)
-    for name in getattr(options, "engines", "stage0_ddp").split(","):
+    for name in options.engines.split(","):
         find_engine(name)
     if options.steps < 1:
         raise InputError(f"--steps {options.steps}: at least one step is needed")
@@ -128,16 +119,16 @@ def check_options(options):
     if not options.bucket_mb > 0:
         raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
     check_name("--data", options.data)
-    if getattr(options, "trace", None) and options.steps < WARM_UP + TRACED + 1:
+    if options.trace and options.steps < WARM_UP + TRACED + 1:
         raise InputError(
             f"--steps {options.steps}: a trace needs {WARM_UP + TRACED + 1}: {WARM_UP} to warm up, {TRACED} in the "
             "trace, and a last one whose memory is counted"
         )
-    ranks = rank_count(options)
-    make_batches(options).check(max(1, ranks))
+    ranks = max(1, rank_count(options))
+    make_batches(options).check(ranks)
     if options.ranks_per_node is not None:
-        check_ranks_per_node(options.ranks_per_node, max(1, ranks))
-    if options.accumulate < 1 or options.batch % (options.accumulate * max(1, ranks)):
+        check_ranks_per_node(options.ranks_per_node, ranks)
+    if options.accumulate < 1 or options.batch % (options.accumulate * ranks):
         raise InputError(
             f"--accumulate {options.accumulate}: a global batch of {options.batch} cannot be divided into so many "
             f"micro-batches over {ranks} ranks; choose a positive divisor of the samples per rank"
@@ -146,10 +137,9 @@ def check_options(options):
         raise InputError("--offload-activations: what checkpoints save goes to the host; add --checkpoint-activations")
     if options.no_sync and options.accumulate == 1:
         raise InputError("--no-sync: a step of one micro-batch has nothing to put off; add --accumulate")
-    prompt = getattr(options, "generate", None)
-    if prompt == "":
+    if options.generate == "":
         raise InputError("--generate '': the model needs a first byte to continue; give a prompt")
-    if prompt is not None and not getattr(model, "predicts_text", False):
+    if options.generate is not None and not getattr(model, "predicts_text", False):
         raise InputError(f"--generate: {options.model} does not predict text; choose a gpt, llama, moe or lora model")
 
 
@@ -186,25 +176,18 @@ def train(world, name, options, progress=None):
     """
     make = find_engine(name) if isinstance(name, str) else name
     module = build_model(options)
-    engine = make(
-        module,
-        partial(torch.optim.AdamW, lr=options.lr, fused=True),
-        precision=options.precision,
-        clip_norm=options.clip_norm,
-        bucket_mb=options.bucket_mb,
-        init=models.initial_values(options.seed),
-        deterministic=options.deterministic,
-        **getattr(options, "own", {}),
-    )
+    optimizer = partial(torch.optim.AdamW, lr=options.lr, fused=True)
+    taken = {name: getattr(options, name) for name in ("precision", "clip_norm", "bucket_mb", "deterministic")}
+    engine = make(module, optimizer, init=models.initial_values(options.seed), **taken, **options.own)
     runs.begin_stream(options.seed, world.rank)
     ours = hasattr(engine, "comm")
     if ours and options.offload_activations:
         module.saving = HostActivations(engine)
-    schedulers = [CosineAnnealingLR(engine.optimizer, options.steps)] if getattr(options, "cosine", False) else []
+    schedulers = [CosineAnnealingLR(engine.optimizer, options.steps)] if options.cosine else []
     batches = make_batches(options)
     if ours:
         runs.agree(engine, options, batches)
-    survives = runs.Run(engine, options, batches, schedulers) if getattr(options, "save", None) else None
+    survives = runs.Run(engine, options, batches, schedulers) if options.save else None
     with survives or nullcontext():
         if survives and survives.message and world.rank == 0:
             tables.say(survives.message)
@@ -213,7 +196,7 @@ def train(world, name, options, progress=None):
         raise InputError(
             f"--steps {options.steps}: every gradient overflowed in fp16, and the loss scale sinks with each; take more"
         )
-    row = {"engine": name if isinstance(name, str) else name.name, "losses": run.losses, "skipped_steps": run.skipped}
+    row = {"engine": getattr(name, "name", name), "losses": run.losses, "skipped_steps": run.skipped}
     if ours:
         row["losses"] = (survives.losses if survives else []) + runs.means(engine.comm, run.losses)
         row |= _counted(world, engine, module, options, run)
@@ -229,9 +212,8 @@ def train(world, name, options, progress=None):
             if world.rank == 0:
                 write_text(options.trace, json.dumps(trace))
         row["overlap"] = overlap(trace) if trace else None
-    prompt = getattr(options, "generate", None)
-    if prompt is not None:
-        row["generated"] = generate(engine, os.fsencode(prompt), options.seed).decode(errors="replace")
+    if options.generate is not None:
+        row["generated"] = generate(engine, os.fsencode(options.generate), options.seed).decode(errors="replace")
     return row, weights, run.timeline.samples if run.timeline else []
 
 
@@ -255,7 +237,7 @@ def _run_steps(world, engine, module, options, batches, progress, schedulers, su
     run = SimpleNamespace(losses=[], seconds=[], skipped=0)
     run.counted = run.by_phase = run.on_bus = run.timeline = run.recording = None
     last = options.steps - 1
-    traced = range(last - TRACED, last) if getattr(options, "trace", None) else ()
+    traced = range(last - TRACED, last) if options.trace else ()
     for step in range(survives.step if survives else 0, options.steps):
         windows = batches.of(step, world.rank, world.size).to(world.device)
         micro_batches = [module.inputs_and_targets(part) for part in windows.chunk(options.accumulate)]
@@ -300,8 +282,7 @@ def run_with_progress(world, name, options):
     if world.rank:
         return train(world, name, options)
     with progress_bar(TextColumn("{task.fields[loss]}")) as bar:
-        label = name if isinstance(name, str) else name.name
-        task = bar.add_task(label, total=options.steps, loss="")
+        task = bar.add_task(getattr(name, "name", name), total=options.steps, loss="")
         show = partial(bar.update, task)
         return train(world, name, options, lambda done, loss: show(completed=done, loss=f"loss {loss:.4f}"))
 
@@ -316,15 +297,8 @@ def _train_and_report(world, package, options):
     if world.rank:
         return
     if options.json:
-        results = {
-            "world_size": world.size,
-            "model": options.model,
-            "precision": options.precision,
-            **how(options),
-            "hardware": hardware(world.device),
-            **row,
-        }
-        write_json(options.json, results)
+        asked = {"world_size": world.size, "model": options.model, "precision": options.precision, **how(options)}
+        write_json(options.json, {**asked, "hardware": hardware(world.device), **row})
     title = f"{package}: {options.model} on {world.size} ranks"
     if row["model_state_bytes"] is None:
         tables.say(f"all {options.steps} steps were done before, and nothing was measured")

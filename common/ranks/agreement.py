@@ -19,13 +19,12 @@ def check_agreement(found, comm, label="the check of the model"):
         if isinstance(theirs, InputError):
             raise theirs
     for rank, theirs in enumerate(everyone):
-        pairs = itertools.zip_longest(found, theirs, fillvalue=None)
-        first = next(((mine, other) for mine, other in pairs if mine != other), None)
-        if first is not None:
-            what, _, how = first[0] or first[1]
-            values = [line[1] for line in first if line is not None and isinstance(line[1], str)]
-            shown = f" ({' and '.join(values)})" if values else ""
-            raise InputError(f"{what} differs between rank {comm.rank} and rank {rank}{shown}; {how}")
+        for mine, other in itertools.zip_longest(found, theirs):
+            if mine != other:
+                what, _, how = mine or other
+                values = [line[1] for line in (mine, other) if line and isinstance(line[1], str)]
+                shown = f" ({' and '.join(values)})" if values else ""
+                raise InputError(f"{what} differs between rank {comm.rank} and rank {rank}{shown}; {how}")
 
 
 @contextlib.contextmanager

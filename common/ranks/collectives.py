@@ -14,11 +14,10 @@ path there, and shards travel point to point. NCCL reduces in ring or tree order
 additions. `deterministic=True` takes the exact path on NCCL too.
 
 **Ranks that part.** Point to point a message is tagged with what it is for: those of different collectives never meet,
-which would end the process or pass for the right data. So ranks that call unequally wait until gloo gives up. Then each
-knows whom it was with, and tells what both of them waited in: see `RankLost`. NCCL says what it says; that is untried.
+which would end the process or pass for the right data. So ranks that call unequally wait until gloo gives up, and then
+tell what both of them waited in (`RankLost`). NCCL says what it says; that is untried.
 
-**Labels.** Each call may say who asks, a unit's name for instance. `common.ranks.trace` shows it where ranks part, and
-`common.measure.timeline` beside the computation.
+**Labels.** Each call may say who asks, a unit's name for instance: `trace` and `measure.timeline` show it.
 """
 
 import contextlib
@@ -64,24 +63,22 @@ class Collectives:
     Args:
         group: a process group; None is the default one.
         deterministic: take the exact path on NCCL too.
-        whole: the Collectives that these are a part of, as `part` makes them; None for those of an engine.
+        whole: the Collectives that these are a part of, as `by_nodes` makes them; None for those of an engine.
         where: stands behind each name in the meter: " in the node", for instance.
 
     Attributes:
         rank, size: of this process within the group.
-        ranks_per_node: how many ranks in a row share a machine. The meter tells by it what leaves the node: as if every
-            byte went straight to the rank that it is for, which on NCCL a ring may do otherwise.
+        ranks_per_node: how many ranks in a row share a machine. By it the meter counts what leaves the node, as if each
+            byte went straight to the rank that it is for; on NCCL a ring may do otherwise.
         backend: "nccl", "gloo" or "fake".
         device: where the tensors live: the current CUDA device with NCCL, else the CPU.
         traffic: the meter, a `Traffic`.
-        room: the receive buffer of all reductions, as large as the largest so far needed; None before the first.
-            Between them it is lent: see `scratch`.
+        room: the receive buffer of all reductions, as large as the largest so far needed; lent by `scratch`.
         owner: stands before each label, where a group has several users; "" or such as "engine 2's ".
         tracer: what has the ranks agree on each collective, a `trace.Tracer`; None unless ZERO_TRACE is 1.
 
     Raises:
-        InputError: there is no process group, or its backend is neither NCCL nor gloo (nor torch's fake one, which
-            simulates).
+        InputError: there is no process group, or its backend is none of NCCL, gloo and torch's fake one.
     """
 
     def __init__(self, group=None, *, deterministic=False, whole=None, where=""):
@@ -110,22 +107,17 @@ class Collectives:
 
     @property
     def group(self):
-        """The process group.
-
-        Raises:
-            RuntimeError: it was destroyed.
-        """
-        group = self._group()
-        if group is None:
+        """The process group; RuntimeError where it was destroyed."""
+        if (group := self._group()) is None:
             raise RuntimeError("the process group was destroyed; make another one, and engines of its own")
         return group
 
     def by_nodes(self):
         """The collectives (inside this rank's node, across nodes) by `ranks_per_node`: see `nodes`. A collective."""
-        inside, across = nodes.groups_of(self, self.ranks_per_node)
+        groups, places = nodes.groups_of(self, self.ranks_per_node), (nodes.IN_NODE, nodes.ACROSS_NODES)
         inside, across = (
             Collectives(group, deterministic=self.ordered, whole=self, where=where)
-            for group, where in ((inside, nodes.IN_NODE), (across, nodes.ACROSS_NODES))
+            for group, where in zip(groups, places, strict=True)
         )
         inside.ranks_per_node, across.ranks_per_node = inside.size, 1
         return inside, across
@@ -138,7 +130,7 @@ class Collectives:
 
             def work():
                 self._reduce_in_rank_order(tensor, received, shard)
-                self._exchange(shard, tensor)
+                self._all_gather(shard, tensor)
 
             return self._submit("all_reduce", tensor, label, work, tensor, received)
 
@@ -165,7 +157,7 @@ class Collectives:
         Sends (N-1)/N of the tensor. It begins when `after`, a Handle of what makes the shard, is done.
         """
         self._count("all_gather", self._remote(tensor))
-        work = partial(self._exchange, shard, tensor)
+        work = partial(self._all_gather, shard, tensor)
         return self._submit("all_gather", tensor, label, work, shard, tensor, after=after)
 
     def gather(self, shard, tensor, target, label=""):
@@ -173,8 +165,7 @@ class Collectives:
 
         Those send their shard, and hold no more than it.
         """
-        here = self.rank == target
-        leaves = target // self.ranks_per_node != self.rank // self.ranks_per_node
+        here, leaves = self.rank == target, target // self.ranks_per_node != self.rank // self.ranks_per_node
         self.traffic.record("gather" + self._where, 0 if here else shard.nbytes, shard.nbytes if leaves else 0)
 
         def work():
@@ -195,12 +186,10 @@ class Collectives:
         self._count("all_to_all", self._remote(tensor))
 
         def work():
-            if not self.point_to_point:
+            if self.point_to_point:
+                self._exchange(tensor.view(self.size, -1), received.view(self.size, -1))
+            else:
                 dist.all_to_all_single(received, tensor, group=self.group)
-                return
-            sent, arrived = tensor.view(self.size, -1), received.view(self.size, -1)
-            arrived[self.rank].copy_(sent[self.rank])
-            self._transfer({peer: arrived[peer] for peer in self._others()}, {k: sent[k] for k in self._others()})
 
         return self._submit("all_to_all", tensor, label, work, tensor, received)
 
@@ -222,9 +211,9 @@ class Collectives:
         return self._submit(f"broadcast from rank {source}", tensor, label, work, tensor, after=after)
 
     def maximum(self, tensor, label=""):
-        """The element-wise maximum of every rank's small `tensor` [n], such as a flag: the same on every rank.
+        """The element-wise maximum of every rank's small `tensor` [n], such as a flag; NaN where any rank has one.
 
-        A NaN on any rank is a NaN on all of them. Sends N-1 copies of the tensor, metered as an all-gather.
+        Sends N-1 copies of the tensor, metered as an all-gather.
         """
         everyone = self.buffer(self.size * tensor.numel(), dtype=tensor.dtype)
         self.all_gather(tensor, everyone, label).wait()
@@ -278,9 +267,9 @@ class Collectives:
 
     def _submit(self, collective, tensor, label, work, *buffers, after=None):
         label, phase = self.owner + label, self.traffic.phase
+        name = f"{collective} of {label}" if label else collective
         if self.tracer is not None:
             work = self.tracer.checked(collective, tensor.nbytes, label, phase, work)
-        name = f"{collective} of {label}" if label else collective
 
         def labelled(group=self.group):  # which lives until this is done
             if after is not None:
@@ -352,14 +341,16 @@ class Collectives:
             self._with(source, receive.wait)
         return [pieces[rank] for rank in range(self.size)]
 
-    def _exchange(self, shard, tensor):
-        parts = tensor.view(self.size, -1)
-        if not self.point_to_point:
+    def _all_gather(self, shard, tensor):
+        if self.point_to_point:
+            self._exchange(shard.expand(self.size, *shard.shape), tensor.view(self.size, -1))
+        else:
             _all_gather(tensor, shard, group=self.group)
-            return
-        _put(shard, parts[self.rank])
-        others = self._others()
-        self._transfer({peer: parts[peer] for peer in others}, dict.fromkeys(others, shard))
+
+    def _exchange(self, sent, arrived):
+        """Send every rank its row of `sent` [N, n]; row k of `arrived` comes from rank k."""
+        _put(sent[self.rank], arrived[self.rank])
+        self._transfer({peer: arrived[peer] for peer in self._others()}, {peer: sent[peer] for peer in self._others()})
 
     def _others(self):
         """The other ranks, starting behind this one, so that not all send to rank 0 first."""
@@ -391,26 +382,25 @@ class Collectives:
             return call(*args)
         except RuntimeError as error:
             rank, partner = dist.get_rank(), dist.get_global_rank(self.group, peer)
-            in_vain, store, theirs = "Timed out" in str(error), self.group.get_group_store(), None
+            here, in_vain, store, theirs = self._running, "Timed out" in str(error), self.group.get_group_store(), None
             gone = f"rank {partner} gave no answer in time" if in_vain else f"rank {partner} was lost"
             with contextlib.suppress(dist.DistError):  # the store may be gone as well
                 if in_vain:
-                    store.set(f"waits/{rank}", self._running)
+                    store.set(f"waits/{rank}", here)
                 # Whose time is over closes his connections first, and says a moment later what he waited in.
-                trace.comes_true(
-                    lambda: store.check([f"waits/{partner}"]) or store.check(["gone"]), GRACE if in_vain else GRACE / 4
-                )
-                if store.check([f"waits/{partner}"]):
-                    theirs = store.get(f"waits/{partner}").decode()
-                    store.set(f"waits/{rank}", self._running)
+                said, within = [f"waits/{partner}"], GRACE if in_vain else GRACE / 4
+                trace.comes_true(lambda: store.check(said) or store.check(["gone"]), within)
+                if store.check(said):
+                    theirs = store.get(*said).decode()
+                    store.set(f"waits/{rank}", here)
                 else:
                     gone = store.compare_set("gone", "", gone).decode()
             if theirs is not None:
-                apart = f"rank {rank} waits for rank {partner} in {self._running}, and rank {partner} waits in {theirs}"
-                in_backward = all("(backward, " in place for place in (self._running, theirs))
-                raise RankLost(f"the ranks part: {apart}; {PARTED_GRAPHS if in_backward else CURE}") from error
+                apart = f"rank {rank} waits for rank {partner} in {here}, and rank {partner} waits in {theirs}"
+                cure = PARTED_GRAPHS if all("(backward, " in place for place in (here, theirs)) else CURE
+                raise RankLost(f"the ranks part: {apart}; {cure}") from error
             alone = f"; {CURE}" if in_vain else ""
-            raise RankLost(f"{gone}: rank {rank} was in {self._running} with rank {partner}{alone}") from error
+            raise RankLost(f"{gone}: rank {rank} was in {here} with rank {partner}{alone}") from error
 
 
 def mean_in_rank_order(pieces, mean):

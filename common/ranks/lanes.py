@@ -4,8 +4,8 @@ Copies between a device and its host have a lane of their own, and so have the s
 work and the buffers that it uses until it is done.
 
 One lane of each kind serves all who use a process group. torch holds a group until it is destroyed, and a lane holds it
-no longer than what it was given to do takes: a group that is left over when Python ends aborts the process. So does a
-thread that waits in a collective then, and whoever exits waits a little for his own.
+no longer than its work takes: a group that is left over when Python ends aborts the process. So does a thread that then
+waits in a collective, and whoever exits waits a little for his own.
 """
 
 import atexit
@@ -16,7 +16,6 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,14 +32,12 @@ class Handle:
     """A collective under way, with the buffers it reads and writes until it ends.
 
     Args:
-        buffers: those.
         wait: called with the buffers; returns when what the caller runs next may use them.
         event: of CUDA, for whoever is the host, which no stream holds back; None where `wait` holds it back too.
     """
 
     def __init__(self, buffers, wait, event=None):
-        self.buffers = buffers
-        self._wait, self._event = wait, event
+        self.buffers, self._wait, self._event = buffers, wait, event
 
     def wait(self):
         """Return when what the caller runs next may use the result; raise what the collective raised."""
@@ -69,28 +66,30 @@ class ThreadLane:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, work, *buffers):
-        under_way, errors = _taken_lock(), []
-
-        def wait(buffers):
-            with under_way:
-                pass
-            if errors:
-                raise errors[0]
-
-        handle = Handle(buffers, wait)
-        self._queue.put((work, under_way, errors, handle))
+        handle = Handle(buffers, None)
+        handle._wait = self._give(work, handle)
         return handle
 
     def follow(self):
         """Nothing to wait for: what a CPU thread has computed is there."""
 
-    def finish(self, within=None):
+    def finish(self, within=-1):
         """Return when all is done, or after so many seconds; raise what a collective raised."""
-        under_way, errors = _taken_lock(), []
-        self._queue.put((lambda: None, under_way, errors, Handle((), None)))
-        under_way.acquire(timeout=-1 if within is None else within)
-        if errors:
-            raise errors[0]
+        self._give(lambda: None, Handle((), None))((), within)
+
+    def _give(self, work, handle):
+        """Queue work, and return what waits for it."""
+        under_way, errors = threading.Lock(), []
+        under_way.acquire()  # An Event says the same, and takes ten times as long to make and to wait for.
+        self._queue.put((work, under_way, errors, handle))
+
+        def wait(buffers, within=-1):
+            if under_way.acquire(timeout=within):
+                under_way.release()
+            if errors:
+                raise errors[0]
+
+        return wait
 
     def _run(self):
         failure = []
@@ -109,13 +108,6 @@ class ThreadLane:
             handle.buffers = ()
             under_way.release()
             del handle
-
-
-def _taken_lock():
-    """Held until the work is done. An Event says the same, and takes ten times as long to make and to wait for."""
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
 
 
 class StreamLane:
@@ -157,7 +149,7 @@ class InlineLane:
     """The lane where nothing travels, on one CPU rank: the work is done at once."""
 
     def __init__(self, name=""):
-        pass
+        self._name = name
 
     def submit(self, work, *buffers):
         work()
@@ -166,21 +158,13 @@ class InlineLane:
     def follow(self):
         """Nothing to wait for."""
 
-    def finish(self):
-        """Nothing to wait for."""
+    finish = follow
 
 
 class SimulatedLane(InlineLane):
-    """The lane of a simulated world: nothing travels, and buffers are held for as long as those of a stream.
+    """The lane of a simulated world: nothing travels, and buffers are held for as long as those of a stream."""
 
-    Attributes:
-        clock: what counts the time that it would take, a `lab.simulate.clock.Clock`; None counts none.
-    """
-
-    clock = None
-
-    def __init__(self, name=""):
-        self._name = name
+    clock = None  # what counts the time that it would take, a `lab.simulate.clock.Clock`
 
     def submit(self, work, *buffers):
         if self.clock is None:
@@ -188,10 +172,8 @@ class SimulatedLane(InlineLane):
             return Handle(buffers, lambda buffers: None)
         with self.clock.on(self._name, buffers):
             work()
-        return Handle(buffers, partial(self._wait, self.clock, self.clock.now[self._name]))
-
-    def _wait(self, clock, end, buffers):
-        clock.catch_up(self._name, end)
+        clock, end = self.clock, self.clock.now[self._name]
+        return Handle(buffers, lambda buffers: clock.catch_up(self._name, end))
 
 
 LANES = {"gloo": ThreadLane, "nccl": StreamLane, "fake": SimulatedLane}

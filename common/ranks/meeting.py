@@ -35,21 +35,19 @@ def fresh(store, rank, size, timeout):
 
 
 def _invited(store, size, deadline):
-    """Rank 0: answer each word with a place until all ranks are there; the words of those before them are in vain."""
-    place, answered, there = _place(), {}, set()
-    while len(there) < size - 1:
-        for rank in range(1, size):
-            word = _read(store, f"word of rank {rank}")
-            if rank in there and word != answered[rank]:  # it was started once more, and the others must not wait there
-                place, answered, there = _place(), {}, set()
-            if word is not None and answered.get(rank) != word:
+    """Rank 0: answer all words with a place, another one when they change. Of ranks before these nobody goes there."""
+    words = place = None
+    while True:
+        shown = {rank: _read(store, f"word of rank {rank}") for rank in range(1, size)}
+        if shown != words:
+            words, place = shown, f"ranks {uuid.uuid4()}"
+            for word in filter(None, words.values()):
                 store.set(word, place)
-                answered[rank] = word
-            if word is not None and store.check([f"{place}: {word}"]):
-                there.add(rank)
-        _pause(deadline, f"ranks {sorted(set(range(1, size)) - there)} did not come")
-    store.set(f"{place}: all are here", "")
-    return place
+        missing = [rank for rank, word in words.items() if not store.check([f"{place}: {word}"])]
+        if not missing:
+            store.set(f"{place}: all are here", "")
+            return place
+        _pause(deadline, f"ranks {missing} did not come")
 
 
 def _asked(store, rank, deadline):
@@ -63,10 +61,6 @@ def _asked(store, rank, deadline):
             store.set(f"{place}: {word}", "")
         _pause(deadline, "rank 0 did not come, or not all of the others")
     return place
-
-
-def _place():
-    return f"ranks {uuid.uuid4()}"
 
 
 def _read(store, key):

@@ -36,11 +36,7 @@ def ranks_per_node(group):
 
 
 def check_ranks_per_node(count, size):
-    """Refuse a number that does not divide the ranks.
-
-    Raises:
-        InputError: it does not.
-    """
+    """The number itself; InputError where it does not divide the ranks."""
     if not isinstance(count, Integral) or isinstance(count, bool) or count < 1 or size % count:
         raise InputError(f"ranks_per_node {count!r}: {size} ranks cannot be divided into nodes of so many")
     return count
@@ -52,18 +48,12 @@ def groups_of(comm, per_node):
     made = _groups.setdefault(group, {})
     if per_node not in made:
         ranks, (node, place) = dist.get_process_group_ranks(group), divmod(group.rank(), per_node)
-        made[per_node] = (
-            _part(comm, ranks[node * per_node : (node + 1) * per_node]),
-            _part(comm, ranks[place::per_node]),
-        )
+        with small_send_buffers():
+            made[per_node] = tuple(
+                group if len(part) == comm.size else new_group(comm, part, timeout=timeout_of(group))
+                for part in (ranks[node * per_node : (node + 1) * per_node], ranks[place::per_node])
+            )
     return made[per_node]
-
-
-def _part(comm, ranks):
-    if len(ranks) == comm.size:
-        return comm.group
-    with small_send_buffers():
-        return new_group(comm, ranks, timeout=timeout_of(comm.group))
 
 
 def new_group(comm, ranks, **options):
@@ -84,6 +74,5 @@ def new_group(comm, ranks, **options):
 def timeout_of(group):
     """How long a group waits for a rank; None where its backend waits for nobody. torch has no public name for it."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    options = getattr(group._get_backend(device), "options", None)
-    timeout = getattr(options, "_timeout", None)
+    timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None

@@ -9,11 +9,7 @@ SEND_BUFFER = 2**18  # bytes; the kernel books twice as much
 
 
 def own_sockets():
-    """The open sockets of this process, one after another. They stay open, and are not the caller's to close.
-
-    Raises:
-        OSError: this is not Linux.
-    """
+    """The open sockets of this process, one after another; OSError where this is not Linux. They stay open."""
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             blocking = os.get_blocking(int(descriptor))
@@ -44,18 +40,12 @@ def small_send_buffers():
     if sys.platform != "linux":
         yield
         return
-    before = {_inode(own) for own in own_sockets()}
+    # A descriptor's number is given again once it is closed, an inode's is not.
+    before = {os.fstat(own.fileno()).st_ino for own in own_sockets()}
     yield
     for own in own_sockets():
+        if os.fstat(own.fileno()).st_ino in before or own.family not in (socket.AF_INET, socket.AF_INET6):
+            continue
         with contextlib.suppress(OSError):  # not connected
-            if _inode(own) not in before and _stays_here(own):
+            if own.getpeername()[0] == own.getsockname()[0]:
                 own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-
-
-def _inode(own):
-    """What tells a socket from all others; a descriptor's number is given again once it is closed."""
-    return os.fstat(own.fileno()).st_ino
-
-
-def _stays_here(own):
-    return own.family in (socket.AF_INET, socket.AF_INET6) and own.getpeername()[0] == own.getsockname()[0]

@@ -9,11 +9,10 @@ same. Where that does not come, every rank prints its last collectives and where
 
 Ranks are counted within their group. What its store holds:
 
-    12/3      the record of rank 3, which has come to collective 12; deleted when all have come to 13
-    left/3    rank 3 has left, and why
+    12/3      rank 3 has come to this as its collective 12; deleted when all have come to 13
+    left/3    rank 3 has printed what it knows and left, and why
     parted    where the ranks part: one sentence, the same for all
     alarm     one of those two is there
-    told/3    rank 3 has printed what it knows
 """
 
 import atexit
@@ -24,7 +23,7 @@ import os
 import sys
 import time
 import weakref
-from dataclasses import astuple, dataclass
+from collections import deque
 
 import torch.distributed as dist
 
@@ -38,92 +37,50 @@ class RanksParted(RuntimeError):
     """The ranks did not come to the same collective. The message says where each of them is."""
 
 
-@dataclass(frozen=True)
-class Record:
-    """A collective that a rank is about to run.
-
-    Attributes:
-        number: counted from 1 in each group.
-        collective: its name.
-        nbytes: of the whole tensor.
-        label: who asks, "blocks.3" for instance.
-        phase: setup, forward, backward, step, or evaluation: a forward that records nothing for a backward.
-    """
-
-    number: int
-    collective: str
-    nbytes: int
-    label: str
-    phase: str
-
-    def agrees(self, other):
-        """Whether two ranks call the same. Not by phase: one may evaluate alone before all of them save."""
-        return (self.collective, self.nbytes, self.label) == (other.collective, other.nbytes, other.label)
-
-    def __str__(self):
-        of = f" of {self.label}" if self.label else ""
-        return f"{self.collective}{of} ({self.phase}, #{self.number}, {self.nbytes:,} bytes)"
-
-
 class Tracer:
-    """One rank's part in the agreement of a group on its collectives.
-
-    Args:
-        group: a process group.
-        timeout: seconds to wait for the other ranks.
-    """
+    """One rank's part in the agreement of a group on its collectives; it waits `timeout` seconds for the others."""
 
     def __init__(self, group, timeout):
         self.rank, self.size, self.timeout = group.rank(), group.size(), timeout
         # A client of its own: another thread may wait in the group's, and nobody else could ask it then.
         self.store = dist.PrefixStore("trace", group.get_group_store().clone())
         self.number = 0  # of the last collective
-        self._recent, self._state = [], "done"  # the last records, and what the last of them does
+        self._recent, self._state = deque(maxlen=SHOWN), "done"  # the last ones, and what the last of them does
         self._ended = False
 
     def checked(self, collective, nbytes, label, phase, work):
         """`work` for the lane, with the agreement before it."""
 
         def run():
-            self.number += 1
-            self._agree(Record(self.number, collective, nbytes, label, phase))
+            self._agree(collective, nbytes, label, phase)
             self._state = "running"
             work()
             self._state = "done"
 
         return run
 
-    def _agree(self, record):
-        self._recent, self._state = [*self._recent[1 - SHOWN :], record], "waiting"
-        self.store.set(f"{record.number}/{self.rank}", json.dumps(astuple(record)))
-        began = time.monotonic()
-        self._wait_for_others(record.number)
-        came = self._records(record.number)
-        agreed = len(came) == self.size and all(record.agrees(other) for other in came.values())
+    def _agree(self, collective, nbytes, label, phase):
+        self.number += 1
+        call, of = [collective, nbytes, label], f" of {label}" if label else ""
+        self._recent.append(f"{collective}{of} ({phase}, #{self.number}, {nbytes:,} bytes)")
+        self._state, began = "waiting", time.monotonic()
+        keys = [f"{self.number}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], json.dumps([call, self._recent[-1]]))
+        if comes_true(lambda: self._has(*keys) or self._has("alarm"), within=self.timeout):
+            comes_true(lambda: self._has(*keys) or self._nobody_else_will_come(keys), within=GRACE)
+        came = {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys) if self._has(key)}
+        # Not by phase: one may evaluate alone before all of them save.
+        agreed = len(came) == self.size and all(theirs == call for theirs, _ in came.values())
         if not agreed or self._has("parted"):
             self._part(self._positions(came, time.monotonic() - began))
-        if record.number > 1:  # all have come here, so all have read what was before
-            self.store.delete_key(f"{record.number - 1}/{self.rank}")
+        if self.number > 1:  # all have come here, so all have read what was before
+            self.store.delete_key(f"{self.number - 1}/{self.rank}")
 
-    def _wait_for_others(self, number):
-        keys = [f"{number}/{rank}" for rank in range(self.size)]
-
-        def nobody_else_will_come():
-            if self._has(*keys) or self._has("parted"):
-                return True
-            return all(self._has(key) or self._has(f"left/{rank}") for rank, key in enumerate(keys))
-
-        if comes_true(lambda: self._has(*keys) or self._has("alarm"), within=self.timeout):
-            comes_true(nobody_else_will_come, within=GRACE)
+    def _nobody_else_will_come(self, keys):
+        return self._has("parted") or all(self._has(key) or self._has(f"left/{rank}") for rank, key in enumerate(keys))
 
     def _has(self, *keys):
         return self.store.check(list(keys))
-
-    def _records(self, number):
-        """{rank: record} of those that have come to a collective."""
-        came = [rank for rank in range(self.size) if self._has(f"{number}/{rank}")]
-        values = self.store.multi_get([f"{number}/{rank}" for rank in came])
-        return {rank: Record(*json.loads(value)) for rank, value in zip(came, values, strict=True)}
 
     def _positions(self, came, waited):
         """One sentence: where each rank is, those at the same place together."""
@@ -131,7 +88,7 @@ class Tracer:
         places = {}  # (verb, place) -> ranks
         for rank in range(self.size):
             if rank in came:
-                place = "wait", f"in {came[rank]}"
+                place = "wait", f"in {came[rank][1]}"
             elif self._has(f"left/{rank}"):
                 why = self.store.get(f"left/{rank}").decode()
                 place = "leave", f"after {last}" + (f": {why}" if why else "")
@@ -147,8 +104,8 @@ class Tracer:
         sentence = self.store.compare_set("parted", "", sentence).decode()  # the first that is found, for all
         self.store.set("alarm", "")
         self._print(f"the ranks part: {sentence}")
-        self.store.set(f"told/{self.rank}", "")
-        self._let_others_print("told")
+        self.store.set(f"left/{self.rank}", "")
+        self._let_others_print()
         raise RanksParted(sentence)
 
     def leave(self, error=None):
@@ -166,24 +123,19 @@ class Tracer:
             self.store.set(f"left/{self.rank}", why)
             self.store.set("alarm", "")
         if error is not None:
-            self._let_others_print("told", "left")
+            self._let_others_print()
 
     def _print(self, what):
         lines = [what]
-        for record in self._recent:
-            state = self._state if record is self._recent[-1] else "done"
-            lines.append(f"  {state:<8} {record}")
+        for said in self._recent:
+            lines.append(f"  {self._state if said is self._recent[-1] else 'done':<8} {said}")
         # In one piece: all ranks write.
         sys.stderr.write("".join(f"[rank {self.rank}] {line}\n" for line in lines))
         sys.stderr.flush()
 
-    def _let_others_print(self, *signs):
-        def all_others_did():
-            others = [rank for rank in range(self.size) if rank != self.rank]
-            return all(any(self._has(f"{sign}/{rank}") for sign in signs) for rank in others)
-
+    def _let_others_print(self):
         with contextlib.suppress(dist.DistError):
-            comes_true(all_others_did, within=GRACE)
+            comes_true(lambda: self._has(*(f"left/{rank}" for rank in range(self.size))), within=GRACE)
 
 
 _tracers = weakref.WeakKeyDictionary()  # group -> tracer, as long as the group lives

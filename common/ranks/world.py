@@ -52,7 +52,7 @@ def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, han
     Args:
         function: importable by name, as its arguments are, because local ranks are processes of their own.
         nproc: local ranks to spawn; under torchrun the number it was given counts instead.
-        oversubscribe: allow more ranks than the machine has GPUs, or CPUs when it has none; under torchrun, ranks
+        oversubscribe: allow more ranks than the machine has GPUs, or CPUs when it has none, and under torchrun ranks
             that use the same GPU.
         ranks_per_node: tell ranks that so many of them in a row share a machine; None for the truth.
         hand_on: the first SIGTERM or Ctrl-C is handed on to the ranks, as SIGTERM, so that they may end by themselves.
@@ -68,8 +68,7 @@ def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, han
     """
     if told_by_torchrun() is not None:
         return _join(function, args, oversubscribe, ranks_per_node, timeout)
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if tasks > 1:
+    if (tasks := int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))) > 1:
         raise InputError(
             f"srun started {tasks} tasks, and each would train a model of its own: have srun start torchrun, "
             "once on each node (common/CLUSTERS.md)"
@@ -82,30 +81,19 @@ def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, han
 @contextlib.contextmanager
 def _handing_on(local):
     """Hand the first signal that asks this process to end on to the ranks of a world. A second one is as usual."""
-    before = {}
+    with contextlib.ExitStack() as as_before:
 
-    def hand_on(number, frame):
-        restore()
-        local.terminate()
+        def hand_on(number, frame):
+            as_before.close()
+            local.terminate()
 
-    def restore():
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, hand_on)
-    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            as_before.callback(signal.signal, number, signal.signal(number, hand_on))
         yield
-    finally:
-        restore()
 
 
 def told_by_torchrun():
-    """The rank, world size, local rank and local world size that torchrun gave this process; None where it did not.
-
-    Raises:
-        InputError: they are no numbers.
-    """
+    """The rank, world size, local rank and local world size that torchrun gave this process; None where it did not."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -137,8 +125,7 @@ def _join(function, args, oversubscribe, ranks_per_node, timeout):
     gpus = _tell_gpus(world, store)
     if not oversubscribe:
         _check_gpus(gpus)
-    _prepare_environment(world, local_size, gpus)
-    os.environ.update(_told(ranks_per_node))
+    _prepare_environment(world, local_size, gpus, ranks_per_node)
     _init_group(world, store, timeout)
     try:
         result = function(world, *args)
@@ -155,19 +142,17 @@ def _join(function, args, oversubscribe, ranks_per_node, timeout):
     return result if rank == 0 else None
 
 
-class LocalWorld:
+class LocalWorld(contextlib.AbstractContextManager):
     """Ranks on this machine, kept alive between calls of `run`. A context manager.
 
     Args:
         size, oversubscribe, ranks_per_node, timeout: as `launch` takes them, `size` as `nproc`.
-        preload: names of modules that take long to import, and that ranks would each import. Of the first world of a
-            process they count for all.
+        preload: modules that ranks would each take long to import. Of a process's first world they count for all.
         small_send_buffers: let little be under way at once between ranks of gloo's (`common.ranks.sockets`).
-        log: a file that takes what ranks print, libraries' warnings for instance, behind what it holds already. What
-            they raise is raised all the same.
+        log: a file to which all goes that ranks print, libraries' warnings for instance; not what they raise.
 
     Raises:
-        InputError: more ranks than the machine has GPUs (or CPUs, when it has no GPU), unless `oversubscribe`.
+        InputError: the number of ranks does not fit the machine.
         RankFailed: the ranks found no way to form a group.
     """
 
@@ -193,20 +178,19 @@ class LocalWorld:
         # The store lives in this process, on a free port, so no two worlds can race for one. It is given a socket
         # because one that it opens itself would listen to the whole network.
         listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+        host, port = listener.getsockname()
         self._store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            host, port, wait_for_workers=False, is_master=True, master_listen_fd=listener.detach()
         )
         self._pipes, self._processes = [], []
-        environment = {**os.environ, **_told(ranks_per_node)}
         for rank in range(size):
             pipe, far_end = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, far_end, environment, log), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, far_end, dict(os.environ), log), daemon=True)
             process.start()
             far_end.close()
             self._pipes.append(pipe)
             self._processes.append(process)
-        self.run(_enter_group, port, timeout, small_send_buffers)
+        self.run(_enter_group, port, timeout, ranks_per_node, small_send_buffers)
 
     def run(self, function, *args, timeout=None):
         """Call `function(world, *args)` on every rank; return the results in rank order.
@@ -230,38 +214,27 @@ class LocalWorld:
         for pipe in self._pipes:
             with contextlib.suppress(ConnectionError):  # a dead rank is reported below
                 pipe.send_bytes(call)
-        deadline = None if timeout is None else time.monotonic() + timeout
         results, waiting = [None] * self.size, dict(zip(self._pipes, range(self.size), strict=True))
-        while waiting:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = wait(list(waiting), left)
-            if not ready:
-                raise RankFailed(f"ranks {sorted(waiting.values())} gave no answer in {timeout} s")
-            for pipe in ready:
-                rank = waiting.pop(pipe)
-                outcome, value = _read(pipe)
-                if outcome == "input error":
-                    raise InputError(value)
-                if outcome != "ok":
-                    # When a rank dies, others fail in its wake, and may say so before its own end shows.
-                    said = {rank: value} if outcome == "failed" else {}
-                    self._report_the_dead(10 if outcome == "died" else 0.5, waiting, said)
-                    raise RankFailed(f"rank {rank} failed:\n\n{value}")
-                results[rank] = value
+        for rank, outcome, value in _heard(waiting, timeout):
+            if outcome == "input error":
+                raise InputError(value)
+            if outcome != "ok":
+                raise RankFailed(self._why(rank, outcome, value, waiting))
+            results[rank] = value
+        if waiting:
+            raise RankFailed(f"ranks {sorted(waiting.values())} gave no answer in {timeout} s")
         return results
 
-    def _report_the_dead(self, within, waiting, said):
-        """Raise RankFailed if a rank died, with what the others say of it: `said`, {rank: traceback}, and later ones.
-
-        Those `waiting`, {pipe: rank}, have so many seconds to say it.
-        """
-        ended = wait([process.sentinel for process in self._processes], within)
-        for rank, process in enumerate(self._processes):
+    def _why(self, rank, outcome, value, waiting):
+        """Why a rank has no result. When one dies, others fail in its wake, and may say so before its own end shows."""
+        ended = wait([process.sentinel for process in self._processes], 10 if outcome == "died" else 0.5)
+        for dead, process in enumerate(self._processes):
             if process.sentinel in ended:
                 process.join()
-                said |= _last_words(waiting)
-                words = [f"rank {other}: {said[other].splitlines()[-1]}" for other in sorted(said)]
-                raise RankFailed("\n".join([f"rank {rank} died with exit code {process.exitcode}", *words]))
+                heard = sorted([(rank, outcome, value), *_heard(waiting, LAST_WORDS)])
+                words = [f"rank {other}: {said.splitlines()[-1]}" for other, how, said in heard if how == "failed"]
+                return "\n".join([f"rank {dead} died with exit code {process.exitcode}", *words])
+        return f"rank {rank} failed:\n\n{value}"
 
     @property
     def alive(self):
@@ -287,30 +260,22 @@ class LocalWorld:
                 process.join()
         self._pipes, self._processes, self._store = [], [], None
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, kind, error, trace):
         self.close(kill=kind is not None)
 
 
-def _read(pipe):
-    """What a rank answered: (outcome, value)."""
-    try:
-        return pickle.loads(pipe.recv_bytes())
-    except (EOFError, ConnectionError):
-        return "died", None
-
-
-def _last_words(waiting):
-    """The tracebacks of ranks that fail in another one's wake, {rank: traceback}; `waiting` is {pipe: rank}."""
-    said, deadline = {}, time.monotonic() + LAST_WORDS
-    while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+def _heard(waiting, within):
+    """What ranks answer, (rank, outcome, value) as it comes; those of `waiting`, {pipe: rank}, who do so in time."""
+    deadline = None if within is None else time.monotonic() + within
+    while waiting:
+        ready = wait(list(waiting), None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return
         for pipe in ready:
-            rank, (outcome, value) = waiting.pop(pipe), _read(pipe)
-            if outcome == "failed":
-                said[rank] = value
-    return said
+            answer = "died", None
+            with contextlib.suppress(EOFError, ConnectionError):
+                answer = pickle.loads(pipe.recv_bytes())
+            yield waiting.pop(pipe), *answer
 
 
 def _serve(rank, size, pipe, environment, log):
@@ -318,8 +283,11 @@ def _serve(rank, size, pipe, environment, log):
     # A fork server has the environment that stood when the first of all worlds was opened.
     os.environ.clear()
     os.environ.update(environment)
-    if log is not None:
-        _print_to(log)
+    if log is not None:  # it takes what compiled parts print, too
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for output in (1, 2):  # stdout and stderr
+            os.dup2(file, output)
+        os.close(file)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent then ends its ranks
     world = World(rank, size, _device(rank))
@@ -331,29 +299,19 @@ def _serve(rank, size, pipe, environment, log):
         try:
             function, args = pickle.loads(call)
             answer = pickle.dumps(("ok", function(world, *args)))
-        except InputError as error:
-            answer = pickle.dumps(("input error", str(error)))
-            trace.leave(error)
         except BaseException as error:
-            answer = pickle.dumps(("failed", traceback.format_exc()))
+            refused = isinstance(error, InputError)
+            answer = pickle.dumps(("input error", str(error)) if refused else ("failed", traceback.format_exc()))
             trace.leave(error)
         # Bytes, as `send` would hand over tensors as open files, of which a process may have a thousand or so.
         pipe.send_bytes(answer)
     _leave_group()
 
 
-def _print_to(log):
-    """Have all that this process prints from now on, its compiled parts too, appended to a file."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for output in (1, 2):  # stdout and stderr
-        os.dup2(file, output)
-    os.close(file)
-
-
-def _enter_group(world, port, timeout, small_buffers):
+def _enter_group(world, port, timeout, ranks_per_node, small_buffers):
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _loopback()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    _prepare_environment(world, world.size, _tell_gpus(world, store))
+    _prepare_environment(world, world.size, _tell_gpus(world, store), ranks_per_node)
     _init_group(world, store, timeout, small_buffers)
 
 
@@ -397,21 +355,15 @@ def _tell_gpus(world, store):
 def _check_gpus(gpus):
     """Refuse ranks that use the same GPU."""
     for rank, gpu in enumerate(gpus):
-        first = gpus.index(gpu)
-        if first < rank:
+        if (first := gpus.index(gpu)) < rank:
             raise InputError(
                 f"--nproc-per-node: ranks {first} and {rank} use the same GPU; start one rank for each GPU, "
                 "or add --oversubscribe to let ranks share them"
             )
 
 
-def _told(ranks_per_node):
-    """By what `nodes.ranks_per_node` knows: as torchrun would tell it."""
-    return {} if ranks_per_node is None else {"LOCAL_WORLD_SIZE": str(ranks_per_node)}
-
-
-def _prepare_environment(world, local_size, gpus):
-    """Set what must stand before the group is made: the GPU, how NCCL speaks where ranks share one, threads."""
+def _prepare_environment(world, local_size, gpus, ranks_per_node=None):
+    """Set what must stand before the group is made: the GPU, how NCCL speaks where ranks share one, nodes, threads."""
     if gpus:
         torch.cuda.set_device(world.device)
     if len(set(gpus)) < len(gpus):
@@ -420,6 +372,8 @@ def _prepare_environment(world, local_size, gpus):
         os.environ.update(NCCL_HOSTID=host_id, NCCL_NET="Socket", NCCL_IB_DISABLE="1")
         if len({host for host, _ in gpus}) == 1:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", _loopback())
+    if ranks_per_node is not None:  # as torchrun would tell it
+        os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
     torch.set_num_threads(max(1, cpus() // local_size))
     set_malloc_thresholds(2**30)  # else every gathered unit faults its pages in anew
 

@@ -5,6 +5,7 @@ import argparse
 from training import make_engine
 
 from common import models, train
+from common.outputs import one_line_errors
 
 
 def build(world):
@@ -13,6 +14,7 @@ def build(world):
     make_engine("stage1_os", module)
 
 
+@one_line_errors()
 def main():
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
