@@ -18,6 +18,7 @@ from common.ranks.collectives import Collectives
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
 ENGINES = (*STAGES, "offload", "offload.nvme")
+ALL = (*ENGINES, "zeropp")
 SEVEN = (*ENGINES, "quantized:Copies")  # ZeRO++ without what rounds
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
 UNFUSED = functools.partial(torch.optim.AdamW, lr=1e-2)  # as a baseline without aligned shards needs it
