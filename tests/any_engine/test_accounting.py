@@ -12,7 +12,7 @@ import pytest
 import torch
 from held_and_sent import formula_of, holds, sends
 from stage_probes import in_flight
-from training import ENGINES, STAGES, batch, claimed, inputs, make_engine, or_reason, small_engine, train_step
+from training import ENGINES, batch, claimed, inputs, make_engine, or_reason, small_engine, train_step
 from trap_models import CASES, InputsRequireGrad, Net
 from trap_models import step as take_a_step
 
@@ -55,7 +55,6 @@ def sends_where_gradients_begin(world, engine):
     return made.comm.traffic.by_collective(), made.predicted_wire_bytes_per_step()
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_a_unit_in_whose_result_gradients_begin_is_not_foreseen_to_be_gathered_again(worlds, stage):
     for measured, predicted in worlds(2).run(sends_where_gradients_begin, stage):
         assert measured == predicted
@@ -240,7 +239,6 @@ def cuda_peak(run):
     return torch.cuda.max_memory_allocated() - start
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_the_timeline_agrees_with_the_allocators_events(worlds, stage):
     counted, allocated = worlds(2).run(allocator, stage)[0]
     assert counted == pytest.approx(allocated, rel=0.05)
@@ -269,6 +267,5 @@ def phases_of_a_labelled_step(world, stage):
     return list(dict.fromkeys(phase for phase, _ in timeline.samples))
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_labels_for_a_profiler_are_no_operations_of_a_timeline(worlds, stage):
     assert worlds(2).run(phases_of_a_labelled_step, stage)[0] == ["forward", "backward", "step"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from odd import build
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
-from training import ADAMW, ENGINES, STAGES, batch, make_engine, same_bits, train_step
+from training import ADAMW, STAGES, batch, make_engine, same_bits, train_step
 
 from common import models
 from common.checkpoint import checkpoint, tensor_file
@@ -133,7 +133,6 @@ def accumulate(world, stage, path):
     return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_a_save_within_an_accumulation_does_not_disturb_it(worlds, tmp_path, stage):
     undisturbed, saved = (worlds(2).run(accumulate, stage, path)[0] for path in (None, tmp_path))
     assert same_bits(undisturbed, saved)
@@ -162,7 +161,6 @@ def contents(path):
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_what_is_loaded_and_saved_at_once_is_the_same_files(worlds, tmp_path, stage):
     for rank, (extra, held, predicted) in enumerate(
         worlds(2).run(save_load_save, stage, tmp_path / "a", tmp_path / "b")
@@ -340,7 +338,6 @@ def refuse_the_buffer(world, engine, path):
     return str(complaint.value), engine.module.count.tolist()
 
 
-@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
 def test_a_buffer_of_another_dtype_is_refused(worlds, tmp_path, name):
     worlds(2).run(write_with_a_buffer, name, tmp_path, torch.float32)
     for complaint, count in worlds(2).run(refuse_the_buffer, name, tmp_path):
@@ -384,7 +381,6 @@ def load_in_fp16(world, name, path):
     return str(complaint.value), same_bits(weights, engine.full_state_dict())
 
 
-@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
 def test_what_a_precision_cannot_hold_is_not_loaded(worlds, tmp_path, name):
     worlds(2).run(write_too_large, tmp_path)
     for complaint, same in worlds(2).run(load_in_fp16, name, tmp_path):
@@ -526,7 +522,6 @@ def save_apart(world, engine, path):
     return str(complaint.value)
 
 
-@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
 def test_a_folder_that_nodes_do_not_share_is_no_place_for_a_checkpoint(worlds, tmp_path, name):
     node = socket.gethostname()
     for rank, complaint in enumerate(worlds(2).run(save_apart, name, tmp_path)):
@@ -590,7 +585,6 @@ def save_the_unsavable(world, stage, path):
     return said, engine.load(path)["step"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_what_one_rank_cannot_write_ends_the_save_on_all(worlds, tmp_path, stage):
     for said, step in worlds(3).run(save_the_unsavable, stage, tmp_path, timeout=30):
         assert step == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from training import ENGINES, batch, make_engine, same_bits, train_step
+from training import batch, make_engine, same_bits, train_step
 
 from common.checkpoint import tensor_file
 from common.errors import InputError
@@ -61,7 +61,6 @@ def test_ranks_that_know_unequally_many_groups_save_together(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
 def test_the_state_at_the_call_is_saved_while_steps_go_on(worlds, tmp_path, name, size):
     for begun, step, same, _ in worlds(size).run(saved_beside, name, tmp_path):
         assert (begun, step, same) == ([], 1, True)
@@ -183,7 +182,6 @@ def in_inference_mode(world, name, path, wait):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
 def test_who_saves_and_loads_in_inference_mode_trains_on(worlds, tmp_path, name, wait):
     assert worlds(2).run(in_inference_mode, name, tmp_path, wait) == [True, True]
 

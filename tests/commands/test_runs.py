@@ -265,7 +265,6 @@ def texts(tmp_path):
     return [tmp_path / "one", tmp_path / "other"]
 
 
-@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
 def test_ranks_train_on_one_text(worlds, tmp_path, name):
     for said in worlds(2).run(complaint, name, options_of("--steps", 2), (), texts(tmp_path)):
         assert said.startswith("the text differs between rank ")

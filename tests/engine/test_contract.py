@@ -29,7 +29,6 @@ def sent_under_no_sync(world, stage):
     return engine.comm.traffic.by_phase()
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_no_sync_is_silent_in_stages_0_and_1_only(worlds, stage):
     sent = worlds(2).run(sent_under_no_sync, stage)[0]
     assert ("backward" in sent) == (stage in ("stage2_grad", "stage3_param"))
@@ -100,7 +99,6 @@ def scheduled(world, engine, name):
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("stage", STAGES)
 def test_torchs_schedulers_work_unchanged(worlds, stage, name):
     weights, rates = worlds(2).run(scheduled, "baseline:AverageAfterBackward", name)[0]
     ours, our_rates = worlds(2).run(scheduled, stage, name)[0]
@@ -121,7 +119,6 @@ def read_at_once(world, stage):
     return gathered, property_read, whole, engine.full_state_dict()
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_weights_read_between_step_and_forward_are_the_new_ones(worlds, stage):
     reference = worlds(2).run(train_two, "stage0_ddp")[0]
     gathered, read, whole, again = worlds(2).run(read_at_once, stage)[0]
@@ -200,7 +197,6 @@ def real_and_meta(world, stage):
     return [[train_step(engine, world, step) for step in range(2)] for engine in engines]
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_a_meta_device_model_starts_as_a_real_one_does(worlds, stage):
     real, meta = worlds(2).run(real_and_meta, stage)[0]
     assert real == meta
@@ -250,7 +246,6 @@ def step_that_fails(world, stage):
     return messages, held
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_a_step_that_failed_half_way_is_not_repeated_and_leaves_no_gradient(worlds, stage):
     (failed, repeated), held = worlds(2).run(step_that_fails, stage)[0]
     assert failed == "broken"
@@ -272,7 +267,6 @@ def left_gradients(world, stage):
     return same_bits(*found)
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_gradients_from_before_the_engine_do_not_count(worlds, stage):
     assert all(worlds(2).run(left_gradients, stage))
 
@@ -294,7 +288,6 @@ def buffers_after(world, stage):
     return engine.full_state_dict()
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_buffers_are_those_of_rank_0_whatever_was_evaluated_or_read_between(worlds, stage):
     first, *others = worlds(3).run(buffers_after, stage)
     assert all(same_bits(first, other) for other in others)
@@ -309,7 +302,6 @@ def modes(world, stage):
     return found
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_train_and_eval_set_the_mode_of_every_module(worlds, stage):
     assert worlds(2).run(modes, stage) == [[{False}, {True}, {False}, {True}]] * 2
 
@@ -375,7 +367,6 @@ def kept_from_rank_0(world, stage, broadcast_buffers):
 
 
 @pytest.mark.parametrize("broadcast_buffers", [True, False])
-@pytest.mark.parametrize("stage", STAGES)
 def test_buffers_are_broadcast_unless_told_otherwise(worlds, stage, broadcast_buffers):
     (first, sent, predicted), (second, *_) = worlds(2).run(kept_from_rank_0, stage, broadcast_buffers)
     assert sent == predicted
@@ -403,7 +394,6 @@ def messages_beside(world, stage):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="messages of NCCL have no tags")
-@pytest.mark.parametrize("stage", STAGES)
 def test_the_users_own_messages_and_the_engines_do_not_meet(worlds, stage):
     for rank, found in enumerate(worlds(2).run(messages_beside, stage)):
         assert found == ([[101.0 - rank]] * 3, True)

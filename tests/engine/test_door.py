@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn, optim
-from training import ADAMW, ENGINES, STAGES, inputs, make_engine, message_in_step, message_of, same_bits
+from training import ADAMW, ENGINES, inputs, make_engine, message_in_step, message_of, same_bits
 
 from common.engine.door import check_model, check_types
 from common.engines import find_engine
@@ -160,7 +160,6 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("stage", STAGES)
 def test_the_door_refuses(worlds, stage, case):
     for message in worlds(2).run(refusal, stage, case):
         assert_one_line(message, CASES[case][1])
@@ -451,7 +450,6 @@ def disagreement(world, stage, what):
 
 
 @pytest.mark.parametrize("what", OTHER_MODELS)
-@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("size", [2, 3])
 def test_models_that_differ_between_ranks_are_refused_on_every_rank(worlds, size, stage, what):
     for message in worlds(size).run(disagreement, stage, what):
@@ -485,7 +483,6 @@ def one_step(world, stage, name, way):
 
 
 @pytest.mark.parametrize(("name", "way"), PAIRS)
-@pytest.mark.parametrize("stage", STAGES)
 def test_an_elementwise_optimizer_is_accepted_and_its_states_are_foreseen(worlds, stage, name, way):
     for moved, measured, predicted in worlds(2).run(one_step, stage, name, way):
         assert moved
@@ -504,7 +501,6 @@ def vector_loss(world, stage):
     return message
 
 
-@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_loss_that_is_no_scalar_is_refused(worlds, size, stage):
     for message in worlds(size).run(vector_loss, stage):
@@ -537,7 +533,6 @@ def steps_without_backward(world, stage):
     return messages
 
 
-@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_step_without_a_backward_is_refused(worlds, size, stage):
     for messages in worlds(size).run(steps_without_backward, stage):
@@ -549,6 +544,5 @@ def refusal_of_one(world, stage):
     return message_in_step(engine_of, stage, a_model(world) if world.rank < world.size - 1 else nn.Identity())
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_what_one_rank_finds_wrong_is_raised_on_every_rank(worlds, stage):
     assert worlds(3).run(refusal_of_one, stage) == ["the model has no parameter"] * 3

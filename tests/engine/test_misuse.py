@@ -125,7 +125,6 @@ def load_weights(world, stage, precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
 def test_weights_loaded_into_the_model_are_trained_or_refused(worlds, stage, precision):
     for message, loaded in worlds(2).run(load_weights, stage, precision):
         assert loaded == (message is None) == (precision == "fp32" and stage != "stage3_param")
@@ -367,7 +366,6 @@ def take_for_a_model(world, engine):
     return said, [message_in_step(call, made) for call in (copy.deepcopy, copy.copy, pickle.dumps)]
 
 
-@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
 def test_who_takes_an_engine_for_a_model_is_told_what_to_write(worlds, name):
     for said, copied in worlds(2).run(take_for_a_model, name):
         for attribute, words in TAKEN_FOR_A_MODEL.items():
@@ -487,7 +485,6 @@ def freeze_and_thaw(world, stage):
     return [*messages, message_in_step(step, between, inputs(world, 0))]
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_who_freezes_or_thaws_parameters_cannot_train_them(worlds, stage):
     for frozen, thawed, between in worlds(2).run(freeze_and_thaw, stage):
         assert frozen.startswith(f"'blocks.0.a.weight' was trainable when the engine was built; {CHANGE}")
@@ -507,7 +504,6 @@ def second_engine(world, stage):
     return messages
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_a_model_has_one_engine_at_a_time(worlds, stage):
     for second, of_a_part, later in worlds(2).run(second_engine, stage):
         assert second.startswith("'stem.weight' has an engine already; delete that first, or build a model for each")
@@ -568,7 +564,6 @@ def disagree(world, stage, option):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("stage", STAGES)
 def test_options_that_differ_between_ranks_are_refused_on_every_rank(worlds, stage, option):
     for message in worlds(2).run(disagree, stage, option):
         assert option in message
@@ -593,7 +588,6 @@ def engine_of(stage, module, init):
 
 
 @pytest.mark.parametrize("buffer", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
 def test_initial_values_that_differ_between_ranks_are_refused_on_every_rank(worlds, stage, buffer):
     what = "buffer 'scale'" if buffer else "parameter 'blocks.1.up.weight'"
     for rank, message in enumerate(worlds(2).run(initialised_otherwise, stage, buffer)):
@@ -816,7 +810,6 @@ def hook(world, engine):
     return messages
 
 
-@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
 def test_hooks_of_a_step_are_refused_in_the_factory_and_later(worlds, name):
     said = "a hook of the optimizer's step would be called for every shard anew; do it in step() of the optimizer that "
     said += "the factory makes, which sees each shard alone"
@@ -913,7 +906,6 @@ def adversaries(world, engine):
     return {**generator.full_state_dict(), **{f"critic.{k}": v for k, v in critic.full_state_dict().items()}}
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_gradients_of_another_engines_backward_wait_for_the_step(worlds, stage):
     first = worlds(2).run(adversaries, "stage0_ddp")[0]
     assert all(same_bits(rank, first) for rank in worlds(2).run(adversaries, stage))
@@ -1061,7 +1053,6 @@ def distilled(world, engine):
     return {**student.full_state_dict(), **{f"teacher.{k}": v for k, v in teacher.full_state_dict().items()}}
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_two_engines_under_one_loss_agree_where_a_rank_leaves_a_weight_unused(worlds, stage):
     reference = worlds(2).run(distilled, "baseline:AverageAfterBackward")[0]
     assert all(same_bits(rank, reference) for rank in worlds(2).run(distilled, stage))

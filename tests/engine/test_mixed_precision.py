@@ -94,7 +94,6 @@ def skip(world, stage, poison, ranks):
 
 @pytest.mark.parametrize("poison", [math.inf, math.nan, 1e30])
 @pytest.mark.parametrize("ranks", POISONED)
-@pytest.mark.parametrize("stage", STAGES)
 def test_an_overflow_on_any_rank_skips_the_step_on_all_and_changes_nothing(worlds, stage, ranks, poison):
     for result, same, scale, _, steps in worlds(3).run(skip, stage, poison, POISONED[ranks]):
         overflow = ranks != "none"
@@ -155,7 +154,6 @@ def scale_found(world, stage):
     return skipped, engine.loss_scaler.scale
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_the_scale_sinks_with_each_overflow_until_steps_are_taken(worlds, stage):
     skipped, scale = worlds(2).run(scale_found, stage)[0]
     assert skipped[0]
@@ -195,7 +193,6 @@ def foreign_backward(world, stage, own, other):
     return message_of(teacher.step)
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_gradients_under_another_engines_loss_scale_are_refused(worlds, stage):
     for own, other in (("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16")):
         assert "under another loss scale" in worlds(2).run(foreign_backward, stage, own, other)[0]
@@ -220,7 +217,6 @@ def masters(world, stage, precision):
 
 
 @pytest.mark.parametrize("precision", SIXTEEN_BIT)
-@pytest.mark.parametrize("stage", STAGES)
 def test_the_module_computes_with_the_rounded_masters_and_fp32_batch_norms(worlds, stage, precision):
     initial = models.build("resnet-tiny")
     models.materialize(initial, models.initial_values(0), "cpu")
@@ -255,7 +251,6 @@ def kept(world, stage, how):
 
 
 @pytest.mark.parametrize("how", KEPT)
-@pytest.mark.parametrize("stage", STAGES)
 def test_what_keep_fp32_names_stays_in_fp32(worlds, stage, how):
     for found in worlds(2).run(kept, stage, how):
         for name, dtype in found.items():
@@ -314,7 +309,6 @@ def accumulate(world, stage, precision, model, backwards, quiet):
 
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("precision", SIXTEEN_BIT)
-@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", ["gpt-tiny", "resnet-tiny"])
 def test_bytes_held_and_sent_are_those_predicted_on_every_rank(worlds, model, stage, precision, backwards):
     for held, foreseen, sent, to_send in worlds(3).run(accumulate, stage, precision, model, backwards, False):
@@ -330,7 +324,6 @@ def test_under_no_sync_a_step_sends_and_keeps_what_one_backward_does(worlds, sta
 
 
 @pytest.mark.parametrize("backwards", [1, 3])
-@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("size", [2, 4])
 def test_bytes_held_follow_the_papers_formula(worlds, size, stage, backwards):
     held = worlds(size).run(accumulate, stage, "bf16", "gpt-nano", backwards, False)[0][0]

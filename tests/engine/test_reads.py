@@ -265,7 +265,6 @@ def read_whole(world, stage):
     return refusals, state, before, same_bits(before, twin.state_dict()), made.full_state_dict()
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_a_copy_of_the_module_is_a_plain_model_and_sharded_weights_are_not_handed_out(worlds, stage):
     refusals, state, copied, still, now = worlds(2).run(read_whole, stage)[0]
     if stage == "stage3_param":
@@ -291,7 +290,6 @@ def used_later(world, stage):
     return same_bits(plain.state_dict(), whole), [message_of(call) for call in calls]
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_a_state_dict_lasts_and_a_model_whose_engine_is_deleted_hands_out_no_nan(worlds, stage):
     gone = "the engine that held these parameters is deleted, and they have no values any more"
     for lasts, messages in worlds(2).run(used_later, stage):

@@ -116,7 +116,6 @@ def write_and_train(world, engine, precision, roads):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ALL)
 def test_every_rank_keeps_what_was_written(worlds, name, precision):
     for right, _ in worlds(2).run(write_and_train, name, precision, [by_all_roads, loaded]):
         assert all(right)
@@ -205,7 +204,6 @@ def fail_to_write(world, engine, precision, failure):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ALL)
 def test_what_fails_or_differs_between_ranks_leaves_weights_as_they_were(worlds, name, precision):
     clean = worlds(2).run(fail_to_write, name, precision, None)[0][2]
     for failure, said in FAILURES.items():
@@ -234,7 +232,6 @@ def nest(world, engine):
     return kept, message_in_step(step, made, inputs(world, 0))
 
 
-@pytest.mark.parametrize("name", ALL)
 def test_contexts_nest_and_the_inner_one_has_kept_its_own(worlds, name):
     assert worlds(2).run(nest, name) == [([[1.0], [3.0], True], None)] * 2
 
@@ -260,7 +257,6 @@ FIRST |= {other_data: "blocks.2.up.weight", in_inference_mode: "stem.bias"}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ALL)
 def test_a_write_within_gathered_is_refused(worlds, name, precision):
     for road in FIRST:
         for message in worlds(2).run(write_where_one_reads, name, precision, road):
@@ -314,7 +310,6 @@ def test_weights_written_through_the_optimizer_are_refused_at_the_next_call(worl
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ALL)
 def test_module_weights_written_where_they_are_lost_are_refused_at_the_next_call(worlds, name, precision):
     sharded = name in ("stage3_param", "offload.nvme", "zeropp")
     write = clamp_where_it_is_whole if sharded else clamp_module

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from torch import nn
-from training import STAGES, make_engine, same_bits, train_step
+from training import make_engine, same_bits, train_step
 
 from common import models
 from common.errors import InputError
@@ -31,7 +31,6 @@ def without(worlds, stage, model):
     return worlds(2).run(run, stage, model, None)[0]
 
 
-@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bits_from_fewer_activations(worlds, kind, model, stage):

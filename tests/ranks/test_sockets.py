@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from training import STAGES, make_engine
+from training import make_engine
 
 from common.ranks.sockets import SEND_BUFFER, own_sockets, small_send_buffers
 from common.ranks.world import LocalWorld
@@ -131,7 +131,6 @@ def test_a_program_that_forms_a_group_can_limit_its_connections_too():
             assert sizes.count(2 * SEND_BUFFER) == 2
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_an_engine_leaves_the_programs_own_connections_alone(worlds, stage):
     for before, early, late in worlds(2).run(build_beside_a_connection, stage):
         assert before == early == late
