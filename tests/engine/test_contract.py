@@ -40,6 +40,7 @@ SCHEDULERS = {
 }
 
 
+@functools.cache
 def scheduled(world, engine, name):
     """Weights and learning rates under a scheduler of torch's over the engine's optimizer; warnings are errors."""
     engine = make_engine(engine, optimizer=functools.partial(torch.optim.AdamW, lr=1e-2), precision="bf16")

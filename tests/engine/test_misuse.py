@@ -179,6 +179,7 @@ class Rare(nn.Module):
         return self.out(self.stem(x).flatten(0, 1), targets % (40 if dist.get_rank() else 4)).loss
 
 
+@functools.cache
 def steps_of_unequal_layers(world, engine, make):
     """Weights after steps within gathered() in which ranks run other layers, or the model unequally often."""
     made = small_engine(world, engine, make=make)
@@ -293,6 +294,7 @@ def a_gradient_of_a_gradient(engine, x):
     engine.backward(value + gradient.square().sum())
 
 
+@functools.cache
 def penalized(world, name):
     """The weights after a penalized step within gathered()."""
     made = small_engine(world, name)
@@ -659,6 +661,7 @@ def limited_instance(parameters, **options):
     return optimizer
 
 
+@functools.cache
 def trained(world, engine, factory, precision):
     """The weights after three steps, which at first are larger than LIMIT."""
     torch.manual_seed(0)
@@ -707,6 +710,7 @@ class LooksAtTheFirst(torch.optim.SGD):
         return super().step(closure)
 
 
+@functools.cache
 def in_two_groups(world, engine):
     """The weights after a step by two groups."""
     torch.manual_seed(0)
@@ -766,6 +770,7 @@ class HalfUsed(Block):
         return x + (self.down(hidden) if dist.get_rank() else hidden[..., :WIDTH])
 
 
+@functools.cache
 def adversaries(world, engine):
     """A discriminator that gets gradients from the generator's backward as well, and drops none of them."""
     generator, critic = (small_engine(world, engine, seed=seed, bucket_mb=1e-6) for seed in range(2))
@@ -900,6 +905,7 @@ def test_zero_grad_of_a_part_drops_what_was_not_reduced_yet(world, engine):
     assert not {name for name in moved if name.startswith("head")}
 
 
+@functools.cache
 def distilled(world, engine):
     """Student and teacher are trained by one loss, of which one rank leaves weights unused."""
     make = functools.partial(Net, block=HalfUsed)

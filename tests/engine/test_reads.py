@@ -83,6 +83,7 @@ ROADS = {
 }
 
 
+@functools.cache
 def train_on(world, engine, road, lane):
     make, run = ROADS[road]
     with on_lane(lane, world.rank) if lane else contextlib.nullcontext():
@@ -208,6 +209,7 @@ SITUATIONS = {
 }
 
 
+@functools.cache
 def run_alone(world, engine, situation):
     """A step in a situation; then what modules give that run alone, the wrong integers that NaN would be among it."""
     make, run = SITUATIONS[situation]
@@ -307,6 +309,7 @@ FUNCTIONS = {
 }
 
 
+@functools.cache
 def transformed(world, name):
     """What torch.func makes of a model within gathered(), and a step after it."""
     made, x = small_engine(world, name, make=Rooted), inputs(world, 0)

@@ -314,6 +314,7 @@ def by_copy(twin):
         follower.copy_(follower * 0.9 + leader * (1 - 0.9))
 
 
+@functools.cache
 def follow(world, engine, precision, how):
     """The weights after some steps, saved before the engine hears of the last write."""
     between = how == "between steps"
@@ -366,6 +367,7 @@ class Renormed(Net):
         head.weight.data.renorm_(2, 0, 0.3)
 
 
+@functools.cache
 def renorm(world, engine, **how):
     made = small_engine(world, engine, make=lambda: Renormed(**how))
     for index in range(2):
