@@ -93,7 +93,7 @@ def pytest_generate_tests(metafunc):
     for name, values in (("stage", STAGES), ("name", ALL)):
         if name in metafunc.fixturenames and name not in given:
             metafunc.parametrize(name, values)
-    if "world" in metafunc.fixturenames:
+    if "world" in metafunc.fixturenames and "world" not in given:
         ranks = metafunc.definition.get_closest_marker("ranks")
         metafunc.parametrize("world", ranks.args if ranks else [2], indirect=True)
     if "engine" in metafunc.fixturenames:

@@ -59,17 +59,6 @@ def train(world, stage, steps, model="gpt-tiny", schedule=COSINE, load=None, sav
     return first, engine.full_state_dict()
 
 
-@pytest.mark.parametrize("source", STAGES)
-@pytest.mark.ranks(3)
-def test_at_the_same_world_size_every_stage_goes_on_as_if_nothing_had_happened(world, tmp_path, source):
-    _, saved = train(world, source, range(2), save=tmp_path)
-    _, uninterrupted = train(world, source, range(4))
-    for stage in STAGES:
-        loaded, trained = train(world, stage, range(2, 4), load=tmp_path)
-        assert same_bits(loaded, saved)
-        assert same_bits(trained, uninterrupted)
-
-
 @pytest.mark.parametrize(
     ("source", "before", "after", "model"),
     [

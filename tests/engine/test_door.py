@@ -56,7 +56,7 @@ def groups(choose, frozen=False):
 
 
 NOT_A_FACTORY = "optimizer is an optimizer, not a factory; give what builds one over the shards"
-NOT_ELEMENTWISE = r"the optimizer does not work element by element \({}.*\), so its step on a shard would depend on .*; use AdamW"
+NOT_ELEMENTWISE = r"the optimizer does not work element by element \({}.*\), so its step on a shard .*; use AdamW"
 
 UNLISTED = "param_groups lists a tensor that is no trainable parameter of the model"
 

@@ -55,9 +55,7 @@ def final_weights(world, stage, case, groups=None, **options):
     return engine.full_state_dict()
 
 
-@pytest.mark.parametrize(
-    ("case", "options"), OPTIONS, ids=lambda given: given if isinstance(given, str) else [*given][0]
-)
+@pytest.mark.parametrize(("case", "options"), OPTIONS, ids=str)
 def test_stage_3_ends_with_the_bits_of_stage_0(world, case, options):
     three = final_weights(world, "stage3_param", case, **options)
     zero = final_weights(world, "stage0_ddp", case, **{k: v for k, v in options.items() if k != "keep_last"})

@@ -1,6 +1,7 @@
 """Weights that are written past the steps: every rank keeps what was written, or it is refused by name."""
 
 import contextlib
+import functools
 
 import pytest
 import torch

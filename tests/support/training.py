@@ -38,12 +38,17 @@ def follows(engine):
     return stage
 
 
-def or_reason(function, *args, **options):
-    """Call a function; what an engine does not claim, by raising NotImplementedError, comes back as its reason."""
-    try:
-        return function(*args, **options)
-    except NotImplementedError as error:
-        return str(error) or "it raises NotImplementedError"
+def or_reason(function):
+    """A decorator: what an engine does not claim, by raising NotImplementedError, comes back as its reason."""
+
+    @functools.wraps(function)
+    def call(*args, **options):
+        try:
+            return function(*args, **options)
+        except NotImplementedError as error:
+            return str(error) or "it raises NotImplementedError"
+
+    return call
 
 
 def message_of(call, *args, **options):
