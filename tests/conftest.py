@@ -1,5 +1,6 @@
 """Options, what is run of the suite with each, fixtures, and what is shown when it ends."""
 
+import functools
 import os
 import pickle
 from collections import defaultdict
@@ -12,7 +13,7 @@ from browsing import chromium
 from matrix import CELLS, CROSSINGS, OPTIONS, QUICK, ZOO
 from places import LOCAL, RECORDS
 from scores import EQUIVALENCE, REDUCTION, SCORE, as_text, summarize
-from training import ENGINES, SEVEN, STAGES
+from training import ALL, ENGINES, SEVEN, STAGES
 from trap_models import CASES
 from worlds import HANGS, Worlds, WorldsThatMayHang, hangs
 
@@ -46,6 +47,21 @@ def worlds(request):
     pool.close()
 
 
+@pytest.fixture
+def world(worlds, request):
+    """A test that takes it runs on every rank of a world, of 2 ranks or of as many as its mark `ranks` says."""
+    return worlds(request.param)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    if "world" not in arguments:
+        return None
+    arguments.pop("world").run(functools.partial(pyfuncitem.obj, **arguments))
+    return True
+
+
 @pytest.fixture(scope="session")
 def baseline_worlds(request, worlds):
     """Where baselines run: apart from an engine that --engine names, as it may change what torch does in its ranks."""
@@ -68,12 +84,28 @@ def pytest_addoption(parser):
 
 
 def pytest_generate_tests(metafunc):
-    """`engine` runs over the stages, over offload in the matrix, over what is marked `seven`; or --engine names it."""
+    """What tests run over that say no more.
+
+    `engine` runs over the stages, over offload in the matrix, over what is marked `seven`; or --engine names it.
+    `stage` runs over the stages, `name` over all engines; `world` over as many ranks as the mark says.
+    """
+    given = {name for mark in metafunc.definition.iter_markers("parametrize") for name in names_of(mark)}
+    for name, values in (("stage", STAGES), ("name", ALL)):
+        if name in metafunc.fixturenames and name not in given:
+            metafunc.parametrize(name, values)
+    if "world" in metafunc.fixturenames and "world" not in given:
+        ranks = metafunc.definition.get_closest_marker("ranks")
+        metafunc.parametrize("world", ranks.args if ranks else [2], indirect=True)
     if "engine" in metafunc.fixturenames:
         named = metafunc.config.getoption("--engine")
         ours = ENGINES if "equivalence" in metafunc.fixturenames else STAGES
         ours = SEVEN if metafunc.definition.get_closest_marker("seven") else ours
         metafunc.parametrize("engine", [named] if named else ours)
+
+
+def names_of(mark):
+    """The arguments that a mark `parametrize` gives."""
+    return mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
 
 
 def pytest_configure(config):

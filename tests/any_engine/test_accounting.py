@@ -5,29 +5,25 @@ import itertools
 import json
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from held_and_sent import formula_of, holds, sends
 from stage_probes import in_flight
-from training import ENGINES, STAGES, batch, claimed, inputs, make_engine, or_reason, small_engine, train_step
+from training import ALL, batch, claimed, inputs, make_engine, or_reason, small_engine, train_step
 from trap_models import CASES, InputsRequireGrad, Net
 from trap_models import step as take_a_step
 
 from common import loop, models
 from common.measure.memory import CLASSES, Timeline
 
-MODELS = ("mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny")
+MODELS = ("mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny", "lora-tiny")
 
 
+@or_reason
 def counts(world, engine, model, steps=2, **options):
     """What a rank holds and sends in the last of some steps, counted by the engine and foreseen by it."""
-    return or_reason(_counts, world, engine, model, steps, **options)
-
-
-def _counts(world, engine, model, steps, **options):
     made = make_engine(engine, model, **options)
     if not hasattr(made, "comm") or not hasattr(made, "predicted_model_state_bytes"):
         return "it foresees no bytes: predicted_model_state_bytes(), predicted_wire_bytes_per_step()"
@@ -46,19 +42,13 @@ def test_bytes_held_and_sent_are_those_predicted_on_every_rank(worlds, size, mod
             assert measured == predicted
 
 
-def sends_where_gradients_begin(world, engine):
+def test_a_unit_in_whose_result_gradients_begin_is_not_foreseen_to_be_gathered_again(world, stage):
     """A trap: adapters on frozen blocks, under checkpoints, behind a frozen stem whose result requires gradients."""
-    made, run = small_engine(world, engine, make=InputsRequireGrad), CASES["inputs require grad"][1]
+    made, run = small_engine(world, stage, make=InputsRequireGrad), CASES["inputs require grad"][1]
     for index in range(2):
         made.comm.traffic.reset()
         run(made, inputs(world, index))
-    return made.comm.traffic.by_collective(), made.predicted_wire_bytes_per_step()
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_unit_in_whose_result_gradients_begin_is_not_foreseen_to_be_gathered_again(worlds, stage):
-    for measured, predicted in worlds(2).run(sends_where_gradients_begin, stage):
-        assert measured == predicted
+    assert made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step()
 
 
 class Skipping(Net):
@@ -79,13 +69,19 @@ def per_step(counts):
     return {name: counted for name, counted in counts.items() if name.endswith("per_step")}
 
 
-def on_the_way(world, engine, options):
-    """What steps sent and moved, and what was foreseen right after them, and after an evaluation that goes elsewhere.
+WAYS = [*((name, {}) for name in (*ALL, "offloaded:Spread", "quantized:Off"))]
+WAYS += [("offload.nvme", {"tiers": "nvme", "sub_group_mb": 1e-4})]  # several sub-groups
+WAYS += [("stage3_param", {"keep_last": False}), ("quantized:Copies", {"ranks_per_node": 2})]
+
+
+@pytest.mark.parametrize(("name", "options"), WAYS, ids=str)
+def test_a_unit_that_no_forward_runs_is_foreseen_to_be_reduced_and_not_gathered(world, name, options):
+    """What steps sent and moved is foreseen right after them, and after an evaluation that goes elsewhere.
 
     A forward that takes another way than the one before prefetches in vain; so the step after it counts.
     """
-    made, found = small_engine(world, engine, make=Skipping, **options), []
-    before = counted = None
+    made = small_engine(world, name, make=Skipping, **options)
+    before, counted, looks = None, False, 0
     for way in ("skip", "skip", "evaluate", "skip", "skip", "run", "run", "evaluate and skip", "run", "run"):
         made.module.skips = "skip" in way
         if "evaluate" in way:
@@ -97,56 +93,31 @@ def on_the_way(world, engine, options):
             made.synchronize()
             measured, counted = per_step(made.accounts.measured()), way == before
         if counted:
-            found.append((measured, per_step(made.accounts.predicted())))
+            assert measured == per_step(made.accounts.predicted()), way
+            looks += 1
         before = way
-    return found
+    assert looks == 6
 
 
-PAGED = {"tiers": "nvme", "sub_group_mb": 1e-4}  # several sub-groups
-WAYS = [*((name, {}) for name in (*ENGINES, "offloaded:Spread")), ("offload.nvme", PAGED)]
-WAYS += [
-    ("stage3_param", {"keep_last": False}),
-    ("zeropp", {}),
-    ("quantized:Off", {}),
-    ("quantized:Copies", {"ranks_per_node": 2}),
-]
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in ALL), WAYS[-1]], ids=str)
+def test_what_a_step_sends_is_foreseen_where_an_evaluation_or_gathered_stands_before_it(world, name, options):
+    made = small_engine(world, name, **options)
 
+    def evaluate():
+        with torch.no_grad():
+            made(inputs(world, 0))
 
-@pytest.mark.parametrize(("name", "options"), WAYS, ids=str)
-def test_a_unit_that_no_forward_runs_is_foreseen_to_be_reduced_and_not_gathered(worlds, name, options):
-    for rank in worlds(2).run(on_the_way, name, options):
-        assert len(rank) == 6
-        for measured, predicted in rank:
-            assert measured == predicted
+    def gather():
+        with made.gathered():
+            pass
 
-
-def sends_around_others(world, engine, options):
-    """What steps sent, and what was foreseen right after them: after a step, an evaluation, and `gathered`."""
-    made, found = small_engine(world, engine, **options), []
-    for way in ("begin", "step", "evaluate", "step", "gathered", "step"):
-        if way == "evaluate":
-            with torch.no_grad():
-                made(inputs(world, 0))
-        if way == "gathered":
-            with made.gathered():
-                pass
+    for index, before in enumerate((lambda: None, lambda: None, evaluate, gather)):
+        before()
         made.comm.traffic.reset()
-        if way in ("begin", "step"):
-            take_a_step(made, inputs(world, 0))
-            made.synchronize()
-            found.append((made.comm.traffic.by_collective(), made.predicted_wire_bytes_per_step()))
-    return found[1:]  # the first one has nothing recorded
-
-
-AROUND = [*((name, {}) for name in (*ENGINES, "zeropp")), ("quantized:Copies", {"ranks_per_node": 1})]
-
-
-@pytest.mark.parametrize(("name", "options"), AROUND, ids=str)
-def test_what_a_step_sends_is_foreseen_where_an_evaluation_or_gathered_stands_before_it(worlds, name, options):
-    for rank in worlds(2).run(sends_around_others, name, options):
-        assert len(rank) == 3
-        for measured, predicted in rank:
-            assert measured == predicted
+        take_a_step(made, inputs(world, 0))
+        made.synchronize()
+        if index:  # the first one has nothing recorded
+            assert made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -186,39 +157,25 @@ def phases(world, stage, **options):
     )
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_each_phase_sends_what_the_paper_says(worlds, size):
-    run = lambda stage, **options: worlds(size).run(functools.partial(phases, **options), stage)[0]  # noqa: E731
-    sent, once, _ = run("stage0_ddp")
+@pytest.mark.ranks(2, 3)
+def test_each_phase_sends_what_the_paper_says(world):
+    sent, once, _ = phases(world, "stage0_ddp")
     assert sent == {"backward": 2 * once}
     for stage in ("stage1_os", "stage2_grad"):
-        sent, once, _ = run(stage)
+        sent, once, _ = phases(world, stage)
         assert sent == {"backward": once, "step": once}
-    sent, once, _ = run("stage3_param", keep_last=False)
+    sent, once, _ = phases(world, "stage3_param", keep_last=False)
     assert sent == {"forward": once, "backward": 2 * once}
-    sent, once, kept = run("stage3_param")
+    sent, once, kept = phases(world, "stage3_param")
     assert sent == {"forward": once, "backward": 2 * once - kept}
 
 
 @pytest.mark.parametrize("stage", ["stage2_grad", "stage3_param"])
 @pytest.mark.parametrize("model", ["gpt-tiny", "gpt-nano", "llama-tiny", "resnet-tiny"])
-def test_at_most_two_buckets_are_in_flight_and_one_is_received(worlds, model, stage):
-    for peak, bound in worlds(3).run(in_flight, stage, model):
-        assert 0 < peak <= bound
-
-
-def allocator(world, stage):
-    """The peak of a forward and backward over its start: by the timeline, and by torch's own allocator."""
-    engine = make_engine(stage, "gpt-tiny")
-    for step in range(2):
-        train_step(engine, world, step)
-    engine.synchronize()
-    inputs, targets = batch(engine.module, world, 2)
-    own_count = cuda_peak if world.device.type == "cuda" else cpu_peak
-    with Timeline(engine) as timeline:
-        timeline.sample()
-        allocated = own_count(lambda: engine.backward(models.loss(engine(inputs), targets)))
-    return timeline.peak_bytes() - sum(timeline.samples[0][1].values()), allocated
+@pytest.mark.ranks(3)
+def test_at_most_two_buckets_are_in_flight_and_one_is_received(world, model, stage):
+    peak, bound = in_flight(world, stage, model)
+    assert 0 < peak <= bound
 
 
 def cpu_peak(run):
@@ -240,35 +197,33 @@ def cuda_peak(run):
     return torch.cuda.max_memory_allocated() - start
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_timeline_agrees_with_the_allocators_events(worlds, stage):
-    counted, allocated = worlds(2).run(allocator, stage)[0]
+def test_the_timeline_agrees_with_the_allocators_events(world, stage):
+    """The peak of a forward and backward over its start."""
+    engine = make_engine(stage, "gpt-tiny")
+    for step in range(2):
+        train_step(engine, world, step)
+    engine.synchronize()
+    samples, targets = batch(engine.module, world, 2)
+    own_count = cuda_peak if world.device.type == "cuda" else cpu_peak
+    with Timeline(engine) as timeline:
+        timeline.sample()
+        allocated = own_count(lambda: engine.backward(models.loss(engine(samples), targets)))
+    counted = timeline.peak_bytes() - sum(timeline.samples[0][1].values())
     assert counted == pytest.approx(allocated, rel=0.05)
 
 
-def test_a_timeline_names_every_class_where_it_lives(worlds):
-    samples = worlds(2).run(samples_of, "stage3_param")[0]
-    seen = Counter(name for _, now in samples for name, size in now.items() if size)
-    assert set(seen) == set(CLASSES)
-
-
-def samples_of(world, stage):
-    engine = make_engine(stage)
+def test_a_timeline_names_every_class_where_it_lives(world):
+    engine = make_engine("stage3_param")
     train_step(engine, world)
     with Timeline(engine) as timeline:
         train_step(engine, world, 1)
-    return timeline.samples
+    assert {name for _, now in timeline.samples for name, size in now.items() if size} == set(CLASSES)
 
 
-def phases_of_a_labelled_step(world, stage):
+def test_labels_for_a_profiler_are_no_operations_of_a_timeline(world, stage):
     engine = make_engine(stage)
     train_step(engine, world)
-    inputs_and_targets = batch(engine.module, world, 1)
+    micro_batch = batch(engine.module, world, 1)
     with Timeline(engine) as timeline:
-        loop.train_step(engine, [inputs_and_targets])
-    return list(dict.fromkeys(phase for phase, _ in timeline.samples))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_labels_for_a_profiler_are_no_operations_of_a_timeline(worlds, stage):
-    assert worlds(2).run(phases_of_a_labelled_step, stage)[0] == ["forward", "backward", "step"]
+        loop.train_step(engine, [micro_batch])
+    assert [*dict.fromkeys(phase for phase, _ in timeline.samples)] == ["forward", "backward", "step"]

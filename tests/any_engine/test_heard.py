@@ -24,11 +24,8 @@ on_cpus = pytest.mark.skipif(
 )
 
 
+@or_reason
 def sends_in_backward(world, engine):
-    return or_reason(_sends_in_backward, world, engine)
-
-
-def _sends_in_backward(world, engine):
     """Bytes that the kernel saw this rank send in a forward and backward, under no_sync and not."""
     made, sent = make_engine(engine, "gpt-nano", bucket_mb=0.5), {}
     for step in range(2):  # the first sets up connections
@@ -68,11 +65,8 @@ class Scaled(Net):
         return super().forward(x) * self.scale.to(x.dtype)
 
 
+@or_reason
 def begins_with(world, engine):
-    return or_reason(_begins_with, world, engine)
-
-
-def _begins_with(world, engine):
     """Digests of the first values that a rank brings, and of those that it begins with; None where it is refused."""
     torch.manual_seed(world.rank)
     module = Scaled(world.rank + 1).to(world.device)
@@ -102,11 +96,8 @@ def test_ranks_that_bring_other_first_values_begin_with_those_of_rank_0_or_are_r
         assert set(scales) == {1.0}, "ranks keep buffers of their own"
 
 
+@or_reason
 def holds_before_a_step(world, engine):
-    return or_reason(_holds_before_a_step, world, engine)
-
-
-def _holds_before_a_step(world, engine):
     """Bytes of all tensors that an engine has when a second backward is over, and those that it tells."""
     before = storages()
     made = make_engine(engine, "gpt-nano", bucket_mb=0.1)
@@ -142,11 +133,8 @@ def test_an_engine_holds_no_more_than_it_tells(worlds, size, engine):
         assert held < 1.05 * told + GRADIENT / 4, f"{held} bytes are held, and {told} of them told"
 
 
+@or_reason
 def beside_each_other(world, engine, together):
-    return or_reason(_beside_each_other, world, engine, together)
-
-
-def _beside_each_other(world, engine, together):
     """Digests of two models, each with groups of its own, whose trainings are woven into each other, or are not."""
     digests = []
     pairs = [(0, 1)] if together else [(0,), (1,)]

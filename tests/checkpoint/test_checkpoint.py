@@ -1,5 +1,6 @@
 """Checkpoints: from any stage and world size to any other, bit for bit; a failure leaves the last one whole."""
 
+import contextlib
 import functools
 import json
 import os
@@ -9,12 +10,13 @@ import shutil
 import signal
 import socket
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 from odd import build
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
-from training import ADAMW, ENGINES, STAGES, batch, make_engine, same_bits, train_step
+from training import ADAMW, STAGES, batch, make_engine, message_of, same_bits, train_step
 
 from common import models
 from common.checkpoint import checkpoint, tensor_file
@@ -37,44 +39,24 @@ def falling(step):
 # ---- resuming ---------------------------------------------------------------------------------------------------
 
 
-def train(engine, world, scheduler, first, last):
-    for step in range(first, last):
+def train(world, stage, steps, model="gpt-tiny", schedule=COSINE, load=None, save=None, **options):
+    """Train some steps from the start, or go on from a checkpoint, and save.
+
+    Returns:
+        The weights at first, and in the end.
+    """
+    engine = build(stage, model, seed=99 if load else 0, **options)
+    scheduler = schedule(engine.optimizer)
+    if load:
+        scheduler.load_state_dict(engine.load(load)["scheduler"])
+    first = engine.full_state_dict()
+    for step in steps:
         train_step(engine, world, step)
         scheduler.step()
-
-
-def interrupt(world, stage, path, model="gpt-tiny", schedule=COSINE, **options):
-    """Train two steps and save. Return the weights saved, and those that two more steps would have given."""
-    engine = build(stage, model, **options)
-    scheduler = schedule(engine.optimizer)
-    train(engine, world, scheduler, 0, 2)
-    engine.save(path, {"scheduler": scheduler.state_dict()})
-    saved = engine.full_state_dict()
-    engine = build(stage, model, **options)
-    train(engine, world, schedule(engine.optimizer), 0, 4)
-    return saved, engine.full_state_dict()
-
-
-def resume(world, stages, path, model="gpt-tiny", schedule=COSINE, **options):
-    """Load into every stage, over other weights, and train two more steps. Return the weights loaded and trained."""
-    weights = []
-    for stage in stages:
-        engine = build(stage, model, seed=99, **options)
-        scheduler = schedule(engine.optimizer)
-        scheduler.load_state_dict(engine.load(path)["scheduler"])
-        loaded = engine.full_state_dict()
-        train(engine, world, scheduler, 2, 4)
-        assert all(state.get("step", 4) == 4 for state in engine.optimizer.state.values())
-        weights.append((loaded, engine.full_state_dict()))
-    return weights
-
-
-@pytest.mark.parametrize("source", STAGES)
-def test_at_the_same_world_size_every_stage_goes_on_as_if_nothing_had_happened(worlds, tmp_path, source):
-    saved, uninterrupted = worlds(3).run(interrupt, source, tmp_path)[0]
-    for loaded, trained in worlds(3).run(resume, STAGES, tmp_path)[0]:
-        assert same_bits(loaded, saved)
-        assert same_bits(trained, uninterrupted)
+    if save:
+        engine.save(save, {"scheduler": scheduler.state_dict()})
+    assert all(state.get("step", steps[-1] + 1) == steps[-1] + 1 for state in engine.optimizer.state.values())
+    return first, engine.full_state_dict()
 
 
 @pytest.mark.parametrize(
@@ -88,55 +70,48 @@ def test_at_the_same_world_size_every_stage_goes_on_as_if_nothing_had_happened(w
     ],
 )
 def test_another_world_size_reads_the_same_bits_in_every_stage(worlds, tmp_path, source, before, after, model):
-    saved, _ = worlds(before).run(interrupt, source, tmp_path, model)[0]
-    resumed = worlds(after).run(resume, STAGES, tmp_path, model)[0]
+    _, saved = worlds(before).run(functools.partial(train, save=tmp_path), source, range(2), model)[0]
+    go_on = functools.partial(train, load=tmp_path)
+    (_, expected), *resumed = [worlds(after).run(go_on, stage, range(2, 4), model)[0] for stage in (STAGES[0], *STAGES)]
     for loaded, trained in resumed:
         assert same_bits(loaded, saved)
-        assert same_bits(trained, resumed[0][1])
+        assert same_bits(trained, expected)
 
 
 @pytest.mark.parametrize("optimizer", [SGD, tensor_lr], ids=["momentum", "tensor-lr"])
 @pytest.mark.parametrize("schedule", [COSINE, functools.partial(LambdaLR, lr_lambda=falling)], ids=["cosine", "lambda"])
-def test_optimizer_states_and_learning_rate_resume(worlds, tmp_path, optimizer, schedule):
-    options = {"model": "mlp" if optimizer is tensor_lr else "odd", "optimizer": optimizer, "schedule": schedule}
-    _, uninterrupted = worlds(2).run(functools.partial(interrupt, **options), "stage2_grad", tmp_path)[0]
-    [(_, trained)] = worlds(2).run(functools.partial(resume, **options), ["stage3_param"], tmp_path)[0]
-    assert same_bits(trained, uninterrupted)
+def test_optimizer_states_and_learning_rate_resume(world, tmp_path, optimizer, schedule):
+    how = {"model": "mlp" if optimizer is tensor_lr else "odd", "optimizer": optimizer, "schedule": schedule}
+    train(world, "stage2_grad", range(2), save=tmp_path, **how)
+    _, trained = train(world, "stage3_param", range(2, 4), load=tmp_path, **how)
+    assert same_bits(trained, train(world, "stage2_grad", range(4), **how)[1])
 
 
-def load_behind_a_forward(world, path):
+def test_nothing_gathered_shows_the_weights_of_before(world, tmp_path):
     engine = make_engine("stage3_param")
     train_step(engine, world)
-    engine.save(path)
+    engine.save(tmp_path)
     saved = engine.full_state_dict()
     train_step(engine, world, 1)
     inputs, _ = batch(engine.module, world)
     engine(inputs)  # its last unit stays gathered for a backward
-    engine.load(path)
+    engine.load(tmp_path)
     with engine.gathered():
-        return all(torch.equal(saved[name], p.detach().cpu()) for name, p in engine.module.named_parameters())
+        assert all(torch.equal(saved[name], p.detach().cpu()) for name, p in engine.module.named_parameters())
 
 
-def test_nothing_gathered_shows_the_weights_of_before(worlds, tmp_path):
-    assert all(worlds(2).run(load_behind_a_forward, tmp_path))
-
-
-def accumulate(world, stage, path):
-    """One step of two backwards, with a save between them where there is a path."""
-    engine = make_engine(stage)
-    for micro in range(2):
-        inputs, targets = batch(engine.module, world, micro)
-        engine.backward(models.loss(engine(inputs), targets))
-        if path and micro == 0:
-            engine.save(path)
-    engine.step()
-    return engine.full_state_dict()
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_save_within_an_accumulation_does_not_disturb_it(worlds, tmp_path, stage):
-    undisturbed, saved = (worlds(2).run(accumulate, stage, path)[0] for path in (None, tmp_path))
-    assert same_bits(undisturbed, saved)
+def test_a_save_within_an_accumulation_does_not_disturb_it(world, tmp_path, stage):
+    ends = []
+    for saves in (True, False):
+        engine = make_engine(stage)
+        for micro in range(2):
+            inputs, targets = batch(engine.module, world, micro)
+            engine.backward(models.loss(engine(inputs), targets))
+            if saves and micro == 0:
+                engine.save(tmp_path)
+        engine.step()
+        ends.append(engine.full_state_dict())
+    assert same_bits(*ends)
 
 
 # ---- the files --------------------------------------------------------------------------------------------------
@@ -149,32 +124,24 @@ def test_buffers_that_the_state_dict_leaves_out_are_not_saved(worlds, tmp_path):
     assert index["parameters"]["first.weight"]["group"] is None
 
 
-def save_load_save(world, stage, path, other):
-    engine = build(stage, "resnet-tiny")
-    train_step(engine, world)
-    engine.save(path, {"rank": world.rank})
-    extra = engine.load(path)
-    engine.save(other, extra)
-    return extra, engine.model_state_bytes(), engine.predicted_model_state_bytes()
-
-
 def contents(path):
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_is_loaded_and_saved_at_once_is_the_same_files(worlds, tmp_path, stage):
-    for rank, (extra, held, predicted) in enumerate(
-        worlds(2).run(save_load_save, stage, tmp_path / "a", tmp_path / "b")
-    ):
-        assert extra == {"rank": rank}
-        assert held == predicted
+def test_what_is_loaded_and_saved_at_once_is_the_same_files(world, tmp_path, stage):
+    engine = build(stage, "resnet-tiny")
+    train_step(engine, world)
+    engine.save(tmp_path / "a", {"rank": world.rank})
+    extra = engine.load(tmp_path / "a")
+    assert extra == {"rank": world.rank}
+    engine.save(tmp_path / "b", extra)
+    assert engine.model_state_bytes() == engine.predicted_model_state_bytes()
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
-def test_stages_that_share_a_layout_write_the_same_files(worlds, tmp_path):
+def test_stages_that_share_a_layout_write_the_same_files(world, tmp_path):
     for stage in STAGES[:3]:
-        worlds(2).run(interrupt, stage, tmp_path / stage, "mlp")
+        train(world, stage, range(2), "mlp", save=tmp_path / stage)
     assert contents(tmp_path / STAGES[0]) == contents(tmp_path / STAGES[1]) == contents(tmp_path / STAGES[2])
 
 
@@ -193,11 +160,12 @@ TENSORS = {
 
 
 def keep(world, path):
+    """Save numbers' generators among much else; return what they give then."""
     random.seed(world.rank)
     torch.manual_seed(world.rank)
     generators = {"python": random.getstate(), "torch": torch.get_rng_state()}
     make_engine("stage2_grad", "mlp").save(path, {**EXTRA, "tensors": TENSORS, "generators": generators})
-    return random.random(), torch.rand(3)
+    return random.random(), torch.rand(3).tolist()
 
 
 def get_back(world, path):
@@ -207,15 +175,12 @@ def get_back(world, path):
     torch.set_rng_state(generators["torch"])
     assert extra == EXTRA and [type(item) for item in extra[1, "a"]] == [list, dict, tuple, str]
     assert same_bits(tensors, TENSORS) and tensors["half"].dtype == torch.bfloat16
-    return random.random(), torch.rand(3)
+    return random.random(), torch.rand(3).tolist()
 
 
 def test_extra_comes_back_to_its_rank_and_new_ranks_get_rank_0s(worlds, tmp_path):
     kept = worlds(2).run(keep, tmp_path)
-    got = worlds(3).run(get_back, tmp_path)
-    for (number, drawn), (same_number, same_drawn) in zip([*kept, kept[0]], got, strict=True):
-        assert number == same_number
-        assert torch.equal(drawn, same_drawn)
+    assert worlds(3).run(get_back, tmp_path) == [*kept, kept[0]]
 
 
 # ---- what cannot be loaded --------------------------------------------------------------------------------------
@@ -240,16 +205,36 @@ def refused(world, path, model="mlp", **options):
     return str(complaint.value)
 
 
+def load_refused(world, path, model="mlp", **options):
+    """The line with which a load is refused; the engine must be as it was."""
+    engine = build("stage1_os", model, **{"optimizer": ADAMW, **options})
+    train_step(engine, world)
+    weights, before = engine.full_state_dict(), str(engine.optimizer.state_dict())
+    with pytest.raises(InputError) as complaint:
+        engine.load(path)
+    assert same_bits(weights, engine.full_state_dict())
+    assert before == str(engine.optimizer.state_dict())
+    assert "\n" not in str(complaint.value)
+    return str(complaint.value)
+
+
+def all_refuse(worlds, path, complaint, **options):
+    return all(complaint in said for said in worlds(2).run(functools.partial(load_refused, path=path, **options)))
+
+
 def flip(file, position):
     data = bytearray(file.read_bytes())
     data[position] ^= 1
     file.write_bytes(data)
 
 
+OF_RANK_1 = "000001-rank-00001.safetensors"
+
+
 DAMAGE = {
-    "truncated": lambda path: os.truncate(path / "000001-rank-00001.safetensors", 1000),
-    "bit flipped": lambda path: flip(path / "000001-rank-00001.safetensors", -5),
-    "missing": lambda path: os.remove(path / "000001-rank-00001.safetensors"),
+    "truncated": lambda path: os.truncate(path / OF_RANK_1, 1000),
+    "bit flipped": lambda path: flip(path / OF_RANK_1, -5),
+    "missing": lambda path: os.remove(path / OF_RANK_1),
     "index cut": lambda path: os.truncate(path / "index.json", 1000),
     "index flipped": lambda path: flip(path / "index.json", (path / "index.json").read_bytes().index(b"0.01") + 3),
 }
@@ -259,8 +244,7 @@ DAMAGE = {
 def test_damage_is_refused_on_every_rank_and_changes_nothing(worlds, tmp_path, how):
     worlds(2).run(write, tmp_path)
     DAMAGE[how](tmp_path)
-    for complaint in worlds(2).run(refused, tmp_path):
-        assert ("index.json is damaged" if "index" in how else "000001-rank-00001.safetensors") in complaint
+    assert all_refuse(worlds, tmp_path, "index.json is damaged" if "index" in how else OF_RANK_1)
 
 
 def signed(index):
@@ -274,7 +258,7 @@ MALFORMED = [[], None, 7, {}, {"format": 1}, {"format": 1, "sha256": "", "index"
 def test_what_is_no_index_is_damaged(worlds, tmp_path):
     for damaged in MALFORMED:
         (tmp_path / "index.json").write_text(json.dumps(damaged))
-        assert all("index.json is damaged" in complaint for complaint in worlds(2).run(refused, tmp_path)), damaged
+        assert all_refuse(worlds, tmp_path, "index.json is damaged"), damaged
 
 
 @pytest.mark.parametrize("name", ["../{}", "{folder}/{}", "./{}", "/etc/passwd"])
@@ -287,7 +271,16 @@ def test_a_file_name_that_leaves_the_folder_is_damage_though_the_file_is_right(w
         shutil.copy(tmp_path / file["name"], folder)
         file["name"] = name.format(file["name"], folder=folder)
     (folder / "index.json").write_text(json.dumps(signed(index)))
-    assert all("index.json is damaged" in complaint for complaint in worlds(2).run(refused, folder))
+    assert all_refuse(worlds, folder, "index.json is damaged")
+
+
+@pytest.mark.parametrize("path", ["missing", "empty", "file", "file/within", "newer"])
+def test_where_no_checkpoint_is_that_can_be_read_it_is_told(worlds, tmp_path, path):
+    for folder in ("empty", "newer"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "newer" / "index.json").write_text(json.dumps({"format": 2}))
+    assert all_refuse(worlds, tmp_path / path, "format 2" if path == "newer" else "there is no checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -304,13 +297,8 @@ def test_a_file_name_that_leaves_the_folder_is_damage_though_the_file_is_right(w
     ],
 )
 def test_a_checkpoint_of_something_else_names_the_first_difference(worlds, tmp_path, there, here, complaint):
-    worlds(2).run(functools.partial(write, **there), tmp_path)
-    assert all(complaint in theirs for theirs in worlds(2).run(functools.partial(refused, **here), tmp_path))
-
-
-def write_with_a_buffer(world, engine, path, dtype):
-    engine = make_engine(engine, counting(dtype))
-    engine.save(path)
+    worlds(2).run(functools.partial(write, path=tmp_path, **there))
+    assert all_refuse(worlds, tmp_path, complaint, **here)
 
 
 def counting(dtype):
@@ -319,21 +307,12 @@ def counting(dtype):
     return model
 
 
-def refuse_the_buffer(world, engine, path):
-    engine = make_engine(engine, counting(torch.int64))
-    with pytest.raises(InputError) as complaint:
-        engine.load(path)
-    return str(complaint.value), engine.module.count.tolist()
-
-
-@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
-def test_a_buffer_of_another_dtype_is_refused(worlds, tmp_path, name):
-    worlds(2).run(write_with_a_buffer, name, tmp_path, torch.float32)
-    for complaint, count in worlds(2).run(refuse_the_buffer, name, tmp_path):
-        assert (
-            "buffer 'count' is floating, of shape [2] in the checkpoint and torch.int64, of shape [2] here" in complaint
-        )
-        assert count == [1, 1]
+def test_a_buffer_of_another_dtype_is_refused(world, tmp_path, name):
+    make_engine(name, counting(torch.float32)).save(tmp_path)
+    engine = make_engine(name, counting(torch.int64))
+    said = "buffer 'count' is floating, of shape [2] in the checkpoint and torch.int64, of shape [2] here"
+    assert said in message_of(engine.load, tmp_path)
+    assert engine.module.count.tolist() == [1, 1]
 
 
 class AdamW(torch.optim.SGD):
@@ -342,74 +321,33 @@ class AdamW(torch.optim.SGD):
 
 def test_an_optimizer_is_more_than_its_name(worlds, tmp_path):
     worlds(2).run(write, tmp_path)
-    there, here = "torch.optim.adamw.AdamW over 1 groups in the checkpoint", "test_checkpoint.AdamW over 1 groups here"
-    for complaint in worlds(2).run(functools.partial(refused, optimizer=functools.partial(AdamW, lr=0.1)), tmp_path):
-        assert there in complaint and here in complaint
+    for said in (
+        "torch.optim.adamw.AdamW over 1 groups in the checkpoint",
+        "test_checkpoint.AdamW over 1 groups here",
+    ):
+        assert all_refuse(worlds, tmp_path, said, optimizer=functools.partial(AdamW, lr=0.1))
 
 
-def write_too_large(world, path):
+def test_what_a_precision_cannot_hold_is_not_loaded(world, tmp_path, name):
     engine = make_engine("stage3_param", "mlp")
     with torch.no_grad():
         engine.buckets[0].parameters[0] = 1e6
-    engine.save(path)
-
-
-def load_in_fp16(world, name, path):
+    engine.save(tmp_path)
     engine = make_engine(name, "mlp", precision="fp16", seed=9)
     weights = engine.full_state_dict()
-    with pytest.raises(InputError) as complaint:
-        engine.load(path)
-    return str(complaint.value), same_bits(weights, engine.full_state_dict())
-
-
-@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
-def test_what_a_precision_cannot_hold_is_not_loaded(worlds, tmp_path, name):
-    worlds(2).run(write_too_large, tmp_path)
-    for complaint, same in worlds(2).run(load_in_fp16, name, tmp_path):
-        assert "has finite values that are infinite in torch.float16, its dtype here" in complaint
-        assert same
-
-
-def test_an_unknown_format_is_named(worlds, tmp_path):
-    index = {"format": 2}
-    (tmp_path / "index.json").write_text(json.dumps(index))
-    assert all("format 2" in complaint for complaint in worlds(2).run(refused, tmp_path))
-
-
-@pytest.mark.parametrize("path", ["missing", "empty", "file", "file/within"])
-def test_a_path_without_a_checkpoint_is_told(worlds, tmp_path, path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("no folder")
-    assert all("there is no checkpoint" in complaint for complaint in worlds(2).run(refused, tmp_path / path))
+    said = "has finite values that are infinite in torch.float16, its dtype here"
+    assert said in message_of(engine.load, tmp_path)
+    assert same_bits(weights, engine.full_state_dict())
 
 
 # ---- what cannot be written -------------------------------------------------------------------------------------
 
 
-def save_twice(world, path, hindrance, hindered_rank):
-    """Save, train on, and save again while one rank is hindered; return its complaint and what is loaded then."""
-    engine = make_engine("stage1_os")
-    train_step(engine, world)
-    engine.save(path, {"step": 1})
-    train_step(engine, world, 1)
-    complaint = None
-    with pytest.MonkeyPatch.context() as patch:
-        if world.rank == hindered_rank:
-            hindrance(patch)
-        try:
-            engine.save(path, {"step": 2})
-        except InputError as error:
-            complaint = str(error)
+@contextlib.contextmanager
+def full_disk():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    yield
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return complaint, engine.load(path)["step"]
-
-
-def full_disk(patch):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
-
-
-def no_index(patch):
-    patch.setattr(os, "replace", fail)
 
 
 def fail(*args, **options):
@@ -420,112 +358,70 @@ def fail_unexpectedly(*args):
     raise KeyError("a defect")
 
 
-def no_checksum(patch):
-    patch.setattr(tensor_file.hashlib, "sha256", fail_unexpectedly)
+def lose(file, fsync=os.fsync):
+    """What was written does not come to the disk as it is."""
+    os.pwrite(file, bytes(os.fstat(file).st_size), 0)
+    fsync(file)
 
 
-def no_index_unexpectedly(patch):
-    patch.setattr(os, "replace", fail_unexpectedly)
+HINDRANCES = {  # what hinders a rank in a save
+    "a full disk": full_disk,
+    "no index": lambda: mock.patch.object(os, "replace", fail),
+    "no checksum": lambda: mock.patch.object(tensor_file.hashlib, "sha256", fail_unexpectedly),
+    "no index, unexpectedly": lambda: mock.patch.object(os, "replace", fail_unexpectedly),
+    "a disk that lies": lambda: mock.patch.object(os, "fsync", lose),
+    "too much text": contextlib.nullcontext,
+}
 
 
-HINDRANCES = [(full_disk, 0), (full_disk, 1), (no_index, 0), (no_checksum, 1), (no_index_unexpectedly, 0)]
+HINDERED = [("a full disk", 0), ("a full disk", 1), ("no index", 0), ("no index, unexpectedly", 0)]
+HINDERED += [("no checksum", 1), ("a disk that lies", 0), ("a disk that lies", 1), ("too much text", 1)]
 
 
-@pytest.mark.parametrize(("hindrance", "hindered_rank"), HINDRANCES)
-def test_a_failed_save_is_told_on_every_rank_and_leaves_the_last(worlds, tmp_path, hindrance, hindered_rank):
-    for complaint, step in worlds(2).run(save_twice, tmp_path, hindrance, hindered_rank):
-        assert f"cannot save to '{tmp_path}': rank {hindered_rank}: " in complaint
-        assert step == 1
-    names = {"index.json", "000001-rank-00000.safetensors", "000001-rank-00001.safetensors"}
-    assert names == contents(tmp_path).keys()
-
-
-def no_removal(patch):
-    patch.setattr(checkpoint.Path, "unlink", fail)
-
-
-def warned(world, path):
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        return save_twice(world, path, no_removal, 0), [str(one.message) for one in said]
-
-
-def test_when_old_files_cannot_be_removed_the_new_save_stands_and_one_rank_says_so(worlds, tmp_path):
-    answers = worlds(2).run(warned, tmp_path)
-    assert [saved for saved, _ in answers] == [(None, 2), (None, 2)]
-    assert [len(said) for _, said in answers] == [1, 0]
-    assert answers[0][1][0].startswith(f"saved to '{tmp_path}', but an older file there cannot be removed: ")
-
-
-def save_too_much(world, path, wait):
-    """Save; then try an `extra` on one rank whose text is more than any reader of the format takes."""
-    engine = make_engine("stage3_param", "mlp")
-    engine.save(path, {"step": 1})
-    with pytest.raises(InputError) as complaint:
-        engine.save(path, "x" * 100_000_000 if world.rank == 1 else None, wait=wait)
-    return str(complaint.value), engine.load(path)["step"]
+SAID = {
+    "a disk that lies": "header",
+    "too much text": "names and all that is no tensor take 100 MB",  # more than any reader of the format takes
+}
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_what_no_reader_would_take_is_refused_before_the_first_byte(worlds, tmp_path, wait):
-    for complaint, step in worlds(2).run(save_too_much, tmp_path, wait):
-        assert complaint.startswith(f"cannot save to '{tmp_path}': rank 1: names and all that is no tensor take 100 MB")
-        assert step == 1
+@pytest.mark.parametrize(("how", "rank"), HINDERED)
+def test_a_failed_save_is_told_on_every_rank_and_leaves_the_last(world, tmp_path, how, rank, wait):
+    engine = make_engine("stage1_os", "mlp")
+    train_step(engine, world)
+    engine.save(tmp_path, {"step": 1})
+    train_step(engine, world, 1)
+    extra = "x" * 100_000_000 if how == "too much text" and world.rank == rank else {"step": 2}
+    with HINDRANCES[how]() if world.rank == rank else contextlib.nullcontext(), pytest.raises(InputError) as complaint:
+        saving = engine.save(tmp_path, extra, wait=wait)
+        saving.wait()
+    assert f"cannot save to '{tmp_path}': rank {rank}: " in str(complaint.value)
+    assert SAID.get(how, "") in str(complaint.value)
+    assert engine.load(tmp_path)["step"] == 1
+    assert contents(tmp_path).keys() == {"index.json", "000001-rank-00000.safetensors", OF_RANK_1}
 
 
-def save_to_a_disk_that_lies(world, path, lost_rank):
-    """Save; then again, while what one rank writes does not come to the disk as it is."""
-    engine = make_engine("stage2_grad", "mlp")
-    engine.save(path, {"step": 1})
-
-    def lose(file, fsync=os.fsync):
-        os.pwrite(file, bytes(os.fstat(file).st_size), 0)
-        fsync(file)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError) as complaint:
-        if world.rank == lost_rank:
-            patch.setattr(os, "fsync", lose)
-        engine.save(path, {"step": 2})
-    return str(complaint.value), engine.load(path)["step"]
+def test_when_old_files_cannot_be_removed_the_new_save_stands_and_one_rank_says_so(world, tmp_path):
+    engine = make_engine("stage1_os")
+    engine.save(tmp_path, {"step": 1})
+    with warnings.catch_warnings(record=True) as said, mock.patch.object(checkpoint.Path, "unlink", fail):
+        warnings.simplefilter("always")
+        engine.save(tmp_path, {"step": 2})
+    assert engine.load(tmp_path) == {"step": 2}
+    assert len(said) == (world.rank == 0)
+    for one in said:
+        assert str(one.message).startswith(f"saved to '{tmp_path}', but an older file there cannot be removed: ")
 
 
-@pytest.mark.parametrize("lost_rank", [0, 1])
-def test_what_was_written_is_read_back_before_it_takes_the_place_of_the_last(worlds, tmp_path, lost_rank):
-    for complaint, step in worlds(2).run(save_to_a_disk_that_lies, tmp_path, lost_rank):
-        assert f"rank {lost_rank}: " in complaint and "header" in complaint
-        assert step == 1
-
-
-def save_apart(world, engine, path):
-    """Save into folders that ranks do not share, as on the disk of each node."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError) as complaint:
-        patch.setattr(checkpoint, "PATIENCE", 0.0)
-        make_engine(engine, "mlp").save(path / str(world.rank))
-    return str(complaint.value)
-
-
-@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
-def test_a_folder_that_nodes_do_not_share_is_no_place_for_a_checkpoint(worlds, tmp_path, name):
-    node = socket.gethostname()
-    for rank, complaint in enumerate(worlds(2).run(save_apart, name, tmp_path)):
-        assert complaint == (
-            f"cannot save to '{tmp_path / str(rank)}': rank 0: 000001-rank-00001.safetensors, which rank 1 wrote on "
-            f"node '{node}', is not in '{tmp_path / '0'}' on node '{node}'; give a folder that all nodes share"
-        )
-        assert list((tmp_path / str(rank)).iterdir()) == []
-
-
-def complain(world, path, extra):
-    with pytest.raises(InputError) as complaint:
-        make_engine("stage2_grad", "mlp").save(path, extra if world.rank == 1 else None)
-    return str(complaint.value)
-
-
-def test_an_unwritable_path_and_an_unknown_type_are_told_on_every_rank(worlds, tmp_path):
-    (tmp_path / "file").write_text("no folder")
-    assert all("Not a directory" in said for said in worlds(2).run(complain, tmp_path / "file" / "within", None))
-    assert all("File exists" in said for said in worlds(2).run(complain, tmp_path / "file", None))
-    assert all("rank 1: a checkpoint cannot hold a set" in said for said in worlds(2).run(complain, tmp_path, {1}))
+def test_a_folder_that_nodes_do_not_share_is_no_place_for_a_checkpoint(world, tmp_path, name):
+    folder, node = tmp_path / str(world.rank), socket.gethostname()
+    with mock.patch.object(checkpoint, "PATIENCE", 0.0):
+        complaint = message_of(make_engine(name, "mlp").save, folder)
+    assert complaint == (
+        f"cannot save to '{folder}': rank 0: 000001-rank-00001.safetensors, which rank 1 wrote on "
+        f"node '{node}', is not in '{tmp_path / '0'}' on node '{node}'; give a folder that all nodes share"
+    )
+    assert list(folder.iterdir()) == []
 
 
 def cyclic():
@@ -534,58 +430,49 @@ def cyclic():
     return state
 
 
-def deep():
-    return functools.reduce(lambda inner, _: [inner], range(5000))
+@pytest.mark.parametrize(("place", "said"), [("file/within", "Not a directory"), ("file", "File exists")])
+def test_an_unwritable_path_is_told_on_every_rank(world, tmp_path, place, said):
+    (tmp_path / "file").write_text("no folder")
+    assert said in message_of(make_engine("stage2_grad", "mlp").save, tmp_path / place)
 
 
-def complex_seeds():
-    return {"seeds": [torch.zeros(2, dtype=torch.complex32)]}
-
-
-COMPLEX_BUFFER = "safetensors cannot hold torch.complex128, the dtype of buffers/phase; cast it, or leave it out"
-UNSAVABLE = {
-    cyclic: (1, "extra contains itself"),
-    deep: (1, "RecursionError: maximum recursion depth exceeded"),
-    complex_seeds: (1, "safetensors cannot hold torch.complex32, the dtype of extra/"),
-    None: (0, COMPLEX_BUFFER),  # rank 0 alone writes buffers
+UNSAVABLE = {  # extra -> the rank that has it, and what is said
+    "a set": (1, "a checkpoint cannot hold a set"),
+    "a cycle": (1, "extra contains itself"),
+    "depth": (1, "RecursionError: maximum recursion depth exceeded"),
+    "complex seeds": (1, "safetensors cannot hold torch.complex32, the dtype of extra/"),
+    "a complex buffer": (  # rank 0 alone writes buffers
+        0,
+        "safetensors cannot hold torch.complex128, the dtype of buffers/phase; cast it, or leave it out",
+    ),
 }
 
 
-def save_the_unsavable(world, stage, path):
-    """Save, then try what one rank alone cannot write; return the complaints, and what is loaded in the end."""
+def unsavable(what):
+    return {
+        "a set": {1},
+        "a cycle": cyclic(),
+        "depth": functools.reduce(lambda inner, _: [inner], range(5000)),
+        "complex seeds": {"seeds": [torch.zeros(2, dtype=torch.complex32)]},
+    }.get(what)
+
+
+@pytest.mark.ranks(3)
+def test_what_one_rank_cannot_write_ends_the_save_on_all(world, tmp_path, stage):
     model = models.build("mlp")
     model.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
-    engine, said = make_engine(stage, model), []
-    engine.save(path, {"step": 1})
-    for extra, (rank, _) in UNSAVABLE.items():
-        if extra is None:
-            model.phase = model.phase.to(torch.complex128)
+    engine = make_engine(stage, model)
+    engine.save(tmp_path, {"step": 1})
+    for what, (rank, reason) in UNSAVABLE.items():
+        model.phase = model.phase.to(torch.complex128 if what == "a complex buffer" else torch.complex64)
         with pytest.raises(InputError) as complaint:
-            engine.save(path, extra() if extra and world.rank == rank else None)
+            engine.save(tmp_path, unsavable(what) if world.rank == rank else None)
+        assert str(complaint.value).startswith(f"cannot save to '{tmp_path}': rank {rank}: {reason}")
         assert (complaint.value.__cause__ is not None) == (world.rank == rank)  # the traceback of where it happened
-        said.append(str(complaint.value))
     model.phase = model.phase.to(torch.complex64)
-    return said, engine.load(path)["step"]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_one_rank_cannot_write_ends_the_save_on_all(worlds, tmp_path, stage):
-    for said, step in worlds(3).run(save_the_unsavable, stage, tmp_path, timeout=30):
-        assert step == 1
-        for complaint, (rank, reason) in zip(said, UNSAVABLE.values(), strict=True):
-            assert complaint.startswith(f"cannot save to '{tmp_path}': rank {rank}: {reason}")
+    assert engine.load(tmp_path)["step"] == 1
     names = {"index.json", *(f"000001-rank-0000{rank}.safetensors" for rank in range(3))}
     assert names == contents(tmp_path).keys()
-
-
-def load_hindered(world, path, part):
-    engine = make_engine("stage3_param")
-    engine.save(path, {"step": 1})
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError) as complaint:
-        if world.rank == 1:
-            patch.setattr(checkpoint, part, fail_unexpectedly)
-        engine.load(path)
-    return str(complaint.value), make_engine("stage3_param").load(path)["step"]
 
 
 IN_PART = "loaded {} in part, build the engine anew"
@@ -594,10 +481,14 @@ IN_PART = "loaded {} in part, build the engine anew"
 @pytest.mark.parametrize(
     ("part", "failure"), [("_fill_model", IN_PART), ("_fill_optimizer", IN_PART), ("decode", "cannot load {}")]
 )
-def test_what_one_rank_cannot_take_over_ends_the_load_on_all(worlds, tmp_path, part, failure):
-    for complaint, step in worlds(2).run(load_hindered, tmp_path, part, timeout=30):
-        assert complaint == f"{failure.format(repr(str(tmp_path)))}: rank 1: KeyError: 'a defect'"
-        assert step == 1
+def test_what_one_rank_cannot_take_over_ends_the_load_on_all(world, tmp_path, part, failure):
+    engine = make_engine("stage3_param")
+    engine.save(tmp_path, {"step": 1})
+    broken = mock.patch.object(checkpoint, part, fail_unexpectedly)
+    with broken if world.rank == 1 else contextlib.nullcontext():
+        complaint = message_of(engine.load, tmp_path)
+    assert complaint == f"{failure.format(repr(str(tmp_path)))}: rank 1: KeyError: 'a defect'"
+    assert make_engine("stage3_param").load(tmp_path)["step"] == 1
 
 
 # ---- a writer killed --------------------------------------------------------------------------------------------

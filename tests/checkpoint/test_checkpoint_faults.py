@@ -5,13 +5,12 @@ import itertools
 import os
 import re
 import shutil
-import signal
 import subprocess
 
 import pytest
 import torch
 from machine import linux, small_disk
-from training import claimed, make_engine, message_of, or_reason, train_step
+from training import make_engine, message_of, train_step
 
 from common.loop import sha256
 from common.ranks.world import LocalWorld, RankFailed
@@ -100,84 +99,6 @@ CHANGES = "?mkdir,mkdirat,?creat,?link,linkat,?rename,?renameat,renameat2,?unlin
 CHANGES += ",ftruncate,fallocate,fsync,fdatasync,copy_file_range,sendfile"
 
 
-def save_under_strace(engine, path, *options):
-    """Save in a fork of this rank, which strace watches. Return how it ended.
-
-    Raises:
-        NotImplementedError: strace may not watch here.
-    """
-    reads, writes = os.pipe()
-    fork = os.fork()
-    if fork == 0:
-        os.read(reads, 1)
-        engine.save(path, {"step": 2})
-        os._exit(0)
-    with subprocess.Popen(["strace", "-p", str(fork), *options], stderr=subprocess.PIPE, text=True) as strace:
-        said = strace.stderr.readline()
-        os.write(writes, b"!")
-        status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
-    os.close(reads)
-    os.close(writes)
-    if "attached" not in said:
-        raise NotImplementedError(said)
-    return status
-
-
-def killed_before_each_change(world, folder):
-    """Save over a checkpoint, killed before the first change of the disk, the second and so on.
-
-    Returns:
-        For each, and last for a save in peace: the system call, the step that loads then, whether the weights are those
-        of that step, the files left, those behind the next save.
-    """
-    engine, found = make_engine("stage2_grad", "mlp"), []
-    train_step(engine, world)
-    engine.save(folder / "old", {"step": 1})
-    weights = {1: sha256(engine.full_state_dict())}
-    train_step(engine, world, 1)
-    weights[2] = sha256(engine.full_state_dict())
-
-    def look(path, call):
-        other, left = make_engine("stage3_param", "mlp", seed=99), names(path)
-        step = other.load(path)["step"]
-        whole = sha256(other.full_state_dict()) == weights[step]
-        other.save(path)
-        found.append((call, step, whole, left, names(path)))
-
-    path, trace = shutil.copytree(folder / "old", folder / "peace"), folder / "trace"
-    assert save_under_strace(engine, path, "-e", f"trace={CHANGES}", "-o", trace) == 0
-    calls = re.findall(r"^(\w+)\(", trace.read_text(), re.MULTILINE)
-    for number, call in enumerate(calls):
-        again = shutil.copytree(folder / "old", folder / str(number))
-        when = 1 + calls[:number].count(call)
-        kill = f"inject={call}:signal=KILL:when={when}"
-        assert save_under_strace(engine, again, "-e", f"trace={call}", "-e", kill, "-o", os.devnull) == -signal.SIGKILL
-        look(again, call)
-    look(path, None)
-    return found
-
-
-def attempted(world, folder):
-    return or_reason(killed_before_each_change, world, folder)
-
-
-@linux
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a rank that uses a GPU cannot be forked")
-@pytest.mark.skipif(shutil.which("strace") is None, reason="kills by strace, which is not installed")
-def test_killed_before_any_change_of_the_disk_a_save_leaves_the_old_or_the_new(worlds, tmp_path):
-    [found] = claimed(worlds(1).run(attempted, tmp_path, timeout=120))
-    steps = [step for _, step, *_ in found]
-    assert len(steps) > 8
-    assert steps == sorted(steps)
-    assert set(steps) == {1, 2}
-    for call, _, whole, left, files in found:
-        assert whole, call
-        assert {name.partition("-")[2] for name in files} == {"", "rank-00000.safetensors"}, (call, left)
-        assert len(files) == 2, (call, left, files)
-
-
-# ---- one of several ----------------------------------------------------------------------------------------------
-
 FILES = ["index.json", "index.json.partial", *(f"{n:06}-rank-{r:05}.safetensors" for n in (1, 2) for r in (0, 1))]
 
 kept = {}  # a rank's engine, between two calls
@@ -218,37 +139,37 @@ def changes(trace, folder):
     ]
 
 
-def save_watched(rank, folder, paths, *options):
-    """Save on two ranks, of which one is watched.
+def save_watched(size, rank, folder, paths, *options):
+    """Save on some ranks, of which one is watched.
 
     Raises:
         RankFailed: it was killed.
     """
-    with LocalWorld(2, oversubscribe=True) as local, strace(local.run(begin)[rank], paths, *options):
+    with LocalWorld(size, oversubscribe=True) as local, strace(local.run(begin)[rank], paths, *options):
         local.run(save_it, folder)
 
 
 @linux
 @pytest.mark.skipif(torch.cuda.is_available(), reason="strace stops a GPU's driver, too")
 @pytest.mark.skipif(shutil.which("strace") is None, reason="kills by strace, which is not installed")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_of_two_ranks_killed_before_any_change_of_the_disk_leaves_the_old_or_the_new(worlds, tmp_path, rank):
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_a_rank_killed_before_any_change_of_the_disk_leaves_the_old_or_the_new(worlds, tmp_path, size, rank):
     old, peace, trace = tmp_path / "old", tmp_path / "peace", tmp_path / "trace"
-    assert worlds(2).run(save_or_complain, old, 1) == [None, None]
+    assert worlds(size).run(save_or_complain, old, 1) == [None] * size
     shutil.copytree(old, peace)
-    save_watched(rank, peace, [peace, *(peace / file for file in FILES)], "-o", trace)
-    saved = [worlds(2).run(what_loads, path)[0] for path in (old, peace)]
+    save_watched(size, rank, peace, [peace, *(peace / file for file in FILES)], "-o", trace)
+    saved = [worlds(size).run(what_loads, path)[0] for path in (old, peace)]
     kills, found = changes(trace, peace), []
     assert {call for call, *_ in kills} > ({"write", "fsync", "rename", "unlink"} if rank == 0 else {"write", "fsync"})
     for number, (call, file, before) in enumerate(kills):
         again = shutil.copytree(old, tmp_path / str(number))
         kill = ("-e", f"inject={call}:signal=KILL:when={1 + before}", "-o", os.devnull)
         with pytest.raises(RankFailed, match=f"rank {rank} died with exit code -9"):
-            save_watched(rank, again, [again / file], *kill)
-        found.append(worlds(2).run(what_loads, again)[0])
+            save_watched(size, rank, again, [again / file], *kill)
+        found.append(worlds(size).run(what_loads, again)[0])
         assert found[-1] in saved, (call, file)
-        assert worlds(2).run(save_or_complain, again, 2) == [None, None]
-        assert len(names(again)) == 3, (call, file, names(again))  # what was left is cleared away
+        assert worlds(size).run(save_or_complain, again, 2) == [None] * size
+        assert len(names(again)) == 1 + size, (call, file, names(again))  # what was left is cleared away
     steps = [step for step, _ in found]
     assert steps == sorted(steps)
     assert set(steps) == ({1, 2} if rank == 0 else {1})  # the index is rank 0's

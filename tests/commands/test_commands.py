@@ -5,6 +5,7 @@ import functools
 import importlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -13,22 +14,24 @@ import torch
 from commands import refused, run
 from machine import linux, small_disk
 from places import ROOT
-from training import ENGINES, batch, make_engine
+from training import ALL, STAGES, batch, make_engine
 
 from common import loop, outputs, train
 from common.errors import InputError
 from common.measure.hardware import commit
-from lab import compare
+from offload.__main__ import add_own
+
+
+def written(path, *arguments):
+    """What a command prints, and what it writes to a path."""
+    done = run("-m", *arguments, "--oversubscribe", "--json", path)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(path.read_text())
 
 
 def test_training_shows_what_was_measured_and_writes_it(tmp_path):
-    done = run(
-        *("-m", "stage2_grad", "--nproc", 2, "--oversubscribe", "--model", "gpt-tiny", "--steps", 4),
-        *("--json", tmp_path / "run.json"),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "reduce_scatter, bytes sent per step" in done.stdout
-    results = json.loads((tmp_path / "run.json").read_text())
+    said, results = written(tmp_path / "run.json", "stage2_grad", "--nproc", 2, "--model", "gpt-tiny", "--steps", 4)
+    assert "reduce_scatter, bytes sent per step" in said
     assert results["model_state_bytes"] == results["predicted_model_state_bytes"]
     assert len(results["losses"]) == 4
     assert "torch" in results["hardware"]
@@ -38,32 +41,24 @@ def test_training_shows_what_was_measured_and_writes_it(tmp_path):
 def test_a_stage_joins_the_group_that_torchrun_made(tmp_path):
     text = tmp_path / "text"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    options = ("--oversubscribe", "--model", "gpt-tiny", "--steps", 3, "--data", text, "--json", tmp_path / "run.json")
-    done = run(*torchrun, "-m", "stage3_param", *options)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "run.json").read_text())["world_size"] == 2
-    assert done.stdout.count("tokens per second") == 1
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m")
+    options = ("--model", "gpt-tiny", "--steps", 3, "--data", text)
+    said, results = written(tmp_path / "run.json", *torchrun, "stage3_param", *options)
+    assert results["world_size"] == 2
+    assert said.count("tokens per second") == 1
 
 
 def test_compare_writes_json_markdown_and_a_picture(tmp_path):
-    path = tmp_path / "all.json"
-    done = run(
-        *("-m", "lab.compare", "--nproc", 4, "--oversubscribe", "--ranks-per-node", 2, "--model", "gpt-tiny"),
-        *("--steps", 4, "--json", path),
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads(path.read_text())
-    assert [row["engine"] for row in results["rows"]] == [*ENGINES, "zeropp"]
+    path, nodes = tmp_path / "all.json", ("--nproc", 4, "--ranks-per-node", 2)
+    _, results = written(path, "lab.compare", *nodes, "--model", "gpt-tiny", "--steps", 4)
+    assert [row["engine"] for row in results["rows"]] == [*ALL]
     for row in results["rows"]:
         assert row["bitwise_equal_to_stage0"] is (row["engine"] != "zeropp")
         assert row["relative_norm_diff_to_torch_ddp"] < 1e-2 or row["quantizes"]
         assert abs(row["relative_loss_diff_to_stage0"]) < 1e-2
-        assert row["internode_bytes_per_step"] == row["predicted_internode_bytes_per_step"]
-        assert row["model_state_bytes"] == row["predicted_model_state_bytes"]
-        assert row["wire_bytes_per_step"] == row["predicted_wire_bytes_per_step"]
-        assert row.get("bus_bytes_per_step") == row.get("predicted_bus_bytes_per_step")
-        assert row.get("host_state_bytes") == row.get("predicted_host_state_bytes")
+        counted = [name.removeprefix("predicted_") for name in row if name.startswith("predicted_")]
+        assert {"internode_bytes_per_step", "model_state_bytes", "wire_bytes_per_step"} <= set(counted)
+        assert all(row[name] == row[f"predicted_{name}"] for name in counted)
         assert row["tokens_per_second"] > 0
     assert len({row["param_sha256"] for row in results["rows"]}) == 2
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -71,98 +66,39 @@ def test_compare_writes_json_markdown_and_a_picture(tmp_path):
 
 
 def test_what_was_not_measured_is_null(tmp_path):
-    path = tmp_path / "one.json"
-    options = ("--engines", "stage1_os", "--nproc", 1, "--model", "mlp", "--steps", 1, "--json", path)
-    assert run("-m", "lab.compare", *options).returncode == 0
-    (row,) = json.loads(path.read_text())["rows"]
+    options = ("--engines", "stage1_os", "--nproc", 1, "--model", "mlp", "--steps", 1)
+    (row,) = written(tmp_path / "one.json", "lab.compare", *options)[1]["rows"]
     assert row["bitwise_equal_to_stage0"] is None
     assert row["tokens_per_second"] is None
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--accumulate", 3, "--precision", "bf16"),
-        ("--accumulate", 3, "--precision", "fp16"),
-        ("--accumulate", 3, "--no-sync"),
-    ],
-)
-def test_compare_cuts_a_step_into_micro_batches_and_recomputes(tmp_path, options):
-    path = tmp_path / "all.json"
-    done = run(
-        *("-m", "lab.compare", "--nproc", 2, "--oversubscribe", "--model", "gpt-tiny", "--steps", 2),
-        *("--engines", "stage0_ddp,stage2_grad"),
-        *("--checkpoint-activations", *options, "--json", path),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "3 micro-batches" in done.stdout
-    results = json.loads(path.read_text())
+@pytest.mark.parametrize("how", [("--precision", "bf16"), ("--precision", "fp16"), ("--no-sync",)])
+def test_compare_cuts_a_step_into_micro_batches_and_recomputes(tmp_path, how):
+    options = ("--nproc", 2, "--model", "gpt-tiny", "--steps", 2, "--engines", "stage0_ddp,stage2_grad")
+    more = ("--checkpoint-activations", "--accumulate", 3, *how)
+    said, results = written(tmp_path / "all.json", "lab.compare", *options, *more)
+    assert "3 micro-batches" in said
     assert (results["checkpoint_activations"], results["accumulate"]) == ("non-reentrant", 3)
     for row in results["rows"]:
-        assert row["bitwise_equal_to_stage0"] or "--no-sync" in options
+        assert row["bitwise_equal_to_stage0"] or "--no-sync" in how
         assert row["relative_norm_diff_to_torch_ddp"] < 1e-2
         assert row["model_state_bytes"] == row["predicted_model_state_bytes"]
         assert row["wire_bytes_per_step"] == row["predicted_wire_bytes_per_step"]
 
 
-def mean_gradient(world, micro_batches, no_sync):
-    """The loss of a step, and the weights after it by plain SGD, which shows the gradient."""
-    engine = make_engine("stage1_os", "llama-tiny", functools.partial(torch.optim.SGD, lr=1.0))
-    inputs, targets = batch(engine.module, world)
-    parts = zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True)
-    return loop.train_step(engine, list(parts), no_sync)[0].item(), engine.full_state_dict()
-
-
 @pytest.mark.parametrize("no_sync", [False, True])
-def test_micro_batches_have_the_mean_loss_and_gradient_of_the_whole_batch(worlds, no_sync):
-    loss, weights = worlds(2).run(mean_gradient, 1, False)[0]
-    cut_loss, cut_weights = worlds(2).run(mean_gradient, 4, no_sync)[0]
+def test_micro_batches_have_the_mean_loss_and_gradient_of_the_whole_batch(world, no_sync):
+    """Plain SGD shows the gradient."""
+    ends = []
+    for micro_batches in (1, 4):
+        engine = make_engine("stage1_os", "llama-tiny", functools.partial(torch.optim.SGD, lr=1.0))
+        inputs, targets = batch(engine.module, world)
+        parts = zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True)
+        loss = loop.train_step(engine, list(parts), no_sync and micro_batches > 1)[0]
+        ends.append((loss.item(), engine.full_state_dict()))
+    (loss, weights), (cut_loss, cut_weights) = ends
     assert cut_loss == pytest.approx(loss, rel=1e-5)
     torch.testing.assert_close(cut_weights, weights, rtol=0, atol=1e-5)
-
-
-BAD_INPUT = {
-    "unknown model": (("stage1_os", "--model", "gpt-nanno"), "did you mean gpt-nano"),
-    "unknown engine": (("lab.compare", "--engines", "stage9"), "unknown engine 'stage9'"),
-    "no rank": (("stage0_ddp", "--nproc", "0"), "at least one rank"),
-    "too many ranks": (("stage0_ddp", "--nproc", "999", "--batch", "999"), "--oversubscribe"),
-    "missing text": (("stage3_param", "--data", "/no/such/file"), "cannot read the text"),
-    "endless text": (("stage3_param", "--data", "/dev/zero"), "it is a device or a pipe, which may have no end"),
-    "no text": (("stage3_param", "--data", ""), '--data "": the name is empty'),
-    "short text": (("stage3_param", "--data", str(ROOT / ".gitignore")), "one sample needs"),
-    "no steps": (("stage0_ddp", "--steps", "0"), "at least one step"),
-    "batch that ranks cannot share": (("stage0_ddp", "--batch", "5", "--nproc", "2"), "cannot be divided"),
-    "micro-batches that ranks cannot share": (("stage0_ddp", "--accumulate", "5", "--nproc", "2"), "--accumulate 5"),
-    "no micro-batch": (("stage0_ddp", "--accumulate", "0"), "--accumulate 0"),
-    "nothing to put off": (("stage0_ddp", "--no-sync"), "--no-sync"),
-    "unknown checkpoint": (("stage0_ddp", "--checkpoint-activations", "all"), "known kinds: non-reentrant"),
-    "nothing to recompute": (("stage0_ddp", "--model", "mlp", "--checkpoint-activations"), "mlp has no blocks"),
-    "torch cannot": (("lab.compare", "--model", "moe-tiny", "--checkpoint-activations", "reentrant"), "torch's DDP"),
-    "no text to generate": (("stage0_ddp", "--model", "resnet-tiny", "--generate", "def "), "does not predict text"),
-    "no prompt": (("stage0_ddp", "--generate", ""), "a first byte"),
-    "unknown precision": (("stage2_grad", "--precision", "fp8"), "unknown precision 'fp8'"),
-    "no rate": (("stage2_grad", "--lr", "nan"), "--lr nan"),
-    "no finite rate": (("lab.compare", "--lr", "inf"), "--lr inf"),
-    "a rate below 0": (("stage0_ddp", "--lr=-1"), "--lr -1.0"),
-    "no norm": (("stage2_grad", "--clip-norm", "nan"), "--clip-norm nan"),
-    "no bucket": (("stage2_grad", "--bucket-mb", "0"), "--bucket-mb"),
-    "more samples than anybody has": (("stage0_ddp", "--batch", "2000000001"), "cannot be divided"),
-    "no name of a result": (("stage2_grad", "--json", ""), '--json "": the name is empty'),
-    "no name of a trace": (("stage2_grad", "--trace", ""), '--trace "": the name is empty'),
-    "no name of a picture": (("lab.compare", "--figure", ""), '--figure "": the name is empty'),
-    "no name of a folder": (("stage2_grad", "--save", ""), '--save "": the name is empty'),
-    "a result in place of a folder": (("stage2_grad", "--json", str(ROOT)), "that is a folder"),
-    "a result where none can be": (("stage2_grad", "--trace", "/proc/result.json"), "it cannot be written"),
-    "a result of too long a name": (("stage2_grad", "--json", "x" * 300), "File name too long"),
-    "unwritable result": (("stage2_grad", "--json", "/no/such/folder/x.json"), "no such folder"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_gets_one_line_and_exit_status_2(case, capfd):
-    (module, *options), message = BAD_INPUT[case]
-    command = [compare.main] if module == "lab.compare" else [train.main, module]
-    assert message in refused(capfd, *command, options)
 
 
 @linux
@@ -213,7 +149,61 @@ def test_an_error_is_told_whatever_rank_the_environment_claims(monkeypatch, caps
     assert capsys.readouterr().err == "error: give another\n"
 
 
-OF_OTHERS = {  # command -> {its options: what is said}
+BAD_INPUT = {  # command -> {its options: what is said}
+    "stage0_ddp": {
+        "--nproc 0": "at least one rank",
+        "--nproc 999 --batch 999": "--oversubscribe",
+        "--steps 0": "at least one step",
+        "--batch 5 --nproc 2": "cannot be divided",
+        "--batch 2000000001": "cannot be divided",
+        "--accumulate 5 --nproc 2": "--accumulate 5",
+        "--accumulate 0": "--accumulate 0",
+        "--no-sync": "--no-sync",
+        "--checkpoint-activations all": "known kinds: non-reentrant",
+        "--model mlp --checkpoint-activations": "mlp has no blocks",
+        "--model resnet-tiny --generate def": "does not predict text",
+        "--generate ''": "a first byte",
+        "--lr=-1": "--lr -1.0",
+    },
+    "stage1_os": {"--model gpt-nanno": "did you mean gpt-nano"},
+    "stage2_grad": {
+        "--precision fp8": "unknown precision 'fp8'",
+        "--lr nan": "--lr nan",
+        "--clip-norm nan": "--clip-norm nan",
+        "--bucket-mb 0": "--bucket-mb",
+        "--json ''": '--json "": the name is empty',
+        "--trace ''": '--trace "": the name is empty',
+        "--save ''": '--save "": the name is empty',
+        f"--json '{ROOT}'": "that is a folder",
+        "--trace /proc/result.json": "it cannot be written",
+        f"--json {'x' * 300}": "File name too long",
+        "--json /no/such/folder/x.json": "no such folder",
+        "--trace /no/such/folder/x.json --steps 6": "--trace /no/such/folder/x.json: there is no such",
+        "--trace x.json --steps 4": "a trace needs 5",
+    },
+    "stage3_param": {
+        "--data /no/such/file": "cannot read the text",
+        "--data /dev/zero": "it is a device or a pipe, which may have no end",
+        "--data ''": '--data "": the name is empty',
+        f"--data '{ROOT}/.gitignore'": "one sample needs",
+        "--offload-activations": "add --checkpoint-activations",
+        "--offload-activations --checkpoint-activations --model mlp": "mlp has no blocks",
+    },
+    "offload": {
+        "--tier nvme --path=": '--path "": the name is empty',
+        "--ratio 1.5": "ratio=1.5",
+        "--ratio nan": "ratio=nan",
+        "--warmup-steps -1": "warmup_steps=-1",
+        "--tier tape": "tiers=tape: give one of device, cpu, nvme",
+        "--tier nvme --ratio 0.5": "are for --tier cpu",
+        "--tier parameters=cpu": "one for each of parameters, gradients, optimizer",
+    },
+    "lab.compare": {
+        "--engines stage9": "unknown engine 'stage9'",
+        "--model moe-tiny --checkpoint-activations reentrant": "torch's DDP",
+        "--lr inf": "--lr inf",
+        "--figure ''": '--figure "": the name is empty',
+    },
     "lab.activations": {
         "--model mlp": "mlp has no blocks",
         "--batches 0": "cannot be divided",
@@ -276,22 +266,37 @@ OF_OTHERS = {  # command -> {its options: what is said}
         "stage1_os nowhere/mine": "there is no folder nowhere",
         "stage1_os tests": "tests is there already",
     },
-    "lab.offload.ablation": {"--batch 0 --nproc 1": "--batch 0"},
+    "lab.offload.ablation": {
+        "--batch 0 --nproc 1": "--batch 0",
+        "--rate 0 --oversubscribe": "--rate 0.0: give MB a second",
+        "--nproc one": "--nproc one: give numbers of ranks",
+        "--batch 3 --oversubscribe": "--batch 3: it cannot be divided over 2 ranks",
+    },
     "lab.offload.largest": {
         "--path /no/folder": "--path /no/folder: there is no such folder",
         "--layers 0": "--layers 0: at least 1 is needed",
         "--spare 1": "--spare 1.0",
+        "--width 0": "--width 0: at least 1",
+        "--path /proc": "are free there",
+    },
+    "lab.offload.tiling": {
+        "--tiles 1000000": "tiles=1000000",
+        "--width 0": "--width 0",
+        "--cap much": "--cap much",
     },
     "lab.zeropp.convergence": {"--block 3": "block 3: give an even number"},
 }
 
 
 @pytest.mark.parametrize(
-    ("module", "options"), [(module, given) for module, rows in OF_OTHERS.items() for given in rows]
+    ("module", "options"), [(module, given) for module, rows in BAD_INPUT.items() for given in rows]
 )
-def test_bad_input_of_other_commands_gets_one_line_and_exit_status_2(module, options, capfd, monkeypatch):
+def test_bad_input_gets_one_line_and_exit_status_2(module, options, capfd, monkeypatch):
     monkeypatch.setattr("common.ranks.world.LocalWorld.__init__", lambda *_, **__: pytest.fail("it starts ranks"))
-    assert OF_OTHERS[module][options] in refused(capfd, importlib.import_module(module).main, options.split())
+    own = {"add_own": add_own} if module == "offload" else {}
+    of_a_stage = module in (*STAGES, "offload")
+    command = functools.partial(train.main, module, **own) if of_a_stage else importlib.import_module(module).main
+    assert BAD_INPUT[module][options] in refused(capfd, command, shlex.split(options))
 
 
 @pytest.mark.parametrize("module", ["lab.readme", "course.exercises"])

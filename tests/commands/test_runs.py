@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import errno
+import functools
 import io
 import json
 import os
@@ -17,7 +18,7 @@ import pytest
 import torch
 from machine import needs_two_nodes
 from places import ROOT
-from training import ENGINES
+from training import ENGINES, message_of
 
 from common import train
 from common.checkpoint import locks, runs
@@ -173,135 +174,108 @@ def options_of(*arguments):
     return parser.parse_args([*TRAINING, *map(str, arguments)])
 
 
-def trained(world, engine, options):
-    """Train a run; return the digest of its weights, the losses, and the learning rates of its last steps."""
+def trained(world, engine, *arguments, **changed):
+    """Train a run; return the digest of its weights, and the losses."""
+    options = options_of(*arguments)
+    vars(options).update(changed)
     row, _, _ = train.train(world, engine, options)
     return row["param_sha256"], row["losses"]
 
 
+def refusal(world, *arguments, engine="stage1_os", **changed):
+    """What a training of two steps says that is refused."""
+    return message_of(trained, world, engine, "--steps", 2, *arguments, **changed)
+
+
 @pytest.mark.parametrize(("first", "then"), zip(ENGINES, [*ENGINES[1:], ENGINES[0]], strict=True))
 def test_a_run_goes_on_in_another_engine(worlds, tmp_path, first, then):
-    expected = worlds(2).run(trained, "stage0_ddp", options_of("--steps", 6))[0]
-    assert worlds(2).run(trained, first, options_of("--steps", 6, "--save", tmp_path, "--save-every", 4))[0] == expected
+    expected = worlds(2).run(trained, "stage0_ddp", "--steps", 6)[0]
+    folder = ("--steps", 6, "--save", tmp_path)
+    assert worlds(2).run(trained, first, *folder, "--save-every", 4)[0] == expected
     runs.remove(runs.place(tmp_path, 6))
-    assert worlds(2).run(trained, then, options_of("--steps", 6, "--save", tmp_path, "--resume"))[0] == expected
-    said = worlds(3).run(trained, first, options_of("--steps", 6, "--save", tmp_path, "--resume"))[0]
-    assert said == expected  # nothing was left to do
+    assert worlds(2).run(trained, then, *folder, "--resume")[0] == expected
+    assert worlds(3).run(trained, first, *folder, "--resume")[0] == expected  # nothing was left to do
 
 
-def draws(world, options):
+def draws(world, folder):
     """What a rank draws when a run has ended."""
-    trained(world, "stage1_os", options)
+    trained(world, "stage1_os", "--steps", 2, "--save", folder, "--resume")
     return tuple(torch.rand(4).tolist())
 
 
 def test_a_rank_draws_numbers_of_its_own_and_goes_on_with_them(worlds, tmp_path):
-    options = options_of("--steps", 2, "--save", tmp_path, "--resume")
-    before = worlds(2).run(draws, options)
-    after = worlds(3).run(draws, options)
+    before, after = worlds(2).run(draws, tmp_path), worlds(3).run(draws, tmp_path)
     assert before == after[:2]
     assert len(set(after)) == 3
 
 
-def test_the_newest_stay_and_remnants_go(worlds, tmp_path):
-    (tmp_path / "step-00000002").mkdir()
+def test_the_newest_stay_and_remnants_go(world, tmp_path):
+    (tmp_path / "step-00000002").mkdir(exist_ok=True)
     (tmp_path / "step-00000002" / "000001-rank-00000.safetensors").write_text("of a run that was killed")
-    options = options_of("--steps", 9, "--save", tmp_path, "--save-every", 2, "--keep", 3)
-    worlds(2).run(trained, "stage1_os", options)
+    trained(world, "stage1_os", "--steps", 9, "--save", tmp_path, "--save-every", 2, "--keep", 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000008", "step-00000009"]
 
 
-def refused(world, *arguments):
-    try:
-        trained(world, "stage1_os", options_of(*arguments))
-    except InputError as error:
-        return str(error)
+OTHER_RUNS = {  # another run's options: what is said
+    "": "holds a run that has come to step 2: --resume goes on with it",
+    "--resume --lr 0.5": "is of a run with --lr 0.001, this has 0.5",
+    "--resume --steps 1": "is of a run with --steps 2, this has 1",  # where the rate is to be 0
+    "--resume --steps 4": "is of a run with --steps 2, this has 4",
+    "--resume --model mlp": "parameter",
+}
 
 
-def test_a_folder_of_another_run_is_refused(worlds, tmp_path):
-    worlds(2).run(trained, "stage1_os", options_of("--steps", 2, "--save", tmp_path))
-    for arguments, said in (
-        ((), "holds a run that has come to step 2: --resume goes on with it"),
-        (("--resume", "--lr", "0.5"), "is of a run with --lr 0.001, this has 0.5"),
-        (("--resume", "--steps", 1), "is of a run with --steps 2, this has 1"),  # where the rate is to be 0
-        (("--resume", "--steps", 4), "is of a run with --steps 2, this has 4"),
-        (("--resume", "--model", "mlp"), "parameter"),
-    ):
-        for complaint in worlds(2).run(refused, "--steps", 2, "--save", str(tmp_path), *arguments):
-            assert said in complaint
+def test_a_folder_of_another_run_is_refused(world, tmp_path):
+    trained(world, "stage1_os", "--steps", 2, "--save", tmp_path)
+    for arguments, said in OTHER_RUNS.items():
+        assert said in refusal(world, "--save", tmp_path, *arguments.split())
         assert os.listdir(tmp_path) == ["step-00000002"]
 
 
-def test_without_an_end_of_the_rate_a_run_may_take_more_steps_and_no_fewer(worlds, tmp_path):
-    expected = worlds(2).run(trained, "stage1_os", steady("--steps", 4))
-    worlds(2).run(trained, "stage1_os", steady("--steps", 2, "--save", tmp_path))
-    assert worlds(2).run(trained, "stage1_os", steady("--steps", 4, "--save", tmp_path, "--resume")) == expected
+def test_without_an_end_of_the_rate_a_run_may_take_more_steps_and_no_fewer(world, tmp_path):
+    steady = functools.partial(trained, world, "stage1_os", cosine=False)
+    expected = steady("--steps", 4)
+    steady("--steps", 2, "--save", tmp_path)
+    assert steady("--steps", 4, "--save", tmp_path, "--resume") == expected
     with pytest.raises(InputError, match="4 steps are done, and --steps says 3"):
-        worlds(2).run(trained, "stage1_os", steady("--steps", 3, "--save", tmp_path, "--resume"))
-
-
-def steady(*arguments):
-    options = options_of(*arguments)
-    options.cosine = False
-    return options
+        steady("--steps", 3, "--save", tmp_path, "--resume")
 
 
 # ---- another run, another text --------------------------------------------------------------------------------------
 
 
-def complaint(world, engine, options, own=(), text=None):
-    """What a training says that is refused; `text` and `own` are given to the last rank alone, if it is 1."""
-    options.own = dict(own)
-    options.data = options.data if text is None else str(text[world.rank])
-    try:
-        trained(world, engine, options)
-    except InputError as error:
-        return str(error)
-
-
-def texts(tmp_path):
+def texts(folder):
     for name in ("one", "other"):
-        (tmp_path / name).write_bytes(b"A " + name.encode() + bytes(range(256)) * 4)
-    return [tmp_path / "one", tmp_path / "other"]
+        (folder / name).write_bytes(b"A " + name.encode() + bytes(range(256)) * 4)
+    return [folder / "one", folder / "other"]
 
 
-@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
-def test_ranks_train_on_one_text(worlds, tmp_path, name):
-    for said in worlds(2).run(complaint, name, options_of("--steps", 2), (), texts(tmp_path)):
-        assert said.startswith("the text differs between rank ")
-        assert said.endswith("give every rank the same --data; without it, the same Python")
+def test_ranks_train_on_one_text(world, tmp_path, name):
+    said = refusal(world, engine=name, own={}, data=str(texts(tmp_path)[world.rank]))
+    assert said.startswith("the text differs between rank ")
+    assert said.endswith("give every rank the same --data; without it, the same Python")
 
 
-def differently(world, engine):
-    return complaint(world, engine, options_of("--steps", 2 + world.rank))
+def test_ranks_agree_on_every_option(world):
+    rank = world.rank
+    values = f"({2 + rank} and {3 - rank})"
+    said = f"--steps differs between rank {rank} and rank {1 - rank} {values}; give it alike on every rank"
+    assert refusal(world, "--steps", 2 + rank) == said
 
 
-def test_ranks_agree_on_every_option(worlds):
-    for rank, said in enumerate(worlds(2).run(differently, "stage1_os")):
-        values = f"({2 + rank} and {3 - rank})"
-        assert said == f"--steps differs between rank {rank} and rank {1 - rank} {values}; give it alike on every rank"
-
-
-def on_nodes_of_their_own(world):
-    """What is given by default may differ between nodes: the number of cores does."""
-    options = options_of("--steps", 2)
-    options.nproc = 1 + world.rank
-    return complaint(world, "stage1_os", options)
-
-
-def test_nodes_may_have_cores_of_their_own(worlds):
-    assert worlds(2).run(on_nodes_of_their_own) == [None, None]
+def test_nodes_may_have_cores_of_their_own(world):
+    """What is given by default may differ between nodes."""
+    trained(world, "stage1_os", "--steps", 2, nproc=1 + world.rank)
 
 
 def test_a_run_goes_on_with_the_text_that_it_began_with(worlds, tmp_path):
     first, other = texts(tmp_path)
-    folder = ("--steps", 2, "--save", tmp_path / "run", "--resume", "--data", first)
-    assert worlds(2).run(complaint, "stage1_os", options_of(*folder)) == [None, None]
+    folder = ("--save", tmp_path / "run", "--resume", "--data")
+    assert worlds(2).run(refusal, *folder, first) == [None, None]
     first.rename(tmp_path / "elsewhere")
-    moved = (*folder[:-1], tmp_path / "elsewhere")
-    assert worlds(2).run(complaint, "stage1_os", options_of(*moved)) == [None, None]
+    assert worlds(2).run(refusal, *folder, tmp_path / "elsewhere") == [None, None]
     other.rename(first)
-    for said in worlds(2).run(complaint, "stage1_os", options_of(*folder)):
+    for said in worlds(2).run(refusal, *folder, first):
         assert "is of a run on another text, of sha256 " in said
 
 
@@ -319,32 +293,30 @@ OTHERWISE = [
 
 
 @pytest.mark.parametrize(("first", "options", "then", "others"), OTHERWISE)
-def test_a_run_goes_on_with_the_options_of_its_engine(worlds, tmp_path, first, options, then, others):
-    folder = ("--steps", 2, "--save", tmp_path, "--resume", "--model", "mlp")
-    assert worlds(2).run(complaint, first, options_of(*folder), options) == [None, None]
-    for said in worlds(2).run(complaint, then, options_of(*folder), others):
-        assert "is of a run of " in said and said.endswith("give its options as they were")
-    assert worlds(2).run(complaint, first, options_of(*folder), options) == [None, None]
+def test_a_run_goes_on_with_the_options_of_its_engine(world, tmp_path, first, options, then, others):
+    go_on = functools.partial(refusal, world, "--save", tmp_path, "--resume", "--model", "mlp")
+    assert go_on(engine=first, own=options) is None
+    said = go_on(engine=then, own=others)
+    assert "is of a run of " in said and said.endswith("give its options as they were")
+    assert go_on(engine=first, own=options) is None
 
 
-def test_engines_with_the_numbers_of_stage_0_go_on_from_each_other(worlds, tmp_path):
-    folder = ("--steps", 2, "--save", tmp_path, "--resume", "--model", "mlp")
+def test_engines_with_the_numbers_of_stage_0_go_on_from_each_other(world, tmp_path):
     exact = {"quantize_weights": False, "quantize_gradients": False}
     for name, own in (("zeropp", exact), ("offload", {"ratio": 0.5}), ("offload.nvme", {"tiers": "cpu"})):
-        assert worlds(2).run(complaint, name, options_of(*folder), own) == [None, None]
+        assert refusal(world, "--save", tmp_path, "--resume", "--model", "mlp", engine=name, own=own) is None
 
 
 # ---- one folder -----------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_has_one_run_at_a_time(worlds, tmp_path):
-    saved = ("--steps", "2", "--save", str(tmp_path), "--resume")
     word = runs.lock(tmp_path / runs.OWNER, "word")
-    for said in worlds(2).run(refused, *saved):
+    for said in worlds(2).run(refusal, "--save", tmp_path, "--resume"):
         assert said.startswith(f"--save {tmp_path}: rank 0: another run saves there, process {os.getpid()} on node ")
         assert said.endswith("; give each a folder of its own")
     locks.release(word, tmp_path / runs.OWNER)
-    assert worlds(2).run(refused, *saved) == [None, None]
+    assert worlds(2).run(refusal, "--save", tmp_path, "--resume") == [None, None]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
@@ -354,33 +326,22 @@ def test_ranks_that_a_killed_torchrun_left_are_owners_too(worlds, tmp_path):
         left = ranks_of(run)
         run.kill()
         run.wait()
-        for said in worlds(2).run(refused, "--steps", "2", "--save", str(tmp_path)):
+        for said in worlds(2).run(refusal, "--save", tmp_path):
             assert f"another run saves there, process {left[0]} on node" in said or f"process {left[1]} on" in said
         for rank in left:
             os.kill(rank, signal.SIGKILL)
-    said = worlds(2).run(refused, "--steps", "2", "--save", str(tmp_path))
+    said = worlds(2).run(refusal, "--save", tmp_path)
     assert all("holds a run that has come to step" in one for one in said)  # a dead owner has lost it
 
 
-def apart(world, folder):
+def test_a_folder_that_nodes_do_not_share_is_refused_before_the_first_step(world, tmp_path):
+    folder, node = tmp_path / str(world.rank), socket.gethostname()
     with mock.patch.object(runs, "PATIENCE", 0.0):
-        return refused(world, "--steps", "2", "--save", str(folder / str(world.rank)))
-
-
-def test_a_folder_that_nodes_do_not_share_is_refused_before_the_first_step(worlds, tmp_path):
-    node = socket.gethostname()
-    for rank, said in enumerate(worlds(2).run(apart, tmp_path)):
-        assert said == (
-            f"--save {tmp_path / str(rank)}: rank 1: node '{node}' does not have there what rank 0 has on node "
-            f"'{node}'; give a folder that all nodes share"
-        )
-
-
-def refused_a_call(world, folder, call, rank):
-    """What a run says of a folder in which one rank is refused a call, when it begins."""
-    denied = mock.patch(call, side_effect=PermissionError(errno.EACCES, "Permission denied"))
-    with denied if world.rank == rank else contextlib.nullcontext():
-        return refused(world, "--steps", "2", "--save", str(folder))
+        said = refusal(world, "--save", folder)
+    assert said == (
+        f"--save {folder}: rank 1: node '{node}' does not have there what rank 0 has on node "
+        f"'{node}'; give a folder that all nodes share"
+    )
 
 
 CALLS = [("pathlib.Path.mkdir", 0), ("common.checkpoint.locks.own", 0), ("os.write", 0), ("tempfile.TemporaryFile", 1)]
@@ -388,31 +349,26 @@ CALLS += [("os.listdir", 1), ("pathlib.Path.iterdir", 0), ("pathlib.Path.iterdir
 
 
 @pytest.mark.parametrize(("call", "rank"), CALLS)
-def test_what_one_rank_is_refused_in_the_folder_all_of_them_tell(worlds, tmp_path, call, rank):
-    for said in worlds(2).run(refused_a_call, tmp_path, call, rank):
-        assert said.startswith(f"--save {tmp_path}: rank {rank}: ") and "Permission denied" in said
-    assert worlds(2).run(refused, "--steps", "2", "--save", str(tmp_path)) == [None, None]
+def test_what_one_rank_is_refused_in_the_folder_all_of_them_tell(world, tmp_path, call, rank):
+    denied = mock.patch(call, side_effect=PermissionError(errno.EACCES, "Permission denied"))
+    with denied if world.rank == rank else contextlib.nullcontext():
+        said = refusal(world, "--save", tmp_path)
+    assert said.startswith(f"--save {tmp_path}: rank {rank}: ") and "Permission denied" in said
+    assert refusal(world, "--save", tmp_path) is None
 
 
-def without_room_for_the_trace(world, path):
-    options = options_of("--steps", 5)
-    options.trace = str(path / "trace.json")
-    full = mock.patch("pathlib.Path.write_text", side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    with full if world.rank == 0 else contextlib.nullcontext(), pytest.raises(InputError) as said:
-        trained(world, "stage1_os", options)
-    return str(said.value)
-
-
-def test_a_trace_that_rank_0_cannot_write_is_told_by_all(worlds, tmp_path):
+def test_a_trace_that_rank_0_cannot_write_is_told_by_all(world, tmp_path):
     path = tmp_path / "trace.json"
-    for said in worlds(2).run(without_room_for_the_trace, tmp_path):
-        assert said == f"--trace {path}: rank 0: {path} cannot be written: No space left on device"
+    full = mock.patch("pathlib.Path.write_text", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with full if world.rank == 0 else contextlib.nullcontext():
+        said = refusal(world, "--steps", 5, trace=str(path))
+    assert said == f"--trace {path}: rank 0: {path} cannot be written: No space left on device"
 
 
 def notes(world, folder):
     """Train, and return what rank 0 says of checkpoints that it cannot clear away."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        trained(world, "stage1_os", options_of("--steps", 5, "--save", folder, "--save-every", 1, "--keep", 1))
+        trained(world, "stage1_os", "--steps", 5, "--save", folder, "--save-every", 1, "--keep", 1)
     return said.getvalue()
 
 
@@ -432,9 +388,9 @@ def test_what_is_no_part_of_a_checkpoint_is_never_removed_and_ends_no_run(worlds
     assert runs.complete(tmp_path) == [5]
 
 
-def test_with_nothing_to_go_on_from_a_run_begins(worlds, tmp_path):
-    expected = worlds(2).run(trained, "stage1_os", options_of("--steps", 2))
-    assert worlds(2).run(trained, "stage1_os", options_of("--steps", 2, "--save", tmp_path, "--resume")) == expected
+def test_with_nothing_to_go_on_from_a_run_begins(world, tmp_path):
+    begun = trained(world, "stage1_os", "--steps", 2, "--save", tmp_path, "--resume")
+    assert begun == trained(world, "stage1_os", "--steps", 2)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 import copy
 import functools
-import importlib
+import itertools
 import pickle
+import re
 import types
 import warnings
 
@@ -27,6 +28,7 @@ from training import (
 from trap_models import WIDTH, Block, FrozenEnds, Net, chain, loss, step
 
 from common.engine.door import check_elementwise
+from common.engines import find_engine
 from common.errors import InputError
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
@@ -90,94 +92,71 @@ MISUSES = {
 }
 
 
-def misuse(world, stage, call):
-    """The message, and the weights after a clean step, with those of an engine that has taken the same good steps."""
+@pytest.mark.parametrize("call", MISUSES, ids=lambda call: call.__name__)
+@pytest.mark.seven
+def test_a_loop_that_would_not_train_is_told_what_to_write(world, engine, call):
     good = 2 if call is backward_of_an_old_graph else 1
-    made = small_engine(world, stage)
-    message = message_in_step(call, made, inputs(world, 0))
+    made, clean = small_engine(world, engine), small_engine(world, engine)
+    assert re.search(MISUSES[call], message_in_step(call, made, inputs(world, 0)))
     made.zero_grad()
     made.module.head.bias.grad = None
     step(made, inputs(world, 1))
-    weights, clean = made.full_state_dict(), small_engine(world, stage)
     for index in range(2 - good, 2):
         step(clean, inputs(world, index))
-    return message, same_bits(weights, clean.full_state_dict())
+    assert same_bits(made.full_state_dict(), clean.full_state_dict())
 
 
-@pytest.mark.parametrize("call", MISUSES, ids=lambda call: call.__name__)
-@pytest.mark.seven
-def test_a_loop_that_would_not_train_is_told_what_to_write(worlds, engine, call):
-    for message, clean in worlds(2).run(misuse, engine, call):
-        with pytest.raises(RuntimeError, match=MISUSES[call]):
-            raise RuntimeError(message)
-        assert clean
-
-
-def load_weights(world, stage, precision):
-    """What the model says to new weights, and whether they are there after a step at a learning rate of 0."""
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_loaded_into_the_model_are_trained_or_refused(world, stage, precision):
     made = small_engine(world, stage, precision=precision)
     new = {name: torch.full_like(value, 0.5) for name, value in made.full_state_dict().items()}
     message = message_in_step(made.module.load_state_dict, new)
     for group in made.optimizer.param_groups:
         group["lr"] = 0.0
     step(made, inputs(world, 0))
-    return message, same_bits(made.full_state_dict(), new)
+    loaded = same_bits(made.full_state_dict(), new)
+    assert loaded == (message is None) == (precision == "fp32" and stage != "stage3_param")
+    assert loaded or message.endswith("or load within `with engine.gathered(write=True):`")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_weights_loaded_into_the_model_are_trained_or_refused(worlds, stage, precision):
-    for message, loaded in worlds(2).run(load_weights, stage, precision):
-        assert loaded == (message is None) == (precision == "fp32" and stage != "stage3_param")
-        assert loaded or message.endswith("or load within `with engine.gathered(write=True):`")
+def load_state_dict(made, weights):
+    with made.gathered(write=True):
+        made.module.load_state_dict(weights)
 
 
-def go_back(world, engine, precision):
-    """Whether weights come back by each way there is, and the step after them; what is said of what does not fit."""
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.seven
+def test_weights_come_back_from_snapshots_and_state_dicts(world, engine):
+    precision = ("fp16", "bf16", "fp32")[world.size - 1]
     made = small_engine(world, engine, precision)
     step(made, inputs(world, 0))
     best, kept = made.full_state_dict(), made.snapshot()
     step(made, inputs(world, 1))
-    after, came_back = made.full_state_dict(), {}
-
-    def load_state_dict():
-        with made.gathered(write=True):
-            made.module.load_state_dict(best)
-
+    after = made.full_state_dict()
     ways = {
         "restore": lambda: made.restore(kept),
         "restore weights": lambda: made.restore(kept, optimizer=False),
         "load_weights": lambda: made.load_weights(best),
-        "load_state_dict": load_state_dict,
+        "load_state_dict": lambda: load_state_dict(made, best),
     }
     for name, way in ways.items():
         made.backward(loss(made(inputs(world, 2))))
         way()
         made.zero_grad()
         found, dtype = made.full_state_dict(), made.dtype if name == "load_state_dict" else torch.float32
-        came_back[name] = all(torch.equal(found[key].to(dtype), value.to(dtype)) for key, value in best.items())
+        assert all(torch.equal(found[key].to(dtype), value.to(dtype)) for key, value in best.items()), name
         step(made, inputs(world, 1))
-        came_back[f"the step after {name}"] = name != "restore" or same_bits(made.full_state_dict(), after)
+        assert name != "restore" or same_bits(made.full_state_dict(), after)
+    if world.size > 1:
+        differs = {**best, "head.bias": torch.full((WIDTH,), 1.0 + world.rank)}
+        assert "'head.bias' differs between rank" in message_in_step(made.load_weights, differs)
+    missing = message_in_step(made.load_weights, {"head.bias": best["head.bias"]})
+    assert "is missing; the names are to be those of model.state_dict()" in missing
+    assert "tensor(" not in missing
     other = small_engine(world, engine, precision, make=FrozenEnds).snapshot()
-    said = [
-        message_in_step(made.load_weights, {**best, "head.bias": torch.full((WIDTH,), 1.0 + world.rank)}),
-        message_in_step(made.load_weights, {"head.bias": best["head.bias"]}),
-        message_in_step(made.restore, other),
-        message_in_step(made.restore, made.snapshot(optimizer=False)),
-    ]
-    return came_back, said
-
-
-@pytest.mark.parametrize(("size", "precision"), [(1, "fp16"), (2, "bf16"), (3, "fp32")])
-@pytest.mark.seven
-def test_weights_come_back_from_snapshots_and_state_dicts(worlds, engine, size, precision):
-    for came_back, said in worlds(size).run(go_back, engine, precision):
-        assert all(came_back.values()), came_back
-        assert size == 1 or "'head.bias' differs between rank" in said[0]
-        assert "is missing; the names are to be those of model.state_dict()" in said[1]
-        assert "tensor(" not in said[1]
-        assert said[2].startswith("this snapshot is of another engine or rank")
-        assert said[3] == "this snapshot was taken without the optimizer; write restore(snapshot, optimizer=False)"
+    assert message_in_step(made.restore, other).startswith("this snapshot is of another engine or rank")
+    said = message_in_step(made.restore, made.snapshot(optimizer=False))
+    assert said == "this snapshot was taken without the optimizer; write restore(snapshot, optimizer=False)"
 
 
 class EachItsOwn(Net):
@@ -200,55 +179,53 @@ class Rare(nn.Module):
         return self.out(self.stem(x).flatten(0, 1), targets % (40 if dist.get_rank() else 4)).loss
 
 
-def unequal_layers(world, engine):
+@functools.cache
+def steps_of_unequal_layers(world, engine, make):
     """Weights after steps within gathered() in which ranks run other layers, or the model unequally often."""
-    ended = {}
-    for make in (EachItsOwn, Rare, Net):
-        made = small_engine(world, engine, make=make)
-        for index in range(3):
-            with made.gathered():
-                episodes = range(1 + (make is Net) * (world.rank + index))
-                made.backward(sum(loss(made(inputs(world, 10 * index + episode))) for episode in episodes))
-            made.step()
-        ended |= {f"{make.__name__}.{name}": value for name, value in made.full_state_dict().items()}
-    return ended
+    made = small_engine(world, engine, make=make)
+    for index in range(3):
+        with made.gathered():
+            episodes = range(1 + (make is Net) * (world.rank + index))
+            made.backward(sum(loss(made(inputs(world, 10 * index + episode))) for episode in episodes))
+        made.step()
+    return made.full_state_dict()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.seven
-def test_within_gathered_ranks_may_run_other_layers_and_train(worlds, engine, size):
+def test_within_gathered_ranks_may_run_other_layers_and_train(world, engine):
     """Gradients leave when backward ends. Equal numbers of backward and step are all that ranks have to share."""
-    expected = worlds(size).run(unequal_layers, "stage0_ddp")[0]
-    assert all(same_bits(ended, expected) for ended in worlds(size).run(unequal_layers, engine))
+    for make in (EachItsOwn, Rare, Net):
+        ended, expected = (steps_of_unequal_layers(world, name, make) for name in (engine, "stage0_ddp"))
+        assert same_bits(ended, expected), make
 
 
-def frozen(world, engine):
-    """What a frozen model's engine computes, holds and says; and a student's weights behind a frozen teacher."""
-    torch.manual_seed(0)
-    plain = Net().to(world.device).requires_grad_(False)
-    teacher = make_engine(engine, copy.deepcopy(plain), None)
-    student = small_engine(world, engine, seed=1)
-    same = torch.equal(teacher(inputs(world, 0)), plain(inputs(world, 0)))
+def taught(world, teacher):
+    """The weights of a student behind a frozen teacher, after three steps."""
+    student = small_engine(world, "stage0_ddp", seed=1)
     for index in range(3):
         student.backward(loss(teacher(student(inputs(world, index)))))
         student.step()
+    return student.full_state_dict()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.seven
+def test_a_frozen_model_has_an_engine_that_serves_forwards_and_holds_no_more_than_weights(world, engine):
+    torch.manual_seed(0)
+    plain = Net().to(world.device).requires_grad_(False)
+    teacher = make_engine(engine, copy.deepcopy(plain), None)
+    with torch.no_grad():
+        assert torch.equal(teacher(inputs(world, 0)), plain(inputs(world, 0)))
+    assert same_bits(taught(world, teacher), taught(world, plain))
     with torch.no_grad():
         teacher(inputs(world, 0))  # after which no unit waits for a backward
     held = teacher.model_state_bytes()
-    calls = (lambda: teacher.backward(loss(teacher(inputs(world, 0).requires_grad_()))), teacher.step)
-    said = [message_in_step(call) for call in calls]
-    return same and held == teacher.predicted_model_state_bytes(), held, said, student.full_state_dict()
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.seven
-def test_a_frozen_model_has_an_engine_that_serves_forwards_and_holds_no_more_than_weights(worlds, engine, size):
-    expected = worlds(size).run(frozen, "stage0_ddp")[0][3]
-    for as_foreseen, held, said, student in worlds(size).run(frozen, engine):
-        assert as_foreseen
-        assert (held["gradients"], held["optimizer"]) == (0, 0)
-        assert said == ["no parameter was trainable when the engine was built: it serves forwards alone"] * 2
-        assert same_bits(student, expected)
+    assert held == teacher.predicted_model_state_bytes()
+    assert (held["gradients"], held["optimizer"]) == (0, 0)
+    for call in (lambda: teacher.backward(loss(teacher(inputs(world, 0).requires_grad_()))), teacher.step):
+        said = message_in_step(call)
+        assert said == "no parameter was trainable when the engine was built: it serves forwards alone"
 
 
 @torch.no_grad()
@@ -262,59 +239,51 @@ def zeroed(engine):
         state["exp_avg"].zero_()
 
 
-PAST = {  # what is written between steps -> the engines that keep it
+KEPT_BY = {  # what is written between steps -> the engines that keep it
     clamped: ("stage0_ddp", "stage1_os", "stage2_grad"),
     zeroed: (*STAGES, "offload", "quantized:Copies"),
 }
 
 
-def written_past(world, engine, write):
-    made = small_engine(world, engine)
-    step(made, inputs(world, 0))
-    message = message_in_step(lambda: (write(made), step(made, inputs(world, 1))))
-    return message, made.full_state_dict()
-
-
-@pytest.mark.parametrize("write", PAST, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", KEPT_BY, ids=lambda write: write.__name__)
 @pytest.mark.seven
-def test_weights_and_states_written_between_steps_are_kept_or_refused(worlds, engine, write):
-    expected = worlds(2).run(written_past, "stage0_ddp", write)[0][1]
-    for message, weights in worlds(2).run(written_past, engine, write):
-        assert (message is None) == (engine in PAST[write])
-        assert same_bits(weights, expected) if message is None else "written" in message or "freed" in message
+def test_weights_and_states_written_between_steps_are_kept_or_refused(world, engine, write):
+    made, expected = (small_engine(world, name) for name in (engine, "stage0_ddp"))
+    for one in (made, expected):
+        step(one, inputs(world, 0))
+        message = message_in_step(lambda one=one: (write(one), step(one, inputs(world, 1))))
+        assert (message is None) == (one is expected or engine in KEPT_BY[write])
+        assert message is None or "written" in message or "freed" in message
+        if one is made and message is not None:
+            return
+    assert same_bits(made.full_state_dict(), expected.full_state_dict())
 
 
-def grow(world, engine, other, precision):
-    """Whether a copy of the model, and one with another block, go on where the old engine stood."""
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("other", [None, "stage1_os"])
+@pytest.mark.seven
+def test_an_engine_goes_on_from_another_ones_weights_and_states_by_name(world, engine, other):
+    """A copy of the model goes on as the first, and one with another block trains from there."""
+    precision = ("fp16", "bf16", "fp32")[world.size - 1]
     old = small_engine(world, engine, precision)
     for index in range(2):
         step(old, inputs(world, index))
     with old.gathered():
         model = copy.deepcopy(old.module)
-    same = make_engine(other, copy.deepcopy(model), UNFUSED, precision=precision, bucket_mb=1e-4)
+    options = {"precision": precision, "bucket_mb": 1e-4}
+    same = make_engine(other or engine, copy.deepcopy(model), UNFUSED, **options)
     model.blocks.append(Block())
-    grown = make_engine(other, model, UNFUSED, precision=precision, bucket_mb=1e-4)
+    grown = make_engine(other or engine, model, UNFUSED, **options)
     for made in (same, grown):
         if precision == "fp16":
             made.loss_scaler = copy.deepcopy(old.loss_scaler)
         made.continue_from(old)
-    kept = old.full_state_dict()
-    same_weights = all(torch.equal(grown.full_state_dict()[name], value) for name, value in kept.items())
+    kept, taken = old.full_state_dict(), grown.full_state_dict()
+    assert all(torch.equal(taken[name], value) for name, value in kept.items())
     for made in (old, same, grown):
         step(made, inputs(world, 5))
-    moved = grown.full_state_dict()
-    return (
-        same_weights,
-        same_bits(old.full_state_dict(), same.full_state_dict()),
-        not torch.equal(moved["head.bias"], kept["head.bias"]),
-    )
-
-
-@pytest.mark.parametrize(("size", "precision"), [(1, "fp16"), (2, "bf16"), (3, "fp32")])
-@pytest.mark.seven
-def test_an_engine_goes_on_from_another_ones_weights_and_states_by_name(worlds, engine, size, precision):
-    for other in {engine, "stage1_os"}:
-        assert worlds(size).run(grow, engine, other, precision) == [(True, True, True)] * size
+    assert same_bits(old.full_state_dict(), same.full_state_dict())
+    assert not torch.equal(grown.full_state_dict()["head.bias"], kept["head.bias"])
 
 
 def a_gradient_of_a_gradient(engine, x):
@@ -325,31 +294,28 @@ def a_gradient_of_a_gradient(engine, x):
     engine.backward(value + gradient.square().sum())
 
 
+@functools.cache
 def penalized(world, name):
-    """What a penalty says, and what it says and makes within gathered()."""
-    made = small_engine(world, name)
-    message = message_in_step(a_gradient_of_a_gradient, made, inputs(world, 0))
+    """The weights after a penalized step within gathered()."""
     made = small_engine(world, name)
     with made.gathered():
-        held = message_in_step(a_gradient_of_a_gradient, made, inputs(world, 0))
+        assert message_in_step(a_gradient_of_a_gradient, made, inputs(world, 0)) is None
     made.step()
-    return message, held, made.full_state_dict()
+    return made.full_state_dict()
 
 
 @pytest.mark.parametrize("name", [*ENGINES, "quantized:Off"])
-def test_a_gradient_of_a_gradient_is_right_within_gathered_and_refused_elsewhere_where_weights_are_freed(worlds, name):
-    expected = worlds(2).run(penalized, "stage0_ddp")[0][-1]
-    for message, held, weights in worlds(2).run(penalized, name):
-        assert held is None
-        assert same_bits(weights, expected)
-        if name in ("stage0_ddp", "stage1_os", "stage2_grad", "offload"):  # they keep whole weights
-            assert message is None
-        else:
-            assert message.startswith("create_graph=True reads the weights of 'head' again when they are freed")
-            assert message.endswith("within engine.gathered()")
+def test_a_gradient_of_a_gradient_is_right_within_gathered_and_refused_elsewhere_where_weights_are_freed(world, name):
+    message = message_in_step(a_gradient_of_a_gradient, small_engine(world, name), inputs(world, 0))
+    if name in ("stage0_ddp", "stage1_os", "stage2_grad", "offload"):  # they keep whole weights
+        assert message is None
+    else:
+        assert message.startswith("create_graph=True reads the weights of 'head' again when they are freed")
+        assert message.endswith("within engine.gathered()")
+    assert same_bits(penalized(world, name), penalized(world, "stage0_ddp"))
 
 
-TAKEN_FOR_A_MODEL = {
+NOT_OF_AN_ENGINE = {
     "parameters": "write engine.module.parameters()",
     "named_parameters": "write engine.module.named_parameters()",
     "state_dict": "write engine.full_state_dict(), or engine.save(path)",
@@ -358,22 +324,16 @@ TAKEN_FOR_A_MODEL = {
 }
 
 
-def take_for_a_model(world, engine):
-    made, said = small_engine(world, engine), {}
-    for name in TAKEN_FOR_A_MODEL:
-        with pytest.raises(AttributeError) as caught:
-            getattr(made, name)
-        said[name] = str(caught.value)
-    return said, [message_in_step(call, made) for call in (copy.deepcopy, copy.copy, pickle.dumps)]
-
-
-@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
-def test_who_takes_an_engine_for_a_model_is_told_what_to_write(worlds, name):
-    for said, copied in worlds(2).run(take_for_a_model, name):
-        for attribute, words in TAKEN_FOR_A_MODEL.items():
-            assert said[attribute].startswith(f"an engine has no '{attribute}': {words}")
-        refusal = "an engine cannot be copied or pickled: it is one rank's part of several; copy engine.module within "
-        assert copied == 3 * [refusal + "engine.gathered(), or write engine.save(path)"]
+def test_who_takes_an_engine_for_a_model_is_told_what_to_write(world, name):
+    made = small_engine(world, name)
+    for attribute, words in NOT_OF_AN_ENGINE.items():
+        with pytest.raises(AttributeError, match=re.escape(f"an engine has no '{attribute}': {words}")):
+            getattr(made, attribute)
+    for call in (copy.deepcopy, copy.copy, pickle.dumps):
+        assert message_in_step(call, made) == (
+            "an engine cannot be copied or pickled: it is one rank's part of several; copy engine.module within "
+            "engine.gathered(), or write engine.save(path)"
+        )
 
 
 # ---- parameters that leave ------------------------------------------------------------------------------------------
@@ -422,119 +382,75 @@ LEAVING = {
 }
 
 
-def leave(world, stage, how):
-    """What forward and step say of parameters that have left."""
-    made = small_engine(world, stage, make=Convolution)
-    made.backward(loss(made(inputs(world, 0))))
-    LEAVING[how][0](made.module)
-    return message_in_step(made, inputs(world, 0)), message_in_step(made.step)
-
-
 @pytest.mark.parametrize("how", LEAVING)
 @pytest.mark.parametrize("stage", STAGES[:3])
-def test_parameters_that_left_the_engine_are_refused_by_name(worlds, stage, how):
-    _, name, why = LEAVING[how]
-    for messages in worlds(2).run(leave, stage, how):
-        for message in messages:
-            assert message.startswith(f"'{name}")
-            assert why in message
-
-
-def come_back(world, stage, move):
-    """The weights after two steps, between which parameters get other storage for the same values."""
+def test_parameters_that_left_the_engine_are_refused_by_name(world, stage, how):
+    change, name, why = LEAVING[how]
     made = small_engine(world, stage, make=Convolution)
-    for index in range(2):
-        step(made, inputs(world, index))
-        move(made.module)
-    return made.full_state_dict()
+    made.backward(loss(made(inputs(world, 0))))
+    change(made.module)
+    for call in (functools.partial(made, inputs(world, 0)), made.step):
+        message = message_in_step(call)
+        assert message.startswith(f"'{name}")
+        assert why in message
 
 
+@pytest.mark.parametrize("move", [flattened, double_and_float])
 @pytest.mark.parametrize("stage", STAGES[:3])
-def test_parameters_that_come_back_as_they_were_train_on(worlds, stage):
-    expected = worlds(2).run(come_back, stage, nn.Module.train)[0]
-    for move in (flattened, double_and_float):
-        assert all(same_bits(weights, expected) for weights in worlds(2).run(come_back, stage, move)), move
+def test_parameters_that_come_back_as_they_were_train_on(world, stage, move):
+    """They get other storage for the same values."""
+    made, still = (small_engine(world, stage, make=Convolution) for _ in range(2))
+    for index in range(2):
+        for one in (made, still):
+            step(one, inputs(world, index))
+        move(made.module)
+    assert same_bits(made.full_state_dict(), still.full_state_dict())
 
 
-def leave_while_sharded(world):
+@pytest.mark.parametrize(("change", "why"), [(double_and_float, MOVED), (another_layer, NEW)])
+def test_stage_3_refuses_them_too(world, change, why):
     made = small_engine(world, "stage3_param", make=Convolution)
-    made.module.double().float()
-    moved = message_in_step(made, inputs(world, 0))
-    made = small_engine(world, "stage3_param", make=Convolution)
-    another_layer(made.module)
-    return moved, message_in_step(made, inputs(world, 0))
+    change(made.module)
+    assert why in message_in_step(made, inputs(world, 0))
 
 
-def test_stage_3_refuses_them_too(worlds):
-    for moved, new in worlds(2).run(leave_while_sharded):
-        assert MOVED in moved
-        assert NEW in new
-
-
-def freeze_and_thaw(world, stage):
-    """What backward says of a frozen weight, step of a thawed one; both of weights that were frozen for a forward."""
+def test_who_freezes_or_thaws_parameters_cannot_train_them(world, stage):
     frozen, thawed, between = (small_engine(world, stage, make=FrozenEnds) for _ in range(3))
     frozen.module.blocks[0].a.requires_grad_(False)
     value = loss(frozen(inputs(world, 0)))
     thawed.backward(loss(thawed(inputs(world, 0))))
     thawed.module.head.weight.requires_grad_(True)
-    messages = [message_in_step(frozen.backward, value), message_in_step(thawed.step)]
+    said = message_in_step(frozen.backward, value), message_in_step(thawed.step)
+    assert said[0].startswith(f"'blocks.0.a.weight' was trainable when the engine was built; {CHANGE}")
+    assert said[1].startswith(f"'head.weight' was frozen when the engine was built; {CHANGE}")
     adapters = [parameter for parameter in between.module.parameters() if parameter.requires_grad]
     for requires_grad in (False, True):  # as GANs do with one model while the other is trained
         for parameter in adapters:
             parameter.requires_grad_(requires_grad)
         between(inputs(world, 0))
-    return [*messages, message_in_step(step, between, inputs(world, 0))]
+    step(between, inputs(world, 0))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_who_freezes_or_thaws_parameters_cannot_train_them(worlds, stage):
-    for frozen, thawed, between in worlds(2).run(freeze_and_thaw, stage):
-        assert frozen.startswith(f"'blocks.0.a.weight' was trainable when the engine was built; {CHANGE}")
-        assert thawed.startswith(f"'head.weight' was frozen when the engine was built; {CHANGE}")
-        assert between is None
-
-
-def second_engine(world, stage):
-    """What the door says of a model that has an engine, of one whose engine is gone, and of one that was sharded."""
+def test_a_model_has_one_engine_at_a_time(world, stage):
     torch.manual_seed(0)
     module = Net().to(world.device)
-    first, messages = make_engine(stage, module), []
-    messages.append(message_in_step(make_engine, stage, module))
-    messages.append(message_in_step(make_engine, stage, module.blocks))
+    first = make_engine(stage, module)
+    second, of_a_part = (message_in_step(make_engine, stage, model) for model in (module, module.blocks))
+    assert second.startswith("'stem.weight' has an engine already; delete that first, or build a model for each")
+    assert second.endswith("one class that steps each of param_groups by its own rule")
+    assert of_a_part.startswith("'0.up.weight' has an engine already")
     del first
-    messages.append(message_in_step(make_engine, stage, module))
-    return messages
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_model_has_one_engine_at_a_time(worlds, stage):
-    for second, of_a_part, later in worlds(2).run(second_engine, stage):
-        assert second.startswith("'stem.weight' has an engine already; delete that first, or build a model for each")
-        assert second.endswith("one class that steps each of param_groups by its own rule")
-        assert of_a_part.startswith("'0.up.weight' has an engine already")
-        if stage == "stage3_param":
-            assert later.startswith("'stem.weight' has no values of its own, as if a stage-3 engine was deleted")
-        else:
-            assert later is None
+    later = message_in_step(make_engine, stage, module)
+    if stage == "stage3_param":
+        assert later.startswith("'stem.weight' has no values of its own, as if a stage-3 engine was deleted")
+    else:
+        assert later is None
 
 
 # ---- ranks that disagree --------------------------------------------------------------------------------------------
 
 
-def make_different(world, stage, option, values):
-    """An engine that is given another option on the last rank."""
-    torch.manual_seed(0)
-    module = Net().to(world.device)
-    options = {option: values[world.rank == world.size - 1]}
-    if "optimizer" in options:
-        return make_engine(stage, module, **options)
-    if "param_groups" in options:
-        options["param_groups"] = [{"params": list(module.parameters()), **options["param_groups"]}]
-    return make_engine(stage, module, ADAMW, **options)
-
-
-OPTIONS = {
+OPTIONS = {  # what is given: to all ranks but the last, and to that
     "precision": ("fp32", "bf16"),
     "clip_norm": (None, 1.0),
     "bucket_mb": (1.0, 2.0),
@@ -542,63 +458,45 @@ OPTIONS = {
     "param_groups": ({"lr": 0.1}, {"lr": 0.2}),
     "keep_fp32": ((), (nn.Linear,)),
     "broadcast_buffers": (True, False),
+    "keep_last": (True, False),
 }
 
 
-def another_stage(world):
-    return message_in_step(make_different, world, STAGES[world.rank], "bucket_mb", (1.0, 1.0))
+@pytest.mark.ranks(4)
+def test_ranks_agree_on_the_engine(world):
+    torch.manual_seed(0)
+    said = message_in_step(make_engine, STAGES[world.rank], Net().to(world.device))
+    assert said.startswith("the engine differs between rank")
 
 
-def test_ranks_agree_on_the_engine(worlds):
-    for message in worlds(4).run(another_stage):
-        assert message.startswith("the engine differs between rank")
+@pytest.mark.parametrize(
+    ("stage", "option"),
+    [pair for pair in itertools.product(STAGES, OPTIONS) if pair[1] != "keep_last" or pair[0] == "stage3_param"],
+)
+def test_options_that_differ_between_ranks_are_refused_on_every_rank(world, stage, option):
+    torch.manual_seed(0)
+    module = Net().to(world.device)
+    options = {"optimizer": ADAMW, option: OPTIONS[option][world.rank]}
+    if "param_groups" in options:
+        options["param_groups"] = [{"params": list(module.parameters()), **options["param_groups"]}]
+    message = message_in_step(make_engine, stage, module, **options)
+    assert option in message
+    assert "differs between rank" in message
+    assert message.endswith("give it alike on every rank")
 
 
-def keep_last_differs(world):
-    return message_in_step(make_different, world, "stage3_param", "keep_last", (True, False))
-
-
-def test_ranks_agree_on_what_a_stage_takes_besides(worlds):
-    for message in worlds(2).run(keep_last_differs):
-        assert message.startswith("keep_last differs between rank")
-
-
-def disagree(world, stage, option):
-    return message_in_step(make_different, world, stage, option, OPTIONS[option])
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_options_that_differ_between_ranks_are_refused_on_every_rank(worlds, stage, option):
-    for message in worlds(2).run(disagree, stage, option):
-        assert option in message
-        assert "differs between rank" in message
-        assert message.endswith("give it alike on every rank")
-
-
-def initialised_otherwise(world, stage, buffer):
-    """A meta-device model of which one rank fills a tensor otherwise."""
+@pytest.mark.parametrize("what", ["buffer 'scale'", "parameter 'blocks.1.up.weight'"])
+def test_initial_values_that_differ_between_ranks_are_refused_on_every_rank(world, stage, what):
     with torch.device("meta"):
         module = Net()
         module.register_buffer("scale", torch.ones(3))
 
     def init(name, tensor):
-        torch.nn.init.constant_(tensor, world.rank if name == ("scale" if buffer else "blocks.1.up.weight") else 1)
+        torch.nn.init.constant_(tensor, world.rank if f"'{name}'" in what else 1)
 
-    return message_in_step(functools.partial(engine_of, stage), module, init)
-
-
-def engine_of(stage, module, init):
-    return importlib.import_module(stage).Engine(module, ADAMW, init=init)
-
-
-@pytest.mark.parametrize("buffer", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
-def test_initial_values_that_differ_between_ranks_are_refused_on_every_rank(worlds, stage, buffer):
-    what = "buffer 'scale'" if buffer else "parameter 'blocks.1.up.weight'"
-    for rank, message in enumerate(worlds(2).run(initialised_otherwise, stage, buffer)):
-        expected = f"{what} differs between rank {rank} and rank {1 - rank}; init= must fill it alike on every rank"
-        assert message == expected
+    assert message_in_step(find_engine(stage), module, ADAMW, init=init) == (
+        f"{what} differs between rank {world.rank} and rank {1 - world.rank}; init= must fill it alike on every rank"
+    )
 
 
 # ---- optimizers -----------------------------------------------------------------------------------------------------
@@ -628,20 +526,17 @@ class ClipsEachCall(torch.optim.SGD):
         return super().step(closure)
 
 
-def door(world, stage, optimizer):
-    return message_in_step(functools.partial(small_engine_with, world, stage), optimizer)
-
-
-def small_engine_with(world, stage, optimizer):
+def door(world, engine, optimizer):
+    """What the door says of an optimizer."""
     torch.manual_seed(0)
-    return make_engine(stage, Net().to(world.device), optimizer)
+    return message_in_step(make_engine, engine, Net().to(world.device), optimizer)
 
 
 @pytest.mark.parametrize("optimizer", [CountsInItsGroup, ClipsEachCall])
 @pytest.mark.seven
-def test_an_optimizer_that_counts_or_clips_by_the_call_is_refused(worlds, engine, optimizer):
-    for message in worlds(2).run(door, engine, functools.partial(optimizer, lr=0.1)):
-        assert f"{optimizer.__name__} steps 64 elements otherwise than their two halves" in message
+def test_an_optimizer_that_counts_or_clips_by_the_call_is_refused(world, engine, optimizer):
+    message = door(world, engine, functools.partial(optimizer, lr=0.1))
+    assert f"{optimizer.__name__} steps 64 elements otherwise than their two halves" in message
 
 
 class ByShape(torch.optim.SGD):
@@ -718,39 +613,30 @@ def test_an_optimizer_that_looks_beyond_an_element_is_refused_with_what_to_write
         check_elementwise(factory, torch.device("cpu"))
 
 
-def states_of_the_optimizer(world, engine):
-    """What each rank's optimizer says to its own states, to rank 0's, and to those of another cut."""
+@pytest.mark.ranks(1, 2)
+@pytest.mark.seven
+def test_a_state_dict_of_the_optimizer_is_loaded_by_the_rank_and_engine_that_made_it_alone(world, engine):
+    """It is a shard, but for stage 0, where every rank's is whole and the same."""
     made = small_engine(world, engine, **({"tiers": "cpu"} if engine == "offload.nvme" else {}))
-    step(made, inputs(world, 0))
+    other = small_engine(world, "stage1_os" if engine != "stage1_os" else "stage2_grad")
+    for one in (made, other):
+        step(one, inputs(world, 0))
     given = [made.optimizer.state_dict()]
     dist.broadcast_object_list(given, 0)
-    other = small_engine(world, "stage1_os" if engine != "stage1_os" else "stage2_grad")
-    step(other, inputs(world, 0))
+    said = message_of(made.optimizer.load_state_dict, given[0])
+    assert (said is None) == (world.rank == 0 or engine == "stage0_ddp")
+    assert said is None or f"rank 0 of {world.size}" in said
     foreign = other.optimizer.state_dict()
-    foreign.pop("shard")
-    said = [
-        message_of(made.optimizer.load_state_dict, state) for state in (given[0], other.optimizer.state_dict(), foreign)
-    ]
+    for state in (foreign, {key: value for key, value in foreign.items() if key != "shard"}):
+        assert message_of(made.optimizer.load_state_dict, state).endswith("engine.load(path), which cut it anew")
     before = made.full_state_dict()
-    assert message_of(made.optimizer.load_state_dict, made.optimizer.state_dict()) is None
+    made.optimizer.load_state_dict(made.optimizer.state_dict())
     step(made, inputs(world, 1))
-    return said, not same_bits(before, made.full_state_dict())
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.seven
-def test_a_state_dict_of_the_optimizer_is_loaded_by_the_rank_and_engine_that_made_it_alone(worlds, engine, size):
-    """It is a shard, but for stage 0, where every rank's is whole and the same."""
-    for rank, (said, moved) in enumerate(worlds(size).run(states_of_the_optimizer, engine)):
-        assert moved
-        assert (said[0] is None) == (rank == 0 or engine == "stage0_ddp")
-        assert all(m and m.endswith("engine.load(path), which cut it anew") for m in said[1:]), said
-        assert said[0] is None or f"rank 0 of {size}" in said[0]
+    assert not same_bits(before, made.full_state_dict())
 
 
 # ---- steps of one's own ---------------------------------------------------------------------------------------------
 
-EXACT = (*ENGINES, "quantized:Off")  # ZeRO++ with its switches off
 LIMIT = 0.1  # of weights, which are larger at first
 
 
@@ -775,25 +661,24 @@ def limited_instance(parameters, **options):
     return optimizer
 
 
+@functools.cache
 def trained(world, engine, factory, precision):
-    """The weights at first, and after three steps."""
+    """The weights after three steps, which at first are larger than LIMIT."""
     torch.manual_seed(0)
     optimizer = functools.partial(factory, lr=10.0, momentum=0.9)
     made = make_engine(engine, Net().to(world.device), optimizer, precision=precision)
-    first = made.full_state_dict()
+    assert max(value.abs().max() for value in made.full_state_dict().values()) > LIMIT
     for index in range(3):
         step(made, inputs(world, index))
-    return first, made.full_state_dict()
+    return made.full_state_dict()
 
 
 @pytest.mark.parametrize("factory", [Limited, limited_instance])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", EXACT)
-def test_a_step_of_ones_own_does_to_each_shard_what_it_would_do_to_the_whole(worlds, name, precision, factory):
-    _, expected = worlds(2).run(trained, "baseline:AverageAfterBackward", factory, precision)[0]
-    for first, weights in worlds(2).run(trained, name, factory, precision):
-        assert max(value.abs().max() for value in first.values()) > LIMIT
-        assert same_bits(weights, expected)
+@pytest.mark.parametrize("name", [*ENGINES, "quantized:Off"])
+def test_a_step_of_ones_own_does_to_each_shard_what_it_would_do_to_the_whole(world, name, precision, factory):
+    ended, expected = (trained(world, one, factory, precision) for one in (name, "baseline:AverageAfterBackward"))
+    assert same_bits(ended, expected)
 
 
 def with_a_hook(register):
@@ -805,23 +690,16 @@ def with_a_hook(register):
     return factory
 
 
-def hook(world, engine):
-    """What the door says of an optimizer with a hook, and the engine of one for its optimizer; then it trains."""
-    messages = []
-    for register in ("register_step_pre_hook", "register_step_post_hook"):
-        messages.append(door(world, engine, with_a_hook(register)))
-        made = small_engine(world, engine)
-        messages.append(message_in_step(getattr(made.optimizer, register), lambda *_: None))
-        messages.append(message_in_step(step, made, inputs(world, 0)))
-    return messages
-
-
-@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
-def test_hooks_of_a_step_are_refused_in_the_factory_and_later(worlds, name):
-    said = "a hook of the optimizer's step would be called for every shard anew; do it in step() of the optimizer that "
-    said += "the factory makes, which sees each shard alone"
-    for messages in worlds(2).run(hook, name):
-        assert messages == 2 * [said, said, None]
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_hooks_of_a_step_are_refused_in_the_factory_and_later(world, name, register):
+    made = small_engine(world, name)
+    later = message_in_step(getattr(made.optimizer, register), lambda *_: None)
+    assert door(world, name, with_a_hook(register)) == later
+    assert later == (
+        "a hook of the optimizer's step would be called for every shard anew; do it in step() of the optimizer that "
+        "the factory makes, which sees each shard alone"
+    )
+    step(made, inputs(world, 0))
 
 
 class LooksAtTheFirst(torch.optim.SGD):
@@ -832,23 +710,23 @@ class LooksAtTheFirst(torch.optim.SGD):
         return super().step(closure)
 
 
+@functools.cache
 def in_two_groups(world, engine):
-    """A step by two groups; what the engine's optimizer says of a third."""
+    """The weights after a step by two groups."""
     torch.manual_seed(0)
     net = Net().to(world.device)
     groups = [{"params": net.blocks.parameters(), "lr": 0.2}]
     groups += [{"params": [*net.stem.parameters(), *net.head.parameters()]}]
     made = make_engine(engine, net, functools.partial(LooksAtTheFirst, lr=0.1), param_groups=groups)
     step(made, inputs(world, 0))
-    return message_in_step(made.optimizer.add_param_group, {"params": [torch.zeros(2)]}), made.full_state_dict()
+    said = message_in_step(made.optimizer.add_param_group, {"params": [torch.zeros(2)]})
+    assert said.startswith("engine.optimizer takes no parameters later; list them in param_groups=")
+    return made.full_state_dict()
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_a_step_meets_no_group_without_parameters_and_no_group_that_came_later(worlds, name):
-    expected = worlds(2).run(in_two_groups, "stage0_ddp")[0][1]
-    for said, weights in worlds(2).run(in_two_groups, name):
-        assert said.startswith("engine.optimizer takes no parameters later; list them in param_groups=")
-        assert same_bits(weights, expected)
+@pytest.mark.parametrize("name", [*ENGINES, "quantized:Off"])
+def test_a_step_meets_no_group_without_parameters_and_no_group_that_came_later(world, name):
+    assert same_bits(in_two_groups(world, name), in_two_groups(world, "stage0_ddp"))
 
 
 def watch(optimizer):
@@ -863,32 +741,22 @@ def wrap(optimizer):
     optimizer.step = types.MethodType(limited, optimizer)
 
 
-def wrap_twice(world, engine, *order):
-    """What a step says where the optimizer's own was wrapped so; warnings are errors."""
-    made = small_engine(world, engine)
+@pytest.mark.parametrize("order", [(watch,), (wrap,), (watch, wrap), (wrap, watch)])
+@pytest.mark.parametrize("name", [*ENGINES, "zeropp", "offloaded:Delayed"])
+def test_a_step_that_is_replaced_later_is_refused_and_schedulers_may_watch_it(world, name, order):
+    made = small_engine(world, name)
     step(made, inputs(world, 0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         schedulers = [scheduler for how in order for scheduler in how(made.optimizer) or ()]
         for index in range(2):
             message = message_in_step(step, made, inputs(world, index))
-            for scheduler in schedulers if message is None else ():
-                scheduler.step()
-    return message
-
-
-def in_words(order):
-    return ", then ".join(how.__name__ for how in order)
-
-
-@pytest.mark.parametrize("order", [(watch,), (wrap,), (watch, wrap), (wrap, watch)], ids=in_words)
-@pytest.mark.parametrize("name", [*ENGINES, "zeropp", "offloaded:Delayed"])
-def test_a_step_that_is_replaced_later_is_refused_and_schedulers_may_watch_it(worlds, name, order):
-    for message in worlds(2).run(wrap_twice, name, *order):
-        if order == (watch,):
+            if wrap in order:
+                assert message.startswith("engine.optimizer.step was replaced after the engine was built; do it in ste")
+                continue
             assert message is None
-        else:
-            assert message.startswith("engine.optimizer.step was replaced after the engine was built; do it in step()")
+            for scheduler in schedulers:
+                scheduler.step()
 
 
 # ---- two engines ----------------------------------------------------------------------------------------------------
@@ -902,6 +770,7 @@ class HalfUsed(Block):
         return x + (self.down(hidden) if dist.get_rank() else hidden[..., :WIDTH])
 
 
+@functools.cache
 def adversaries(world, engine):
     """A discriminator that gets gradients from the generator's backward as well, and drops none of them."""
     generator, critic = (small_engine(world, engine, seed=seed, bucket_mb=1e-6) for seed in range(2))
@@ -910,13 +779,11 @@ def adversaries(world, engine):
         generator.step()
         critic.backward(loss(critic(inputs(world, index + 10))))
         critic.step()
-    return {**generator.full_state_dict(), **{f"critic.{k}": v for k, v in critic.full_state_dict().items()}}
+    return generator.full_state_dict(), critic.full_state_dict()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_gradients_of_another_engines_backward_wait_for_the_step(worlds, stage):
-    first = worlds(2).run(adversaries, "stage0_ddp")[0]
-    assert all(same_bits(rank, first) for rank in worlds(2).run(adversaries, stage))
+def test_gradients_of_another_engines_backward_wait_for_the_step(world, stage):
+    assert all(map(same_bits, adversaries(world, stage), adversaries(world, "stage0_ddp")))
 
 
 class Plain:
@@ -1016,39 +883,29 @@ def in_another_order(world, make):
     return (made.full_state_dict(),)
 
 
-def ends_as_the_plain_loop(world, engine, loop):
-    ended = [loop(world, functools.partial(small_engine, engine=engine, bucket_mb=1e-4))]
-    ended.append(loop(world, functools.partial(Plain, engine=None)))
-    return all(map(same_bits, *ended))
-
-
 @pytest.mark.parametrize("loop", [gan, in_parts, of_one_graph, in_another_order])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.seven
-def test_zero_grad_and_retain_graph_do_what_they_do_in_a_plain_loop(worlds, engine, size, loop):
-    assert all(worlds(size).run(ends_as_the_plain_loop, engine, loop))
+def test_zero_grad_and_retain_graph_do_what_they_do_in_a_plain_loop(world, engine, loop):
+    ended = loop(world, functools.partial(small_engine, engine=engine, bucket_mb=1e-4))
+    assert all(map(same_bits, ended, loop(world, functools.partial(Plain, engine=None))))
 
 
-def dropped_before_they_were_reduced(world, engine):
-    """Which weights move in a step if another engine's backward left them gradients, and some were dropped."""
-    generator, critic = (
-        small_engine(world, engine, precision, seed=seed, bucket_mb=1e-4)
-        for seed, precision in enumerate(("fp32", "bf16"))
-    )
+@pytest.mark.seven
+def test_zero_grad_of_a_part_drops_what_was_not_reduced_yet(world, engine):
+    """Another engine's backward left the gradients, and some were dropped."""
+    generator = small_engine(world, engine, "fp32", bucket_mb=1e-4)
+    critic = small_engine(world, engine, "bf16", seed=1, bucket_mb=1e-4)
     before, critic.optimizer.param_groups[0]["weight_decay"] = critic.full_state_dict(), 0.0
     generator.backward(loss(critic(generator(inputs(world, 0)))))
     critic.module.head.zero_grad()
     critic.step()
-    return {name for name, value in critic.full_state_dict().items() if not torch.equal(value, before[name])}
+    moved = {name for name, value in critic.full_state_dict().items() if not torch.equal(value, before[name])}
+    assert moved
+    assert not {name for name in moved if name.startswith("head")}
 
 
-@pytest.mark.seven
-def test_zero_grad_of_a_part_drops_what_was_not_reduced_yet(worlds, engine):
-    for moved in worlds(2).run(dropped_before_they_were_reduced, engine):
-        assert moved
-        assert not {name for name in moved if name.startswith("head")}
-
-
+@functools.cache
 def distilled(world, engine):
     """Student and teacher are trained by one loss, of which one rank leaves weights unused."""
     make = functools.partial(Net, block=HalfUsed)
@@ -1058,10 +915,8 @@ def distilled(world, engine):
         student.backward(loss(student(x) - teacher(x)))
         student.step()
         teacher.step()
-    return {**student.full_state_dict(), **{f"teacher.{k}": v for k, v in teacher.full_state_dict().items()}}
+    return student.full_state_dict(), teacher.full_state_dict()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_engines_under_one_loss_agree_where_a_rank_leaves_a_weight_unused(worlds, stage):
-    reference = worlds(2).run(distilled, "baseline:AverageAfterBackward")[0]
-    assert all(same_bits(rank, reference) for rank in worlds(2).run(distilled, stage))
+def test_two_engines_under_one_loss_agree_where_a_rank_leaves_a_weight_unused(world, stage):
+    assert all(map(same_bits, distilled(world, stage), distilled(world, "baseline:AverageAfterBackward")))

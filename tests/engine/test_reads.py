@@ -12,7 +12,6 @@ from late_lanes import on_lane
 from stage_probes import writes_to_freed_weights_are_lost
 from torch import nn
 from training import (
-    SEVEN,
     STAGES,
     inputs,
     make_engine,
@@ -84,6 +83,7 @@ ROADS = {
 }
 
 
+@functools.cache
 def train_on(world, engine, road, lane):
     make, run = ROADS[road]
     with on_lane(lane, world.rank) if lane else contextlib.nullcontext():
@@ -95,9 +95,9 @@ def train_on(world, engine, road, lane):
 
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("stage", STAGES[:3])
-def test_weights_are_those_of_the_last_step_by_every_road(worlds, stage, road):
-    reference = worlds(2).run(train_on, "baseline:AverageAfterBackward", road, None)[0]
-    assert same_bits(worlds(2).run(train_on, stage, road, "late")[0], reference)
+def test_weights_are_those_of_the_last_step_by_every_road(world, stage, road):
+    expected = train_on(world, "baseline:AverageAfterBackward", road, None)
+    assert same_bits(train_on(world, stage, road, "late"), expected)
 
 
 # ---- stage 3: modules that run without their unit -------------------------------------------------------------------
@@ -120,38 +120,25 @@ class Translator(nn.Module):
         return self(x, memory)
 
 
-def generated(world, stage):
-    """What a trained model generates, and what a step thereafter makes of it."""
-    made = small_engine(world, stage, make=Translator)
-    step(made, inputs(world, 0))
+def test_a_module_that_runs_without_its_unit_has_its_weights_as_long_as_it_runs(world):
+    whole, made = (small_engine(world, name, make=Translator) for name in ("stage0_ddp", "stage3_param"))
+    for one in (whole, made):
+        step(one, inputs(world, 0))
     with torch.no_grad():
-        results = [made.module.embedding(inputs(world, 2))]
-        freed = message_of(made.module.embedding.weight.sum) is not None
-        results.append(made.module.generate(inputs(world, 1)))
-    step(made, inputs(world, 3))
-    return results, freed, made.full_state_dict()
+        assert torch.equal(made.module.embedding(inputs(world, 2)), whole.module.embedding(inputs(world, 2)))
+        assert message_of(made.module.embedding.weight.sum) is not None
+        assert torch.equal(made.module.generate(inputs(world, 1)), whole.module.generate(inputs(world, 1)))
+    for one in (whole, made):
+        step(one, inputs(world, 3))
+    assert same_bits(made.full_state_dict(), whole.full_state_dict())
 
 
-def test_a_module_that_runs_without_its_unit_has_its_weights_as_long_as_it_runs(worlds):
-    expected, _, weights = worlds(2).run(generated, "stage0_ddp")[0]
-    results, freed, after = worlds(2).run(generated, "stage3_param")[0]
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
-    assert freed
-    assert same_bits(after, weights)
-
-
-def encode_and_train(world):
-    """The message where gradients would be missed; then a step that works."""
+def test_where_gradients_are_recorded_a_module_that_runs_without_its_unit_is_refused_by_name(world):
     made = small_engine(world, "stage3_param", make=Translator)
-    with pytest.raises(RuntimeError) as caught:
+    said = "^'embedding' runs outside the forward of 'the model', to which its parameters belong"
+    with pytest.raises(RuntimeError, match=said):
         made.module.embedding(inputs(world, 0))
     step(made, inputs(world, 0))
-    return str(caught.value)
-
-
-def test_where_gradients_are_recorded_a_module_that_runs_without_its_unit_is_refused_by_name(worlds):
-    for message in worlds(2).run(encode_and_train):
-        assert message.startswith("'embedding' runs outside the forward of 'the model', to which its parameters belong")
 
 
 class Positions(nn.Module):
@@ -222,6 +209,7 @@ SITUATIONS = {
 }
 
 
+@functools.cache
 def run_alone(world, engine, situation):
     """A step in a situation; then what modules give that run alone, the wrong integers that NaN would be among it."""
     make, run = SITUATIONS[situation]
@@ -237,66 +225,54 @@ def run_alone(world, engine, situation):
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_a_module_runs_alone_in_every_situation_as_in_stage_0(worlds, situation):
-    expected, weights = worlds(2).run(run_alone, "stage0_ddp", situation)[0]
-    results, after = worlds(2).run(run_alone, "stage3_param", situation)[0]
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
+def test_a_module_runs_alone_in_every_situation_as_in_stage_0(world, situation):
+    (results, after), (expected, weights) = (run_alone(world, name, situation) for name in ("stage3_param", STAGES[0]))
+    assert all(map(torch.equal, results, expected))
     assert same_bits(after, weights)
 
 
 # ---- state dicts and copies -----------------------------------------------------------------------------------------
 
 
-def read_whole(world, stage):
-    """state_dict() and deepcopy of the module and of a part of it: within gathered(), and refusals outside."""
+def copied(module):
+    """The state dict of a module, which what comes later does not reach."""
+    return {name: value.cpu().clone() for name, value in module.state_dict().items()}
+
+
+def test_a_copy_of_the_module_is_a_plain_model_and_sharded_weights_are_not_handed_out(world, stage):
     made = small_engine(world, stage)
     step(made, inputs(world, 0))
-    roads = itertools.product((nn.Module.state_dict, copy.deepcopy), (made.module, made.module.head))
-    refusals = [message_of(*road) for road in roads]
+    for road, module in itertools.product((nn.Module.state_dict, copy.deepcopy), (made.module, made.module.head)):
+        said = message_of(road, module)
+        if stage == "stage3_param":
+            assert "read engine.full_state_dict(), or the module within engine.gathered()" in said
+            assert road is copy.deepcopy or module is made.module or "the parameters of 'head' are sharded" in said
+        else:
+            assert said is None
     with made.gathered():
-        state = {name: value.cpu().clone() for name, value in made.module.state_dict().items()}
-        twin = copy.deepcopy(made.module)
+        state, twin = copied(made.module), copy.deepcopy(made.module)
     step(made, inputs(world, 1))
-    before = {name: value.cpu().clone() for name, value in twin.state_dict().items()}
+    assert same_bits(state, copied(twin))  # the step has not reached it
+    assert not same_bits(state, made.full_state_dict())
     loss(copy.deepcopy(twin)(inputs(world, 2))).backward()
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     loss(twin(inputs(world, 2))).backward()
     optimizer.step()
-    return refusals, state, before, same_bits(before, twin.state_dict()), made.full_state_dict()
+    assert not same_bits(state, copied(twin))  # it trains, by itself
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_copy_of_the_module_is_a_plain_model_and_sharded_weights_are_not_handed_out(worlds, stage):
-    refusals, state, copied, still, now = worlds(2).run(read_whole, stage)[0]
-    if stage == "stage3_param":
-        assert all("read engine.full_state_dict(), or the module within engine.gathered()" in one for one in refusals)
-        assert "the parameters of 'head' are sharded" in refusals[1]
-    else:
-        assert refusals == [None] * 4
-    assert same_bits(state, copied)  # the step after it has not reached it
-    assert not same_bits(copied, now)
-    assert not still  # it trains, by itself
-
-
-def used_later(world, stage):
-    """A state_dict of within gathered(), used after it; and what the model says when its engine is deleted."""
-    made = small_engine(world, stage)
+def test_a_state_dict_lasts_and_a_model_whose_engine_is_deleted_hands_out_no_nan(world, stage):
+    made, plain = small_engine(world, stage), Net()
     step(made, inputs(world, 0))
     with made.gathered():
         state = made.module.state_dict()
-    plain, whole, module = Net(), made.full_state_dict(), made.module
     plain.load_state_dict(state)
+    assert same_bits(plain.state_dict(), made.full_state_dict())
+    module = made.module
     del made
-    calls = (functools.partial(module, inputs(world, 1)), module.state_dict, module.head.state_dict)
-    return same_bits(plain.state_dict(), whole), [message_of(call) for call in calls]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_state_dict_lasts_and_a_model_whose_engine_is_deleted_hands_out_no_nan(worlds, stage):
     gone = "the engine that held these parameters is deleted, and they have no values any more"
-    for lasts, messages in worlds(2).run(used_later, stage):
-        assert lasts
-        assert messages == [gone if stage == "stage3_param" else None] * 3
+    for call in (functools.partial(module, inputs(world, 1)), module.state_dict, module.head.state_dict):
+        assert message_of(call) == (gone if stage == "stage3_param" else None)
 
 
 def average_of_weights(world, stage):
@@ -311,8 +287,8 @@ def average_of_weights(world, stage):
     return {name: value.detach().cpu() for name, value in average.module.named_parameters()}
 
 
-def test_weights_are_averaged_alike_in_every_stage(worlds):
-    first, *others = [worlds(2).run(average_of_weights, stage)[0] for stage in STAGES]
+def test_weights_are_averaged_alike_in_every_stage(world):
+    first, *others = [average_of_weights(world, stage) for stage in STAGES]
     assert all(same_bits(first, other) for other in others)
 
 
@@ -333,6 +309,7 @@ FUNCTIONS = {
 }
 
 
+@functools.cache
 def transformed(world, name):
     """What torch.func makes of a model within gathered(), and a step after it."""
     made, x = small_engine(world, name, make=Rooted), inputs(world, 0)
@@ -344,59 +321,47 @@ def transformed(world, name):
     return results, made.full_state_dict()
 
 
-def test_torch_func_runs_within_gathered_as_in_stage_0(worlds):
-    expected, *others = [worlds(2).run(transformed, name)[0] for name in SEVEN]
-    for results, weights in others:
-        assert same_bits(results, expected[0])
-        assert same_bits(weights, expected[1])
+@pytest.mark.seven
+def test_torch_func_runs_within_gathered_as_in_stage_0(world, engine):
+    (results, weights), (expected, expected_weights) = (transformed(world, name) for name in (engine, "stage0_ddp"))
+    assert same_bits(results, expected)
+    assert same_bits(weights, expected_weights)
 
 
 # ---- what is freed --------------------------------------------------------------------------------------------------
 
 
-def test_what_is_written_to_a_freed_weight_reaches_no_other_and_does_not_last(worlds):
-    assert worlds(2).run(writes_to_freed_weights_are_lost, "stage3_param", None) == [[]] * 2
+def test_what_is_written_to_a_freed_weight_reaches_no_other_and_does_not_last(world):
+    assert writes_to_freed_weights_are_lost(world, "stage3_param", None) == []
 
 
 # ---- to one rank ----------------------------------------------------------------------------------------------------
 
 
-def whole_for(world, name, precision, to_rank):
-    """Whether one rank gets what all would; what this rank holds more meanwhile, what it sends, and its shards."""
-    made = make_engine(name, precision=precision)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.seven
+def test_a_state_dict_for_one_rank_is_whole_there_and_nowhere_else(world, engine, precision):
+    made, receiver = make_engine(engine, precision=precision), world.size - 1
     train_step(made, world)
     everywhere = made.full_state_dict()
     with Timeline(made) as timeline:
         torch.empty(0)  # it counts after each operation, of which there may be none
-        state = made.full_state_dict(to_rank=to_rank)
-    held, sent = timeline.peak_of("activations"), made.comm.traffic.by_collective().get("gather", 0)
+        state = made.full_state_dict(to_rank=receiver)
+    if world.rank == receiver:
+        assert same_bits(state, everywhere)
+        return
+    assert state == {}
+    keeps_whole = engine == STAGES[0] or (precision == "fp32" and engine in ("stage1_os", "stage2_grad", "offload"))
     shards = sum(4 * bucket.shard_numel for bucket in made.buckets)
-    return state, state == {} or same_bits(state, everywhere), held, sent, shards
+    assert made.comm.traffic.by_collective().get("gather", 0) == (0 if keeps_whole else shards)
+    # Infinity reads its shard of one bucket after the other, in whole pages.
+    held, whole = timeline.peak_of("activations"), sum(value.nbytes for value in everywhere.values())
+    assert held < whole if engine == "offload.nvme" else held == 0
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("name", SEVEN)
-def test_a_state_dict_for_one_rank_is_whole_there_and_nowhere_else(worlds, name, size, precision):
-    *others, (whole, same, *_) = worlds(size).run(whole_for, name, precision, size - 1)
-    assert same
-    keeps_whole = name == "stage0_ddp" or (precision == "fp32" and name in ("stage1_os", "stage2_grad", "offload"))
-    for state, _, held, sent, shards in others:
-        assert state == {}
-        assert sent == (0 if keeps_whole else shards)
-        # Infinity reads its shard of one bucket after the other, in whole pages.
-        assert held < sum(value.nbytes for value in whole.values()) if name == "offload.nvme" else held == 0
-
-
-NO_RANKS = (-1, 2, "0")
-
-
-def asked_for(world, name):
-    made = make_engine(name)
-    return [message_in_step(made.full_state_dict, to_rank=rank) for rank in NO_RANKS]
-
-
-@pytest.mark.parametrize("name", SEVEN)
-def test_a_state_dict_for_no_rank_is_refused(worlds, name):
-    how = "give a rank, 0 to 1, the same on all of them; None gives it to all"
-    assert worlds(2).run(asked_for, name) == [[f"to_rank={rank}: {how}" for rank in NO_RANKS]] * 2
+@pytest.mark.parametrize("rank", [-1, 2, "0"])
+@pytest.mark.seven
+def test_a_state_dict_for_no_rank_is_refused(world, engine, rank):
+    said = message_in_step(make_engine(engine).full_state_dict, to_rank=rank)
+    assert said == f"to_rank={rank}: give a rank, 0 to 1, the same on all of them; None gives it to all"

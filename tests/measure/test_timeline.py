@@ -9,13 +9,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from commands import refused
 from places import ROOT
 from torch.profiler import record_function
 from traces import record
 from training import batch, make_engine
 
-from common import loop, models, train
+from common import loop, models
 from common.measure.timeline import PHASES, Recording, merge, overlap, rows
 from common.ranks.lanes import Handle
 
@@ -118,31 +117,25 @@ def test_some_of_the_collectives_time_lies_beside_computation(traces, stage):
 
 
 @pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])
-def test_recomputation_shows_and_no_range_stays_open(worlds, tmp_path, kind):
-    trace = worlds(1).run(record_recomputation, kind, tmp_path / "trace.json")[0]
+@pytest.mark.ranks(1)
+def test_recomputation_shows_and_no_range_stays_open(world, tmp_path, kind):
+    model = models.build("gpt-tiny", checkpoint_activations=kind)
+    trace = record(world, "stage3_param", model, tmp_path / "trace.json")
     ((_, _, begin, end),) = [one for one in ranges(trace, 0, "backward") if one[0] == "backward"]
     again = [one for one in ranges(trace, 0, "forward of blocks.") if one[2] > begin]
     assert [name for name, *_ in again] == ["forward of blocks.1", "forward of blocks.0"]
     assert all(one[3] < end for one in again)
 
 
-def record_recomputation(world, kind, path):
-    model = models.build("gpt-tiny", checkpoint_activations=kind)
-    return record(world, "stage3_param", model, path)
-
-
-def test_a_recording_leaves_no_hook_behind(worlds):
-    assert worlds(1).run(hooks_left) == [0]
-
-
-def hooks_left(world):
+@pytest.mark.ranks(1)
+def test_a_recording_leaves_no_hook_behind(world):
     engine = make_engine("stage1_os")
     before = count_hooks(engine.module)
     recording = Recording(engine)
     recording.start()
     loop.train_step(engine, [batch(engine.module, world)])
     recording.stop()
-    return count_hooks(engine.module) - before
+    assert count_hooks(engine.module) == before
 
 
 def count_hooks(model):
@@ -251,14 +244,3 @@ def test_a_command_writes_a_trace_of_two_steps_and_prints_the_overlap(tmp_path):
     trace = json.loads(path.read_text())
     names = [name for name, *_ in ranges(trace, 1, *PHASES) if name in PHASES]
     assert names == 2 * list(PHASES)  # what the first step gathers travels beside the second
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--trace", "/no/such/folder/x.json", "--steps", "6"), "--trace /no/such/folder/x.json: there is no such"),
-        (("--trace", "x.json", "--steps", "4"), "a trace needs 5"),
-    ],
-)
-def test_a_trace_that_cannot_be_is_refused_in_one_line(capfd, options, message):
-    assert message in refused(capfd, train.main, "stage2_grad", options)

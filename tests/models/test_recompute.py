@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from torch import nn
-from training import STAGES, make_engine, same_bits, train_step
+from training import make_engine, same_bits, train_step
 
 from common import models
 from common.errors import InputError
@@ -16,6 +16,7 @@ from common.models.recompute import KINDS, run_blocks
 MODELS = ["gpt-tiny", "llama-tiny", "moe-tiny", "resnet-tiny", "lora-tiny"]
 
 
+@functools.cache
 def run(world, stage, model, kind):
     """Three steps; return (weights and buffers, losses, peak of activations in a fourth)."""
     engine = make_engine(stage, models.build(model, checkpoint_activations=kind))
@@ -26,20 +27,13 @@ def run(world, stage, model, kind):
     return state, losses, timeline.peak_of("activations")
 
 
-@functools.cache
-def without(worlds, stage, model):
-    return worlds(2).run(run, stage, model, None)[0]
-
-
-@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_bits_from_fewer_activations(worlds, kind, model, stage):
-    state, losses, activations = worlds(2).run(run, stage, model, kind)[0]
-    plain_state, plain_losses, plain_activations = without(worlds, stage, model)
-    assert same_bits(state, plain_state)  # BatchNorm's running statistics among them
-    assert losses == plain_losses
-    assert activations < plain_activations
+def test_the_same_bits_from_fewer_activations(world, kind, model, stage):
+    (state, losses, activations), plain = (run(world, stage, model, how) for how in (kind, None))
+    assert same_bits(state, plain[0])  # BatchNorm's running statistics among them
+    assert losses == plain[1]
+    assert activations < plain[2]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,5 +1,6 @@
 """Infinity: the bits of stage 3 wherever its states lie, bytes as predicted in every tier, and disks that fail."""
 
+import contextlib
 import errno
 import functools
 import itertools
@@ -12,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from commands import refused
 from infinity_probes import counts
 from late_lanes import on_lane
 from machine import linux
@@ -43,7 +43,7 @@ MB = 10**6
 
 
 def trained(world, tiers, precision, backwards, clip_norm):
-    """Train stage 3, or Infinity with its states in these tiers; return all that can be compared."""
+    """Train stage 3, or Infinity with its states in these tiers: bytes are as predicted. Return losses and a digest."""
     options = {"precision": precision, "clip_norm": clip_norm}
     if tiers is not None:
         options |= {"tiers": dict(zip(STATES, tiers, strict=True)), "sub_group_mb": TINY}
@@ -56,11 +56,17 @@ def trained(world, tiers, precision, backwards, clip_norm):
             made.backward(loss)
             losses.append(loss.item())
         made.step()
-    counted = {} if tiers is None else counts(made)
-    return (losses, sha256(made.full_state_dict())), counted
+    if tiers is not None:
+        as_predicted(made)
+    return losses, sha256(made.full_state_dict())
 
 
 CASES = [("fp32", 1, None), ("bf16", 2, 0.5), ("fp16", 1, None), ("fp32", 3, 0.5)]
+
+
+def as_predicted(made):
+    for what, (measured, predicted) in counts(made).items():
+        assert measured == predicted, what
 
 
 @pytest.mark.parametrize(("precision", "backwards", "clip_norm"), CASES)
@@ -68,22 +74,18 @@ CASES = [("fp32", 1, None), ("bf16", 2, 0.5), ("fp16", 1, None), ("fp32", 3, 0.5
     "placements", [SAMPLE, pytest.param(PLACEMENTS, marks=pytest.mark.exhaustive)], ids=["sample", "all"]
 )
 def test_wherever_states_lie_the_bits_are_stage_3s_and_the_bytes_those_predicted(
-    worlds, placements, precision, backwards, clip_norm
+    world, placements, precision, backwards, clip_norm
 ):
-    expected = [found for found, _ in worlds(2).run(trained, None, precision, backwards, clip_norm)]
+    expected = trained(world, None, precision, backwards, clip_norm)
     for placement in placements:
-        answers = worlds(2).run(trained, placement, precision, backwards, clip_norm)
-        assert [found for found, _ in answers] == expected, placement
-        for _, counted in answers:
-            for what, (measured, predicted) in counted.items():
-                assert measured == predicted, (placement, what)
+        assert trained(world, placement, precision, backwards, clip_norm) == expected, placement
 
 
 @pytest.mark.parametrize("other", ["stage0_ddp", "offload", "offloaded:Spread", "offloaded:OnDisk"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_checkpoints_go_to_disk_and_come_from_there(worlds, tmp_path, other, precision):
+def test_checkpoints_go_to_disk_and_come_from_there(world, tmp_path, other, precision):
     for number, pair in enumerate([("offloaded:OnDisk", other), (other, "offloaded:OnDisk")]):
-        assert all(worlds(2).run(handed_on, *pair, str(tmp_path / str(number)), precision))
+        assert handed_on(world, *pair, tmp_path / str(number), precision)
 
 
 OPTIMIZERS = {
@@ -94,16 +96,15 @@ OPTIMIZERS = {
 }
 
 
+@functools.cache
 def stepped_by(world, engine, optimizer):
     made = make_engine(engine, optimizer=OPTIMIZERS[optimizer])
     return [train_step(made, world, step) for step in range(3)], sha256(made.full_state_dict())
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_any_optimizers_states_go_to_disk(worlds, optimizer):
-    assert worlds(2).run(stepped_by, "offloaded:OnDisk", optimizer) == worlds(2).run(
-        stepped_by, "stage3_param", optimizer
-    )
+def test_any_optimizers_states_go_to_disk(world, optimizer):
+    assert stepped_by(world, "offloaded:OnDisk", optimizer) == stepped_by(world, "stage3_param", optimizer)
 
 
 class Kept(torch.optim.SGD):
@@ -140,28 +141,25 @@ class Wide(nn.Module):
 
 
 def saved_again(world, engine, path, dtype):
-    """Step, save, load, save and load again, each followed by a step. Return the weights, and bytes after a step."""
-    made, counted = make_engine(engine, Wide(), functools.partial(Kept, dtype=dtype)), {}
+    """Step, save, load, save and load again, each followed by a step. Return a digest of the weights."""
+    torch.manual_seed(world.rank)
+    made = make_engine(engine, Wide(), functools.partial(Kept, dtype=dtype))
     for step in range(3):
         for micro in range(2):
             made.comm.traffic.reset()
             made.backward(made(torch.randn(100, 100)).pow(2).mean())
             made.step()
             if step == 0 and micro == 1 and engine == "offloaded:OnDisk":
-                counted = counts(made)  # a load makes fp32 of all states
+                as_predicted(made)  # before a load, which makes fp32 of all states
         made.save(path)
         made.load(path)
-    return sha256(made.full_state_dict()), counted
+    return sha256(made.full_state_dict())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_elements_of_any_width_are_trained_saved_and_loaded(worlds, tmp_path, dtype):
-    expected = worlds(2).run(saved_again, "stage3_param", tmp_path, dtype)
-    answers = worlds(2).run(saved_again, "offloaded:OnDisk", tmp_path, dtype)
-    for (digest, counted), (of_stage_3, _) in zip(answers, expected, strict=True):
-        assert digest == of_stage_3
-        for what, (measured, predicted) in counted.items():
-            assert measured == predicted, what
+def test_elements_of_any_width_are_trained_saved_and_loaded(world, tmp_path, dtype):
+    ended, expected = (saved_again(world, name, tmp_path, dtype) for name in ("offloaded:OnDisk", "stage3_param"))
+    assert ended == expected
 
 
 def norms_and_buffers(world, engine, precision):
@@ -184,13 +182,10 @@ def norms_and_buffers(world, engine, precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_norm_and_overflow_look_at_a_sub_group_at_a_time(worlds, precision):
-    expected = worlds(2).run(norms_and_buffers, "stage3_param", precision)
-    for (norms, buffers), (norms_of_stage_3, _) in zip(
-        worlds(2).run(norms_and_buffers, "offloaded:OnDisk", precision), expected, strict=True
-    ):
-        assert norms == norms_of_stage_3
-        assert buffers[0] <= buffers[1] == 15
+def test_norm_and_overflow_look_at_a_sub_group_at_a_time(world, precision):
+    norms, buffers = norms_and_buffers(world, "offloaded:OnDisk", precision)
+    assert norms == norms_and_buffers(world, "stage3_param", precision)[0]
+    assert buffers[0] <= buffers[1] == 15
 
 
 class Lookahead(torch.optim.SGD):
@@ -210,38 +205,32 @@ class Lookahead(torch.optim.SGD):
                 weight.copy_(self.slow[weight].lerp_(weight, 0.5))
 
 
-def test_an_optimizer_that_copies_weights_when_it_is_built_is_refused_on_disk(worlds):
-    for said in worlds(2).run(functools.partial(refusal, optimizer=Lookahead)):
-        assert "Lookahead looks at the weights when it is built" in said
-        assert "'cpu'" in said
-    beside = functools.partial(refusal, optimizer=Lookahead, tiers="cpu")
-    assert worlds(2).run(beside) == [None, None]
+def test_an_optimizer_that_copies_weights_when_it_is_built_is_refused_on_disk(world):
+    said = refusal(optimizer=Lookahead)
+    assert "Lookahead looks at the weights when it is built" in said
+    assert "'cpu'" in said
+    assert refusal(optimizer=Lookahead, tiers="cpu") is None
 
 
-def asked_of_the_optimizer(world):
-    """What it says when its state dict is asked for, and when it is to take over that of another."""
+@pytest.mark.ranks(1)
+def test_the_optimizers_own_state_dict_is_refused_where_its_states_lie_on_disk(world):
     others = torch.optim.AdamW([nn.Parameter(torch.zeros(64))])
     others.param_groups[0]["params"][0].grad = torch.zeros(64)
     others.step()
-    made, said = make_engine("offload.nvme"), []
-    for call in ("load_state_dict", "state_dict", "load_state_dict"):
-        given = [others.state_dict()] * (call == "load_state_dict")
-        said.append(message_of(getattr(made.optimizer, call), *given))
+    made = make_engine("offload.nvme")
+    for _ in range(2):  # before there are states, and after
+        said = message_of(made.optimizer.load_state_dict, others.state_dict())
+        assert "write engine.save(path)" in said and "engine.load(path), which cut it anew" in said
         train_step(made, world)
-    return said
-
-
-def test_the_optimizers_own_state_dict_is_refused_where_its_states_lie_on_disk(worlds):
-    for said in worlds(1).run(asked_of_the_optimizer):
-        assert all("write engine.save(path)" in one for one in said)
-        assert ["engine.load(path), which cut it anew" in one for one in said] == [True, False, True]
+        assert "write engine.save(path)" in message_of(made.optimizer.state_dict)
 
 
 # ---- ahead --------------------------------------------------------------------------------------------------------
 
 
-def reads_and_uses(world):
-    """In what order units are read from disk and needed, in a step whose order is known."""
+@pytest.mark.ranks(1)
+def test_a_unit_is_read_at_least_two_units_before_it_is_needed(world):
+    """In a step whose order is known."""
     made, order = make_engine("offloaded:OnDisk", GPT(GPTConfig(layers=6, width=32, heads=2, sequence=32))), []
     for step in range(2):
         train_step(made, world, step)
@@ -260,11 +249,6 @@ def reads_and_uses(world):
     with mock.patch.object(OnDisk, "_read", noted_read), mock.patch.object(InfinityEngine, "use", noted_use):
         inputs, targets = batch(made.module, world, 2)
         made.backward(models.loss(made(inputs), targets))
-    return order
-
-
-def test_a_unit_is_read_at_least_two_units_before_it_is_needed(worlds):
-    order = worlds(1).run(reads_and_uses)[0]
     uses = [n for n, (what, name) in enumerate(order) if what == "use" and ("use", name) != order[n - 1]]
     seen = 0
     for before, now in itertools.pairwise(uses):
@@ -313,22 +297,19 @@ def waited_for(world, disk, computation):
     return sorted(waited[2:])[-2], len(waited)
 
 
-def test_a_disk_that_is_faster_than_the_computation_is_never_waited_for(worlds):
-    for longest, units in worlds(2).run(waited_for, 0.02, 0.04):
-        assert longest < 0.02
-        assert units >= 8  # in forward and in backward
-    for longest, _ in worlds(2).run(waited_for, 0.1, 0.0):  # a slower one is
-        assert longest > 0.05
-
-
-def lanes_end(world, lane):
-    with on_lane(lane, world.rank):
-        return stepped_by(world, "offloaded:OnDisk", "momentum")
+def test_a_disk_that_is_faster_than_the_computation_is_never_waited_for(world):
+    longest, units = waited_for(world, 0.02, 0.04)
+    assert longest < 0.02
+    assert units >= 8  # in forward and in backward
+    longest, _ = waited_for(world, 0.1, 0.0)  # a slower one is
+    assert longest > 0.05
 
 
 @pytest.mark.parametrize("lane", ["late", "drowsy"])
-def test_late_disks_and_lanes_change_no_bit(worlds, lane):
-    assert worlds(2).run(lanes_end, lane) == worlds(2).run(stepped_by, "stage3_param", "momentum")
+def test_late_disks_and_lanes_change_no_bit(world, lane):
+    with on_lane(lane, world.rank):
+        ended = stepped_by(world, "offloaded:OnDisk", "momentum")
+    assert ended == stepped_by(world, "stage3_param", "momentum")
 
 
 def test_a_trace_has_rows_for_disk_bus_collectives_and_computation(worlds, tmp_path):
@@ -342,7 +323,7 @@ def test_a_trace_has_rows_for_disk_bus_collectives_and_computation(worlds, tmp_p
 # ---- disks that fail ----------------------------------------------------------------------------------------------
 
 
-def refusal(world, **options):
+def refusal(**options):
     return message_of(make_engine, "offload.nvme", **options)
 
 
@@ -356,41 +337,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_be_is_refused_on_every_rank_in_one_line(worlds, said):
-    for found in worlds(2).run(functools.partial(refusal, **REFUSED[said])):
-        assert said in found
-        assert "\n" not in found
-
-
-def full_at_the_door(world, folder):
-    with mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
-        return refusal(world, path=folder), os.listdir(folder)
-
-
-def test_a_full_disk_is_refused_before_training_and_nothing_is_left_there(worlds, tmp_path):
-    for said, _ in worlds(2).run(full_at_the_door, str(tmp_path)):
-        assert "No space left" in said
-        assert "are needed for this rank" in said
-
-
-def fails_in_a_step(world, folder, fault):
-    """Train, save, and train on with a disk that fails on the last rank; then in a new engine from what was saved."""
-    disk, saved = Path(folder) / "disk", Path(folder) / "saved"
-    disk.mkdir(exist_ok=True)
-    made = make_engine("offload.nvme", path=disk, sub_group_mb=TINY)
-    train_step(made, world)
-    made.save(saved)
-    before = made.full_state_dict()
-    here = world.rank == world.size - 1
-    with FAULTS[fault](made) if here else mock.patch("os.sep", os.sep):
-        said = [message_of(train_step, made, world, step) for step in (1, 2)]  # the second is refused at once
-        said += [message_of(made.save, saved), message_of(made.full_state_dict)]
-    del made
-    again = make_engine("offload.nvme", path=disk, sub_group_mb=TINY, seed=1)
-    again.load(saved)
-    same = same_bits(before, again.full_state_dict())
-    train_step(again, world, 1)
-    return said, same
+def test_what_cannot_be_is_refused_on_every_rank_in_one_line(world, said):
+    found = refusal(**REFUSED[said])
+    assert said in found
+    assert "\n" not in found
 
 
 def no_space(made):
@@ -401,36 +351,66 @@ def no_read(made):
     return mock.patch.object(os, "preadv", side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
 
 
+def test_a_full_disk_is_refused_before_training(world, tmp_path):
+    with mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
+        said = refusal(path=tmp_path)
+    assert "No space left" in said
+    assert "are needed for this rank" in said
+
+
+@contextlib.contextmanager
+def on_rank_1(world, fault, made):
+    """On it, a disk that fails from now on."""
+    with FAULTS[fault](made) if world.rank == 1 else contextlib.nullcontext():
+        yield
+
+
+def begin(world, folder):
+    """An engine on disk that has trained a step and saved it; and its weights."""
+    made = make_engine("offload.nvme", path=folder / "disk", sub_group_mb=TINY)
+    train_step(made, world)
+    made.save(folder / "saved")
+    return made, made.full_state_dict()
+
+
+def loads(folder, before):
+    again = make_engine("offload.nvme", path=folder / "disk", sub_group_mb=TINY, seed=1)
+    again.load(folder / "saved")
+    assert same_bits(before, again.full_state_dict())
+    return again
+
+
 FAULTS = {"No space left": no_space, "Input/output error": no_read}
 
 
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "disk").mkdir()
+    return tmp_path
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_disk_that_fails_in_a_step_is_told_on_every_rank_and_the_checkpoint_stands(worlds, tmp_path, fault):
-    for said, same in worlds(2).run(fails_in_a_step, str(tmp_path), fault):
-        assert all(fault in one and "rank 1 cannot" in one and "checkpoint" in one for one in said[:2])
-        assert all("build the engine anew" in one for one in said[2:])
-        assert same
+def test_a_disk_that_fails_in_a_step_is_told_on_every_rank_and_the_checkpoint_stands(world, folder, fault):
+    made, before = begin(world, folder)
+    with on_rank_1(world, fault, made):
+        for step in (1, 2):  # the second is refused at once
+            said = message_of(train_step, made, world, step)
+            assert fault in said and "rank 1 cannot" in said and "checkpoint" in said
+        for call in (functools.partial(made.save, folder / "saved"), made.full_state_dict):
+            assert "build the engine anew" in message_of(call)
+    del made
+    train_step(loads(folder, before), world, 1)
 
 
-def fails_in_a_save(world, folder):
-    """Save; save again and ask for the model while the last rank's disk cannot be read. Return what they said."""
-    made = make_engine("offload.nvme", sub_group_mb=TINY)
-    train_step(made, world)
-    made.save(folder)
-    before = made.full_state_dict()
+def test_what_a_disk_cannot_read_is_not_saved(world, folder):
+    made, before = begin(world, folder)
     train_step(made, world, 1)
-    here = world.rank == world.size - 1
-    with no_read(made) if here else mock.patch("os.sep", os.sep):
-        said = message_of(made.save, folder), message_of(made.full_state_dict)
-    again = make_engine("offload.nvme", sub_group_mb=TINY, seed=1)
-    again.load(folder)
-    return said, same_bits(before, again.full_state_dict())
-
-
-def test_what_a_disk_cannot_read_is_not_saved(worlds, tmp_path):
-    for said, same in worlds(2).run(fails_in_a_save, tmp_path):
-        assert all("rank 1" in one and "Input/output error" in one for one in said)
-        assert same
+    with on_rank_1(world, "Input/output error", made):
+        for call in (functools.partial(made.save, folder / "saved"), made.full_state_dict):
+            said = message_of(call)
+            assert "rank 1" in said and "Input/output error" in said
+    del made
+    loads(folder, before)
 
 
 def reads_all(made, losses):
@@ -463,75 +443,58 @@ CALLS = {"gathered": reads_all, "a layer alone": runs_a_layer, "a block alone": 
 CALLS |= {"the module itself": runs_the_module, "backward": runs_backward}
 
 
-def fails_outside_forward(world, call):
-    """Two calls with a disk that fails on the last rank: what they said, and the units that are still held."""
-    made = make_engine("offload.nvme", sub_group_mb=TINY)
-    train_step(made, world)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_disk_that_fails_where_weights_are_read_or_in_backward_is_told_on_every_rank(world, folder, call):
+    made, _ = begin(world, folder)
     inputs, targets = batch(made.module, world)
     losses = [models.loss(made(inputs), targets) for _ in range(2)]
-    here = world.rank == world.size - 1
-    with no_read(made) if here else mock.patch("os.sep", os.sep):
-        said = [message_of(CALLS[call], made, losses) for _ in range(2)]
-    return said, [unit.name for unit in made.units if unit.pins]
+    with on_rank_1(world, "Input/output error", made):
+        for _ in range(2):
+            said = message_of(CALLS[call], made, losses)
+            assert "rank 1 cannot read" in said and "load the last checkpoint" in said
+    assert not any(unit.pins for unit in made.units)
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_disk_that_fails_where_weights_are_read_or_in_backward_is_told_on_every_rank(worlds, call):
-    for said, held in worlds(2).run(fails_outside_forward, call):
-        assert all("rank 1 cannot read" in one and "load the last checkpoint" in one for one in said)
-        assert held == []
-
-
-def two_in_one_folder(world, folder):
-    made = make_engine("offload.nvme", path=folder)
-    train_step(made, world)
-    other = make_engine("offload.nvme", path=folder)
-    train_step(other, world)
-    train_step(made, world, 1)
-    train_step(other, world, 1)
-    return sha256(made.full_state_dict()), sha256(other.full_state_dict())
-
-
+@functools.cache
 def alone(world):
+    """A digest of the weights after two steps of stage 3."""
     made = make_engine("stage3_param")
     for step in range(2):
         train_step(made, world, step)
     return sha256(made.full_state_dict())
 
 
-def test_engines_share_a_folder(worlds, tmp_path):
-    for digests, other in zip(worlds(2).run(two_in_one_folder, str(tmp_path)), worlds(2).run(alone), strict=True):
-        assert digests == (other, other)
-
-
-def left_behind(world, folder):
-    made = make_engine("offload.nvme", path=folder)
-    train_step(made, world)
-    during = open_in(folder)
-    del made
-    return during, open_in(folder), os.listdir(folder)
+def test_engines_share_a_folder(world, tmp_path):
+    engines = [make_engine("offload.nvme", path=tmp_path) for _ in range(2)]
+    for step in range(2):
+        for made in engines:
+            train_step(made, world, step)
+    for made in engines:
+        assert sha256(made.full_state_dict()) == alone(world)
 
 
 def open_in(folder):
     """How many files in a folder, with a name or without, this process has open."""
-    return sum(os.path.realpath(file).startswith(folder) for file in Path("/proc/self/fd").iterdir())
+    return sum(os.path.realpath(file).startswith(str(folder)) for file in Path("/proc/self/fd").iterdir())
 
 
 @linux
-def test_swap_files_go_with_their_engine(worlds, tmp_path):
-    assert worlds(1).run(left_behind, str(tmp_path)) == [(1, 0, [])]
+@pytest.mark.ranks(1)
+def test_swap_files_go_with_their_engine(world, tmp_path):
+    made = make_engine("offload.nvme", path=tmp_path)
+    train_step(made, world)
+    assert open_in(tmp_path) == 1
+    del made
+    assert open_in(tmp_path) == 0
+    assert os.listdir(tmp_path) == []
 
 
-def test_without_o_direct_it_works_and_says_so_once(worlds, tmp_path, capfd):
-    assert all(worlds(2).run(without_o_direct, str(tmp_path)))
-
-
-def without_o_direct(world, folder):
+def test_without_o_direct_it_works(world, tmp_path):
     with mock.patch.object(swap, "set_direct", lambda fd: False):
-        made = make_engine("offload.nvme", path=folder)
+        made = make_engine("offload.nvme", path=tmp_path)
     for step in range(2):
         train_step(made, world, step)
-    return sha256(made.full_state_dict()) == alone(world)
+    assert sha256(made.full_state_dict()) == alone(world)
 
 
 # ---- under the wall -----------------------------------------------------------------------------------------------
@@ -569,19 +532,3 @@ def test_the_largest_model_lies_on_disk_and_leaves_nothing_there(tmp_path):
     assert found["disk_state_bytes"] == found["predicted_disk_state_bytes"]
     assert sum(found["disk_state_bytes"].values()) == pytest.approx(largest.BYTES * found["parameters"], rel=0.05)
     assert not any((tmp_path / "disk").iterdir())
-
-
-BAD = {
-    "--rate 0": (ablation, "--rate 0.0: give MB a second"),
-    "--nproc one": (ablation, "--nproc one: give numbers of ranks"),
-    "--batch 3": (ablation, "--batch 3: it cannot be divided over 2 ranks"),
-    "--width 0": (largest, "--width 0: at least 1"),
-    "--path /proc": (largest, "are free there"),
-}
-
-
-@pytest.mark.parametrize("options", BAD)
-def test_bad_options_get_one_line_and_exit_status_2(options, capfd):
-    command, said = BAD[options]
-    more = ["--oversubscribe"] if command is ablation else []
-    assert said in refused(capfd, command.main, [*options.split(), *more])

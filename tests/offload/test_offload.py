@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from commands import refused
 from formulas import bytes_held, bytes_on_host
 from matrix import Cell, train_cell
 from offload_probes import counts, delayed, lies_on_the_host, loads_over_what_is_under_way
@@ -38,38 +37,35 @@ MB = 10**6
 # ---- exact --------------------------------------------------------------------------------------------------------
 
 
+def ends(world, engine, cell):
+    found = train_cell(world, engine, cell)
+    return found["digest"], found["losses"], found["norms"]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_ratio_ends_with_the_bits_of_stage_2(worlds, option, precision):
+@pytest.mark.ranks(3)
+def test_every_ratio_ends_with_the_bits_of_stage_2(world, option, precision):
     cell = Cell("gpt-tiny", precision, 3, option)
-    reference = worlds(3).run(train_cell, "stage2_grad", cell)
+    expected = ends(world, "stage2_grad", cell)
     for engine in RATIOS:
-        assert equal(worlds(3).run(train_cell, engine, cell), reference), engine
+        assert ends(world, engine, cell) == expected, engine
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("option", [*OPTIONS, "evaluated between steps"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_delayed_update_is_that_of_a_plain_loop_with_the_same_delay(worlds, size, option, precision):
-    cell = Cell("gpt-tiny", precision, size, option)
-    reference = worlds(size).run(train_cell, "offloaded:DelayedLoop", cell)
+@pytest.mark.ranks(1, 2)
+def test_a_delayed_update_is_that_of_a_plain_loop_with_the_same_delay(world, option, precision):
+    cell = Cell("gpt-tiny", precision, world.size, option)
+    expected = ends(world, "offloaded:DelayedLoop", cell)
     for engine in DELAYS:
-        assert equal(worlds(size).run(train_cell, engine, cell), reference), engine
-
-
-def equal(ranks, others):
-    return all(
-        rank[key] == other[key]
-        for rank, other in zip(ranks, others, strict=True)
-        for key in ("digest", "losses", "norms")
-    )
+        assert ends(world, engine, cell) == expected, engine
 
 
 @pytest.mark.parametrize("lane", ["late", "drowsy"])
 @pytest.mark.parametrize("name", DELAYS)
-def test_a_delayed_update_is_the_same_whenever_the_host_steps(worlds, tmp_path, name, lane):
-    for broken in worlds(2).run(delayed, name, str(tmp_path), lane):
-        assert broken == []
+def test_a_delayed_update_is_the_same_whenever_the_host_steps(world, tmp_path, name, lane):
+    assert delayed(world, name, str(tmp_path), lane) == []
 
 
 OPTIMIZERS = {
@@ -111,53 +107,41 @@ def steps_slowly(world, engine, optimizer):
     ("reference", "name"), [("stage2_grad", "offload"), ("offloaded:DelayedLoop", "offloaded:Delayed")]
 )
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_step_on_the_host_meets_no_half_made_states_of_another(worlds, optimizer, reference, name):
-    pair = (worlds(2).run(steps_slowly, engine, optimizer) for engine in (reference, name))
-    for (losses, weights), (found, others) in zip(*pair, strict=True):
-        assert found == losses
-        assert same_bits(weights, others)
+def test_a_step_on_the_host_meets_no_half_made_states_of_another(world, optimizer, reference, name):
+    (losses, weights), (found, others) = (steps_slowly(world, engine, optimizer) for engine in (reference, name))
+    assert found == losses
+    assert same_bits(weights, others)
 
 
-def kept_beside(world):
-    """States that a piece's own optimizer keeps after it is built, beside those on the host."""
+@pytest.mark.ranks(1)
+def test_states_that_an_optimizer_makes_when_it_is_built_are_not_kept_twice(world):
+    """Beside those on the host."""
     made = make_engine("offload", optimizer=OPTIMIZERS["Adagrad"])
-    return [dict(piece.stepper._optimizer.state) for bucket in made.buckets for piece in bucket.pieces]
+    assert not any(piece.stepper._optimizer.state for bucket in made.buckets for piece in bucket.pieces)
 
 
-def test_states_that_an_optimizer_makes_when_it_is_built_are_not_kept_twice(worlds):
-    assert not any(worlds(1).run(kept_beside)[0])
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("other", [*ENGINES, "offloaded:Half"])
-def test_checkpoints_go_into_and_out_of_every_engine(worlds, tmp_path, other, precision):
+def test_checkpoints_go_into_and_out_of_every_engine_in_16_bit(world, tmp_path, other):
     for number, pair in enumerate([("offload", other), (other, "offload")]):
-        assert all(worlds(2).run(handed_on, *pair, str(tmp_path / str(number)), precision))
+        assert handed_on(world, *pair, tmp_path / str(number), "bf16")
 
 
-def resumed_at_once_delayed(world, folder):
-    """The number of updates travels in the checkpoint, so a warm-up that is over stays over."""
-    made = make_engine("offloaded:Delayed")
+def test_a_warm_up_that_is_over_stays_over_in_a_resumed_training(world, tmp_path):
+    """The number of updates travels in the checkpoint."""
+    made, other = make_engine("offloaded:Delayed"), make_engine("offloaded:Delayed")
     for step in range(WARM_UP + 1):
         train_step(made, world, step)
-    made.save(folder)
-    other = make_engine("offloaded:Delayed")
-    other.load(folder)
+    made.save(tmp_path)
+    other.load(tmp_path)
     train_step(other, world, 9)
-    return any(bucket.stepping is not None for bucket in other.buckets)
+    assert any(bucket.stepping is not None for bucket in other.buckets)
 
 
-def test_a_warm_up_that_is_over_stays_over_in_a_resumed_training(worlds, tmp_path):
-    assert all(worlds(2).run(resumed_at_once_delayed, str(tmp_path)))
+def test_a_load_replaces_an_update_that_is_under_way(world, tmp_path):
+    assert loads_over_what_is_under_way(world, "offloaded:Delayed", str(tmp_path)) == []
 
 
-def test_a_load_replaces_an_update_that_is_under_way(worlds, tmp_path):
-    for broken in worlds(2).run(loads_over_what_is_under_way, "offloaded:Delayed", str(tmp_path)):
-        assert broken == []
-
-
-def reads(world):
-    """Which update each call shows, in a delayed training: how often the weights differ from those before it."""
+def test_a_look_does_not_land_an_update_and_synchronize_does(world):
     made = make_engine("offloaded:Delayed")
     weight = next(iter(made.module.parameters()))
     for step in range(WARM_UP + 1):
@@ -166,39 +150,30 @@ def reads(world):
     for look in (lambda: made.module, made.eval, made.synchronize, made.synchronize):
         look()
         seen.append(weight.detach().clone())
-    return [torch.equal(one, other) for one, other in itertools.pairwise(seen)]
-
-
-def test_a_look_does_not_land_an_update_and_synchronize_does(worlds):
-    assert worlds(2).run(reads)[0] == [True, True, False, True]
+    assert [torch.equal(one, other) for one, other in itertools.pairwise(seen)] == [True, True, False, True]
 
 
 # ---- measured = predicted -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["offload", *RATIOS, *DELAYS])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_bytes_on_the_device_on_the_host_and_over_the_bus_are_those_predicted(worlds, tmp_path, size, name):
-    for broken in worlds(size).run(counts, name, str(tmp_path)):
-        assert broken == []
-
-
-def holds(world, precision):
-    made = make_engine("offload", "gpt-nano", bucket_mb=0.5, precision=precision)
-    train_step(made, world)
-    measured = made.accounts.measured()
-    return sum(measured["model_state_bytes"].values()), sum(measured["host_state_bytes"].values())
+@pytest.mark.ranks(1, 2, 3)
+def test_bytes_on_the_device_on_the_host_and_over_the_bus_are_those_predicted(world, tmp_path, name):
+    assert counts(world, name, str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_bytes_held_follow_the_papers_table(worlds, size, precision):
-    for on_device, on_host in worlds(size).run(holds, precision):
-        assert on_device == pytest.approx(bytes_held("offload", size, precision) * PARAMETERS, rel=5e-3)
-        assert on_host == pytest.approx(bytes_on_host(size, precision) * PARAMETERS, rel=5e-3)
+@pytest.mark.ranks(1, 2, 4)
+def test_bytes_held_follow_the_papers_table(world, precision):
+    made = make_engine("offload", "gpt-nano", bucket_mb=0.5, precision=precision)
+    train_step(made, world)
+    measured = made.accounts.measured()
+    on_device, on_host = bytes_held("offload", world.size, precision), bytes_on_host(world.size, precision)
+    assert sum(measured["model_state_bytes"].values()) == pytest.approx(on_device * PARAMETERS, rel=5e-3)
+    assert sum(measured["host_state_bytes"].values()) == pytest.approx(on_host * PARAMETERS, rel=5e-3)
 
 
-def accumulated(world):
+def test_accumulating_sums_on_the_host_and_each_backwards_gradient_crosses_the_bus(world):
     made = make_engine("offload", precision="bf16")
     for index in range(3):
         made.comm.traffic.reset()
@@ -207,37 +182,24 @@ def accumulated(world):
             made.backward(models.loss(made(inputs), targets) / 2)
         made.step()
     measured, predicted = made.accounts.measured(), made.accounts.predicted()
-    return [(measured[name], predicted[name]) for name in ("host_state_bytes", "bus_bytes_per_step")]
+    for name in ("host_state_bytes", "bus_bytes_per_step"):
+        assert measured[name] == predicted[name]
+    crossed = measured["bus_bytes_per_step"]
+    assert crossed["down"] == 2 * crossed["up"]
 
 
-def test_accumulating_sums_on_the_host_and_each_backwards_gradient_crosses_the_bus(worlds):
-    for states, crossed in worlds(2).run(accumulated):
-        assert states[0] == states[1]
-        assert crossed[0] == crossed[1]
-        assert crossed[0]["down"] == 2 * crossed[0]["up"]
-
-
-def samples(world):
-    made = make_engine("offload")
-    train_step(made, world)
-    with Timeline(made) as timeline:
-        train_step(made, world, 1)
-    return timeline.peak_bytes(), timeline.peak_of(HOST), sum(made.accounts.held("cpu").values())
-
-
-def test_a_timeline_shows_the_host_apart_and_does_not_count_it(worlds):
-    peak, on_host, states = worlds(2).run(samples)[0]
-    assert on_host >= states
-    without = worlds(2).run(samples_of_stage_2)[0]
-    assert peak < without
-
-
-def samples_of_stage_2(world):
-    made = make_engine("stage2_grad")
-    train_step(made, world)
-    with Timeline(made) as timeline:
-        train_step(made, world, 1)
-    return timeline.peak_bytes()
+def test_a_timeline_shows_the_host_apart_and_does_not_count_it(world):
+    timelines = []
+    for engine in ("offload", "stage2_grad"):
+        made = make_engine(engine)
+        train_step(made, world)
+        with Timeline(made) as timeline:
+            train_step(made, world, 1)
+        timelines.append(timeline)
+        if engine == "offload":
+            assert timeline.peak_of(HOST) >= sum(made.accounts.held("cpu").values())
+    beside_host, without = timelines
+    assert beside_host.peak_bytes() < without.peak_bytes()
 
 
 def test_a_trace_has_a_row_for_the_bus_and_one_for_the_hosts_steps(worlds, tmp_path):
@@ -250,9 +212,8 @@ def test_a_trace_has_a_row_for_the_bus_and_one_for_the_hosts_steps(worlds, tmp_p
 # ---- a host that is not the device --------------------------------------------------------------------------------
 
 
-def test_what_lies_on_the_host_is_mapped_and_not_allocated(worlds, tmp_path):
-    for broken in worlds(2).run(lies_on_the_host, "offload", str(tmp_path)):
-        assert broken == []
+def test_what_lies_on_the_host_is_mapped_and_not_allocated(world, tmp_path):
+    assert lies_on_the_host(world, "offload", str(tmp_path)) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the wall is Linux's, on private memory")
@@ -265,17 +226,6 @@ def test_under_the_same_wall_a_larger_model_trains_with_its_states_on_the_host()
 
 
 # ---- at the door --------------------------------------------------------------------------------------------------
-
-
-def refusal(world, **options):
-    with contextlib.ExitStack() as patched:
-        for name, value in options.pop("there", {}).items():
-            patched.enter_context(_answering(name, value))
-        return message_of(make_engine, "offload", **options)
-
-
-def _answering(name, value):
-    return mock.patch.object(opening, name, lambda: value)
 
 
 REFUSED = {
@@ -292,19 +242,20 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_be_is_refused_on_every_rank_in_one_line(worlds, said):
-    for found in worlds(2).run(functools.partial(refusal, **REFUSED[said])):
-        assert said in found
-        assert "\n" not in found
+def test_what_cannot_be_is_refused_on_every_rank_in_one_line(world, said):
+    options = dict(REFUSED[said])
+    there = {name: lambda value=value: value for name, value in options.pop("there", {}).items()}
+    with mock.patch.multiple(opening, **there) if there else contextlib.nullcontext():
+        found = message_of(make_engine, "offload", **options)
+    assert said in found
+    assert "\n" not in found
 
 
-def load_into_the_module(world):
+@pytest.mark.ranks(1)
+def test_weights_loaded_into_the_module_would_be_lost_and_are_refused(world):
     made = make_engine("offload")
-    return message_of(made.module.load_state_dict, made.module.state_dict())
-
-
-def test_weights_loaded_into_the_module_would_be_lost_and_are_refused(worlds):
-    assert "makes them from those it keeps" in worlds(1).run(load_into_the_module)[0]
+    said = message_of(made.module.load_state_dict, made.module.state_dict())
+    assert "makes them from those it keeps" in said
 
 
 def fails_once(world, engine):
@@ -328,37 +279,18 @@ def fails_once(world, engine):
 
 
 @pytest.mark.parametrize("name", ["offload", "offloaded:AllOnDevice"])
-def test_an_optimizer_that_raises_ends_one_step_and_no_lane(worlds, name):
-    (losses, weights), (found, others) = (worlds(1).run(fails_once, engine)[0] for engine in ("stage2_grad", name))
+@pytest.mark.ranks(1)
+def test_an_optimizer_that_raises_ends_one_step_and_no_lane(world, name):
+    (losses, weights), (found, others) = (fails_once(world, engine) for engine in ("stage2_grad", name))
     assert losses == found
     assert same_bits(weights, others)
 
 
-def refused_mapping(world):
+def test_a_mapping_that_the_system_refuses_is_said_with_its_size(world):
     with mock.patch.object(memory.mmap, "mmap", side_effect=OSError(12, "Cannot allocate memory")):
-        return refusal(world)
-
-
-def test_a_mapping_that_the_system_refuses_is_said_with_its_size(worlds):
-    for found in worlds(2).run(refused_mapping):
-        assert "Cannot allocate memory" in found
-        assert "bytes more of shared memory" in found
-
-
-BAD_OPTIONS = {
-    "--tier nvme --path=": '--path "": the name is empty',
-    "--ratio 1.5": "ratio=1.5",
-    "--ratio nan": "ratio=nan",
-    "--warmup-steps -1": "warmup_steps=-1",
-    "--tier tape": "tiers=tape: give one of device, cpu, nvme",
-    "--tier nvme --ratio 0.5": "are for --tier cpu",
-    "--tier parameters=cpu": "one for each of parameters, gradients, optimizer",
-}
-
-
-@pytest.mark.parametrize("options", BAD_OPTIONS)
-def test_bad_options_get_one_line_and_exit_status_2(options, capfd):
-    assert BAD_OPTIONS[options] in refused(capfd, train.main, "offload", options.split(), add_own)
+        found = message_of(make_engine, "offload")
+    assert "Cannot allocate memory" in found
+    assert "bytes more of shared memory" in found
 
 
 def test_the_command_trains_with_its_own_options(tmp_path):

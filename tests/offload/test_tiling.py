@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from commands import refused
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import make_engine, same_bits
@@ -208,43 +207,33 @@ def weights(world, stage, model):
     return trained(world, stage, model).full_state_dict()
 
 
-def first_layer_in_tiles_and_whole(world):
+@pytest.mark.ranks(1, 2)
+def test_a_layer_whose_input_needs_no_gradient_is_trained_in_tiles_to_the_same_bits(world):
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 8))
     tiled = nn.Sequential(TiledLinear.of(whole[0], 4), *copy.deepcopy(whole[1:]))
-    return untiled(weights(world, "stage3_param", tiled)), weights(world, "stage3_param", whole)
+    ended, expected = untiled(weights(world, "stage3_param", tiled)), weights(world, "stage3_param", whole)
+    assert max(relative(ended[name], expected[name]) for name in expected) < 1e-5
+    assert same_bits(ended, expected) or not EXACT
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_layer_whose_input_needs_no_gradient_is_trained_in_tiles_to_the_same_bits(worlds, size):
-    for tiled, whole in worlds(size).run(first_layer_in_tiles_and_whole):
-        assert max(relative(tiled[name], whole[name]) for name in whole) < 1e-5
-        assert same_bits(tiled, whole) or not EXACT
-
-
-def blocks_in_tiles_and_whole(world, how):
-    """Whether stages 0 and 3 end with the same bits, a tile of theirs frozen; how far tiles end from whole layers."""
+@pytest.mark.parametrize("how", [None, *CHECKPOINTS])
+def test_blocks_are_trained_in_tiles_as_in_stage_0_to_the_bit_and_as_whole_ones_within_rounding(world, how):
+    """A tile of those compared with stage 0 is frozen."""
     torch.manual_seed(0)
     whole = Net(tiles=None)
     in_zero, in_three, tiled = nets = [Net(how=how) for _ in range(3)]
     for net in nets:
         net.load_state_dict(whole.state_dict())
         net.blocks[1].up.tiles[2].requires_grad_(net is tiled)
-    same = same_bits(weights(world, "stage0_ddp", in_zero), weights(world, "stage3_param", in_three))
+    assert same_bits(weights(world, "stage0_ddp", in_zero), weights(world, "stage3_param", in_three))
     tiled, whole = untiled(weights(world, "stage3_param", tiled)), weights(world, "stage3_param", whole)
-    return same, max(relative(tiled[name], whole[name]) for name in whole)
+    assert max(relative(tiled[name], whole[name]) for name in whole) < 1e-4
 
 
-@pytest.mark.parametrize("how", [None, *CHECKPOINTS])
-def test_blocks_are_trained_in_tiles_as_in_stage_0_to_the_bit_and_as_whole_ones_within_rounding(worlds, how):
-    for same_as_stage_0, difference in worlds(2).run(blocks_in_tiles_and_whole, how):
-        assert same_as_stage_0
-        assert difference < 1e-4
-
-
-def gathered(world, tiles, how, keep_last):
+def gathered(world, *net, keep_last):
     """What is gathered at the peak, the sizes of all units, and those that a forward keeps gathered for backward."""
-    engine = trained(world, "stage3_param", Net(tiles, how), keep_last=keep_last)
+    engine = trained(world, "stage3_param", Net(*net), keep_last=keep_last)
     with Timeline(engine) as timeline:
         step(engine, numbers(world, 2))
     engine(numbers(world, 3))
@@ -255,17 +244,17 @@ def gathered(world, tiles, how, keep_last):
 
 @pytest.mark.parametrize("keep_last", [True, False])
 @pytest.mark.parametrize("how", [None, *CHECKPOINTS])
-def test_two_tiles_are_gathered_at_the_peak_and_three_within_a_checkpoint(worlds, how, keep_last):
-    for peak, sizes, kept in worlds(2).run(gathered, TILES, how, keep_last):
-        tile = sizes["blocks.0.up.tiles.0"]
-        blocks = 2 * sizes["blocks.0"]  # the own parameters of one, and of the next
-        assert 2 * tile < peak <= (3 if how else 2) * tile + blocks
-        assert kept == (["blocks.2", f"blocks.2.up.tiles.{TILES - 1}"] if keep_last else [])
+def test_two_tiles_are_gathered_at_the_peak_and_three_within_a_checkpoint(world, how, keep_last):
+    peak, sizes, kept = gathered(world, TILES, how, keep_last=keep_last)
+    tile = sizes["blocks.0.up.tiles.0"]
+    blocks = 2 * sizes["blocks.0"]  # the own parameters of one, and of the next
+    assert 2 * tile < peak <= (3 if how else 2) * tile + blocks
+    assert kept == (["blocks.2", f"blocks.2.up.tiles.{TILES - 1}"] if keep_last else [])
 
 
-def test_of_a_whole_layer_all_is_gathered(worlds):
-    for peak, sizes, _ in worlds(2).run(gathered, None, None, False):
-        assert peak > sizes["blocks.0"] > 4 * TILES * WIDTH**2
+def test_of_a_whole_layer_all_is_gathered(world):
+    peak, sizes, _ = gathered(world, None, keep_last=False)
+    assert peak > sizes["blocks.0"] > 4 * TILES * WIDTH**2
 
 
 # ---- under a limit ------------------------------------------------------------------------------------------------
@@ -309,15 +298,3 @@ def test_the_largest_width_is_found_for_every_number_of_tiles(tmp_path, monkeypa
     path = tmp_path / "tiling.json"
     tiling.main(["--largest", "--tiles", "1", "4", "--nproc", "1", "--json", str(path)])
     assert [row["largest_width"] for row in json.loads(path.read_text())["rows"]] == [896, 3968]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--tiles", "1000000"), "tiles=1000000"),
-        (("--width", "0"), "--width 0"),
-        (("--cap", "much"), "--cap much"),
-    ],
-)
-def test_bad_input_gets_one_line_and_exit_status_2(options, message, capfd):
-    assert message in refused(capfd, tiling.main, list(options))

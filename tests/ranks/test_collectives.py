@@ -1,5 +1,6 @@
 """The collectives: exact, asynchronous, counted. Each test runs one function on every rank of a world."""
 
+import contextlib
 import itertools
 import os
 import sys
@@ -7,6 +8,7 @@ import threading
 import weakref
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -41,35 +43,22 @@ def part(tensor, rank, size):
 # ---- what they compute ------------------------------------------------------------------------------------------
 
 
-def reduce_in_every_way(world, dtype, sizes):
-    comm = Collectives(deterministic=True)
-    with pytest.MonkeyPatch.context() as patched:
-        for name, size in sizes.items():
-            patched.setattr(collectives, name, size)
-        return reduced_in_every_way(world, comm, dtype)
-
-
-def reduced_in_every_way(world, comm, dtype):
-    own = of_rank(world.rank, world.size, dtype).to(world.device)
-    reduced = own.clone()
-    comm.all_reduce(reduced).wait()
-    apart = torch.empty(SHARD, dtype=dtype, device=world.device)
-    comm.reduce_scatter(own.clone(), apart).wait()
-    used_up = own.clone()
-    aliasing = part(used_up, world.rank, world.size)
-    comm.reduce_scatter(used_up, aliasing).wait()
-    return reduced.cpu(), apart.cpu(), aliasing.cpu().clone()
-
-
 @pytest.mark.parametrize("sizes", [{}, {"SEGMENT": 64, "CHUNK": 3}], ids=["at once", "bit by bit"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", SIZES)
-def test_reductions_add_in_rank_order_in_fp32_divide_once_and_round_once(worlds, size, dtype, sizes):
-    mean = mean_in_rank_order(size, dtype)
-    for rank, (reduced, apart, aliasing) in enumerate(worlds(size).run(reduce_in_every_way, dtype, sizes)):
+@pytest.mark.ranks(*SIZES)
+def test_reductions_add_in_rank_order_in_fp32_divide_once_and_round_once(world, dtype, sizes):
+    comm, mean = Collectives(deterministic=True), mean_in_rank_order(world.size, dtype).to(world.device)
+    own = of_rank(world.rank, world.size, dtype).to(world.device)
+    with mock.patch.multiple(collectives, **sizes) if sizes else contextlib.nullcontext():
+        reduced = own.clone()
+        comm.all_reduce(reduced).wait()
         assert torch.equal(reduced, mean)
-        assert torch.equal(apart, part(mean, rank, size))
-        assert torch.equal(aliasing, part(mean, rank, size))
+        apart = torch.empty(SHARD, dtype=dtype, device=world.device)
+        comm.reduce_scatter(own.clone(), apart).wait()
+        aliasing = part(own, world.rank, world.size)
+        comm.reduce_scatter(own, aliasing).wait()
+    assert torch.equal(apart, part(mean, world.rank, world.size))
+    assert torch.equal(aliasing, apart)
 
 
 @pytest.mark.parametrize("size", [3, 4, 8])
@@ -78,46 +67,32 @@ def test_another_order_of_additions_would_show(size):
     assert not torch.equal(backwards, mean_in_rank_order(size))
 
 
-def move_in_every_way(world):
-    comm = Collectives()
-    own = of_rank(world.rank, world.size).to(world.device)
-    shard = part(own, world.rank, world.size)
+@pytest.mark.ranks(*SIZES)
+def test_gathers_exchanges_and_broadcasts_bring_everyones_values(world):
+    comm, size, rank, last = Collectives(), world.size, world.rank, world.size - 1
+    everyone = [of_rank(other, size).to(world.device) for other in range(size)]
+    gathered = torch.cat([part(everyone[other], other, size) for other in range(size)])
+    own, shard = everyone[rank].clone(), part(everyone[rank], rank, size).clone()
     apart, aliased, exchanged = torch.zeros_like(own), torch.zeros_like(own), torch.zeros_like(own)
-    comm.all_gather(shard.clone(), apart).wait()
-    part(aliased, world.rank, world.size).copy_(shard)
-    comm.all_gather(part(aliased, world.rank, world.size), aliased).wait()
+    comm.all_gather(shard, apart).wait()
+    part(aliased, rank, size).copy_(shard)
+    comm.all_gather(part(aliased, rank, size), aliased).wait()
+    collected = torch.zeros_like(own) if rank == last else None
+    comm.gather(shard, collected, last).wait()
+    for found in (apart, aliased, *([collected] if rank == last else [])):
+        assert torch.equal(found, gathered)
     comm.all_to_all(own, exchanged).wait()
-    last = world.size - 1
-    collected = torch.zeros_like(own) if world.rank == last else None
-    comm.gather(shard.clone(), collected, last).wait()
-    heard = [own.clone() for _ in range(world.size)]
-    for source, tensor in enumerate(heard):
-        comm.broadcast(tensor, source).wait()
-    collected = collected.cpu() if world.rank == last else apart.cpu()
-    return apart.cpu(), aliased.cpu(), exchanged.cpu(), collected, [tensor.cpu() for tensor in heard]
+    assert torch.equal(exchanged, torch.cat([part(other, rank, size) for other in everyone]))
+    for source in range(size):
+        heard = own.clone()
+        comm.broadcast(heard, source).wait()
+        assert torch.equal(heard, everyone[source])
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_gathers_exchanges_and_broadcasts_bring_everyones_values(worlds, size):
-    everyone = [of_rank(rank, size) for rank in range(size)]
-    gathered = torch.cat([part(everyone[rank], rank, size) for rank in range(size)])
-    for rank, (apart, aliased, exchanged, collected, heard) in enumerate(worlds(size).run(move_in_every_way)):
-        assert torch.equal(apart, gathered)
-        assert torch.equal(aliased, gathered)
-        assert torch.equal(collected, gathered)
-        assert torch.equal(exchanged, torch.cat([part(other, rank, size) for other in everyone]))
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(heard, everyone, strict=True))
-
-
-def gather_unequal_objects(world):
-    value = {"rank": world.rank, "text": "x" * 1000 * world.rank, "none": None}
-    return Collectives().gather_objects(value)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_gathered_objects_may_differ_in_size(worlds, size):
-    everyone = [{"rank": rank, "text": "x" * 1000 * rank, "none": None} for rank in range(size)]
-    assert worlds(size).run(gather_unequal_objects) == [everyone] * size
+@pytest.mark.ranks(*SIZES)
+def test_gathered_objects_may_differ_in_size(world):
+    everyone = [{"rank": rank, "text": "x" * 1000 * rank, "none": None} for rank in range(world.size)]
+    assert Collectives().gather_objects(everyone[world.rank]) == everyone
 
 
 @pytest.mark.parametrize("members", [[1, 2], [0, 2]], ids=str)
@@ -132,31 +107,13 @@ def test_in_a_subgroup_ranks_count_from_its_first_member(worlds, members):
         assert objects == members
 
 
-def largest(world):
-    """The maximum of what the ranks bring, whatever came before, and the bytes by the meter."""
-    comm = Collectives()
-    own = [float(world.rank == 1), -float(world.rank), 0.0 if world.rank else float("nan")]
+@pytest.mark.ranks(2, 3)
+def test_the_maximum_is_the_same_on_every_rank_and_nan_where_any_is(world):
+    comm, own = Collectives(), [float(world.rank == 1), -float(world.rank), 0.0 if world.rank else float("nan")]
     everyones = comm.maximum(torch.tensor(own, device=world.device))
-    return everyones.cpu(), comm.traffic.by_collective()
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_maximum_is_the_same_on_every_rank_and_nan_where_any_is(worlds, size):
-    for everyones, sent in worlds(size).run(largest):
-        assert torch.equal(everyones[:2], torch.tensor([1.0, 0.0]))
-        assert everyones[2].isnan()
-        assert sent == {"all_gather": (size - 1) * 3 * 4}
-
-
-def reduce_in_nccls_order(world, dtype, value):
-    """The mean of a value that all ranks bring, by the backend's own reductions."""
-    comm = Collectives()
-    comm.ordered = False
-    reduced = torch.full((world.size,), value, dtype=dtype, device=world.device)
-    shard = torch.empty(1, dtype=dtype, device=world.device)
-    comm.reduce_scatter(reduced.clone(), shard).wait()
-    comm.all_reduce(reduced).wait()
-    return [*reduced.tolist(), *shard.tolist()]
+    assert everyones[:2].tolist() == [1.0, 0.0]
+    assert everyones[2].isnan()
+    assert comm.traffic.by_collective() == {"all_gather": (world.size - 1) * 3 * 4}
 
 
 @pytest.mark.parametrize(
@@ -167,29 +124,31 @@ def reduce_in_nccls_order(world, dtype, value):
         pytest.param(torch.float32, 2.0**-149, id="fp32 after it"),
     ],
 )
-def test_a_sum_in_nccls_order_is_divided_once(worlds, dtype, value):
-    assert worlds(2).run(reduce_in_nccls_order, dtype, value) == [[value] * 3] * 2
+def test_a_sum_in_nccls_order_is_divided_once(world, dtype, value):
+    """By the backend's own reductions, of a value that all ranks bring."""
+    comm = Collectives()
+    comm.ordered = False
+    reduced = torch.full((world.size,), value, dtype=dtype, device=world.device)
+    shard = torch.empty(1, dtype=dtype, device=world.device)
+    comm.reduce_scatter(reduced.clone(), shard).wait()
+    comm.all_reduce(reduced).wait()
+    assert [*reduced.tolist(), *shard.tolist()] == [value] * 3
 
 
 # ---- in flight --------------------------------------------------------------------------------------------------
 
 
-def chain(world, length):
+@pytest.mark.ranks(2, 3, 8)
+def test_many_in_flight_complete_in_the_order_of_the_calls(world):
     """Each gather sends on what the one before it brought from the next rank; only the last one is waited for."""
-    comm = Collectives()
-    links = [torch.zeros(world.size, device=world.device) for _ in range(length + 1)]
-    links[0] += torch.arange(world.size, device=world.device)
-    following = (world.rank + 1) % world.size
+    comm, size = Collectives(), world.size
+    links = [torch.zeros(size, device=world.device) for _ in range(101)]
+    links[0] += torch.arange(size, device=world.device)
+    following = (world.rank + 1) % size
     for before, link in itertools.pairwise(links):
         last = comm.all_gather(before[following : following + 1], link)
     last.wait()
-    return links[-1].tolist()
-
-
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_many_in_flight_complete_in_the_order_of_the_calls(worlds, size):
-    rolled = [(rank + 100) % size for rank in range(size)]
-    assert worlds(size).run(chain, 100) == [rolled] * size
+    assert links[-1].tolist() == [(rank + 100) % size for rank in range(size)]
 
 
 def test_all_users_of_a_group_share_one_order(worlds):
@@ -197,18 +156,15 @@ def test_all_users_of_a_group_share_one_order(worlds):
         assert received == [[float(index)] * 3 for index in range(40)]
 
 
-def policies_of_gloos_threads(world):
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.ranks(4)
+def test_gloos_own_threads_give_way_to_lanes(world):
     comm = Collectives()
     comm.ranks_per_node = 2
     comm.by_nodes()  # in groups of their own, as ZeRO++ has them
     names = {int(thread.parent.name): thread.read_text() for thread in Path("/proc/self/task").glob("*/comm")}
-    return [os.sched_getscheduler(thread) for thread, name in names.items() if name == "gloo_tcp_loop\n"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_gloos_own_threads_give_way_to_lanes(worlds):
-    for policies in worlds(4).run(policies_of_gloos_threads):
-        assert set(policies) == {os.SCHED_BATCH}
+    gloos = [thread for thread, name in names.items() if name == "gloo_tcp_loop\n"]
+    assert {os.sched_getscheduler(thread) for thread in gloos} == {os.SCHED_BATCH}
 
 
 def test_wait_raises_what_the_lane_raised_and_nothing_runs_after_it():
@@ -293,23 +249,23 @@ def order_on_the_lane(world, stage):
     return log
 
 
-def test_stage_3_submits_a_prefetch_before_the_unit_beside_it_has_queued_anything(worlds):
+def test_stage_3_submits_a_prefetch_before_the_unit_beside_it_has_queued_anything(world):
     # So on CUDA, where the lane waits for all that is queued by then, the gather runs beside that unit's kernels.
-    for log in worlds(2).run(order_on_the_lane, "stage3_param"):
-        gathers = [index for index, entry in enumerate(log) if entry == "all_gather of blocks.1"]
-        assert gathers[0] < log.index("forward of blocks.0")
-        gather = [index for index, entry in enumerate(log) if entry == "all_gather of blocks.0"][-1]
-        assert gather < log.index("backward of blocks.1")
-        # The block's own gradients leave before the next block's kernels are queued.
-        assert log.index("reduce_scatter of blocks.1") < log.index("backward of blocks.0")
+    log = order_on_the_lane(world, "stage3_param")
+    gathers = [index for index, entry in enumerate(log) if entry == "all_gather of blocks.1"]
+    assert gathers[0] < log.index("forward of blocks.0")
+    gather = [index for index, entry in enumerate(log) if entry == "all_gather of blocks.0"][-1]
+    assert gather < log.index("backward of blocks.1")
+    # The block's own gradients leave before the next block's kernels are queued.
+    assert log.index("reduce_scatter of blocks.1") < log.index("backward of blocks.0")
 
 
-def test_stage_1_reduces_within_backward_and_gathers_bucket_by_bucket(worlds):
-    for log in worlds(2).run(order_on_the_lane, "stage1_os"):
-        assert log.index("reduce_scatter of bucket 0") < log.index("backward of blocks.0")
-        gathers = [int(entry.split()[-1]) for entry in log if entry.startswith("all_gather of bucket")]
-        assert gathers == sorted(gathers)
-        assert len(gathers) > 2
+def test_stage_1_reduces_within_backward_and_gathers_bucket_by_bucket(world):
+    log = order_on_the_lane(world, "stage1_os")
+    assert log.index("reduce_scatter of bucket 0") < log.index("backward of blocks.0")
+    gathers = [int(entry.split()[-1]) for entry in log if entry.startswith("all_gather of bucket")]
+    assert gathers == sorted(gathers)
+    assert len(gathers) > 2
 
 
 class RecordingLane:
@@ -323,58 +279,36 @@ class RecordingLane:
         return Handle(buffers, lambda buffers: None)
 
 
-def rooms_held(world):
-    """For each of three reductions whether its handle holds the receive buffer of the first, or the last one."""
+def test_a_receive_buffer_that_was_too_small_lives_until_its_reduction_ended(world):
     comm = Collectives(deterministic=True)
     comm.lane = lane = RecordingLane()
     comm.all_reduce(torch.zeros(64, device=world.device))
     small = comm.room
     for numel in (128, 64):
         comm.all_reduce(torch.zeros(numel, device=world.device))
+    held = [{buffer.untyped_storage()._cdata for buffer in buffers} for buffers in lane.held]
     first, last = (room.untyped_storage()._cdata for room in (small, comm.room))
-    held = [[buffer.untyped_storage()._cdata for buffer in buffers] for buffers in lane.held]
-    return [first in storages for storages in held], [last in storages for storages in held]
-
-
-def test_a_receive_buffer_that_was_too_small_lives_until_its_reduction_ended(worlds):
-    assert worlds(2).run(rooms_held) == [([True, False, False], [False, True, True])] * 2
-
-
-def reduce_much(world):
-    """The receive buffer of a reduction whose shards are two segments long, and whether the mean is right."""
-    comm = Collectives()
-    values = torch.arange(world.size * 2**22, device=world.device) % 1000
-    reduced = values * (world.rank + 1.0)
-    comm.all_reduce(reduced).wait()
-    return comm.room.nbytes, torch.equal(reduced, values * (world.size + 1) / 2)
+    assert [(first in storages, last in storages) for storages in held] == [(True, False), (False, True), (False, True)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL receives from all at once")
-@pytest.mark.parametrize(("size", "room"), [(1, 0), (2, collectives.SEGMENT), (4, collectives.SEGMENT)])
-def test_a_large_reduction_receives_into_a_segment_and_the_places_of_what_has_left(worlds, size, room):
-    assert worlds(size).run(reduce_much) == [(room, True)] * size
-
-
-class IdleLane:
-    """Runs nothing."""
-
-    def submit(self, work, *buffers):
-        return Handle(buffers, lambda buffers: None)
-
-
-def not_held(world, ordered):
-    """The collectives whose handle lets go of a tensor that they read or write."""
+@pytest.mark.ranks(1, 2, 4)
+def test_a_large_reduction_receives_into_a_segment_and_the_places_of_what_has_left(world):
     comm = Collectives()
-    comm.lane, comm.ordered = IdleLane(), ordered
-    tensor = torch.zeros(2 * world.size, device=world.device)
-    handles = {name: call(comm, name, tensor) for name in COLLECTIVES}
-    expected = {"reduce_scatter": 2, "all_gather": 2, "all_to_all": 2}
-    return [name for name, handle in handles.items() if len(handle.buffers) < expected.get(name, 1)]
+    values = torch.arange(world.size * 2**22, device=world.device) % 1000  # two segments a shard
+    reduced = values * (world.rank + 1.0)
+    comm.all_reduce(reduced).wait()
+    assert torch.equal(reduced, values * (world.size + 1) / 2)
+    assert comm.room.nbytes == (collectives.SEGMENT if world.size > 1 else 0)
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_a_handle_holds_all_that_a_collective_reads_or_writes(worlds, ordered):
-    assert worlds(2).run(not_held, ordered) == [[], []]
+def test_a_handle_holds_all_that_a_collective_reads_or_writes(world, ordered):
+    comm = Collectives()
+    comm.lane, comm.ordered = RecordingLane(), ordered
+    for name in COLLECTIVES:
+        handle = call(comm, name, torch.zeros(2 * world.size, device=world.device))
+        assert len(handle.buffers) >= (2 if name in ("reduce_scatter", "all_gather", "all_to_all") else 1), name
 
 
 # ---- the meter --------------------------------------------------------------------------------------------------
@@ -401,57 +335,35 @@ def call(comm, name, tensor):
     return getattr(comm, name)(*arguments.get(name, (tensor,)))
 
 
-def meter(world, dtype):
-    """What the meter counts for each collective over 32 elements a rank. Integers have no mean."""
-    comm, counted = Collectives(), {}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.ranks(*SIZES)
+def test_the_meter_counts_the_law_exactly(world, dtype):
+    """Over 32 elements a rank. Integers have no mean."""
+    comm = Collectives()
     for name in COLLECTIVES if dtype.is_floating_point else ("all_gather", "all_to_all", "broadcast"):
         comm.traffic.reset()
         call(comm, name, torch.zeros(32 * world.size, dtype=dtype, device=world.device)).wait()
-        counted[name] = comm.traffic.by_collective()
-    return counted, comm.point_to_point
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-@pytest.mark.parametrize("size", SIZES)
-def test_the_meter_counts_the_law_exactly(worlds, size, dtype):
-    for rank, (counted, point_to_point) in enumerate(worlds(size).run(meter, dtype)):
-        for name in counted:
-            sent = law(name, size, rank, ring=not point_to_point) * 32 * dtype.itemsize
-            assert counted[name] == ({name: sent} if sent else {})
-
-
-def sockets(world, name, megabytes):
-    """Bytes by the meter and by the kernel, for one collective."""
-    comm, tensor = Collectives(), torch.zeros(int(megabytes * 2**20) // 4 // world.size * world.size)
-    call(comm, name, tensor).wait()
-    dist.barrier()
-    comm.traffic.reset()
-    before = bytes_sent_by_own_sockets()
-    call(comm, name, tensor).wait()
-    dist.barrier()  # whoever received all has acknowledged it
-    return comm.traffic.by_collective().get(name, 0), bytes_sent_by_own_sockets() - before
+        sent = law(name, world.size, world.rank, ring=not comm.point_to_point) * 32 * dtype.itemsize
+        assert comm.traffic.by_collective() == ({name: sent} if sent else {})
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO as it is read here is Linux's")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL passes shared memory and links, not sockets alone")
 @pytest.mark.parametrize("name", COLLECTIVES)
-@pytest.mark.parametrize("size, megabytes", [(2, 0.5), (2, 8), (3, 4), (4, 2)])
-def test_the_meter_agrees_with_the_kernel(worlds, size, megabytes, name):
-    for counted, sent in worlds(size).run(sockets, name, megabytes):
-        assert sent == pytest.approx(counted, rel=0.01, abs=1000)
-
-
-def open_files(world):
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(3):
-        bytes_sent_by_own_sockets()
-    return len(list(Path("/proc/self/fd").iterdir())) - before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO as it is read here is Linux's")
-def test_reading_the_sockets_leaves_them_as_they_were(worlds):
-    assert worlds(2).run(open_files) == [0, 0]
-    assert worlds(2).run(gather_unequal_objects)  # and they still carry
+@pytest.mark.parametrize(("world", "megabytes"), [(2, 0.5), (2, 8), (3, 4), (4, 2)], indirect=["world"])
+def test_the_meter_agrees_with_the_kernel(world, megabytes, name):
+    """To read the sockets leaves them as they were."""
+    comm, tensor = Collectives(), torch.zeros(int(megabytes * 2**20) // 4 // world.size * world.size)
+    call(comm, name, tensor).wait()
+    dist.barrier()
+    comm.traffic.reset()
+    files = len(os.listdir("/proc/self/fd"))
+    before = bytes_sent_by_own_sockets()
+    assert len(os.listdir("/proc/self/fd")) == files
+    call(comm, name, tensor).wait()
+    dist.barrier()  # whoever received all has acknowledged it
+    counted = comm.traffic.by_collective().get(name, 0)
+    assert bytes_sent_by_own_sockets() - before == pytest.approx(counted, rel=0.01, abs=1000)
 
 
 def test_traffic_is_summed_by_phase_and_by_collective():

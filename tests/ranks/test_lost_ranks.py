@@ -9,7 +9,7 @@ import pytest
 import torch
 from a_rank_that_dies import train
 from places import ROOT, importing
-from training import ENGINES, inputs, make_engine, same_bits, small_engine
+from training import inputs, make_engine, same_bits, small_engine
 from trap_models import RECOMPUTE, around_two, loss, net, step
 
 from common.ranks.collectives import RankLost
@@ -163,7 +163,6 @@ def test_ranks_that_part_in_backward_are_told_where_and_that_their_graphs_differ
         assert re.fullmatch(waits + PARTING[run], complaint), complaint
 
 
-@pytest.mark.parametrize("name", [*ENGINES, "zeropp"])
 def test_within_gathered_they_may(worlds, name):
     answers = [rank for how in UNEQUAL for rank in worlds(2).run(call_unequally, name, how, True)]
     assert all(same_bits(weights, answers[0]) for weights in answers)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from groups import in_subgroup, two_users_of_a_group
 from places import ROOT, importing
-from training import STAGES, make_engine, same_bits, train, train_step
+from training import make_engine, same_bits, train, train_step
 
 from common.errors import InputError
 from common.ranks import trace
@@ -189,7 +189,6 @@ def train_and_count(world, stage):
     return results, tracer and tracer.number
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_traced_a_training_has_the_same_bits_and_sends_the_same_bytes(worlds, traced, stage):
     for (plain, unchecked), (checked, count) in zip(
         worlds(3).run(train_and_count, stage), traced.run(train_and_count, stage), strict=True
@@ -247,7 +246,6 @@ FIRST_OF_A_STEP = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_that_skips_a_step_is_found(part, stage):
     failure, printed = part(skip_a_step, stage)
     for text in (failure, *printed):

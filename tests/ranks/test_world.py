@@ -99,6 +99,33 @@ def many_tensors(world):
     return [torch.full((3,), float(index)) for index in range(2000)]
 
 
+SEEN = {  # how ranks see GPUs: whether each has its own, and (host, its local rank, local size, GPUs it sees) of each
+    "each sees its node's": (True, [(host, rank, 2, (f"{host}-0", f"{host}-1")) for host in "ab" for rank in (0, 1)]),
+    "each sees its own": (True, [(host, rank, 2, (f"{host}-{rank}",)) for host in "ab" for rank in (0, 1)]),
+    "nodes with the same UUIDs": (True, [(host, rank, 2, ("0", "1")) for host in "ab" for rank in (0, 1)]),
+    "4 ranks, 2 GPUs": (False, [("a", rank, 4, ("0", "1")) for rank in range(4)]),
+    "4 ranks that see the same one": (False, [("a", rank, 4, ("0",)) for rank in range(4)]),
+    "on both nodes": (False, [(host, rank, 2, (host,)) for host in "ab" for rank in (0, 1)]),
+    "on one of two nodes": (
+        False,
+        [("a", 0, 2, "0"), ("a", 1, 2, "0"), ("b", 0, 2, ("1", "2")), ("b", 1, 2, ("1", "2"))],
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SEEN)
+def test_ranks_with_a_gpu_each_leave_nccl_its_network_and_others_are_hosts_of_their_own_to_it(worlds, tmp_path, how):
+    own, places = SEEN[how]
+    environments = worlds(4).run(environment_for_nccl, str(tmp_path / "store"), places)
+    if own:
+        assert environments == [{}] * 4
+        return
+    assert len({found.pop("NCCL_HOSTID") for found in environments}) == 4
+    one_host = len({host for host, *_ in places}) == 1
+    network = {"NCCL_SOCKET_IFNAME": world_module._loopback()} if one_host else {}
+    assert environments == [{"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", **network}] * 4
+
+
 def test_results_may_hold_more_tensors_than_a_process_may_open_files(worlds):
     results = worlds(1).run(many_tensors)[0]
     assert [tensor[0].item() for tensor in results] == list(range(2000))
@@ -107,41 +134,30 @@ def test_results_may_hold_more_tensors_than_a_process_may_open_files(worlds):
 # ---- failures -----------------------------------------------------------------------------------------------------
 
 
-def raise_on_rank_1(world):
+def raises(error):
+    raise error
+
+
+ENDS = {  # of rank 1, in a call
+    "an exception": lambda: raises(LookupError("the third drawer is empty")),
+    "bad input": lambda: raises(InputError("the file is empty; give another")),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SystemExit": lambda: sys.exit("enough"),
+    "never": lambda: time.sleep(600),
+}
+
+
+def end_on_rank_1(world, how):
     if world.rank == 1:
-        raise LookupError("the third drawer is empty")
-    meet(world)
-
-
-def refuse_on_rank_1(world):
-    if world.rank == 1:
-        raise InputError("the file is empty; give another")
-    meet(world)
-
-
-def die_on_rank_1(world):
-    if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    meet(world)
-
-
-def exit_on_rank_1(world):
-    if world.rank == 1:
-        sys.exit("enough")
-    meet(world)
-
-
-def stay_away_on_rank_1(world):
-    if world.rank == 1:
-        time.sleep(600)
+        ENDS[how]()
     meet(world)
 
 
 FAILURES = {
-    "an exception": (raise_on_rank_1, RankFailed, "rank 1 failed:\n\nTraceback"),
-    "bad input": (refuse_on_rank_1, InputError, "the file is empty; give another"),
-    "SIGKILL": (die_on_rank_1, RankFailed, "rank 1 died with exit code -9"),
-    "SystemExit": (exit_on_rank_1, RankFailed, "rank 1 failed:\n\nTraceback"),
+    "an exception": (RankFailed, "rank 1 failed:\n\nTraceback"),
+    "bad input": (InputError, "the file is empty; give another"),
+    "SIGKILL": (RankFailed, "rank 1 died with exit code -9"),
+    "SystemExit": (RankFailed, "rank 1 failed:\n\nTraceback"),
 }
 
 
@@ -154,11 +170,11 @@ def write_errors_to(world, path):
 @nccl_speaks
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failed_rank_is_reported_once_and_all_ranks_are_stopped(failure, tmp_path):
-    function, kind, message = FAILURES[failure]
+    kind, message = FAILURES[failure]
     with LocalWorld(3, oversubscribe=True) as world:
         processes = world.run(write_errors_to, tmp_path / "errors")
         with pytest.raises(kind) as caught:
-            world.run(function)
+            world.run(end_on_rank_1, failure)
         assert not world.alive
         assert all_gone(processes)
     assert str(caught.value).startswith(message)
@@ -187,7 +203,7 @@ def test_a_rank_without_an_answer_is_reported_after_the_timeout():
     world = LocalWorld(2, oversubscribe=True)
     processes = world.run(pid)
     with pytest.raises(RankFailed, match=r"ranks \[0, 1\] gave no answer in 0.5 s"):
-        world.run(stay_away_on_rank_1, timeout=0.5)
+        world.run(end_on_rank_1, "never", timeout=0.5)
     assert all_gone(processes)
 
 
@@ -197,7 +213,7 @@ def test_a_rank_without_an_answer_is_reported_after_the_timeout():
 def test_a_collective_without_an_answer_fails_after_the_worlds_timeout():
     began = time.monotonic()
     with pytest.raises(RankFailed, match="rank 0 failed"):
-        launch(stay_away_on_rank_1, nproc=2, oversubscribe=True, timeout=3)
+        launch(end_on_rank_1, "never", nproc=2, oversubscribe=True, timeout=3)
     assert time.monotonic() - began < SOON
 
 
@@ -286,29 +302,17 @@ def test_a_world_left_open_ends_quietly_with_its_process():
 # ---- how many, and where they listen ------------------------------------------------------------------------------
 
 
+CPUS = "this machine has {}; choose at most {}, or add --oversubscribe to let ranks share them"
+
+
 @pytest.mark.parametrize(
-    "gpus, available, nproc, message",
+    ("gpus", "available", "nproc", "message"),
     [
-        (0, 2, 0, "--nproc 0: at least one rank is needed"),
-        (0, 2, -1, "--nproc -1: at least one rank is needed"),
-        (
-            0,
-            2,
-            3,
-            "--nproc 3: this machine has 2 CPUs; choose at most 2, or add --oversubscribe to let ranks share them",
-        ),
-        (
-            0,
-            1,
-            2,
-            "--nproc 2: this machine has 1 CPU; choose at most 1, or add --oversubscribe to let ranks share them",
-        ),
-        (
-            4,
-            2,
-            5,
-            "--nproc 5: this machine has 4 GPUs; choose at most 4, or add --oversubscribe to let ranks share them",
-        ),
+        (0, 2, 0, "at least one rank is needed"),
+        (0, 2, -1, "at least one rank is needed"),
+        (0, 2, 3, CPUS.format("2 CPUs", 2)),
+        (0, 1, 2, CPUS.format("1 CPU", 1)),
+        (4, 2, 5, CPUS.format("4 GPUs", 4)),
     ],
 )
 def test_a_number_of_ranks_that_does_not_fit_is_answered_with_the_remedy(monkeypatch, gpus, available, nproc, message):
@@ -316,7 +320,7 @@ def test_a_number_of_ranks_that_does_not_fit_is_answered_with_the_remedy(monkeyp
     monkeypatch.setattr(world_module, "cpus", lambda: available)
     with pytest.raises(InputError) as caught:
         launch(describe, nproc=nproc)
-    assert str(caught.value) == message
+    assert str(caught.value) == f"--nproc {nproc}: {message}"
 
 
 def test_several_tasks_of_srun_without_torchrun_are_refused(monkeypatch):
@@ -325,12 +329,9 @@ def test_several_tasks_of_srun_without_torchrun_are_refused(monkeypatch):
         launch(describe, nproc=1)
 
 
-def test_oversubscribed_ranks_share_the_cpus(worlds):
-    assert worlds(8).run(threads) == [max(1, cpus() // 8)] * 8
-
-
-def threads(world):
-    return torch.get_num_threads()
+@pytest.mark.ranks(8)
+def test_oversubscribed_ranks_share_the_cpus(world):
+    assert torch.get_num_threads() == max(1, cpus() // 8)
 
 
 def see_gpus(patch, uuids):
@@ -353,33 +354,6 @@ def environment_for_nccl(world, path, places):
         gpus = world_module._tell_gpus(world, dist.FileStore(path, world.size))
         world_module._prepare_environment(world, local_size, gpus)
         return os.environ
-
-
-ONE_EACH = {
-    "each sees its node's": [(host, rank, 2, (f"{host}-0", f"{host}-1")) for host in "ab" for rank in (0, 1)],
-    "each sees its own": [(host, rank, 2, (f"{host}-{rank}",)) for host in "ab" for rank in (0, 1)],
-    "nodes with the same UUIDs": [(host, rank, 2, ("0", "1")) for host in "ab" for rank in (0, 1)],
-}
-SHARED = {
-    "4 ranks, 2 GPUs": [("a", rank, 4, ("0", "1")) for rank in range(4)],
-    "4 ranks that see the same one": [("a", rank, 4, ("0",)) for rank in range(4)],
-    "on both nodes": [(host, rank, 2, (host,)) for host in "ab" for rank in (0, 1)],
-    "on one of two nodes": [("a", 0, 2, "0"), ("a", 1, 2, "0"), ("b", 0, 2, ("1", "2")), ("b", 1, 2, ("1", "2"))],
-}
-
-
-@pytest.mark.parametrize("how", ONE_EACH)
-def test_ranks_with_a_gpu_each_leave_nccl_its_network(worlds, tmp_path, how):
-    assert worlds(4).run(environment_for_nccl, str(tmp_path / "store"), ONE_EACH[how]) == [{}] * 4
-
-
-@pytest.mark.parametrize("how", SHARED)
-def test_where_ranks_share_a_gpu_each_is_a_host_of_its_own_to_nccl(worlds, tmp_path, how):
-    environments = worlds(4).run(environment_for_nccl, str(tmp_path / "store"), SHARED[how])
-    assert len({found.pop("NCCL_HOSTID") for found in environments}) == 4
-    one_host = len({host for host, *_ in SHARED[how]}) == 1
-    network = {"NCCL_SOCKET_IFNAME": world_module._loopback()} if one_host else {}
-    assert environments == [{"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", **network}] * 4
 
 
 def tcp_addresses(world=None):

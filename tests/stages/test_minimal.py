@@ -97,14 +97,13 @@ def test_a_page_is_short_and_needs_nothing_but_torch(name):
     assert {module.split(".")[0] for module in modules} <= {"os", "functools", "pathlib", "tempfile", "torch"}
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", EXACT)
-def test_a_page_ends_with_the_bits_of_its_engine_and_holds_what_the_formula_says(worlds, name, size):
-    ends = worlds(size).run(train_minimal, name, STEPS)
-    engines = worlds(size).run(train, name, "gpt-tiny", STEPS)
-    for (weights, held), engine in zip(ends, engines, strict=True):
-        assert same_bits(weights, engine["weights"])
-        assert held == {kind: part * 4 * padded(name, size) for kind, part in HELD[name](size).items()}
+def test_a_page_ends_with_the_bits_of_its_engine_and_holds_what_the_formula_says(world, name):
+    weights, held = train_minimal(world, name, STEPS)
+    assert same_bits(weights, train(world, name, "gpt-tiny", STEPS)["weights"])
+    part = 4 * padded(name, world.size)
+    assert held == {kind: share * part for kind, share in HELD[name](world.size).items()}
 
 
 class Unpadded(nn.Module):
@@ -142,38 +141,6 @@ def sending():
         yield sent
 
 
-def train_page_of_zeropp(world):
-    """Losses; this rank's shards, unit by unit; bytes held and sent in the last step."""
-    torch.manual_seed(0)
-    model, losses = Unpadded(), []
-    page = zeropp.minimal.CompressedCommunication(model, model.blocks, ADAMW)
-    for step in range(STEPS):
-        inputs, targets = batch_of_bytes(world, step)
-        with sending() as sent:
-            loss = nn.functional.cross_entropy(model(inputs), targets)
-            page.backward(loss)
-        held = page.held()
-        page.step()
-        losses.append(loss.item())
-    return losses, [unit.shard.detach() for unit in page.units], sum(held.values()), sum(sent)
-
-
-def train_zeropp(world):
-    """The same of the engine, but what it holds, and the weights whole."""
-    torch.manual_seed(0)
-    engine = make_engine("zeropp", Unpadded(), ADAMW, ranks_per_node=2, keep_last=False, bucket_mb=1)
-    losses = []
-    for step in range(STEPS):
-        inputs, targets = batch_of_bytes(world, step)
-        engine.comm.traffic.reset()
-        loss = nn.functional.cross_entropy(engine(inputs), targets)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    sent = sum(engine.comm.traffic.by_collective().values())
-    return losses, list(engine.full_state_dict().values()), sent
-
-
 def test_the_page_of_zeropp_has_its_engines_codes():
     values = torch.randn(3, 1024) * torch.logspace(-3, 3, 1024)
     for bits in (8, 4):
@@ -185,16 +152,32 @@ def test_the_page_of_zeropp_has_its_engines_codes():
         assert torch.equal(zeropp.minimal.dequantize(message, bits, 1024), arrived)
 
 
-def test_the_page_of_zeropp_ends_with_the_bits_of_its_engine_and_holds_and_sends_its_bytes(worlds):
-    pages, engines = worlds(4).run(train_page_of_zeropp), worlds(4).run(train_zeropp)
+@pytest.mark.ranks(4)
+def test_the_page_of_zeropp_ends_with_the_bits_of_its_engine_and_holds_and_sends_its_bytes(world):
+    built = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        built.append(Unpadded())
+    page = zeropp.minimal.CompressedCommunication(built[0], built[0].blocks, ADAMW)
+    engine = make_engine("zeropp", built[1], ADAMW, ranks_per_node=2, keep_last=False, bucket_mb=1)
+    for step in range(STEPS):
+        inputs, targets = batch_of_bytes(world, step)
+        with sending() as sent:
+            loss = nn.functional.cross_entropy(built[0](inputs), targets)
+            page.backward(loss)
+        held = page.held()
+        page.step()
+        engine.comm.traffic.reset()
+        losses = loss.item(), nn.functional.cross_entropy(engine(inputs), targets)
+        engine.backward(losses[1])
+        engine.step()
+        assert losses[0] == losses[1].item()
     numel, embedding = sum(p.numel() for p in Unpadded().parameters()), 256 * 16
-    for (losses, _, held, sent), (losses_of_engine, weights, sent_by_engine) in zip(pages, engines, strict=True):
-        assert losses == losses_of_engine
-        assert held == 16 * numel / 4 + 4 * numel / 2
-        # Without `keep_last` the engine frees the embedding, too, and gathers it once more inside the node.
-        assert sent == sent_by_engine - 4 * embedding / 2
-        for shards, weight in zip(zip(*(shards for _, shards, *_ in pages), strict=True), weights, strict=True):
-            assert torch.equal(torch.cat(shards), weight.flatten())
+    assert sum(held.values()) == 16 * numel / 4 + 4 * numel / 2
+    # Without `keep_last` the engine frees the embedding, too, and gathers it once more inside the node.
+    assert sum(sent) == sum(engine.comm.traffic.by_collective().values()) - 4 * embedding / 2
+    for unit, weight in zip(page.units, engine.full_state_dict().values(), strict=True):
+        assert torch.equal(torch.cat(engine.comm.gather_objects(unit.shard.detach())), weight.flatten())
 
 
 def printed(world, name):

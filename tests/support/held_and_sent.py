@@ -20,23 +20,17 @@ def formula_of(engine, what, size, precision="fp32"):
     return getattr(formulas, what)(follows(engine), size, precision) * PARAMETERS
 
 
+@or_reason
 def holds(world, engine, **options):
     """The bytes of model states that a rank holds after a step."""
-    return or_reason(_holds, world, engine, **options)
-
-
-def _holds(world, engine, **options):
     made = make_engine(engine, MODEL, bucket_mb=0.5, **options)
     train_step(made, world)
     return made.model_state_bytes()
 
 
+@or_reason
 def sends(world, engine, **options):
     """The bytes that the kernel saw a rank send in a step."""
-    return or_reason(_sends, world, engine, **options)
-
-
-def _sends(world, engine, **options):
     made = make_engine(engine, MODEL, bucket_mb=0.5, **options)
     before = 0
     for step in range(3):  # the first ones set up connections and record orders

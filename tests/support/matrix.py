@@ -262,9 +262,10 @@ def train_cell(world, engine, cell, folder=None, traced=False, half=None):
         is the reason why the engine does not claim the cell.
     """
     with unwritten_memory_is_nan(), torch.random.fork_rng():
-        return or_reason(_train_cell, world, engine, cell, folder, traced, half)
+        return _train_cell(world, engine, cell, folder, traced, half)
 
 
+@or_reason
 def _train_cell(world, engine, cell, folder, traced, half):
     notes = Notes(traced)
     if cell.model in CASES and cell.option in SINGLE:

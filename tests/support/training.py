@@ -18,6 +18,7 @@ from common.ranks.collectives import Collectives
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
 ENGINES = (*STAGES, "offload", "offload.nvme")
+ALL = (*ENGINES, "zeropp")
 SEVEN = (*ENGINES, "quantized:Copies")  # ZeRO++ without what rounds
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
 UNFUSED = functools.partial(torch.optim.AdamW, lr=1e-2)  # as a baseline without aligned shards needs it
@@ -37,12 +38,17 @@ def follows(engine):
     return stage
 
 
-def or_reason(function, *args, **options):
-    """Call a function; what an engine does not claim, by raising NotImplementedError, comes back as its reason."""
-    try:
-        return function(*args, **options)
-    except NotImplementedError as error:
-        return str(error) or "it raises NotImplementedError"
+def or_reason(function):
+    """A decorator: what an engine does not claim, by raising NotImplementedError, comes back as its reason."""
+
+    @functools.wraps(function)
+    def call(*args, **options):
+        try:
+            return function(*args, **options)
+        except NotImplementedError as error:
+            return str(error) or "it raises NotImplementedError"
+
+    return call
 
 
 def message_of(call, *args, **options):

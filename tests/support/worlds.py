@@ -2,6 +2,8 @@
 
 import late_group
 import torch
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
 from first_difference import hung
 from training import choose_exact_kernels
 
@@ -9,6 +11,11 @@ from common.ranks.world import LocalWorld, RankFailed
 
 HANGS = 3  # so many trainings may hang before the rest is skipped
 hangs = []  # what was said of each
+
+
+def explain_asserts(world):
+    """Have pytest say on this rank, too, what the two sides of a failed `assert` were."""
+    install_importhook(get_config())
 
 
 def seed(world):
@@ -24,7 +31,8 @@ class Worlds:
     def __call__(self, size):
         if size not in self._worlds or not self._worlds[size].alive:
             self._worlds[size] = self.open(size)
-            self._worlds[size].run(choose_exact_kernels)
+            for prepare in (choose_exact_kernels, explain_asserts):
+                self._worlds[size].run(prepare)
         self._worlds[size].run(seed)  # a test before this one may have left random states that differ
         return self._worlds[size]
 

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from commands import refused
 from late_lanes import on_lane
 from planting import healthy, replaced
 from torch import nn
@@ -43,15 +42,11 @@ def row(world, engine, given):
     return train.train(world, engine, given)[0]
 
 
-@functools.cache
-def on_device(worlds, *given):
-    return worlds(2).run(row, "stage0_ddp", options("--checkpoint-activations", *given))[0]
-
-
-def check(worlds, engine, kind, *given):
+def check(world, engine, kind, *given):
     """The row of a training with activations on the host, which ends as stage 0 does without."""
     checkpoints = ("--checkpoint-activations", kind, "--offload-activations")
-    found, plain = worlds(2).run(row, engine, options(*checkpoints, *given))[0], on_device(worlds, *given)
+    found = row(world, engine, options(*checkpoints, *given))
+    plain = row(world, "stage0_ddp", options("--checkpoint-activations", *given))
     assert (found["losses"], found["param_sha256"]) == (plain["losses"], plain["param_sha256"])
     assert found["bus_bytes_per_step"] == found["predicted_bus_bytes_per_step"]
     return found
@@ -60,8 +55,8 @@ def check(worlds, engine, kind, *given):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ENGINES)
-def test_no_bit_changes_and_every_blocks_input_goes_down_and_comes_up(worlds, name, kind, precision):
-    found = check(worlds, name, kind, "--precision", precision)
+def test_no_bit_changes_and_every_blocks_input_goes_down_and_comes_up(world, name, kind, precision):
+    found = check(world, name, kind, "--precision", precision)
     inputs = 2 * 12 * 16 * 16 * (4 if precision == "fp32" else 2)  # layers, samples of a rank, sequence, width
     if name != "offload":  # which moves gradients and parameters too
         assert found["bus_bytes_per_step"] == {"down": inputs, "up": inputs}
@@ -70,8 +65,8 @@ def test_no_bit_changes_and_every_blocks_input_goes_down_and_comes_up(worlds, na
 @pytest.mark.parametrize(
     ("model", "kind"), zip(["llama-tiny", "moe-tiny", "resnet-tiny", "lora-tiny"], [*KINDS, *KINDS], strict=True)
 )
-def test_nor_does_one_of_another_model(worlds, model, kind):
-    check(worlds, "stage3_param", kind, "--model", model)
+def test_nor_does_one_of_another_model(world, model, kind):
+    check(world, "stage3_param", kind, "--model", model)
 
 
 # ---- when, and what stays -----------------------------------------------------------------------------------------
@@ -100,26 +95,18 @@ def trained(world, engine, kind, host=True, lane=None, plant=healthy):
         return losses, weights, timeline.peak_of("activations"), on_host
 
 
-def on_this_rank(world, engine, kind, lane, plant=healthy):
-    """What `trained` finds with the host, or what was raised."""
-    try:
-        return trained(world, engine, kind, lane=lane, plant=plant)
-    except Exception as error:
-        return repr(error)
-
-
 @functools.cache
-def without_host(worlds, engine, kind):
-    return worlds(2).run(trained, engine, kind, False)[0]
+def without_host(world, engine, kind):
+    return trained(world, engine, kind, False)
 
 
-def broken(worlds, engine, kind, lane, plant=healthy):
+def broken(world, engine, kind, lane, plant=healthy):
     """What does not hold of activations on the host: their bits, the bound on the device, the room they take."""
-    found = worlds(2).run(on_this_rank, engine, kind, lane, plant)[0]
-    if isinstance(found, str):
-        return [found]
-    losses, weights, peak, on_host = found
-    expected_losses, expected_weights, peak_without, on_host_without = without_host(worlds, engine, kind)
+    expected_losses, expected_weights, peak_without, on_host_without = without_host(world, engine, kind)
+    try:
+        losses, weights, peak, on_host = trained(world, engine, kind, lane=lane, plant=plant)
+    except Exception as error:
+        return [repr(error)]
     # A late lane holds what goes down until somebody waits for it: one input more.
     stay = 3 if lane else 2
     promises = {
@@ -135,8 +122,8 @@ CASES = list(itertools.product(["stage3_param"], KINDS, [None, "late", "drowsy"]
 
 
 @pytest.mark.parametrize(("name", "kind", "lane"), [*CASES, ("offload", KINDS[0], "late"), ("offload", KINDS[1], None)])
-def test_two_inputs_stay_on_the_device_and_late_copies_change_no_bit(worlds, name, kind, lane):
-    assert broken(worlds, name, kind, lane) == []
+def test_two_inputs_stay_on_the_device_and_late_copies_change_no_bit(world, name, kind, lane):
+    assert broken(world, name, kind, lane) == []
 
 
 def comes_up_without_waiting(engine):
@@ -186,12 +173,13 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("plant", MUTANTS, ids=lambda plant: plant.__name__.replace("_", " "))
-def test_a_mutant_is_caught(worlds, plant):
-    assert broken(worlds, "stage3_param", KINDS[0], "late", plant) != []
+def test_a_mutant_is_caught(world, plant):
+    assert broken(world, "stage3_param", KINDS[0], "late", plant) != []
 
 
-def order(world, kind):
-    """What a backward does: each copy up as it begins, and each block as it is computed again."""
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.ranks(1)
+def test_the_input_of_the_block_before_begins_its_way_up_before_a_block_is_computed_again(world, kind):
     seen, carry = [], Bus.carry
     made = deep("stage3_param", kind)
     train_step(made, world)
@@ -204,35 +192,25 @@ def order(world, kind):
         block.register_forward_pre_hook(lambda block, args, number=number: seen.append(f"block {number}"))
     with mock.patch.object(Bus, "carry", noted):
         train_step(made, world, 1)
-    return seen[8:]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_input_of_the_block_before_begins_its_way_up_before_a_block_is_computed_again(worlds, kind):
-    assert worlds(1).run(order, kind)[0] == ["up 3", "up 2", "block 3", "up 1", "block 2", "up 0", "block 1", "block 0"]
+    assert seen[8:] == ["up 3", "up 2", "block 3", "up 1", "block 2", "up 0", "block 1", "block 0"]
 
 
 # ---- what a checkpoint may meet -----------------------------------------------------------------------------------
 
 
-def changed(world):
-    """Of tensors of every kind, those that come up with other bits, dtypes, devices, shapes or strides than a copy."""
-    made, found = deep("stage0_ddp", KINDS[0]), []
-    saving = made.module.saving
+@pytest.mark.ranks(1)
+def test_every_kind_of_tensor_comes_up_as_it_was(world):
+    """With the bits, the dtype, the device, the shape and the strides that a copy has."""
+    saving = deep("stage0_ddp", KINDS[0]).module.saving
     x = torch.arange(24.0, device=world.device).view(2, 3, 4)
     with_gaps, overlapping = x[:, ::2], x[:1].expand(3, 3, 4)
     dense = [x, x.transpose(0, 2), x.half().mT, x.long(), x > 5, x[0, 0, 0], x + 1j]
     for tensor in [x[:0], *dense, with_gaps, overlapping, torch.eye(2)]:
         with saving:
             back = saving.unpack_hook(saving.pack_hook(tensor))
-        looks = [(like.dtype, like.device, like.stride()) for like in (back, torch.empty_like(tensor))]
-        if not torch.equal(back, tensor) or looks[0] != looks[1]:
-            found.append(tensor)
-    return found
-
-
-def test_every_kind_of_tensor_comes_up_as_it_was(worlds):
-    assert worlds(1).run(changed) == [[]]
+        like = torch.empty_like(tensor)
+        assert torch.equal(back, tensor)
+        assert (back.dtype, back.device, back.stride()) == (like.dtype, like.device, like.stride())
 
 
 def gradient(saving, reentrant, backwards=1):
@@ -247,22 +225,16 @@ def gradient(saving, reentrant, backwards=1):
     return x.grad
 
 
-def gradients_agree(world, reentrant, backwards):
-    made = deep("stage0_ddp", KINDS[0])
-    saving = made.module.saving
-    made.comm.traffic.reset()
-    found = gradient(saving, reentrant, backwards)
-    expected = gradient(contextlib.nullcontext(), reentrant, backwards)
-    return torch.equal(found, expected), made.comm.traffic.on_bus()
-
-
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.ranks(1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are on the CPU")
-def test_a_tensor_saved_twice_and_a_second_backward(worlds, reentrant, backwards):
-    equal, crossed = worlds(1).run(gradients_agree, reentrant, backwards)[0]
-    assert equal
-    assert crossed == {"down": 2 * 48 + 24, "up": backwards * (2 * 48 + 24)}
+def test_a_tensor_saved_twice_and_a_second_backward(world, reentrant, backwards):
+    made = deep("stage0_ddp", KINDS[0])
+    made.comm.traffic.reset()
+    found = gradient(made.module.saving, reentrant, backwards)
+    assert torch.equal(found, gradient(contextlib.nullcontext(), reentrant, backwards))
+    assert made.comm.traffic.on_bus() == {"down": 2 * 48 + 24, "up": backwards * (2 * 48 + 24)}
 
 
 class Half(nn.Module):
@@ -277,63 +249,54 @@ class Half(nn.Module):
         return run_blocks(self.blocks, x, self.kind, self.saving)
 
 
-def nested(world, kind):
-    """Gradients through checkpoints in checkpoints, without and with the host; what went down in the last backward."""
-    made = deep("stage0_ddp", kind)
-    saving = made.module.saving
-    ends = []
-    for context in (contextlib.nullcontext(), saving):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.ranks(1)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are on the CPU")
+def test_what_a_recomputation_saves_stays_on_the_device(world, kind):
+    """Checkpoints in checkpoints, without and with the host."""
+    made, ends = deep("stage0_ddp", kind), []
+    for context in (contextlib.nullcontext(), made.module.saving):
         torch.manual_seed(0)
         halves = nn.ModuleList(Half(kind, context) for _ in range(2))
         loss = run_blocks(halves, torch.ones(3, 4).requires_grad_(), kind, context).sum()
         made.comm.traffic.reset()
         loss.backward()
         ends.append({name: parameter.grad for name, parameter in halves.named_parameters()})
-    return same_bits(*ends), made.comm.traffic.on_bus().get("down", 0)
+    assert same_bits(*ends)
+    assert made.comm.traffic.on_bus().get("down", 0) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are on the CPU")
-def test_what_a_recomputation_saves_stays_on_the_device(worlds, kind):
-    assert worlds(1).run(nested, kind) == [(True, 0)]
-
-
-def interrupted(world, kind, host):
-    """Losses around forwards without backward; bytes on the bus of an evaluation, and on the host at the end."""
-    made = deep("stage2_grad", kind, host)
-    losses = [train_step(made, world)]
-    inputs = torch.zeros(BATCH // 2, SEQUENCE, dtype=torch.long, device=world.device)
-    made(inputs)
-    made.comm.traffic.reset()
-    with torch.no_grad():
+def test_evaluations_and_exceptions_leave_nothing_behind(world, kind):
+    """Between the steps a forward has no backward, and one is interrupted."""
+    losses = {}
+    for host in (False, True):
+        made = deep("stage2_grad", kind, host)
+        losses[host] = [train_step(made, world)]
+        inputs = torch.zeros(BATCH // 2, SEQUENCE, dtype=torch.long, device=world.device)
         made(inputs)
-    crossed = made.comm.traffic.on_bus()
-    hook = made.module.blocks[3].register_forward_pre_hook(lambda block, args: 1 // 0)
-    with contextlib.suppress(ZeroDivisionError):
-        made(inputs)
-    hook.remove()
-    losses += [train_step(made, world, step) for step in (1, 2)]
-    return losses, crossed, sum(room.nbytes for room in made.live().get(HOST, []))
+        made.comm.traffic.reset()
+        with torch.no_grad():
+            made(inputs)
+        assert made.comm.traffic.on_bus() == {}
+        hook = made.module.blocks[3].register_forward_pre_hook(lambda block, args: 1 // 0)
+        with contextlib.suppress(ZeroDivisionError):
+            made(inputs)
+        hook.remove()
+        losses[host] += [train_step(made, world, step) for step in (1, 2)]
+    assert losses[True] == losses[False]
+    assert sum(room.nbytes for room in made.live()[HOST]) == LAYERS * INPUT
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_evaluations_and_exceptions_leave_nothing_behind(worlds, kind):
-    losses, *_ = worlds(2).run(interrupted, kind, False)[0]
-    assert worlds(2).run(interrupted, kind, True)[:1] == [(losses, {}, LAYERS * INPUT)]
-
-
-def rooms(world):
-    """What lies on the host after tensors of several lengths, one at a time."""
+@pytest.mark.ranks(1)
+def test_a_room_that_is_too_small_gives_way_and_a_copy_of_a_model_has_none(world):
     made = deep("stage0_ddp", KINDS[0])
     saving = made.module.saving
     for numel in (10, 1000, 100, 5000):
         with saving:
             saving.unpack_hook(saving.pack_hook(torch.ones(numel, device=world.device)))
-    return [room.nbytes for room in made.live()[HOST]], type(copy.deepcopy(made.module).saving)
-
-
-def test_a_room_that_is_too_small_gives_way_and_a_copy_of_a_model_has_none(worlds):
-    assert worlds(1).run(rooms) == [([20000], contextlib.nullcontext)]
+    assert [room.nbytes for room in made.live()[HOST]] == [20000]
+    assert type(copy.deepcopy(made.module).saving) is contextlib.nullcontext
 
 
 # ---- the commands -------------------------------------------------------------------------------------------------
@@ -343,7 +306,7 @@ def test_compare_holds_every_engine_with_its_activations_on_the_host_to_its_prom
     given = options("--checkpoint-activations", "--offload-activations")
     results, _ = worlds(2).run(compare.compare, list(ENGINES), given)[0]
     assert all(compare.holds(row) for row in results["rows"])
-    assert [row["bus_bytes_per_step"]["up"] > 0 for row in results["rows"]] == [True] * len(ENGINES)
+    assert all(row["bus_bytes_per_step"]["up"] > 0 for row in results["rows"])
     text = compare.as_markdown(results)
     assert "non-reentrant activation checkpoints on the host" in text
     assert "| over the bus per step |" in text
@@ -365,11 +328,3 @@ def test_the_command_writes_what_crosses_the_bus(tmp_path):
     results = json.loads((tmp_path / "run.json").read_text())
     assert results["offload_activations"] is True
     assert results["bus_bytes_per_step"] == dict.fromkeys(("down", "up"), 2 * 24 * 16 * 16 * 4)
-
-
-REFUSED = {"": "add --checkpoint-activations", "--checkpoint-activations --model mlp": "mlp has no blocks"}
-
-
-@pytest.mark.parametrize("given", REFUSED)
-def test_without_checkpoints_there_is_nothing_to_offload(given, capfd):
-    assert REFUSED[given] in refused(capfd, train.main, "stage3_param", ["--offload-activations", *given.split()])

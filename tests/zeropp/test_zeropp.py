@@ -128,22 +128,17 @@ def test_rows_are_packed_as_each_alone_however_many_at_a_time(bits):
 # ---- hops ---------------------------------------------------------------------------------------------------------
 
 
-def one_hop_and_two(world, per_node):
-    """The mean by this many ranks in a node, and by one node of all: each beside the exact one and its bound."""
-    found = []
-    for ranks in (per_node, world.size):
-        made = make_engine("zeropp", "gpt-tiny", ranks_per_node=ranks, block=34)
-        found.append(list(probes.reduced_by(made)))
-    return found
-
-
-@pytest.mark.parametrize(("size", "per_node"), [(4, 2), (3, 1), (4, 1), (2, 1), (8, 2)])
-def test_two_hops_one_hop_and_the_exact_mean_agree_within_the_bound(worlds, size, per_node):
-    for two, one in worlds(size).run(one_hop_and_two, per_node):
-        for (mean, exact, off), (other, _, other_off) in zip(two, one, strict=True):
-            assert ((mean - exact).abs() <= off).all()
-            assert ((other - exact).abs() <= other_off).all()
-            assert ((mean - other).abs() <= off + other_off).all()
+@pytest.mark.parametrize(("world", "per_node"), [(4, 2), (3, 1), (4, 1), (2, 1), (8, 2)], indirect=["world"])
+def test_two_hops_one_hop_and_the_exact_mean_agree_within_the_bound(world, per_node):
+    """One hop is one node of all."""
+    two, one = (
+        probes.reduced_by(make_engine("zeropp", "gpt-tiny", ranks_per_node=ranks, block=34))
+        for ranks in (per_node, world.size)
+    )
+    for (mean, exact, off), (other, _, other_off) in zip([*two], [*one], strict=True):
+        assert ((mean - exact).abs() <= off).all()
+        assert ((other - exact).abs() <= other_off).all()
+        assert ((mean - other).abs() <= off + other_off).all()
 
 
 # ---- error feedback -----------------------------------------------------------------------------------------------
@@ -255,67 +250,52 @@ SWITCHES = [
 ]
 
 
-def counted(world, name, precision, backwards, model, options):
-    """Every count of the last of three steps with its prediction, and what this rank sent to the other node."""
-    made = make_engine(f"quantized:{name}", model, precision=precision, clip_norm=1.0, **options)
-    for step in range(3):
-        made.comm.traffic.reset()
-        for micro in range(backwards):
-            made.backward(probes.loss_of(made, world, 3 * step + micro))
-        made.step()
-    traffic = made.comm.traffic
-    return [
-        (made.model_state_bytes(), made.predicted_model_state_bytes()),
-        (traffic.by_collective(), made.predicted_wire_bytes_per_step()),
-        (traffic.between_nodes(), made.accounts.predicted_between_nodes()),
-    ]
-
-
 @pytest.mark.parametrize(("name", "options"), SWITCHES, ids=str)
 @pytest.mark.parametrize(
     ("precision", "backwards", "model"), [("fp32", 1, "gpt-tiny"), ("bf16", 2, "gpt-tiny"), ("fp16", 1, "lora-tiny")]
 )
+@pytest.mark.ranks(4)
 def test_bytes_held_and_sent_and_leaving_the_node_are_those_predicted(
-    worlds, name, options, precision, backwards, model
+    world, name, options, precision, backwards, model
 ):
-    for answers in worlds(4).run(counted, name, precision, backwards, model, options):
-        for measured, predicted in answers:
-            assert measured == predicted
-
-
-def extra_bytes(world, per_node):
-    """Bytes of parameters with second shards, and without; and all of them, padding included."""
-    held = []
-    for name in ("Off", "Copies"):
-        made = make_engine(f"quantized:{name}", "gpt-tiny", precision="bf16", ranks_per_node=per_node)
-        train_step(made, world)
-        held.append(made.model_state_bytes()["parameters"])
-    return held, 2 * sum(bucket.padded_numel for bucket in made.buckets)
+    made = make_engine(f"quantized:{name}", model, precision=precision, clip_norm=1.0, **options)
+    traffic = made.comm.traffic
+    for step in range(3):
+        traffic.reset()
+        for micro in range(backwards):
+            made.backward(probes.loss_of(made, world, 3 * step + micro))
+        made.step()
+    assert made.model_state_bytes() == made.predicted_model_state_bytes()
+    assert traffic.by_collective() == made.predicted_wire_bytes_per_step()
+    assert traffic.between_nodes() == made.accounts.predicted_between_nodes()
 
 
 @pytest.mark.parametrize("per_node", [1, 2])
-def test_second_shards_take_2_psi_over_p_bytes(worlds, per_node):
-    for (without, held), psi in worlds(4).run(extra_bytes, per_node):
-        assert held - without == psi // per_node
+@pytest.mark.ranks(4)
+def test_second_shards_take_2_psi_over_p_bytes(world, per_node):
+    held = {}
+    for name in ("Off", "Copies"):
+        made = make_engine(f"quantized:{name}", "gpt-tiny", precision="bf16", ranks_per_node=per_node)
+        train_step(made, world)
+        held[name] = made.model_state_bytes()["parameters"]
+    psi = sum(bucket.padded_numel for bucket in made.buckets)
+    assert held["Copies"] - held["Off"] == 2 * psi // per_node
 
 
 @pytest.mark.parametrize("model", ["gpt-tiny", "lora-tiny"])
-def test_a_frozen_weight_crosses_to_the_other_node_once(worlds, model):
-    for first, later, frozen in worlds(4).run(crossings, model):
-        assert first["all_gather"] - later["all_gather"] == frozen
-
-
-def crossings(world, model):
+@pytest.mark.ranks(4)
+def test_a_frozen_weight_crosses_to_the_other_node_once(world, model):
     made, sent = make_engine("quantized:Copies", model), []
     for step in range(2):
         made.comm.traffic.reset()
         train_step(made, world, step)
-        sent.append(made.comm.traffic.between_nodes())
-    return *sent, sum(bucket.shard_numel * 4 * 2 for bucket in made.frozen)  # to two ranks of the other node
+        sent.append(made.comm.traffic.between_nodes()["all_gather"])
+    assert sent[0] - sent[1] == sum(bucket.shard_numel * 4 * 2 for bucket in made.frozen)  # to two ranks
 
 
-def frozen_and_thawed(world):
-    """A weight that is frozen is refused; thawed again, training goes on with stage 3's bits."""
+@pytest.mark.ranks(4)
+def test_a_weight_frozen_and_thawed_leaves_no_stale_copy(world):
+    """Frozen, it is refused."""
     ends = []
     for name in ("stage3_param", "quantized:Copies"):
         made = make_engine(name)
@@ -325,39 +305,30 @@ def frozen_and_thawed(world):
             train_step(made, world, 1)
         weight.requires_grad_(True)
         ends.append(([train_step(made, world, step) for step in (2, 3)], sha256(made.full_state_dict())))
-    return ends
-
-
-def test_a_weight_frozen_and_thawed_leaves_no_stale_copy(worlds):
-    for stage3, ours in worlds(4).run(frozen_and_thawed):
-        assert ours == stage3
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_checkpoint_goes_on_with_the_same_bits_quantized_or_not(worlds, tmp_path, precision):
-    assert all(worlds(4).run(handed_on, "quantized:All", "quantized:All", str(tmp_path / "all"), precision))
-    assert all(worlds(4).run(handed_on, "quantized:Copies", "stage0_ddp", str(tmp_path / "out"), precision))
-    assert all(worlds(4).run(handed_on, "stage0_ddp", "quantized:Copies", str(tmp_path / "in"), precision))
+@pytest.mark.ranks(4)
+def test_a_checkpoint_goes_on_with_the_same_bits_quantized_or_not(world, tmp_path, precision):
+    copies = ("quantized:Copies", "stage0_ddp")
+    for number, pair in enumerate([("quantized:All", "quantized:All"), copies, copies[::-1]]):
+        assert handed_on(world, *pair, tmp_path / str(number), precision)
 
 
-def kept_exact(world):
-    """The weights that `keep_fp32` names, and integers, arrive as they are."""
+def test_what_keep_fp32_names_is_not_quantized(world):
     made = make_engine("quantized:Weights", "gpt-tiny", precision="bf16", keep_fp32=["ln_1", "ln_2", "ln_f"], seed=1)
     exact = made.full_state_dict()
     for unit in made.units:
         made.use(unit, units.Order())  # as in a forward
-    return {n: torch.equal(p.float(), exact[n]) for n, p in made.module.named_parameters() if "ln_" in n}
+    kept = {name: parameter for name, parameter in made.module.named_parameters() if "ln_" in name}
+    assert kept
+    assert all(torch.equal(parameter.float(), exact[name]) for name, parameter in kept.items())
 
 
-def test_what_keep_fp32_names_is_not_quantized(worlds):
-    for kept in worlds(2).run(kept_exact):
-        assert kept
-        assert all(kept.values())
-
-
-def test_late_lanes_change_no_bit_of_all_switches_together(worlds, tmp_path):
-    for broken in worlds(4).run(probes.no_bit_depends_on_when_the_lane_runs, "quantized:All", str(tmp_path)):
-        assert broken == []
+@pytest.mark.ranks(4)
+def test_late_lanes_change_no_bit_of_all_switches_together(world, tmp_path):
+    assert probes.no_bit_depends_on_when_the_lane_runs(world, "quantized:All", str(tmp_path)) == []
 
 
 # ---- doors --------------------------------------------------------------------------------------------------------
@@ -371,13 +342,9 @@ BAD = {
 }
 
 
-def complaint(world, options):
-    return message_of(make_engine, "zeropp", **options)
-
-
 @pytest.mark.parametrize("said", BAD)
-def test_options_that_make_no_sense_are_refused(worlds, said):
-    assert all(said in found for found in worlds(2).run(complaint, BAD[said]))
+def test_options_that_make_no_sense_are_refused(world, said):
+    assert said in message_of(make_engine, "zeropp", **BAD[said])
 
 
 def test_two_nodes_say_what_they_need(monkeypatch, capsys):
