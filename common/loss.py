@@ -48,9 +48,7 @@ class TokenMean:
             InputError: on every rank, if no rank has any.
         """
         own = torch.tensor([sum(int((some != IGNORED).sum()) for some in targets)], device=self._comm.device)
-        everyone = self._comm.buffer(self._comm.size, dtype=torch.int64)
-        self._comm.all_gather(own, everyone, "the number of tokens").wait()
-        self.tokens = int(everyone.sum())
+        self.tokens = int(self._comm.everyones(own, "the number of tokens").sum())
         if self.tokens == 0:
             raise InputError(f"no rank has a token that counts: all targets of this step are {IGNORED}")
         return self.tokens

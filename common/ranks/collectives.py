@@ -210,14 +210,15 @@ class Collectives:
 
         return self._submit(f"broadcast from rank {source}", tensor, label, work, tensor, after=after)
 
-    def maximum(self, tensor, label=""):
-        """The element-wise maximum of every rank's small `tensor` [n], such as a flag; NaN where any rank has one.
+    def everyones(self, tensor, label=""):
+        """Return every rank's small `tensor` [n], such as a flag, as one [N, n]. Sends N-1 copies, as an all-gather."""
+        everyone = self.buffer(self.size, tensor.numel(), dtype=tensor.dtype)
+        self.all_gather(tensor, everyone.view(-1), label).wait()
+        return everyone
 
-        Sends N-1 copies of the tensor, metered as an all-gather.
-        """
-        everyone = self.buffer(self.size * tensor.numel(), dtype=tensor.dtype)
-        self.all_gather(tensor, everyone, label).wait()
-        return everyone.view(self.size, -1).amax(dim=0)
+    def maximum(self, tensor, label=""):
+        """Return the element-wise maximum of `everyones` small tensor; NaN where any rank has one."""
+        return self.everyones(tensor, label).amax(dim=0)
 
     def broadcast_copies(self, source=0):
         """How many copies this rank sends of what `source` broadcasts.
@@ -232,15 +233,11 @@ class Collectives:
     def gather_objects(self, value, label="objects"):
         """Return every rank's `value`, any picklable object, in rank order. For checks and files, not for steps."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
-        self.all_gather(torch.tensor([len(data)], device=self.device), lengths, label).wait()
-        longest = int(lengths.max())
+        longest = int(self.everyones(torch.tensor([len(data)], device=self.device), label).max())
         padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
         padded[: len(data)] = data
-        everyone = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
-        self.all_gather(padded, everyone, label).wait()
         # Unpickling stops where a value ends, so the padding behind it does no harm.
-        return [pickle.loads(part.numpy().tobytes()) for part in everyone.cpu().view(self.size, longest)]
+        return [pickle.loads(theirs.numpy().tobytes()) for theirs in self.everyones(padded, label).cpu()]
 
     def scratch(self, numel, dtype):
         """A tensor [numel] in the receive buffer, with anything in it, for use while no reduction is under way."""

@@ -10,9 +10,10 @@ same. Where that does not come, every rank prints its last collectives and where
 Ranks are counted within their group. What its store holds:
 
     12/3      rank 3 has come to this as its collective 12; deleted when all have come to 13
-    left/3    rank 3 has printed what it knows and left, and why
+    left/3    rank 3 has left, and why
     parted    where the ranks part: one sentence, the same for all
     alarm     one of those two is there
+    told/3    rank 3 has printed what it knows
 """
 
 import atexit
@@ -104,8 +105,8 @@ class Tracer:
         sentence = self.store.compare_set("parted", "", sentence).decode()  # the first that is found, for all
         self.store.set("alarm", "")
         self._print(f"the ranks part: {sentence}")
-        self.store.set(f"left/{self.rank}", "")
-        self._let_others_print()
+        self.store.set(f"told/{self.rank}", "")
+        self._let_others_print("told")
         raise RanksParted(sentence)
 
     def leave(self, error=None):
@@ -123,7 +124,7 @@ class Tracer:
             self.store.set(f"left/{self.rank}", why)
             self.store.set("alarm", "")
         if error is not None:
-            self._let_others_print()
+            self._let_others_print("told", "left")
 
     def _print(self, what):
         lines = [what]
@@ -133,9 +134,10 @@ class Tracer:
         sys.stderr.write("".join(f"[rank {self.rank}] {line}\n" for line in lines))
         sys.stderr.flush()
 
-    def _let_others_print(self):
+    def _let_others_print(self, *signs):
+        others = [rank for rank in range(self.size) if rank != self.rank]
         with contextlib.suppress(dist.DistError):
-            comes_true(lambda: self._has(*(f"left/{rank}" for rank in range(self.size))), within=GRACE)
+            comes_true(lambda: all(any(self._has(f"{sign}/{rank}") for sign in signs) for rank in others), within=GRACE)
 
 
 _tracers = weakref.WeakKeyDictionary()  # group -> tracer, as long as the group lives
