@@ -127,6 +127,11 @@ def test_the_command_says_what_fails_and_why_the_rest_was_skipped():
     assert "0 of 2 trainings end where the baseline does" in said
 
 
+def test_the_pages_engine_passes_its_command():
+    """The cells of the matrix are another test's."""
+    assert "Nothing fails" in suite("first_engine:DataParallel", "--quick", "-k", "test_heard")
+
+
 def test_the_last_line_does_not_say_that_nothing_fails_where_the_suite_itself_does():
     said = suite("first_engine:DataParallel", "--quick", "-k", "mlp and not wire", "--basetemp", "/dev/null/folder")
     assert re.search(r"\d errors? in ", said)

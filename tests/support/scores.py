@@ -180,7 +180,7 @@ def summarize(terminalreporter, engine, whole, status):
         for which, some in groups:
             line(f"    {which}, first {some[0]}: {shorten(cells[engine, some[0]]['reason'], 400)}")
     for name, messages in bytes_off.items():
-        line(f"{len(messages)} of the tests of bytes: {name}, first: {messages[0]}")
+        line(f"{len(messages)} of the other tests: {name}, first: {messages[0]}")
     skips = Counter(
         report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])
     )
@@ -218,7 +218,7 @@ def in_one_line(failures, bytes_off, unexplained, status):
         cause, groups = next(iter(failures.items()))
         return f"{said}. Look first at {groups[0][1][0]}: most fail as it does ({cause})."
     if bytes_off:
-        return f"{said}. Look first at the bytes: {next(iter(bytes_off))}"
+        return f"{said}. Look first at {next(iter(bytes_off))}"
     if unexplained:
         return f"{said}. Look first at {unexplained[0]}, which failed for another reason: see above."
     if status != pytest.ExitCode.OK:
