@@ -103,7 +103,7 @@ class Recorder:
         self._host = self.held.tiers["host"].lane if "host" in self.held.tiers else None
         watched = {getattr(type(engine), name): self._method for name in (*own_methods(classes), *BASE)}
         watched |= {getattr(Collectives, name): self._collective for name in COLLECTIVES}
-        watched |= dict.fromkeys((Bus.down, Bus.up, Bus.carry), self._copy)
+        watched[Bus.carry] = self._copy
         watched |= dict.fromkeys((OnDisk._read, OnDisk._write), self._disk)
         watched |= dict.fromkeys((OnDisk.drop, OnDisk.put_back), self._given_back)
         watched |= {Collectives.work: self._work, Traffic.record: self._record, Bucket.pack: self._pack}
@@ -193,7 +193,7 @@ class Recorder:
         """A copy over the bus begins."""
         self.flush()
         handle = yield
-        way, about = (called.direction, called.name) if name == "carry" else (name, called.bucket.name)
+        way, about = called.direction, called.name
         self.held.begins(about, way)
         self.note(way, about)
         if way == "down":  # what goes up has a gather behind it
