@@ -54,7 +54,7 @@ def check_clone(folder, otherwise=""):
 
 
 def check_outputs(options):
-    """Try all files that the options of a command name: --json, --trace and --figure, where it has them."""
+    """Try all files that the options of a command name, --json, --trace and --figure; InputError for one that fails."""
     for option in ("json", "trace", "figure"):
         check_output(f"--{option}", getattr(options, option, None))
     if hasattr(options, "figure"):

@@ -98,7 +98,11 @@ def cause(case):
 
 
 def losses(library, scripts, place, ranks):
-    """Rank 0's losses of the program, started by torchrun, [scripts][micro-batches]; its last line is an InputError."""
+    """Rank 0's losses of the program, started by torchrun, [scripts][micro-batches].
+
+    Raises:
+        InputError: it failed, and the message has its last line; or it took too long.
+    """
     tables.say(f"{len(scripts)} scripts with {library}")
     environment = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     environment |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "TORCH_EXTENSIONS_DIR": str(place / "built")}

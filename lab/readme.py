@@ -147,7 +147,9 @@ def stages_table(demo):
     note = (
         "Ψ: parameters of the model; N: ranks (processes, one for each GPU); P: ranks of a node. Bytes are counted: "
         f"{_what(demo)}, in nodes of 2; for `offload` and `offload.nvme`, on the device. Lines: of the engine's file, "
-        "as `wc -l` counts them; Infinity and ZeRO++ derive from stage 3's engine."
+        "as `wc -l` counts them; Infinity and ZeRO++ derive from stage 3's, and ZeRO++ has "
+        f"{_length('zeropp/transports.py') + _length('zeropp/quantize.py')} lines more in `transports.py` and "
+        "`quantize.py`."
     )
     return Table("", header, rows, words=(0, 1), note=note).markdown()
 

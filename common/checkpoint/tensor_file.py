@@ -19,11 +19,20 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import _TYPES
 
 from common.errors import InputError
 
-DTYPES = {**_TYPES, "F8_E8M0": torch.float8_e8m0fnu}  # which the library has no public name for
+DTYPES = {  # the library has no public name for these
+    "BOOL": torch.bool,
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    **{f"F8_{kind}": getattr(torch, f"float8_{kind.lower()}") for kind in ("E5M2", "E5M2FNUZ", "E4M3FNUZ")},
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 HEADER = 100_000_000  # bytes of the longest header that safetensors reads
 BLOCK = 2**23  # bytes that are read at a time

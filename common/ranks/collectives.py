@@ -46,8 +46,8 @@ PARTED_GRAPHS = (
     "it, and reach every checkpoint that is around several units"
 )
 # torch renamed these two; 2.11 knows the names on the right only.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class RankLost(RuntimeError):
@@ -148,7 +148,7 @@ class Collectives:
             work = partial(self._reduce_in_rank_order, tensor, received, shard)
             return self._submit("reduce_scatter", tensor, label, work, tensor, received, shard)
 
-        work = partial(self._reduce_in_nccls_order, partial(_reduce_scatter, shard), tensor, shard)
+        work = partial(self._reduce_in_nccls_order, partial(REDUCE_SCATTER, shard), tensor, shard)
         return self._submit("reduce_scatter", tensor, label, work, tensor, shard)
 
     def all_gather(self, shard, tensor, label="", after=None):
@@ -342,7 +342,7 @@ class Collectives:
         if self.point_to_point:
             self._exchange(shard.expand(self.size, *shard.shape), tensor.view(self.size, -1))
         else:
-            _all_gather(tensor, shard, group=self.group)
+            ALL_GATHER(tensor, shard, group=self.group)
 
     def _exchange(self, sent, arrived):
         """Send every rank its row of `sent` [N, n]; row k of `arrived` comes from rank k."""

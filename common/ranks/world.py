@@ -93,7 +93,11 @@ def _handing_on(local):
 
 
 def told_by_torchrun():
-    """The rank, world size, local rank and local world size that torchrun gave this process; None where it did not."""
+    """The rank, world size, local rank and local world size that torchrun gave this process; None where it did not.
+
+    Raises:
+        InputError: they are no numbers.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

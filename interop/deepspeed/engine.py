@@ -139,7 +139,9 @@ class Engine:
             raise AttributeError(f"the engine's {name!r} is not here: {NOT_HERE[name]}")
         found = getattr(self._engine.module, name, None)
         if found is None:
-            raise AttributeError(f"neither DeepSpeed's words here nor the model have {name!r}; see interop")
+            raise AttributeError(
+                f"neither DeepSpeed's words here nor the model have {name!r}; see interop/DEEPSPEED.md"
+            )
         return whole_for(found, self._engine)
 
     def parameters(self, recurse=True):

@@ -192,19 +192,6 @@ def write(world, path, model="mlp", **options):
     engine.save(path)
 
 
-def refused(world, path, model="mlp", **options):
-    """Load, and return the complaint; the engine must be as it was."""
-    engine = build("stage1_os", model, **{"optimizer": ADAMW, **options})
-    train_step(engine, world)
-    weights, before = engine.full_state_dict(), str(engine.optimizer.state_dict())
-    with pytest.raises(InputError) as complaint:
-        engine.load(path)
-    assert same_bits(weights, engine.full_state_dict())
-    assert before == str(engine.optimizer.state_dict())
-    assert "\n" not in str(complaint.value)
-    return str(complaint.value)
-
-
 def load_refused(world, path, model="mlp", **options):
     """The line with which a load is refused; the engine must be as it was."""
     engine = build("stage1_os", model, **{"optimizer": ADAMW, **options})
