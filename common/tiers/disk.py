@@ -140,7 +140,7 @@ class Disk(Host):
         simulated = comm.simulated and CountedFile(lane_of(comm.group, comm.backend, "disk"))
         self.file = simulated or SwapFile(path)
         if not simulated:
-            weakref.finalize(self, self.file.close)  # waits for requests under way, which hold the file alone
+            weakref.finalize(self, self.file.close)
         own = weakref.proxy(self)  # no circle: the file goes with the last who uses it
         self.stepping, self.shards = Staging(own), Staging(own)
         self._written = []

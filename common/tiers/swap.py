@@ -15,7 +15,6 @@ import os
 import shutil
 import sys
 import tempfile
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,7 +30,7 @@ THREADS = 4
 
 
 class SwapFile:
-    """Bytes of one rank on disk, which go with the object.
+    """Bytes of one rank on disk, until `close`.
 
     Args:
         path: an existing folder. None is that of the system's temporary files.
@@ -57,14 +56,12 @@ class SwapFile:
                 f"path={str(self._folder)!r}: no file can be made there ({error.strerror}); give a folder of your own, "
                 "on the disk to be used"
             ) from error
-        # It is closed when no request is under way: those hold this object.
-        weakref.finalize(self, keep_from_forks(self._file).close)
-        self._fd = self._file.fileno()
+        self._fd = keep_from_forks(self._file).fileno()
         self.direct = set_direct(self._fd)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="disk")
 
     def close(self):
-        """Give its room back."""
+        """Give its room back, when no request is under way."""
         self._threads.shutdown(cancel_futures=True)
         self._file.close()
 
