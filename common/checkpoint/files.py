@@ -136,7 +136,7 @@ def _whole(comm, bucket, to_rank):
     if bucket.kind.trainable and bucket.sixteen_bit:
         kept = end_to_end([piece.master for piece in bucket.pieces], comm.device)
     else:
-        kept = bucket.parameters
+        kept = bucket.parameters.to(comm.device)  # from the tier where it lies
     if len(kept) == bucket.padded_numel:
         return kept
     whole = None

@@ -34,7 +34,7 @@ from common.measure import timeline
 from common.measure.memory import place_of
 from common.measure.traffic import Traffic
 from common.ranks import nodes, trace
-from common.ranks.lanes import PATHS, backend_of, lane_of, let_lanes_go_first
+from common.ranks.lanes import PATHS, backend_of, device_of, lane_of, let_lanes_go_first
 
 CHUNK = 2**17  # elements that are added at a time
 SEGMENT = 2**23  # bytes of a shard that are reduced at a time, point to point
@@ -91,8 +91,7 @@ class Collectives:
         self.owner, self._where = "" if whole is None else whole.owner, where
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.backend = backend = backend_of(self.group)
-        cuda = backend == "nccl"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.device = device_of(backend)
         self.point_to_point = PATHS[backend] == "gloo"
         self.ordered = self.point_to_point or deterministic
         self.simulated = backend == "fake"

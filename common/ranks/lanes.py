@@ -25,6 +25,7 @@ from common.measure import timeline
 from common.ranks import trace
 
 APART = ("host", "saving")  # lanes that need no peer: threads beside a GPU, or with one CPU rank, too
+CPU = torch.device("cpu")
 AT_EXIT = 10.0  # seconds that a program which ends waits for its collectives
 
 
@@ -53,6 +54,17 @@ class Handle:
             self._event.synchronize()
 
 
+def device_of(backend):
+    """The device of this rank's tensors: with NCCL the current CUDA device, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else CPU
+
+
+def choose_device(device):
+    """The first call of a thread of ours: a new thread uses GPU 0, whichever its maker uses."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 class ThreadLane:
     """The lane on CPU: one thread, so that gloo and the additions run beside forward and backward.
 
@@ -61,8 +73,8 @@ class ThreadLane:
     apart from that: where one fails, only who waits for it is told.
     """
 
-    def __init__(self, name="collectives"):
-        self._queue, self._goes_on = queue.SimpleQueue(), name in APART
+    def __init__(self, name="collectives", device=CPU):
+        self._queue, self._goes_on, self._device = queue.SimpleQueue(), name in APART, device
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, work, *buffers):
@@ -92,6 +104,7 @@ class ThreadLane:
         return wait
 
     def _run(self):
+        choose_device(self._device)
         failure = []
         while True:
             work, under_way, errors, handle = self._queue.get()
@@ -201,8 +214,10 @@ def lane_of(group, backend, name="collectives"):
     lanes = _lanes.setdefault(group, {})
     if name not in lanes:
         alone = backend == "gloo" and dist.get_world_size(group) == 1
-        kind = LANES[backend] if name not in APART or backend == "fake" else ThreadLane
-        lanes[name] = InlineLane() if alone and name not in APART else kind(name)
+        if name in APART and backend != "fake":
+            lanes[name] = ThreadLane(name, device_of(backend))
+        else:
+            lanes[name] = InlineLane() if alone else LANES[backend](name)
     return lanes[name]
 
 

@@ -138,7 +138,7 @@ class Disk(Host):
         super().__init__(comm)
         self.sub_group = sub_group
         simulated = comm.simulated and CountedFile(lane_of(comm.group, comm.backend, "disk"))
-        self.file = simulated or SwapFile(path)
+        self.file = simulated or SwapFile(path, comm.device)
         if not simulated:
             weakref.finalize(self, self.file.close)
         own = weakref.proxy(self)  # no circle: the file goes with the last who uses it

@@ -22,7 +22,7 @@ from common.checkpoint.locks import keep_from_forks
 from common.checkpoint.pages import PAGE, padded, set_direct
 from common.errors import InputError
 from common.measure import timeline
-from common.ranks.lanes import Handle
+from common.ranks.lanes import CPU, Handle, choose_device
 
 BLOCK = 8 * 2**20  # bytes that a thread moves at a time
 SMALL = 256 * 2**10  # a smaller request is not shared between the threads
@@ -34,6 +34,7 @@ class SwapFile:
 
     Args:
         path: an existing folder. None is that of the system's temporary files.
+        device: of the rank, whose copies its threads wait for.
 
     Attributes:
         direct: whether O_DIRECT is used.
@@ -43,7 +44,7 @@ class SwapFile:
         InputError: the folder is missing, or cannot be written to.
     """
 
-    def __init__(self, path):
+    def __init__(self, path, device=CPU):
         if not hasattr(os, "preadv"):
             raise InputError("the disk tier needs preadv(), which this system does not have")
         self._folder, self._given, self._size, self.problem = Path(path or tempfile.gettempdir()), 0, 0, None
@@ -58,7 +59,7 @@ class SwapFile:
             ) from error
         self._fd = keep_from_forks(self._file).fileno()
         self.direct = set_direct(self._fd)
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="disk")
+        self._threads = ThreadPoolExecutor(THREADS, "disk", choose_device, (device,))
 
     def close(self):
         """Give its room back, when no request is under way."""

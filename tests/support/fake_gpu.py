@@ -5,7 +5,10 @@ Mattern 1989): how far into every timeline it knows that all is done. A launch t
 wait tells the waiter what the awaited knew. Two accesses to the same bytes, one of them a write, race unless the later
 one's timeline knew of the earlier. It does not matter how fast anything is, so no luck is needed to see it.
 
-    tensors      of the CPU; each storage is the GPU's or the host's by the `device=` it was asked for
+    tensors      of the CPU; each storage is a GPU's or the host's by the `device=` it was asked for
+    devices      two GPUs, of which the rank has the second. A new thread begins with the first, as CUDA's do: what it
+                 does there without having chosen its rank's is reported too, for the context that it makes on a GPU of
+                 others. An operation on tensors of two devices is refused, as torch does
     operations   a dispatch mode sees what each reads and writes: on the current stream where a tensor is the GPU's,
                  else by the host's thread. A copy from or to pinned memory with non_blocking=True goes on beside the
                  host; whatever fetches a value (`item`, a blocking copy) waits for the stream
@@ -39,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 from common.ranks import collectives, lanes
 from common.tiers import swap
 
-CUDA = torch.device("cuda", 0)
+CUDA = torch.device("cuda", 1)  # the rank's
 HOST = torch.device("cpu")
 # Of collectives, which the dispatcher does not describe: the arguments that are written, and those that are read.
 COLLECTIVES = {
@@ -49,6 +52,8 @@ COLLECTIVES = {
     "_reduce_scatter_base_": ((0,), (1,)),
     "alltoall_base_": ((0,), (1,)),
 }
+ACROSS = ("aten::copy_", "aten::_to_copy", "aten::set_", "aten::_foreach_copy_")  # may take tensors of two devices
+INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")  # by the CPU's, too
 FETCHES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero")
 
 
@@ -71,12 +76,13 @@ class Timeline:
 
 
 class Stream(Timeline):
-    def __init__(self, name, gpu):
+    def __init__(self, name, gpu, device):
         super().__init__(name)
-        self._gpu = gpu
+        self._gpu, self.device = gpu, device
 
     def wait(self, other):
         self._gpu.collect()
+        self._gpu.touch(self.device)
         self.learn(other.clock)
 
     wait_event = wait_stream = wait
@@ -115,7 +121,7 @@ class Block:
     """The memory of a storage: whose it is, the stream that it was made on, and who may still use it."""
 
     storage: StorageWeakRef
-    on_gpu: bool
+    device: torch.device
     pinned: bool
     stream: Timeline
     before: list  # uses of what was freed there
@@ -124,14 +130,20 @@ class Block:
     accesses: list = field(default_factory=list)
     recorded: set = field(default_factory=set)
 
+    @property
+    def on_gpu(self):
+        return self.device.type == "cuda"
+
 
 class Gpu:
     """The fake: `with Gpu() as gpu:` and, at the end, `gpu.races`, a sentence for each."""
 
     def __init__(self):
-        self.files = defaultdict(lambda: Block(None, False, False, self.default, ()))
+        self.files = defaultdict(lambda: Block(None, HOST, False, self.default, ()))
         self.races, self.blocks, self.freed = [], {}, defaultdict(list)
-        self.default, self._threads, self._local = Stream("the default stream", self), {}, threading.local()
+        defaults = [Stream(f"the default stream of GPU {number}", self, number) for number in range(2)]
+        self.defaults, self.default = defaults, defaults[CUDA.index]
+        self._threads, self._local = {}, threading.local()
         self.streams, self.sides, self._lock, self._pending = [self.default], {}, threading.RLock(), {}
 
     # ---- streams, events and threads -------------------------------------------------------------------------------
@@ -142,24 +154,46 @@ class Gpu:
         own = self._threads.setdefault(thread, Timeline(f"host thread {thread.name}"))
         return getattr(self._local, "task", None) or own
 
+    @property
+    def device(self):
+        """The number of the GPU that a thread has chosen."""
+        return getattr(self._local, "device", 0)
+
+    def choose(self, device):
+        """What `torch.cuda.set_device` does."""
+        self._local.device = torch.device(device).index
+
+    def touch(self, number):
+        """Something is done on a GPU: a rank that does it on another's makes a context there, of some 500 MB."""
+        if number != CUDA.index:
+            self.report(f"{self.host.name} uses GPU {number}, and its rank has GPU {CUDA.index} {place()}")
+
     def current(self, *_):
-        return getattr(self._local, "stream", self.default)
+        """The current stream of the GPU that a thread has chosen."""
+        self.touch(self.device)
+        return self.current_of(self.device)
+
+    def current_of(self, number):
+        return getattr(self._local, f"stream of {number}", self.defaults[number])
 
     def enter(self, stream):
-        self._local.stream = stream
+        setattr(self._local, f"stream of {stream.device}", stream)
 
     @contextlib.contextmanager
     def on(self, stream):
-        before = self.current()
+        before, device = self.current_of(stream.device), self.device
+        self._local.device = stream.device
         self.enter(stream)
         try:
             yield
         finally:
             self.enter(before)
+            self._local.device = device
 
     def stream(self, *_, **__):
         """What `torch.cuda.Stream()` makes."""
-        self.streams.append(Stream(f"stream {len(self.streams)}", self))
+        self.touch(self.device)
+        self.streams.append(Stream(f"stream {len(self.streams)}", self, self.device))
         return self.streams[-1]
 
     def event(self, *_, **__):
@@ -187,16 +221,20 @@ class Gpu:
 
     # ---- accesses --------------------------------------------------------------------------------------------------
 
-    def block(self, tensor, on_gpu=False, pinned=False):
+    def block(self, tensor, device=HOST, pinned=False):
         """That of a tensor's storage; one not seen before is the host's, unless it is said."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self.blocks:
+            on_gpu = device.type == "cuda"
+            stream = self.current_of(device.index) if on_gpu else self.default
+            if on_gpu:
+                self.touch(device.index)
             self.blocks[storage._cdata] = Block(
                 StorageWeakRef(storage),
-                on_gpu,
+                device,
                 pinned,
-                self.current(),
-                self.freed[self.current()] if on_gpu else (),
+                stream,
+                self.freed[stream] if on_gpu else (),
                 storage.data_ptr(),
                 storage.nbytes(),
             )
@@ -204,6 +242,9 @@ class Gpu:
 
     def on_gpu(self, tensor):
         return torch.is_tensor(tensor) and not tensor.is_meta and self.block(tensor).on_gpu
+
+    def device_of(self, tensor):
+        return self.block(tensor).device
 
     def access(self, tensor, timeline, tick, writes, what):
         if tensor.numel():
@@ -285,43 +326,58 @@ class Gpu:
             if block is not None and block.on_gpu and nbytes != before:
                 if min(nbytes, before):
                     whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-                    self.launch()
-                    self.access(whole, self.current(), self.current().tick(), False, f"resize_ {place()}")
+                    line = self.launch(block.device)
+                    self.access(whole, line, line.tick(), False, f"resize_ {place()}")
                 self.give_back(block)
-                block.accesses, block.recorded, block.stream = [], set(), self.current()
+                block.accesses, block.recorded, block.stream = [], set(), self.current_of(block.device.index)
                 block.before = self.freed[block.stream]
             return resize(storage, nbytes)
 
     @contextlib.contextmanager
-    def asked_for(self, on_gpu, pinned):
-        """In this context, what this thread makes first is the GPU's or not, and pinned or not."""
-        self._pending.setdefault(threading.get_ident(), (on_gpu, pinned))  # of nested modes the outer one was asked
+    def asked_for(self, device, pinned):
+        """In this context, what this thread makes first is of a device, and pinned or not."""
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", self.device)
+        self._pending.setdefault(threading.get_ident(), (device, pinned))  # of nested modes the outer one was asked
         try:
             yield
         finally:
             self._pending.pop(threading.get_ident(), None)
 
-    def launch(self):
-        self.current().learn(self.host.clock)
+    def launch(self, device):
+        """A kernel goes to the current stream of its tensors' device, whatever device the thread has chosen."""
+        self.touch(device.index)
+        line = self.current_of(device.index)
+        line.learn(self.host.clock)
+        return line
+
+    def check_devices(self, name, inputs):
+        """Refuse what torch does: tensors of several devices, but for the CPU's scalars and indices."""
+        devices = {self.device_of(t) for t in inputs if self.on_gpu(t) or (t.dim() and not t.is_meta)}
+        if name.startswith("c10d::") and HOST in devices:
+            raise RuntimeError(f"{name}: No backend type associated with device type cpu")
+        indexed = name in INDEXED and self.on_gpu(inputs[0])
+        if len(devices) > 1 and name not in ACROSS and not (indexed and devices == {HOST, self.device_of(inputs[0])}):
+            raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found {devices}")
 
     def run(self, func, args, kwargs):
         """An operation of torch, and what it reads and writes."""
         with self._lock:
             self.collect()
-            out = func(*args, **kwargs)
-            name, wanted = func._schema.name, self._pending.pop(threading.get_ident(), None)
-            reads, writes = collective_of(func, args) if name.startswith("c10d::") else uses_of(func, args, kwargs, out)
             inputs = [tensor for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)]
-            on_gpu = any(map(self.on_gpu, inputs)) if wanted is None else wanted[0]
+            name, wanted = func._schema.name, self._pending.pop(threading.get_ident(), None)
+            if wanted is None:  # else it makes a tensor, of what Python has
+                self.check_devices(name, inputs)
+            out = func(*args, **kwargs)
+            reads, writes = collective_of(func, args) if name.startswith("c10d::") else uses_of(func, args, kwargs, out)
+            device, pinned = wanted or (next(filter(on_cuda, map(self.device_of, inputs)), HOST), False)
             for tensor in tree_leaves(out):
                 if torch.is_tensor(tensor):
-                    self.block(tensor, on_gpu, wanted is not None and wanted[1])
+                    self.block(tensor, device, pinned)
             if not reads and not writes:
                 return out
             there, what = [t for t in (*reads, *writes) if self.on_gpu(t)], f"{name.split('::')[1]} {place()}"
-            line = self.current() if there else self.host
-            if there:
-                self.launch()
+            line = self.launch(self.device_of(there[0])) if there else self.host
             tick, host_tick = line.tick(), self.host.tick()
             copies = name in ("aten::copy_", "aten::_to_copy")
             waits = name in FETCHES
@@ -367,7 +423,8 @@ class Gpu:
             (torch.cuda, "Event"): self.event,
             (torch.cuda, "current_stream"): self.current,
             (torch.cuda, "stream"): self.on,
-            (torch.cuda, "current_device"): lambda: 0,
+            (torch.cuda, "current_device"): lambda: self.device,
+            (torch.cuda, "set_device"): self.choose,
             (torch.Tensor, "record_stream"): lambda tensor, stream: self.block(tensor).recorded.add(stream),
             (torch.UntypedStorage, "resize_"): lambda storage, nbytes: self.resize(resize, storage, nbytes),
             (collectives, "backend_of"): lambda group: "nccl",
@@ -383,6 +440,7 @@ class Gpu:
         checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
         self._stack.enter_context(mock.patch.dict(checks, default=lambda tensor: ()))
         self._stack.enter_context(self.modes())
+        self.choose(CUDA)
         return self
 
     def __exit__(self, *error):
@@ -410,9 +468,9 @@ class Devices(TorchFunctionMode):
             torch.autograd.backward: self.backward,
             torch.Tensor.is_pinned: lambda tensor: gpu.block(tensor).pinned,
             torch.Tensor.cpu: lambda tensor: self.moved(tensor, HOST),
-            torch.Tensor.cuda: lambda tensor: self.moved(tensor, CUDA),
+            torch.Tensor.cuda: lambda tensor: self.moved(tensor, "cuda"),
             torch.Tensor.to: self.moved,
-            torch.Tensor.numpy: functools.partial(self.fetched, torch.Tensor.numpy),
+            torch.Tensor.numpy: self.as_numpy,
             torch.Tensor.tolist: functools.partial(self.fetched, torch.Tensor.tolist),
         }
 
@@ -421,18 +479,23 @@ class Devices(TorchFunctionMode):
         if func in self._instead:
             return self._instead[func](*args, **kwargs)
         if getattr(func, "__name__", "") == "__get__" and asked in ANSWERS:
-            return ANSWERS[asked](self.gpu.on_gpu(args[0]))
+            return ANSWERS[asked](self.gpu.device_of(args[0]) if self.gpu.on_gpu(args[0]) else HOST)
         pinned, device = kwargs.pop("pin_memory", False), kwargs.get("device")
         with contextlib.ExitStack() as asked_for:
             if (device is not None or pinned) and torch.device(device or HOST).type != "meta":
                 kwargs["device"] = HOST
-                asked_for.enter_context(self.gpu.asked_for(torch.device(device or HOST).type == "cuda", pinned))
+                asked_for.enter_context(self.gpu.asked_for(torch.device(device or HOST), pinned))
             return func(*args, **kwargs)
+
+    def as_numpy(self, tensor, **kwargs):
+        if self.gpu.on_gpu(tensor):
+            raise TypeError("can't convert cuda device type tensor to numpy. Use Tensor.cpu() to copy it first.")
+        return self.fetched(torch.Tensor.numpy, tensor, **kwargs)
 
     def fetched(self, method, tensor, *args, **kwargs):
         """Numbers for Python: the host reads them, and waits for the stream if they are the GPU's."""
         gpu = self.gpu
-        gpu.host.learn(gpu.current().clock if gpu.on_gpu(tensor) else {})
+        gpu.host.learn(gpu.current_of(gpu.device_of(tensor).index).clock if gpu.on_gpu(tensor) else {})
         gpu.access(tensor, gpu.host, gpu.host.tick(), False, f"{method.__name__} {place()}")
         return method(tensor, *args, **kwargs)
 
@@ -455,19 +518,22 @@ class Devices(TorchFunctionMode):
         """What `to` gives: the tensor itself, or a copy, which is waited for unless it is non_blocking."""
         device, dtype, beside, _ = torch._C._nn._parse_to(*args, **kwargs)  # as Module.to reads its arguments
         gpu, source = self.gpu, torch.Tensor.to(tensor, dtype or tensor.dtype, copy=copy)
-        there = gpu.on_gpu(tensor) if device is None else device.type == "cuda"
-        if there == gpu.on_gpu(tensor):
+        if device is None or device.type == ("cuda" if gpu.on_gpu(tensor) else "cpu"):
             return source
         with torch.no_grad():
-            with gpu.asked_for(there, False):
+            with gpu.asked_for(device, False):
                 target = torch.empty_like(source)
             return target.copy_(source, non_blocking=beside)
 
 
+def on_cuda(device):
+    return device.type == "cuda"
+
+
 ANSWERS = {
-    torch.Tensor.device: lambda on_gpu: CUDA if on_gpu else HOST,
-    torch.Tensor.is_cuda: lambda on_gpu: on_gpu,
-    torch.Tensor.is_cpu: lambda on_gpu: not on_gpu,
+    torch.Tensor.device: lambda device: device,
+    torch.Tensor.is_cuda: on_cuda,
+    torch.Tensor.is_cpu: lambda device: not on_cuda(device),
 }
 
 
