@@ -7,6 +7,7 @@ the same number on each, as torchrun does:
     node 1: ranks 4 5 6 7      the group across nodes: 1 5, for each of these two: the same place in every node
 """
 
+import contextlib
 import os
 import weakref
 from collections import Counter
@@ -64,11 +65,26 @@ def new_group(comm, ranks, **options):
     """
     known = len(dist.distributed_c10d._world.pg_names)  # torch has no public name for it
     most = known if comm.simulated else max(comm.gather_objects(known, "how many groups there are"))
-    for _ in range(most - known):
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     if comm.simulated:
         options["backend"] = "fake"
-    return dist.new_group(ranks, use_local_synchronization=True, **options)
+    with _communicators_of_their_own():
+        for _ in range(most - known):
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        return dist.new_group(ranks, use_local_synchronization=True, **options)
+
+
+@contextlib.contextmanager
+def _communicators_of_their_own():
+    """In this context torch makes no group by splitting the default one's NCCL communicator.
+
+    It does so if that group is bound to a device, and then waits for all of its ranks, of which some may be in no part.
+    """
+    world = dist.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def timeout_of(group):

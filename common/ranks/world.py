@@ -7,6 +7,8 @@ notebooks keep a LocalWorld open and run many functions.
 
 import contextlib
 import datetime
+import itertools
+import json
 import multiprocessing
 import os
 import pickle
@@ -344,37 +346,48 @@ def check_size(size, oversubscribe, option="--nproc"):
 
 
 def _tell_gpus(world, store):
-    """The GPU that each rank uses, in rank order, as (host, UUID); without GPUs nothing.
+    """The GPU that each rank uses, in rank order, as (host, UUID, place on the PCI bus); without GPUs nothing.
 
     Ranks tell each other, as none can count by itself: Slurm may show each process one GPU, and not the same one.
     """
     if world.device.type != "cuda":
         return []
-    uuid = torch.cuda.get_device_properties(world.device).uuid
-    store.set(f"gpu of rank {world.rank}", f"{socket.gethostname()} {uuid}")
+    gpu = torch.cuda.get_device_properties(world.device)
+    on_bus = [getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]  # older torch has none
+    store.set(f"gpu of rank {world.rank}", json.dumps([socket.gethostname(), str(gpu.uuid), on_bus]))
     told = store.multi_get([f"gpu of rank {rank}" for rank in range(world.size)])  # waits for all
-    return [tuple(gpu.decode().split()) for gpu in told]
+    return [json.loads(gpu) for gpu in told]
+
+
+def _sharing(gpus):
+    """The first two ranks that use one GPU, or slices of one (MIG); None without such.
+
+    Slices have a UUID each. NCCL up to 2.29 tells them by their place on the bus, and takes them for one GPU.
+    """
+    for (first, gpu), (second, other) in itertools.combinations(enumerate(gpus), 2):
+        if gpu[0] == other[0] and (gpu[1] == other[1] or (gpu[2] == other[2] and None not in gpu[2])):
+            return first, second
+    return None
 
 
 def _check_gpus(gpus):
     """Refuse ranks that use the same GPU."""
-    for rank, gpu in enumerate(gpus):
-        if (first := gpus.index(gpu)) < rank:
-            raise InputError(
-                f"--nproc-per-node: ranks {first} and {rank} use the same GPU; start one rank for each GPU, "
-                "or add --oversubscribe to let ranks share them"
-            )
+    if (ranks := _sharing(gpus)) is not None:
+        raise InputError(
+            "--nproc-per-node: ranks {} and {} use the same GPU; start one rank for each GPU, or add --oversubscribe "
+            "to let ranks share them".format(*ranks)
+        )
 
 
 def _prepare_environment(world, local_size, gpus, ranks_per_node=None):
     """Set what must stand before the group is made: the GPU, how NCCL speaks where ranks share one, nodes, threads."""
     if gpus:
         torch.cuda.set_device(world.device)
-    if len(set(gpus)) < len(gpus):
+    if _sharing(gpus) is not None:
         # NCCL refuses two ranks on one GPU of one host. With a host id each, it talks over sockets.
         host_id = f"{socket.gethostname()}-rank{world.rank}"
         os.environ.update(NCCL_HOSTID=host_id, NCCL_NET="Socket", NCCL_IB_DISABLE="1")
-        if len({host for host, _ in gpus}) == 1:
+        if len({host for host, *_ in gpus}) == 1:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", _loopback())
     if ranks_per_node is not None:  # as torchrun would tell it
         os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)

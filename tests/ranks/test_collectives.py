@@ -21,6 +21,7 @@ from common.measure.traffic import Traffic
 from common.ranks import collectives
 from common.ranks.collectives import Collectives
 from common.ranks.lanes import Handle, ThreadLane, backend_of
+from common.ranks.nodes import groups_of
 from lab.simulate.world import simulated_world
 from lab.sockets import bytes_sent_by_own_sockets
 
@@ -165,6 +166,21 @@ def test_gloos_own_threads_give_way_to_lanes(world):
     names = {int(thread.parent.name): thread.read_text() for thread in Path("/proc/self/task").glob("*/comm")}
     gloos = [thread for thread, name in names.items() if name == "gloo_tcp_loop\n"]
     assert {os.sched_getscheduler(thread) for thread in gloos} == {os.SCHED_BATCH}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the group is bound to a device that gloo does not have")
+@pytest.mark.ranks(3)
+def test_groups_of_a_part_are_not_split_from_a_default_group_that_is_bound_to_a_device(world):
+    """NCCL would wait for all of its ranks, and those outside of the part make no group."""
+    part, device = dist.new_group([0, 1]), torch.device("cuda", 0)
+    dist.group.WORLD.bound_device_id = device
+    try:
+        with mock.patch.object(dist.distributed_c10d, "_get_split_source") as split:
+            if world.rank < 2:
+                groups_of(Collectives(part), 1)
+        assert dist.group.WORLD.bound_device_id == device and not split.called
+    finally:
+        dist.group.WORLD.bound_device_id = None
 
 
 def test_wait_raises_what_the_lane_raised_and_nothing_runs_after_it():

@@ -104,6 +104,7 @@ SEEN = {  # how ranks see GPUs: whether each has its own, and (host, its local r
     "each sees its own": (True, [(host, rank, 2, (f"{host}-{rank}",)) for host in "ab" for rank in (0, 1)]),
     "nodes with the same UUIDs": (True, [(host, rank, 2, ("0", "1")) for host in "ab" for rank in (0, 1)]),
     "4 ranks, 2 GPUs": (False, [("a", rank, 4, ("0", "1")) for rank in range(4)]),
+    "two slices of a GPU": (False, [("a", rank, 4, [f"slice-{k} of {k // 2}" for k in range(4)]) for rank in range(4)]),
     "4 ranks that see the same one": (False, [("a", rank, 4, ("0",)) for rank in range(4)]),
     "on both nodes": (False, [(host, rank, 2, (host,)) for host in "ab" for rank in (0, 1)]),
     "on one of two nodes": (
@@ -335,11 +336,17 @@ def test_oversubscribed_ranks_share_the_cpus(world):
 
 
 def see_gpus(patch, uuids):
-    """Let torch show these GPUs in place of the machine's own."""
+    """Let torch show these GPUs in place of the machine's own; slices say which GPU they are of."""
+
+    def properties(device):
+        uuid, _, gpu = uuids[device.index].partition(" of ")
+        on_bus = {"pci_domain_id": 0, "pci_bus_id": int(gpu), "pci_device_id": 0} if gpu else {}
+        return SimpleNamespace(uuid=uuid, **on_bus)
+
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "device_count", lambda: len(uuids))
     patch.setattr(torch.cuda, "set_device", lambda device: None)
-    patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
+    patch.setattr(torch.cuda, "get_device_properties", properties)
 
 
 def environment_for_nccl(world, path, places):
