@@ -54,7 +54,7 @@ help:
 demo: $(INSTALLED)
 	mkdir -p $(RESULTS)
 	@began=$$(date +%s) && \
-	$(BIN)/python -m lab.compare --nproc 4 --oversubscribe --model gpt-micro --batch 8 --steps 12 --ranks-per-node 2 --json $(RESULTS)/demo.json && \
+	$(BIN)/python -m lab.compare --nproc 4 --oversubscribe --deterministic --model gpt-micro --batch 8 --steps 12 --ranks-per-node 2 --json $(RESULTS)/demo.json && \
 	echo "make demo took $$(($$(date +%s) - began)) s. The picture is $(RESULTS)/demo.png. Next: the course, notebooks/README.md; or the code, from stage0_ddp/minimal.py on."
 
 lessons: $(INSTALLED)

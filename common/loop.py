@@ -1,6 +1,7 @@
 """One step of a training loop, and a digest of the weights that it ends with."""
 
 import hashlib
+import os
 from contextlib import nullcontext
 
 import torch
@@ -31,6 +32,15 @@ def train_step(engine, micro_batches, no_sync=False, loss_of=models.loss):
         total = total + loss.detach()
     with record_function("step"):
         return total, engine.step()
+
+
+def choose_exact_kernels(device):
+    """On CUDA some kernels add in an order of chance, attention's backward for one. Have this rank take others."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
 def finish(device):

@@ -22,7 +22,7 @@ from common.engine.mixed_precision import dtype_of
 from common.engines import find_engine
 from common.errors import InputError
 from common.generate import generate
-from common.loop import finish, sha256, train_step
+from common.loop import choose_exact_kernels, finish, sha256, train_step
 from common.measure import tables
 from common.measure.hardware import cpus, hardware
 from common.measure.memory import Timeline
@@ -79,7 +79,7 @@ def add_arguments(parser):
     parser.add_argument("--clip-norm", type=float, help="clip the gradient to this global norm")
     parser.add_argument("--bucket-mb", type=float, default=0.5, help="MiB of a bucket (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
-    parser.add_argument("--deterministic", action="store_true", help="sum in rank order on NCCL too")
+    parser.add_argument("--deterministic", action="store_true", help="on CUDA too, add in one order")
     parser.add_argument("--data", metavar="FILE", help="text to train on (default: Python's own source)")
     # What not all commands have.
     parser.set_defaults(engines="stage0_ddp", save=None, trace=None, generate=None, own={})
@@ -175,6 +175,8 @@ def train(world, name, options, progress=None):
         A row as `lab.compare` writes it, with the timeline's samples and the final weights beside it.
     """
     make = find_engine(name) if isinstance(name, str) else name
+    if options.deterministic:
+        choose_exact_kernels(world.device)
     module = build_model(options)
     optimizer = partial(torch.optim.AdamW, lr=options.lr, fused=True)
     taken = {name: getattr(options, name) for name in ("precision", "clip_norm", "bucket_mb", "deterministic")}

@@ -28,7 +28,7 @@ from common import models
 from common.engine.mixed_precision import dtype_of
 from common.engines import ENGINES, find_engine
 from common.errors import InputError
-from common.loop import sha256, train_step
+from common.loop import choose_exact_kernels, sha256, train_step
 from common.measure.hardware import hardware, private_held
 from common.measure.memory import set_malloc_thresholds
 from common.measure.tables import Table, show_bytes
@@ -54,9 +54,12 @@ CHECKPOINTS = models.KINDS[0]
 SIMULATED = (8, 16)  # layers of the two models that a prediction is drawn through
 DDP_BYTES = 16  # of model states per parameter, with Adam: 4 + 4 + 8 in fp32, 2 + 2 + 12 in 16-bit
 TRIAL_SECONDS = 600  # without an answer in this time a trial is an error
-# How a rank that ran out of memory ends: Python's, torch's and C++'s own words, an abort, a crash.
+# How a rank that ran out of memory ends: the words of Python, C++ and torch, of CUDA, its libraries and NCCL; an abort,
+# a crash.
 OUT_OF_MEMORY = re.compile(
-    r"can't allocate memory|MemoryError|bad_alloc|RLIMIT_DATA leaves|died with exit code -(6|11)$", re.MULTILINE
+    r"can't allocate memory|MemoryError|bad_alloc|RLIMIT_DATA leaves|out of memory|ALLOC_FAILED|Failed to CUDA calloc|"
+    r"died with exit code -(6|11)$",
+    re.MULTILINE,
 )
 UP_TO = 256  # layers that a search ends at: where everything lies on disk, memory sets no bound for long
 MORE = {  # columns, where some engine has it
@@ -224,11 +227,11 @@ def parameters(layers):
     return models.count(build(layers)) if layers else 0
 
 
-def make_engine(engine, precision, layers):
+def make_engine(engine, precision, layers, **options):
     """An engine over a new model."""
     adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     init = models.initial_values(seed=0)
-    return find_engine(engine)(build(layers), adamw, precision=precision, bucket_mb=BUCKET_MB, init=init)
+    return find_engine(engine)(build(layers), adamw, precision=precision, bucket_mb=BUCKET_MB, init=init, **options)
 
 
 def take_step(engine):
@@ -340,9 +343,11 @@ def warm_up(world, train_under, small):
 
 def _train_under(world, cap, engine, precision, layers, digest):
     """Train under the cap; return the bytes kept on the host and on disk, and a digest of the weights or None."""
+    if digest:
+        choose_exact_kernels(world.device)
     with hard_limit(world.device, cap):
         torch.manual_seed(0)  # of the sample
-        made = make_engine(engine, precision, layers)
+        made = make_engine(engine, precision, layers, deterministic=digest)
         for _ in range(2):
             take_step(made)
         made.synchronize()
@@ -375,14 +380,15 @@ def hard_limit(device, cap):
         return
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap / torch.cuda.mem_get_info(device)[1]), device)
-        yield
-        return
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (cap, before[1]))
+        lift = partial(torch.cuda.set_per_process_memory_fraction, 1.0, device)
+    else:
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (cap, before[1]))
+        lift = partial(resource.setrlimit, resource.RLIMIT_DATA, before)
     try:
         yield
     finally:  # telling of an error takes memory too
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+        lift()
 
 
 # ---- shown ----------------------------------------------------------------------------------------------------

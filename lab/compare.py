@@ -18,6 +18,7 @@ from common.loop import train_step
 from common.measure.hardware import hardware
 from common.measure.tables import Table, show_bytes
 from common.outputs import asked, one_line_errors, parser_of, publish
+from common.ranks.collectives import Collectives
 from common.train import add_arguments, build_model, command, how, run_with_progress
 from interop.peers import TorchDDP
 from lab import figures
@@ -81,11 +82,12 @@ def compare(world, engines, options):
         row["relative_norm_diff_to_torch_ddp"] = relative_difference(weights, ddp_weights)
         rows.append(row)
     base = next((row for row in rows if row["engine"] == BASELINE), None)
+    ordered = Collectives(deterministic=options.deterministic).ordered
     for row in rows:
         row["bitwise_equal_to_stage0"] = base and row["param_sha256"] == base["param_sha256"]
         row["quantizes"] = getattr(find_engine(row["engine"]), "quantizes", False)
         # Under no_sync some stages add up before they reduce, others after.
-        row["bitwise_promised"] = not (options.no_sync or row["quantizes"])
+        row["bitwise_promised"] = ordered and not (options.no_sync or row["quantizes"])
         row["relative_loss_diff_to_stage0"] = base and row["losses"][-1] / base["losses"][-1] - 1
     if world.rank:
         return None
@@ -98,6 +100,7 @@ def compare(world, engines, options):
         "steps": options.steps,
         **how(options),
         "hardware": hardware(world.device),
+        "ordered": ordered,
         "torch_ddp_tokens_per_second": ddp["tokens_per_second"],
         "rows": rows,
     }
@@ -152,6 +155,8 @@ def table(results):
     header, *rows = cells(results)
     speed = results["torch_ddp_tokens_per_second"]
     below = f"torch's DistributedDataParallel ran at {speed:,.0f} tokens/s." if speed else "Too few steps to time."
+    if not results.get("ordered", True):
+        below += " NCCL adds in an order of its own, so that no bits are promised: add --deterministic."
     return Table(title, header, rows, caption=below, note=below)
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.engines import STAGES, find_engine
 from common.errors import InputError
+from common.loop import choose_exact_kernels
 from common.measure.memory import Timeline
 from common.ranks import trace
 from common.ranks.lanes import InlineLane
@@ -164,6 +165,7 @@ def second_parts(world, make, case):
 
 def built(world, make, case):
     """An engine over a case's model, and the model."""
+    choose_exact_kernels(world.device)
     torch.manual_seed(0)
     model = Blocks(case.run, case.blocks).to(world.device)
     return make(model, case.optimizer, deterministic=True, **dict(case.options)), model

@@ -1,5 +1,6 @@
 """The commands, as a user types them: what they print and write, and one line for what they cannot use."""
 
+import argparse
 import contextlib
 import functools
 import importlib
@@ -8,6 +9,8 @@ import os
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from training import ALL, STAGES, batch, make_engine
 from common import loop, outputs, train
 from common.errors import InputError
 from common.measure.hardware import commit
+from lab import compare
 from offload.__main__ import add_own
 
 
@@ -84,6 +88,23 @@ def test_compare_cuts_a_step_into_micro_batches_and_recomputes(tmp_path, how):
         assert row["relative_norm_diff_to_torch_ddp"] < 1e-2
         assert row["model_state_bytes"] == row["predicted_model_state_bytes"]
         assert row["wire_bytes_per_step"] == row["predicted_wire_bytes_per_step"]
+
+
+@pytest.mark.ranks(3)
+def test_compare_promises_no_bits_where_nccl_adds_in_an_order_of_its_own(world):
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    options = parser.parse_args(["--model", "gpt-tiny", "--batch", "6", "--steps", "1"])
+    with mock.patch.object(compare, "Collectives", lambda **_: SimpleNamespace(ordered=False)):
+        outcome = compare.compare(world, ["stage0_ddp", "stage1_os"], options)
+    if world.rank:
+        return
+    results, _ = outcome
+    for row in results["rows"]:
+        row["bitwise_equal_to_stage0"] = False
+        assert compare.holds(row)
+        assert not compare.holds(row | {"relative_norm_diff_to_torch_ddp": 0.1})
+    assert "add --deterministic" in compare.as_markdown(results)
 
 
 @pytest.mark.parametrize("no_sync", [False, True])

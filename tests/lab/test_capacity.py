@@ -55,6 +55,31 @@ def test_the_limit_is_hard_and_ends_with_its_context():
     assert capacity.ran_out_of_memory(failure(take, 80 * MB, 60 * MB))
 
 
+def test_the_limit_of_a_gpu_ends_with_its_context_too(monkeypatch):
+    limits = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * MB, 100 * MB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: limits.append(part))
+    with pytest.raises(torch.OutOfMemoryError), capacity.hard_limit(torch.device("cuda", 0), 20 * MB):
+        raise torch.OutOfMemoryError
+    assert limits == [0.2, 1.0]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        "torch.AcceleratorError: CUDA error: out of memory",  # pinned memory, and what libraries take
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "torch.distributed.DistBackendError: NCCL error: ncclUnhandledCudaError: Call to CUDA function failed.\n"
+        "Last error:\nFailed to CUDA calloc async 608 bytes",
+        "torch.distributed.DistBackendError: NCCL error\nLast error:\nCuda failure 2 'out of memory'",
+    ],
+)
+def test_a_gpu_that_is_full_is_told_by_the_words_of_torch_and_nccl(said):
+    """As their sources have them: untried."""
+    assert capacity.ran_out_of_memory(RankFailed(f"rank 0 failed:\n\n{said}"))
+
+
 def test_an_abort_is_a_lack_of_memory_and_another_error_is_not():
     assert capacity.ran_out_of_memory(failure(end))
     assert not capacity.ran_out_of_memory(failure(divide))

@@ -74,14 +74,6 @@ def claimed(answers):
     return answers
 
 
-def choose_exact_kernels(world):
-    """On CUDA some kernels add in an order of chance. Have this rank take those that do not."""
-    if world.device.type == "cuda":
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cuda.enable_flash_sdp(False)
-        torch.backends.cuda.enable_mem_efficient_sdp(False)
-
-
 @contextlib.contextmanager
 def unwritten_memory_is_nan():
     """In this context new memory holds no number, also what a storage grows by: who reads before he writes shows."""

@@ -5,8 +5,8 @@ import torch
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 from first_difference import hung
-from training import choose_exact_kernels
 
+from common.loop import choose_exact_kernels
 from common.ranks.world import LocalWorld, RankFailed
 
 HANGS = 3  # so many trainings may hang before the rest is skipped
@@ -16,6 +16,10 @@ hangs = []  # what was said of each
 def explain_asserts(world):
     """Have pytest say on this rank, too, what the two sides of a failed `assert` were."""
     install_importhook(get_config())
+
+
+def take_exact_kernels(world):
+    choose_exact_kernels(world.device)
 
 
 def seed(world):
@@ -31,7 +35,7 @@ class Worlds:
     def __call__(self, size):
         if size not in self._worlds or not self._worlds[size].alive:
             self._worlds[size] = self.open(size)
-            for prepare in (choose_exact_kernels, explain_asserts):
+            for prepare in (take_exact_kernels, explain_asserts):
                 self._worlds[size].run(prepare)
         self._worlds[size].run(seed)  # a test before this one may have left random states that differ
         return self._worlds[size]
