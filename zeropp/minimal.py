@@ -104,7 +104,8 @@ class CompressedCommunication:
 
     def __init__(self, model, layers, optimizer):
         inside, nodes = {p for layer in layers for p in layer.parameters()}, dist.get_world_size() // PLACES
-        mesh = dist.init_device_mesh("cpu", (nodes, PLACES), mesh_dim_names=("across", "inside"))  # ranks, node by node
+        device = torch.get_default_device().type
+        mesh = dist.init_device_mesh(device, (nodes, PLACES), mesh_dim_names=("across", "inside"))  # ranks, node by node
         root = Unit([p for p in model.parameters() if p not in inside], mesh)
         model.register_forward_pre_hook(root.gather)
         self.units = [root, *(Unit(list(layer.parameters()), mesh) for layer in layers)]
@@ -151,7 +152,9 @@ def train():
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+        if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # one for each rank
+            torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        dist.init_process_group()  # of NCCL's between GPUs, of gloo's between CPUs
         train()
         dist.destroy_process_group()
     else:
