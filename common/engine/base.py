@@ -30,7 +30,7 @@ from common.engine.master_weights import alone
 from common.engine.misuse import Guards, engine_of
 from common.engine.mixed_precision import LossScaler, decide, dtype_of
 from common.engine.no_module import NoModule
-from common.engine.reentrant import Uses
+from common.engine.reentrant import Uses, mark_gradients_in_parts
 from common.engine.snapshots import continue_from, restore, snapshot
 from common.engine.writes import Writes, gathered
 from common.errors import InputError
@@ -167,7 +167,7 @@ class EngineBase(Files, NoModule):
         return self._module
 
     def __call__(self, *args, **kwargs):
-        """The module's own forward; floating inputs are cast to the precision."""
+        """The module's own forward, of inputs on the engine's device; floating ones are cast to the precision."""
         self.comm.traffic.phase = "forward" if torch.is_grad_enabled() else "evaluation"
         if self._failed:
             self.settle()
@@ -182,7 +182,6 @@ class EngineBase(Files, NoModule):
             self.begin_forward()
             self.buffers.before_forward()
             out = self._module(*map_tensors(self._cast, args), **map_tensors(self._cast, kwargs))
-            self.uses.mark_gradients_in_parts()
             self.end_forward()
         finally:
             self.recording = self.running = False
@@ -193,7 +192,7 @@ class EngineBase(Files, NoModule):
             bucket.reported.clear()
 
     def _cast(self, tensor):
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(self.comm.device, self.dtype if tensor.is_floating_point() else None)
 
     def backward(self, loss, retain_graph=False):
         """Backpropagate a scalar loss; when it returns, the mean gradient is there.
@@ -215,6 +214,7 @@ class EngineBase(Files, NoModule):
         self.guards.check_trainable()
         self._failed, self.unfinished, self.retains_graph = True, self.syncing, retain_graph
         self._begin_gradients()
+        mark_gradients_in_parts(loss)
         self.begin_backward()
         Bucket.scale_of_backward, self.reducing = self._scale, self.syncing
         try:

@@ -33,6 +33,13 @@ def _past_the_compiler(hook, args):
     return hook._call(args)
 
 
+class LeafHook(Hook):
+    """A hook on a part of a unit. A compiler leaves it out, so that the unit is one graph."""
+
+    def __call__(self, *args):
+        return None if torch.compiler.is_compiling() else self._call(args)
+
+
 class Guard(Hook):
     """A hook whose method also refuses a copy, by raising when it is called without further arguments."""
 

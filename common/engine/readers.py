@@ -9,7 +9,7 @@ import weakref
 import torch
 from torch import nn
 
-from common.engine.hooks import Guard, Hook
+from common.engine.hooks import Guard, Hook, LeafHook
 from common.errors import InputError
 from common.measure.memory import storage_id
 from common.tensors import inside_backward, map_tensors, own_parameters, tensors_in, unwrapped
@@ -35,8 +35,8 @@ class Reader:
         self.unit = unit
         if self.module is not unit.module and not self.hooked:
             self.hooked = True
-            self.engine.handles.append(self.module.register_forward_pre_hook(Hook(self.before), prepend=True))
-            self.engine.handles.append(self.module.register_forward_hook(Hook(self.after), always_call=True))
+            self.engine.handles.append(self.module.register_forward_pre_hook(LeafHook(self.before), prepend=True))
+            self.engine.handles.append(self.module.register_forward_hook(LeafHook(self.after)))
 
     def before(self, module, args):
         if self.alone:  # it calls itself

@@ -2,47 +2,91 @@
 
 Such a checkpoint runs its forward without recording and backpropagates on its own. A weight that is used there and
 elsewhere then gets its gradient in parts, and its bucket must not leave with the first of them.
+
+What runs inside of a checkpoint is noted by a hook that stands only as long as its forward; what is used outside of all
+of them is in the graph of the loss. So a model without such checkpoints runs without these hooks.
 """
 
+import functools
 import weakref
-from collections import Counter
 
-import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.checkpoint import CheckpointFunction
 
-from common.engine.hooks import Hook
 from common.tensors import inside_backward
+
+_all = weakref.WeakSet()  # of `Uses`
+_watched = []  # the hook, while a checkpoint's forward runs
 
 
 class Uses:
-    """Counts how often each module runs between two steps, recorded or not.
+    """Notes which of an engine's parameters reentrant checkpoints use.
 
     Args:
-        engine: its parameters are in place. It holds the counts, which do not hold it.
+        engine: its parameters are in place. It holds the notes, which do not hold it.
     """
 
     def __init__(self, engine):
-        self._engine, self._counts = weakref.proxy(engine), Counter()
-        for module in engine._module.modules():
-            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-                engine.handles.append(module.register_forward_pre_hook(Hook(self._count)))
-
-    def _count(self, module, args):
-        if self._engine.recording and not inside_backward():
-            self._counts[module, torch.is_grad_enabled()] += 1
+        self._engine, self._inside, self._since_backward = weakref.proxy(engine), set(), set()
+        _all.add(self)
 
     def forget(self):
-        """The forwards that were counted have had their backward, or will have none."""
-        self._counts.clear()
+        """The forwards that were noted have had their backward, or will have none."""
+        self._since_backward.clear()
 
-    def mark_gradients_in_parts(self):
-        """After a forward: tell the buckets whose gradients will come in parts."""
-        if all(recorded for _, recorded in self._counts):
+    def note(self, module):
+        """A module runs inside of a checkpoint. A weight that is used so again gets its gradient in parts."""
+        if not self._engine.recording:
             return
-        uses, reentrant = Counter(), set()
-        for (module, recorded), times in self._counts.items():
-            for parameter in module.parameters(recurse=False):
-                uses[parameter] += times
-                reentrant.update(() if recorded else (parameter,))
-        for parameter in reentrant:
-            if parameter.requires_grad and uses[parameter] > 1:
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and parameter in self._engine.bucket_of:
+                self._engine.bucket_of[parameter].fires_in_parts |= parameter in self._since_backward
+                self._since_backward.add(parameter)
+                self._inside.add(parameter)
+
+    def mark(self, loss):
+        """Tell the buckets whose gradients come in parts in the backward of a loss."""
+        if self._inside:
+            for parameter in self._inside & _leaves(loss):
                 self._engine.bucket_of[parameter].fires_in_parts = True
+
+
+def mark_gradients_in_parts(loss):
+    """Before a backward: tell the buckets of all engines whose gradients it brings in parts."""
+    for uses in list(_all):
+        uses.mark(loss)
+
+
+def _leaves(loss):
+    """The tensors at which the graph of a loss ends."""
+    found, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return {node.variable for node in found if node.name() == "torch::autograd::AccumulateGrad"}
+
+
+def _noting(forward):
+    """`CheckpointFunction.forward`, for which torch has no hook, with one on all modules that run in it."""
+
+    @functools.wraps(forward)
+    def run(*args):
+        if _watched or inside_backward():  # within another one; or again, in backward
+            return forward(*args)
+        _watched.append(register_module_forward_pre_hook(_note))
+        try:
+            return forward(*args)
+        finally:
+            _watched.pop().remove()
+
+    return run
+
+
+def _note(module, args):
+    for uses in list(_all):
+        uses.note(module)
+
+
+CheckpointFunction.forward = staticmethod(_noting(CheckpointFunction.forward))

@@ -229,6 +229,29 @@ def test_a_compiled_model_trains_to_the_bits_of_the_plain_one(world, stage):
     assert all(map(torch.equal, *ends))
 
 
+@pytest.mark.seven
+def test_compiled_blocks_are_one_graph_together_and_train_to_the_bits_of_plain_ones(world, engine):
+    """As those of plain torch are. Of another one for each block, torch's compiler would give up after eight."""
+    torch._dynamo.reset()  # it knows the graphs of engines before this one
+    ends, graphs = [], []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for compiles in (False, True):
+        model = models.build("gpt-tiny", device="meta")
+        for block in model.blocks if compiles else ():
+            block.compile(backend=backend)
+        made = make_engine(engine, model)
+        for index in range(2):
+            train_step(made, world, index)
+        ends.append(made.full_state_dict().values())
+    assert all(map(torch.equal, *ends))
+    assert len(graphs) == 1
+    assert sum(node.op.startswith("call") for node in graphs[0].graph.nodes) == 17
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.seven
 def test_a_weight_begins_at_a_multiple_of_64_bytes_where_it_is_read(world, engine, precision):
