@@ -77,7 +77,8 @@ def add_arguments(parser):
     parser.add_argument("--cosine", action="store_true", help="let the learning rate sink to 0 over --steps")
     parser.add_argument("--precision", default="fp32", help="fp32 (default), bf16 or fp16")
     parser.add_argument("--clip-norm", type=float, help="clip the gradient to this global norm")
-    parser.add_argument("--bucket-mb", type=float, default=0.5, help="MiB of a bucket (default: %(default)s)")
+    bucket_mb = 25.0 if torch.cuda.is_available() else 0.5  # small models on CPUs have several all the same
+    parser.add_argument("--bucket-mb", type=float, default=bucket_mb, help="MiB of a bucket (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
     parser.add_argument("--deterministic", action="store_true", help="on CUDA too, add in one order")
     parser.add_argument("--data", metavar="FILE", help="text to train on (default: Python's own source)")

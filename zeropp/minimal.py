@@ -105,7 +105,7 @@ class CompressedCommunication:
     def __init__(self, model, layers, optimizer):
         inside, nodes = {p for layer in layers for p in layer.parameters()}, dist.get_world_size() // PLACES
         device = torch.get_default_device().type
-        mesh = dist.init_device_mesh(device, (nodes, PLACES), mesh_dim_names=("across", "inside"))  # ranks, node by node
+        mesh = dist.init_device_mesh(device, (nodes, PLACES), mesh_dim_names=("across", "inside"))  # node by node
         root = Unit([p for p in model.parameters() if p not in inside], mesh)
         model.register_forward_pre_hook(root.gather)
         self.units = [root, *(Unit(list(layer.parameters()), mesh) for layer in layers)]

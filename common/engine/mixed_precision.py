@@ -110,9 +110,9 @@ def decide(engine):
         factor = 1 / scale
     if not engine.takes_norm:
         return StepResult(None, skipped=False), factor
-    norm = gradient_norm(engine.buckets, engine.comm, engine.norm_type) / scale
+    norm = (gradient_norm(engine.buckets, engine.comm, engine.norm_type) / scale).cpu()  # the one wait of the host
     if engine.clip_norm is not None:
-        factor = (engine.clip_norm / (norm + 1e-6)).clamp(max=1.0).cpu() / scale
+        factor = (engine.clip_norm / (norm + 1e-6)).clamp(max=1.0) / scale
     norm = host_value(norm, 0.0)
     skipped = engine.skip_norm is not None and not (math.isfinite(norm) and norm <= engine.skip_norm)
     return StepResult(norm, skipped), factor
@@ -150,11 +150,11 @@ def gradient_norm(buckets, comm, norm_type=2.0):
     held = sum(length(piece.part) for piece in buckets[0].pieces) // buckets[0].shard_numel  # 1 or N
     shards = torch.zeros(held, dtype=torch.float64, device=comm.device)
     for bucket in buckets:
-        for shard, chunk in _in_float64(bucket, held):
+        for shard, chunk in _chunks(bucket, held):
             if norm_type == math.inf:
-                shards[shard] = torch.maximum(shards[shard], chunk.abs().max())
+                shards[shard] = torch.maximum(shards[shard], chunk.abs().max().double())
             else:
-                shards[shard] += chunk.square().sum()
+                shards[shard] += _sum_of_squares(chunk)
     if held < comm.size:
         own, shards = shards, torch.empty(comm.size, dtype=torch.float64, device=comm.device)
         comm.all_gather(own, shards, "the gradient norm").wait()
@@ -166,13 +166,22 @@ def gradient_norm(buckets, comm, norm_type=2.0):
     return total.sqrt().float()
 
 
-def _in_float64(bucket, shards):
+def _sum_of_squares(chunk):
+    """In float64: on the CPU of a copy; on CUDA by one kernel, which takes the elements as they are."""
+    if chunk.is_cuda:
+        return torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
+    return chunk.double().square().sum()
+
+
+def _chunks(bucket, shards):
     """Chunks of the mean gradient of so many shards, put together from the pieces, of which one is at hand at a time.
 
     Yields:
-        The number of the shard, and its next CHUNK elements or the last of them, float64.
+        The number of the shard, and its next elements: all of them on CUDA, else CHUNK or the last.
     """
-    starts = itertools.product(range(shards), range(0, bucket.shard_numel, CHUNK))
+    on_cuda = bucket.pieces[0].tier is None and bucket.pieces[0].mean.is_cuda
+    size = bucket.shard_numel if on_cuda else CHUNK
+    starts = itertools.product(range(shards), range(0, bucket.shard_numel, size))
     parts, missing = [], 0
     for piece in bucket.pieces:
         with piece.mean_at_hand() as mean:
@@ -180,8 +189,8 @@ def _in_float64(bucket, shards):
             while begin < len(mean):
                 if missing == 0:
                     shard, start = next(starts)
-                    missing = min(CHUNK, bucket.shard_numel - start)
-                parts.append(mean[begin : begin + missing].double())
+                    missing = min(size, bucket.shard_numel - start)
+                parts.append(mean[begin : begin + missing])
                 begin, missing = begin + len(parts[-1]), missing - len(parts[-1])
                 if missing == 0:
                     yield shard, end_to_end(parts, parts[0].device if len(bucket.pieces) == 1 else "cpu")

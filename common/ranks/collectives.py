@@ -36,7 +36,8 @@ from common.measure.traffic import Traffic
 from common.ranks import nodes, trace
 from common.ranks.lanes import PATHS, backend_of, device_of, lane_of, let_lanes_go_first
 
-CHUNK = 2**17  # elements that are added at a time
+CHUNK = 2**17  # elements that are added at a time, so that they stay in the cache
+CHUNK_ON_CUDA = 2**24  # few launches, and little room for 16-bit pieces as fp32
 SEGMENT = 2**23  # bytes of a shard that are reduced at a time, point to point
 TAG = 0x40000000  # and above, of messages between ranks: those of a user, on the same group, have smaller numbers
 GRACE = 2.0  # seconds for the rank that one waited for to tell what it waits in
@@ -309,7 +310,10 @@ class Collectives:
             mean_in_rank_order(self._collect(parts, received), mean)
 
     def _reduce_in_nccls_order(self, reduce, tensor, result):
-        """Sum by NCCL and divide once: fp16 before the sum, which could overflow, others after it, as gloo's path."""
+        """Sum by NCCL and divide once: fp16 before the sum, which could overflow, others after it, as gloo's path.
+
+        NCCL's own average multiplies every piece by 1/N before it adds, and so rounds each of them.
+        """
         if tensor.dtype == torch.float16:
             tensor.div_(self.size)
             reduce(tensor, group=self.group)
@@ -404,8 +408,8 @@ def mean_in_rank_order(pieces, mean):
 
     Uses fp32 pieces up. `mean` may be one of them.
     """
-    # In chunks, so that what is added stays in the cache, and 16-bit pieces need little room as fp32.
-    for result, first, *others, last in zip(*(tensor.split(CHUNK) for tensor in (mean, *pieces)), strict=True):
+    chunk = CHUNK if mean.is_cpu else CHUNK_ON_CUDA
+    for result, first, *others, last in zip(*(tensor.split(chunk) for tensor in (mean, *pieces)), strict=True):
         total = first.float()  # of 16-bit pieces a copy, of fp32 pieces the piece itself
         for other in others:
             total += other

@@ -132,10 +132,14 @@ class StreamLane:
     """
 
     def __init__(self, name=""):
-        self._stream = torch.cuda.Stream()
+        # Before what computes: a collective's few blocks run at once, and who waits for it waits less.
+        self._stream, self._callers = torch.cuda.Stream(priority=-1), set()
 
     def submit(self, work, *buffers):
         self.follow()
+        for stream in self._callers:
+            self._stream.wait_stream(stream)
+        self._callers.clear()
         with torch.cuda.stream(self._stream):
             work()
             done = torch.cuda.Event()
@@ -150,8 +154,8 @@ class StreamLane:
         return Handle(buffers, wait, done)
 
     def follow(self):
-        """Wait for the caller's stream. Called for each gradient, since backward may run on several streams."""
-        self._stream.wait_stream(torch.cuda.current_stream())
+        """Have the next work wait for the caller's stream, too: for each gradient, as backward may run on several."""
+        self._callers.add(torch.cuda.current_stream())
 
     def finish(self):
         """Return when all is done: not only what the caller runs next, but the caller itself waits."""
