@@ -154,6 +154,8 @@ class EngineBase(Files, NoModule):
         self.buffers = Buffers(model, self.comm, broadcast_buffers)
         self.uses, self.guards, self.accounts = Uses(self), Guards(self), self.books(self)
         self.optimizer = optimizer(building.shards_of(self.buckets, self.param_groups, param_groups is None))
+        groups = enumerate(self.optimizer.param_groups)
+        self._group_of = {weights: number for number, group in groups for weights in group["params"]}
         building.adopt_states(self.optimizer, self.buckets)
         self.guards.take_optimizer()
         self.writes = Writes(self.buckets + self.frozen)
@@ -293,7 +295,7 @@ class EngineBase(Files, NoModule):
             gradient.mul_(self._factor)
         bucket.master.grad = gradient
         try:
-            with alone(self.optimizer, bucket.master):
+            with alone(self.optimizer, bucket.master, self._group_of[bucket.master]):
                 self.show_step()
         finally:
             bucket.master.grad = None

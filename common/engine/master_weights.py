@@ -87,13 +87,13 @@ class Piece:
 
 
 @contextlib.contextmanager
-def alone(optimizer, weights):
-    """In this context the optimizer has these weights alone, in one group.
+def alone(optimizer, weights, group=0):
+    """In this context the optimizer has these weights alone, in one group: that of the number, to which they belong.
 
     So a `step` that clips gradients by value or clamps weights does to each shard what it would do to the whole.
     """
     groups = optimizer.param_groups
-    own = next(group for group in groups if any(parameter is weights for parameter in group["params"]))
+    own = groups[group]
     listed, own["params"], optimizer.param_groups = own["params"], [weights], [own]
     try:
         yield
