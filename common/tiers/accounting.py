@@ -6,9 +6,10 @@ import torch
 
 from common.checkpoint.pages import padded
 from common.engine.accounting import Accounts, state_bytes
-from common.measure.memory import HOST, storage_bytes
+from common.measure.memory import HOST, storage_bytes, storage_id
 from common.measure.traffic import BUS, DISK
 from common.tensors import length
+from common.tiers.memory import taken
 
 STATES, TIERS = ("parameters", "gradients", "optimizer"), ("device", "cpu", "nvme")
 
@@ -102,7 +103,10 @@ class TieredAccounts(Accounts):
 
 def _bytes(kept):
     places = {place for place in kept if not torch.is_tensor(place)}
-    return storage_bytes(tensor for tensor in kept if torch.is_tensor(tensor)) + sum(p.nbytes for p in places)
+    tensors = [tensor for tensor in kept if torch.is_tensor(tensor)]
+    pinned = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors if tensor.is_pinned()}
+    rounded_up = sum(taken(nbytes) - nbytes for nbytes in pinned.values())
+    return storage_bytes(tensors) + rounded_up + sum(place.nbytes for place in places)
 
 
 def predicted_in(tier, engine, buckets, summed=()):
@@ -117,7 +121,9 @@ def predicted_in(tier, engine, buckets, summed=()):
     Returns:
         {"parameters": n, "gradients": n, "optimizer": n}
     """
-    size, predicted = padded if tier == "nvme" else int, dict.fromkeys(STATES, 0)
+    predicted = dict.fromkeys(STATES, 0)
+    # The optimizer makes its states itself; on disk all lie in whole pages.
+    takes, made = (padded, padded) if tier == "nvme" else (engine.tier[tier].takes, int)
     for bucket in buckets:
         placed, each = engine.placed(bucket), bucket.kind.dtype.itemsize
         kept, per_tensor = state_bytes(bucket, engine) if bucket.kind.trainable else ([], 0)
@@ -128,8 +134,9 @@ def predicted_in(tier, engine, buckets, summed=()):
                     widths = {
                         "parameters": [each],
                         "gradients": [each] * (1 + there.delayed) + [4] * (bucket in summed and bucket.sixteen_bit),
-                        "optimizer": [4] * apart + [*kept],
+                        "optimizer": [4] * apart,
                     }
-                    predicted[state] += sum(size(length(part) * width) for width in widths[state])
-                    predicted[state] += per_tensor * (state == "optimizer")
+                    predicted[state] += sum(takes(length(part) * width) for width in widths[state])
+                    if state == "optimizer":
+                        predicted[state] += sum(made(length(part) * width) for width in kept) + per_tensor
     return predicted

@@ -18,6 +18,11 @@ from common.ranks.lanes import Handle, InlineLane, lane_of
 HERE = Handle((), lambda buffers: None)  # nothing to wait for
 
 
+def taken(nbytes):
+    """The bytes that torch's allocator takes of pinned memory for a tensor of so many: the next power of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
 class Device:
     """The tier that the model computes in.
 
@@ -40,6 +45,10 @@ class Device:
     def empty(self, numel, dtype):
         """A tensor [numel] in this tier, with anything in it."""
         return torch.empty(numel, dtype=dtype, device=self._comm.device)
+
+    def takes(self, nbytes):
+        """The bytes that `empty` takes for a tensor of so many."""
+        return nbytes
 
     def empty_like(self, tensor, dtype=None):
         """A tensor as long as a flat one, with anything in it."""
@@ -87,6 +96,10 @@ class Host(Device):
         if self._comm.device.type == "cuda":
             return torch.empty(numel, dtype=dtype, pin_memory=True)
         return shared(numel, dtype)
+
+    def takes(self, nbytes):
+        """The bytes that `empty` takes for a tensor of so many."""
+        return taken(nbytes) if self._comm.device.type == "cuda" else nbytes
 
     def scratch(self, numel, dtype):
         """A tensor [numel] with anything in it, until the lane's next step."""

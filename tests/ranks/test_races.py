@@ -104,6 +104,8 @@ def train(gpu, name, options, checkpoint, micro_batches=2, precision="fp32", bes
         if step == 2 and engine.comm.size == 1:  # there, one rank's files are all
             engine.save(checkpoint)
             engine.load(checkpoint)
+    held = engine.accounts.measured().get("host_state_bytes")
+    assert held in (None, engine.accounts.predicted().get("host_state_bytes"))  # pinned memory is of powers of two
     engine.full_state_dict()
 
 
