@@ -173,7 +173,8 @@ class ReduceScatter:
 
     def legs(self, bucket):
         """What each of those sends once: {name: bytes of this rank}."""
-        return {"reduce_scatter": bucket.shard_numel * bucket.kind.dtype.itemsize * (self.comm.size - 1)}
+        sent_in = self.comm.reduced_in(bucket.kind.dtype)
+        return {"reduce_scatter": bucket.shard_numel * sent_in.itemsize * (self.comm.size - 1)}
 
 
 class OneHop(ReduceScatter):

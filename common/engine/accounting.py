@@ -126,8 +126,10 @@ class Accounts:
 
     def sent_once(self, bucket, collective):
         """Bytes that this rank sends when a collective of the table `sends` runs over a bucket once."""
-        shards = 2 if collective == "all_reduce" else 1  # a reduce-scatter and an all-gather
-        return shards * bucket.shard_numel * bucket.kind.dtype.itemsize * (self._engine.world_size - 1)
+        shards, dtype = 2 if collective == "all_reduce" else 1, bucket.kind.dtype  # a reduce-scatter and an all-gather
+        if collective in ("all_reduce", "reduce_scatter"):
+            dtype = self._engine.comm.reduced_in(dtype)
+        return shards * bucket.shard_numel * dtype.itemsize * (self._engine.world_size - 1)
 
     def predicted_between_nodes(self):
         """What of all that is predicted to be sent leaves this rank's node, as `Traffic.between_nodes` counts it."""

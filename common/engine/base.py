@@ -67,6 +67,8 @@ class EngineBase(Files, NoModule):
             parameters stay in fp32 in every precision: torch's batch norms, unless you say otherwise. The modules
             themselves must then take inputs of the precision; see `_keep_in_fp32_modules` of your model, if it has it.
         broadcast_buffers: give every rank the buffers of rank 0 before each forward in training, as torch's DDP does.
+        reduce_dtype: torch.float32 has NCCL send and add 16-bit gradients in fp32; None, in the gradients' own dtype.
+            gloo, and NCCL with `deterministic`, send 16 bits and add in fp32 in any case.
 
     Attributes:
         loss_scaler: in fp16 a `LossScaler`, which may be replaced by one with other settings; else None.
@@ -95,6 +97,7 @@ class EngineBase(Files, NoModule):
         deterministic=False,
         keep_fp32=BATCH_NORMS,
         broadcast_buffers=True,
+        reduce_dtype=None,
     ):
         settings = {  # what all ranks must agree on
             "the engine": f"{type(self).__module__}.{type(self).__qualname__}",
@@ -106,8 +109,9 @@ class EngineBase(Files, NoModule):
             "bucket_mb": bucket_mb,
             "deterministic": deterministic,
             "broadcast_buffers": broadcast_buffers,
+            "reduce_dtype": reduce_dtype,
         }
-        self.comm = Collectives(process_group, deterministic=deterministic)
+        self.comm = Collectives(process_group, deterministic=deterministic, reduce_dtype=reduce_dtype)
         self.rank, self.world_size = self.comm.rank, self.comm.size
         self.clip_norm, self.skip_norm, self.norm_type = clip_norm, skip_norm, norm_type
         self.loss_scaler = LossScaler() if precision == "fp16" else None
@@ -117,7 +121,7 @@ class EngineBase(Files, NoModule):
         try:
             self.dtype = dtype_of(precision)
             door.check_types(door.types_of_defaults(type(self)), settings)
-            door.check_numbers(clip_norm, skip_norm, norm_type, bucket_mb)
+            door.check_numbers(clip_norm, skip_norm, norm_type, bucket_mb, reduce_dtype)
             self.optimizer_bytes, settings["the optimizer"] = self.check_optimizer(optimizer)
             ties.check_tensors(model)
             self.param_groups = door.check_groups(model, param_groups, ties.tie(model))
@@ -154,8 +158,7 @@ class EngineBase(Files, NoModule):
         self.buffers = Buffers(model, self.comm, broadcast_buffers)
         self.uses, self.guards, self.accounts = Uses(self), Guards(self), self.books(self)
         self.optimizer = optimizer(building.shards_of(self.buckets, self.param_groups, param_groups is None))
-        groups = enumerate(self.optimizer.param_groups)
-        self._group_of = {weights: number for number, group in groups for weights in group["params"]}
+        self._group_of = building.groups_of(self.optimizer)
         building.adopt_states(self.optimizer, self.buckets)
         self.guards.take_optimizer()
         self.writes = Writes(self.buckets + self.frozen)

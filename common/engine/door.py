@@ -47,7 +47,7 @@ def types_of_defaults(engine):
     return {name: type(option.default) for signature in signatures for name, option in signature.parameters.items()}
 
 
-def check_numbers(clip_norm, skip_norm, norm_type, bucket_mb):
+def check_numbers(clip_norm, skip_norm, norm_type, bucket_mb, reduce_dtype=None):
     for name, norm, otherwise in (("clip_norm", clip_norm, "not to clip"), ("skip_norm", skip_norm, "to skip none")):
         if norm is not None:
             check_types({name: float}, {name: norm})
@@ -57,6 +57,8 @@ def check_numbers(clip_norm, skip_norm, norm_type, bucket_mb):
         raise InputError(f"norm_type={norm_type}: give 2.0, or math.inf for the largest element")
     if not bucket_mb > 0:
         raise InputError(f"bucket_mb={bucket_mb}: a bucket needs a size above 0")
+    if reduce_dtype not in (None, torch.float32):
+        raise InputError(f"reduce_dtype={reduce_dtype}: give torch.float32, or None for the gradients' own")
 
 
 def check_elementwise(optimizer, device, refusal="the optimizer does not work element by element"):

@@ -64,6 +64,7 @@ class Collectives:
     Args:
         group: a process group; None is the default one.
         deterministic: take the exact path on NCCL too.
+        reduce_dtype: torch.float32 has NCCL send and add 16-bit tensors in it, in its own order; None, in theirs.
         whole: the Collectives that these are a part of, as `by_nodes` makes them; None for those of an engine.
         where: stands behind each name in the meter: " in the node", for instance.
 
@@ -82,7 +83,7 @@ class Collectives:
         InputError: there is no process group, or its backend is none of NCCL, gloo and torch's fake one.
     """
 
-    def __init__(self, group=None, *, deterministic=False, whole=None, where=""):
+    def __init__(self, group=None, *, deterministic=False, reduce_dtype=None, whole=None, where=""):
         if not dist.is_initialized():
             raise InputError(
                 'there is no process group; write torch.distributed.init_process_group("gloo"), on GPUs "nccl", before '
@@ -94,7 +95,7 @@ class Collectives:
         self.backend = backend = backend_of(self.group)
         self.device = device_of(backend)
         self.point_to_point = PATHS[backend] == "gloo"
-        self.ordered = self.point_to_point or deterministic
+        self.ordered, self._reduce_dtype = self.point_to_point or deterministic, reduce_dtype
         self.simulated = backend == "fake"
         self.ranks_per_node = nodes.ranks_per_node(self.group)
         # One lane and one meter for an engine, whatever its groups: all ranks then run its collectives in one order.
@@ -124,7 +125,7 @@ class Collectives:
 
     def all_reduce(self, tensor, label=""):
         """Replace `tensor` [N x shard] by its mean over ranks, in place. Sends 2(N-1)/N of it."""
-        self._count("all_reduce", 2 * self._remote(tensor))
+        self._count("all_reduce", 2 * self._remote(tensor, self.reduced_in(tensor.dtype)))
         if self.ordered:
             received, shard = self._receive_buffer(tensor), tensor.view(self.size, -1)[self.rank]
 
@@ -134,7 +135,7 @@ class Collectives:
 
             return self._submit("all_reduce", tensor, label, work, tensor, received)
 
-        work = partial(self._reduce_in_nccls_order, dist.all_reduce, tensor, tensor)
+        work = partial(self._reduce_in_nccls_order, tensor, tensor)
         return self._submit("all_reduce", tensor, label, work, tensor)
 
     def reduce_scatter(self, tensor, shard, label=""):
@@ -142,13 +143,13 @@ class Collectives:
 
         Uses `tensor` up. Sends (N-1)/N of it.
         """
-        self._count("reduce_scatter", self._remote(tensor))
+        self._count("reduce_scatter", self._remote(tensor, self.reduced_in(tensor.dtype)))
         if self.ordered:
             received = self._receive_buffer(tensor)
             work = partial(self._reduce_in_rank_order, tensor, received, shard)
             return self._submit("reduce_scatter", tensor, label, work, tensor, received, shard)
 
-        work = partial(self._reduce_in_nccls_order, partial(REDUCE_SCATTER, shard), tensor, shard)
+        work = partial(self._reduce_in_nccls_order, tensor, shard)
         return self._submit("reduce_scatter", tensor, label, work, tensor, shard)
 
     def all_gather(self, shard, tensor, label="", after=None):
@@ -283,9 +284,9 @@ class Collectives:
         leaving = sent * (self.size - self.ranks_per_node) // max(1, self.size - 1)
         self.traffic.record(collective + self._where, sent, leaving)
 
-    def _remote(self, tensor):
-        """The bytes of `tensor` that belong to other ranks."""
-        return tensor.nbytes // self.size * (self.size - 1)
+    def _remote(self, tensor, dtype=None):
+        """The bytes of `tensor` that belong to other ranks, if it is sent in a dtype; None is its own."""
+        return tensor.numel() // self.size * (self.size - 1) * (dtype or tensor.dtype).itemsize
 
     def _receive_buffer(self, tensor):
         """Room for what arrives: point to point the first piece of a segment, if any comes; see `_collect`.
@@ -309,17 +310,28 @@ class Collectives:
         for parts, mean in zip(tensor.view(self.size, -1).split(segment, dim=1), shard.split(segment), strict=True):
             mean_in_rank_order(self._collect(parts, received), mean)
 
-    def _reduce_in_nccls_order(self, reduce, tensor, result):
+    def _reduce_in_nccls_order(self, tensor, result):
         """Sum by NCCL and divide once: fp16 before the sum, which could overflow, others after it, as gloo's path.
 
         NCCL's own average multiplies every piece by 1/N before it adds, and so rounds each of them.
         """
-        if tensor.dtype == torch.float16:
-            tensor.div_(self.size)
-            reduce(tensor, group=self.group)
+        dtype = self.reduced_in(tensor.dtype)
+        source, mean = tensor.to(dtype), result.to(dtype)  # themselves, if they are in it
+        if dtype == torch.float16:
+            source.div_(self.size)
+        if result is tensor:
+            mean = source
+            dist.all_reduce(source, group=self.group)
         else:
-            reduce(tensor, group=self.group)
-            result.div_(self.size)
+            REDUCE_SCATTER(mean, source, group=self.group)
+        if dtype != torch.float16:
+            mean.div_(self.size)
+        _put(mean, result)
+
+    def reduced_in(self, dtype):
+        """The dtype in which a reduction sends tensors of a dtype."""
+        wide = self._reduce_dtype
+        return dtype if self.ordered or wide is None or wide.itemsize <= dtype.itemsize else wide
 
     def _collect(self, parts, received):
         """Send every rank its row of `parts` [N, n]; return all ranks' pieces of this rank's row, in rank order.

@@ -74,6 +74,7 @@ def built(root, part):
         process_group=None if part.mesh is None else part.mesh.get_group(),
         keep_last=part.reshard is not True,
         broadcast_buffers=False,
+        reduce_dtype=torch.float32 if part.policy.reduce_dtype == torch.float32 else None,
     )
     optimizer.__class__ = type(f"Stepped{type(optimizer).__name__}", (Stepped, type(optimizer)), {})
     vars(optimizer).pop("step", None)  # of a scheduler that watches it

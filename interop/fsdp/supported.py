@@ -12,7 +12,7 @@ KEPT = {  # as what
     "mesh": "one dimension: its ranks. None: all ranks",
     "reshard_after_forward": "True: freed after the forward. False: kept for the backward. None: False for the root",
     "mp_policy.param_dtype": "None or float32: precision fp32. bfloat16: bf16, with fp32 masters. One for all modules",
-    "mp_policy.reduce_dtype": "None or float32: sums are in fp32 either way, and the mean is rounded to param_dtype",
+    "mp_policy.reduce_dtype": "None or float32: NCCL adds in it, gloo in fp32; the mean is rounded to param_dtype",
     "mp_policy.output_dtype": "what the root returns is cast to it",
     "loss.backward()": "the engine's backward, once for each forward that the loss is made of; retain_graph is kept",
     "optimizer.step()": "the engine's step, by an optimizer over model.parameters() built before the first forward",

@@ -92,6 +92,7 @@ CASES = {  # case: (what the engine is given on a rank, what the message begins 
     ),
     "a norm below 0": (options(clip_norm=-1.0), "clip_norm=-1.0: give a norm above 0"),
     "a norm of another kind": (options(norm_type=1.0), "norm_type=1.0: give 2.0, or math.inf for the largest element"),
+    "a sum in fewer bits": (options(reduce_dtype=torch.bfloat16), "reduce_dtype=torch.bfloat16: give torch.float32"),
     "a bucket of no size": (options(bucket_mb=0), "bucket_mb=0: a bucket needs a size"),
     "unknown precision": (options(precision="fp8"), "unknown precision 'fp8'; choose one of: fp32, bf16, fp16"),
     "groups that leave one out": (

@@ -454,6 +454,7 @@ OPTIONS = {  # what is given: to all ranks but the last, and to that
     "precision": ("fp32", "bf16"),
     "clip_norm": (None, 1.0),
     "bucket_mb": (1.0, 2.0),
+    "reduce_dtype": (None, torch.float32),
     "optimizer": (ADAMW, torch.optim.SGD),
     "param_groups": ({"lr": 0.1}, {"lr": 0.2}),
     "keep_fp32": ((), (nn.Linear,)),

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from groups import SHARD, in_subgroup, of_rank, two_users_of_a_group
-from training import make_engine, train_step
+from training import SEVEN, make_engine, train_step
 
 from common.errors import InputError
 from common.measure.traffic import Traffic
@@ -134,6 +134,32 @@ def test_a_sum_in_nccls_order_is_divided_once(world, dtype, value):
     comm.reduce_scatter(reduced.clone(), shard).wait()
     comm.all_reduce(reduced).wait()
     assert [*reduced.tolist(), *shard.tolist()] == [value] * 3
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_nccl_adds_16_bits_in_their_own_dtype_or_in_reduce_dtype_which_the_meter_counts(world, reduce_dtype):
+    """The backend's own sums stand in for NCCL's."""
+    comm, expected = Collectives(reduce_dtype=reduce_dtype), mean_in_rank_order(3, torch.bfloat16)
+    comm.ordered = False
+    reduced = of_rank(world.rank, 3, torch.bfloat16).to(world.device)
+    shard = torch.empty(SHARD, dtype=torch.bfloat16, device=world.device)
+    comm.reduce_scatter(reduced.clone(), shard).wait()
+    comm.all_reduce(reduced).wait()
+    assert torch.equal(shard, part(reduced, world.rank, 3))
+    assert torch.equal(reduced.cpu(), expected) == (reduce_dtype is not None)
+    each = 2 * SHARD * (4 if reduce_dtype else 2)
+    assert comm.traffic.by_collective() == {"all_reduce": 2 * each, "reduce_scatter": each}
+
+
+@pytest.mark.parametrize("name", SEVEN)
+def test_what_reduce_dtype_sends_is_foreseen(world, name):
+    made = make_engine(name, precision="bf16", reduce_dtype=torch.float32)
+    made.comm.ordered = False
+    for step in range(2):
+        made.comm.traffic.reset()
+        train_step(made, world, step)
+        assert made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step()
 
 
 # ---- in flight --------------------------------------------------------------------------------------------------
