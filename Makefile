@@ -5,6 +5,8 @@
 # make test-gpu   the suite on this machine's GPUs, with NCCL, by the Python that
 #                 has torch: PYTHON=python3. Several ranks share a GPU where there
 #                 are too few. Untried: no GPU was at hand
+# make gpu-check  try this machine's GPUs, in forty minutes: common/GPUS.md. Writes
+#                 gpu-check.md, a page to post. PYTHON=python3 has torch. Untried
 # make papers     run the papers' numbers: each beside what the engines count
 # make soak       kill runs of every engine at random moments, 50 times each, to
 #                 see that they go on to the same bits; some 40 minutes
@@ -44,7 +46,7 @@ INSTALLED := .venv/installed
 PEERS := TorchDDP ZeroRedundancy FSDP2 FSDP2KeepParameters HSDP DeepSpeed1 DeepSpeed2 DeepSpeed3 DeepSpeedOffload
 RECORDS := suite demo activations accumulated scores bench second-machine small-models small-send-buffers growth alone capacity offload infinity zeropp museum simulated words
 
-.PHONY: help demo notebooks lessons site slides student infinity test test-gpu test-all papers soak lint readme scores record $(RECORDS:%=record-%) clean
+.PHONY: help demo notebooks lessons site slides student infinity test test-gpu gpu-check test-all papers soak lint readme scores record $(RECORDS:%=record-%) clean
 .NOTPARALLEL:
 
 # The comment at the top of this file.
@@ -79,6 +81,9 @@ test: lint
 test-gpu:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make test-gpu: torch finds no GPU here, so nothing was tested")'
 	$(PYTHON) -m pytest --ignore tests/models/test_data.py --ignore tests/engine/test_layout.py $(foreach file,notebooks lessons explorer slides,--ignore tests/course/test_$(file).py)
+
+gpu-check:
+	$(PYTHON) -m lab.gpu_check
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/tools/soak.py
