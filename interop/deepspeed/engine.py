@@ -16,22 +16,9 @@ import torch.distributed as dist
 
 from common.errors import InputError
 from common.measure import tables
-from interop.deepspeed.refusals import refuse_arguments
+from interop.deepspeed.refusals import INSTEAD, refuse_arguments
 from interop.wrapped import whole_for
 
-BUILT = "its device and precision are those of initialize()"
-NOT_HERE = {  # words that a model would answer wrongly, or that want something else
-    **dict.fromkeys(("half", "bfloat16", "float", "double", "type", "cuda", "cpu", "to_empty", "share_memory"), BUILT),
-    "state_dict": "write module_state_dict(), or save_checkpoint()",
-    **dict.fromkeys(("load_state_dict", "load_module_state_dict"), "load before initialize(), or by load_checkpoint()"),
-    "compile": "write model.compile() before initialize()",
-    "scale": "backward() scales the loss",
-    "allreduce_gradients": "backward() reduces, but within no_sync()",
-    **dict.fromkeys(("offload_states", "reload_states"), "the configuration's tiers say where states lie"),
-    **dict.fromkeys(("set_train_batch_size", "set_train_micro_batch_size"), "write the configuration's batch sizes"),
-    "deepspeed_io": "give initialize() training_data=, or write a DataLoader",
-    **dict.fromkeys(("train_batch", "eval_batch"), "there are no pipelines; write a loop of backward() and step()"),
-}
 COUNTS = ("global_steps", "skipped_steps", "micro_steps", "global_samples")
 
 
@@ -135,8 +122,8 @@ class Engine:
         """What the model has besides, such as methods of its own: they find its weights whole, and may read them."""
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in NOT_HERE:
-            raise AttributeError(f"the engine's {name!r} is not here: {NOT_HERE[name]}")
+        if name in INSTEAD["engine"]:
+            raise AttributeError(f"the engine's {name!r} is not here: {INSTEAD['engine'][name]}")
         found = getattr(self._engine.module, name, None)
         if found is None:
             raise AttributeError(
