@@ -1,6 +1,7 @@
-"""An engine with DeepSpeed's methods: it counts micro-batches, divides the loss by their number, steps with the last.
+"""An engine with DeepSpeed's methods, and what stands for its optimizer.
 
-Its numbers are those of the engine behind it. `DEEPSPEED.md` says where DeepSpeed's own differ, and why.
+It counts micro-batches, divides the loss by their number, and steps with the last. Its numbers are those of the engine
+behind it. `DEEPSPEED.md` says where DeepSpeed's own differ, and why.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from common.errors import InputError
 from common.measure import tables
 from interop.deepspeed.refusals import INSTEAD, refuse_arguments
-from interop.wrapped import whole_for
+from interop.wrapped import StandIn, refused, whole_for
 
 COUNTS = ("global_steps", "skipped_steps", "micro_steps", "global_samples")
 
@@ -281,6 +282,36 @@ class Engine:
     def _rounded(self, tensor):
         floats = torch.is_tensor(tensor) and tensor.is_floating_point()  # extra state may be anything
         return tensor.to(self._engine.dtype) if floats else tensor
+
+
+class Optimizer(StandIn):
+    """What `initialize` returns second: its groups and states are those of the engine's optimizer.
+
+    `overflow` says that fp16 skipped the last step.
+    """
+
+    overflow = False
+    state_dict = refused("optimizer.state_dict(): its states are this rank's shards; write engine.save_checkpoint()")
+    load_state_dict = refused("optimizer.load_state_dict(): states are shards; write engine.load_checkpoint()")
+
+    @property
+    def loss_scale(self):
+        """What fp16 scales losses by now; 1 in other precisions."""
+        return 1.0 if self._engine.loss_scaler is None else self._engine.loss_scaler.scale
+
+    cur_scale = loss_scale
+
+    def step(self, closure=None):
+        """Refused; a method, as schedulers want one."""
+        raise InputError("optimizer.step() is refused: write engine.step(), after each micro-batch")
+
+    def has_stepped(self, skipped):
+        """Note a step of the engine's."""
+        self.overflow = skipped
+        super().has_stepped()
+
+    def __getattr__(self, name):
+        raise AttributeError(f"the optimizer's {name!r} is not here: DeepSpeed's words have its groups and its scale")
 
 
 def plain(value, around=()):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.errors import InputError
 from common.measure.tables import Table
-from interop.taking import refused
+from interop.wrapped import refused
 
 WORDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 KEPT, REFUSED = WORDS["kept"], WORDS["refused"]
