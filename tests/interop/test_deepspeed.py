@@ -6,10 +6,8 @@ import inspect
 import io
 import itertools
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -23,7 +21,7 @@ from torch import nn
 
 from common.engine.mixed_precision import gradient_norm
 from common.errors import InputError
-from interop import deepspeed
+from interop import deepspeed, museum
 from interop.beside_deepspeed import compared
 from interop.deepspeed import Engine, get_accelerator, keys
 from interop.deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -480,11 +478,10 @@ def test_words_have_deepspeeds_arguments_and_rates_and_what_is_missing_is_named(
     methods = sorted(name for name, word in vars(Engine).items() if inspect.isfunction(word) and name[0] != "_")
     methods.remove("to")  # of torch, where it takes anything
     paths, cases = [f"deepspeed.{word}" for word in WORDS.split()], list(schedules())
-    environment = {**os.environ, "PYTHONPATH": str(deepspeed_place), "DS_ACCELERATOR": "cpu"}
     words = [*paths, *(f"Engine.{name}" for name in methods)]
-    command = [sys.executable, SCRIPTS / "deepspeed_itself.py", *map(json.dumps, (MODULES, words, cases))]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    theirs = json.loads(told.splitlines()[-1])
+    asked = map(json.dumps, (MODULES, words, cases))
+    ended = museum.run(deepspeed_place, SCRIPTS / "deepspeed_itself.py", *asked, DS_ACCELERATOR="cpu")
+    theirs = json.loads(ended.stdout.splitlines()[-1])
     for path, arguments in theirs["arguments"].items():
         ours = inspect.signature(found(path)).parameters
         assert [name for name in ours if name != "self"] == [name for name, _ in arguments], path
