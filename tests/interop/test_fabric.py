@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from training import SEVEN
 
+from lab.compare import relative_difference
+
 pytestmark = hf.needs("lightning")
 STEPS = 6
 
@@ -79,7 +81,7 @@ def test_a_loop_with_an_engine_is_that_with_ddp(world, name, what):
         assert hf.equal(weights, other)
     else:
         assert ours == pytest.approx(losses, rel=1e-5)
-        assert hf.apart(other, weights) < 1e-5
+        assert relative_difference(other, weights) < 1e-5
 
 
 @pytest.mark.parametrize("name", SEVEN)

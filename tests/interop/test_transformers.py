@@ -11,6 +11,7 @@ from training import SEVEN
 
 from common.engines import find_engine
 from common.errors import InputError
+from lab.compare import relative_difference
 
 pytestmark = hf.needs("transformers", "accelerate", "peft")
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
@@ -55,7 +56,7 @@ def test_a_trainer_by_an_engine_is_the_stock_one_under_ddp(stock, worlds, tmp_pa
     assert told["learning_rate"] == ours["learning_rate"]
     if name not in SENDS_ONCE and what.startswith("accumulated") and ranks > 1:
         assert ours["loss"] == pytest.approx(told["loss"], rel=1e-5)
-        assert hf.apart(other, weights) < 1e-5
+        assert relative_difference(other, weights) < 1e-5
     else:
         assert (told["loss"], told["eval_loss"]) == (ours["loss"], ours["eval_loss"])
         assert hf.equal(weights, other)

@@ -116,14 +116,6 @@ def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def apart(one, other):
-    """By how much two models differ: the norm of the difference over the norm."""
-    assert one.keys() == other.keys()
-    pairs = [(one[name].double(), other[name].double()) for name in one]
-    difference = sum((a - b).square().sum() for a, b in pairs).sqrt()
-    return (difference / sum(b.square().sum() for _, b in pairs).sqrt()).item()
-
-
 def check_refused(world, words, call):
     """It is refused on a rank, in one line in which the words are."""
     with as_by_torchrun(world), pytest.raises((InputError, ValueError, RuntimeError)) as error:
