@@ -174,15 +174,12 @@ class NormOfTheFirstGroup(Suspect):
 class FirstGroupAlone(Suspect):
     """the first parameter group alone is stepped"""
 
-    def __init__(self, model, optimizer, **options):
-        super().__init__(model, optimizer, **options)
-        self.others = [p for group in self.optimizer.param_groups[1:] for p in group["params"]]
-
     def step(self):
-        before = [parameter.detach().clone() for parameter in self.others]
+        others = [parameter for group in self.optimizer.param_groups[1:] for parameter in group["params"]]
+        before = [parameter.detach().clone() for parameter in others]
         result = super().step()
         with torch.no_grad():
-            for parameter, value in zip(self.others, before, strict=True):
+            for parameter, value in zip(others, before, strict=True):
                 parameter.copy_(value)
         return result
 
