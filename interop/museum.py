@@ -172,12 +172,12 @@ def run(place, *arguments, **settings):
     """Run Python with a release's folder before others; return the finished process. An InputError where it hangs."""
     environment = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{ROOT}", **settings}
     environment |= {"DS_BUILD_OPS": "0", "TORCH_EXTENSIONS_DIR": str(place / "built")}
-    command, options = [sys.executable, *map(str, arguments)], {"cwd": ROOT, "env": environment, "timeout": LIMIT}
+    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": LIMIT}
     try:
-        return subprocess.run(command, **options, capture_output=True, text=True, check=False)
+        return subprocess.run([sys.executable, *map(str, arguments)], **options, check=False)
     except subprocess.TimeoutExpired as error:
-        why = f"what DeepSpeed builds may be locked by a run that was killed: remove {place / 'built'}"
-        raise InputError(f"python {' '.join(command[1:4])} does not end within {LIMIT} s; {why}") from error
+        lock = f"what it builds may be locked by a run that was killed: remove {place / 'built'}"
+        raise InputError(f"{place.name} does not end within {LIMIT} s; {lock}") from error
 
 
 def last(text):
