@@ -94,15 +94,6 @@ def trained(model, optimizer):
     optimizer.step()
 
 
-def line(call):
-    """What it says who refuses a call."""
-    try:
-        call()
-    except (ValueError, RuntimeError, AttributeError) as error:
-        return str(error)
-    return "accepted"
-
-
 def test_every_word_of_torchs_is_kept_or_refused():
     methods = {name for name in vars(FSDPModule) if not name.startswith("_")}
     arguments = set(inspect.signature(torchs).parameters) - {"module"}
@@ -113,10 +104,10 @@ def test_every_word_of_torchs_is_kept_or_refused():
 
 def test_what_is_refused_is_named_in_one_line(world):
     model, mesh = sharded(), init_device_mesh("cpu", (1, world.size), mesh_dim_names=("a", "b"))
-    said = {name: line(getattr(model, name)) for name in REFUSED if hasattr(model, name)}
-    said |= {name: line(getattr(words, name)) for name in REFUSED if hasattr(words, name)}
+    said = {name: message_of(getattr(model, name)) for name in REFUSED if hasattr(model, name)}
+    said |= {name: message_of(getattr(words, name)) for name in REFUSED if hasattr(words, name)}
     gradient = Gradient(model.first.weight)
-    said |= {name: line(getattr(gradient, name)) for name in ("full_tensor", "to_local")}
+    said |= {name: message_of(getattr(gradient, name)) for name in ("full_tensor", "to_local")}
     arguments = {
         "mesh": mesh,
         "reshard_after_forward": 2,
@@ -125,11 +116,11 @@ def test_what_is_refused_is_named_in_one_line(world):
         "ignored_params": {model.first.weight},
         "dp_mesh_dims": object(),
     }
-    said |= {name: line(lambda: fully_shard(Model(), **{name: value})) for name, value in arguments.items()}  # noqa: B023
+    said |= {name: message_of(lambda: fully_shard(Model(), **{name: value})) for name, value in arguments.items()}  # noqa: B023
     policies = {"param_dtype": torch.float16, "reduce_dtype": torch.float64, "cast_forward_inputs": False}
     for name, value in policies.items():
         policy = MixedPrecisionPolicy(**{"param_dtype": torch.bfloat16, name: value})
-        said[name] = line(lambda: fully_shard(Model(), mp_policy=policy))  # noqa: B023
+        said[name] = message_of(lambda: fully_shard(Model(), mp_policy=policy))  # noqa: B023
     assert said.keys() >= REFUSED.keys()
     for name, words_of_it in said.items():
         assert name in words_of_it
@@ -139,7 +130,7 @@ def test_what_is_refused_is_named_in_one_line(world):
 
 def refused(words_of_it, call):
     """It is refused, in one line with these words."""
-    (said,) = line(call).splitlines()
+    (said,) = message_of(call).splitlines()
     assert re.search(words_of_it, said), said
 
 
