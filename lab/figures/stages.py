@@ -13,6 +13,7 @@ from lab.figures.style import (
     PALETTE,
     PHASE_COLORS,
     PHASES,
+    described,
     live_bytes,
     once,
     stacked,
@@ -120,7 +121,7 @@ def comparison(results):
             axes.set_title(title)
             axes.set_xlim(0, 1.12 * axes.get_xlim()[1])
             axes.legend(loc="lower right")
-        figure.suptitle(_what(results), fontsize=12)
+        figure.suptitle(f"{described(results)}; {results['hardware']}", fontsize=12)
     return figure
 
 
@@ -142,12 +143,5 @@ def timelines(results, samples):
     shown = [axes.get_legend_handles_labels() for axes in panels.flat]
     legend = dict(pair for handles, labels in shown for pair in zip(labels, handles, strict=True))
     figure.legend(legend.values(), legend, loc="outside lower center", ncols=len(legend))
-    figure.suptitle(_what(results), fontsize=10)
+    figure.suptitle(f"{described(results)}; {results['hardware']}", fontsize=10)
     return figure
-
-
-def _what(results):
-    return (
-        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
-        f"{results['world_size']} ranks; {results['hardware']}"
-    )

@@ -29,6 +29,13 @@ PHASES = ("forward", "backward", "step")
 MARGIN = 1.03  # of an x axis of operations, in which is seen what is left after the step
 
 
+def described(results):
+    """What was trained, in words: "gpt-micro, 802,944 parameters, fp32, 4 ranks"."""
+    size = results["world_size"]
+    ranks = f"{size} rank{'s' * (size > 1)}"
+    return f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, {ranks}"
+
+
 def save(figure, path):
     """Write a figure as PNG and close it."""
     figure.savefig(path, dpi=120)
