@@ -9,6 +9,7 @@ Source: Chen et al., arXiv 1604.06174, sec. 4.1; ZeRO, arXiv 1910.02054, sec. 6.
 """
 
 import argparse
+from bisect import bisect_left
 from functools import cache
 
 from rich.console import Console
@@ -45,12 +46,9 @@ def main(arguments=None):
         "--batches", type=int, nargs="+", default=[1, 2, 4, 8], help="samples per rank (default: 1 2 4 8)"
     )
     parser.add_argument("--cap-batch", type=int, default=4, metavar="B", help="the cap: stage 0's peak at B samples")
-    parser.add_argument("--cap-mb", type=float, metavar="MB", help="the cap, in 1e6 bytes, in place of --cap-batch")
     options = asked(parser, arguments, figure=True)
     if options.precision == "fp16":
         raise InputError("--precision fp16: it has the bytes of bf16, but skips its first steps; choose bf16")
-    if options.cap_mb is not None and not 0 < options.cap_mb < float("inf"):
-        raise InputError(f"--cap-mb {options.cap_mb}: a cap needs a size above 0")
     options.batch = min(*options.batches, options.cap_batch) * max(1, rank_count(options))
     tell(options, command(survey, options, options=options), table, figures.activation_memory)
 
@@ -66,10 +64,7 @@ def survey(world, options):
 
     cases = [(engine, kind) for engine in options.engines.split(",") for kind in CHECKPOINTS]
     rows = [label(*case, batch, peak(*case, batch)) for case in cases for batch in sorted(set(options.batches))]
-    if options.cap_mb is None:
-        cap = sum(peak(BASELINE, None, options.cap_batch).values())
-    else:
-        cap = int(options.cap_mb * 1e6)
+    cap = sum(peak(BASELINE, None, options.cap_batch).values())
     largest = []
     for case in cases:
         batch = largest_fitting(lambda batch, case=case: sum(peak(*case, batch).values()) <= cap)
@@ -123,21 +118,12 @@ def largest_fitting(fits, near=1):
         while fitting and not fits(fitting):
             stride *= 2
             fitting, too_large = max(0, fitting - stride), fitting
-    while too_large - fitting > 1:
-        middle = (fitting + too_large) // 2
-        if fits(middle):
-            fitting = middle
-        else:
-            too_large = middle
-    return fitting
+    return fitting + bisect_left(range(fitting + 1, too_large), True, key=lambda number: not fits(number))
 
 
 def table(results):
     """A row for each stage, without and with checkpoints."""
-    title = (
-        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, {results['world_size']} "
-        f"ranks, cap {show_bytes(results['cap_bytes'])}\n{results['hardware']}"
-    )
+    title = f"{figures.described(results)}, cap {show_bytes(results['cap_bytes'])}\n{results['hardware']}"
     batches = sorted({row["batch_per_rank"] for row in results["rows"]})
     peaks = {_key(row): show_bytes(total(row["peak_bytes"])) for row in results["rows"]}
     header = ("peak per rank", "checkpoints", *(f"batch {batch}" for batch in batches), "largest batch under the cap")
