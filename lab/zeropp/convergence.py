@@ -53,31 +53,20 @@ def main(arguments=None):
     parser.set_defaults(steps=500, batch=8, nproc=4, ranks_per_node=2)
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each row (default: %(default)s)")
     parser.add_argument("--block", type=int, default=256, help="elements that share a scale (default: %(default)s)")
-    parser.add_argument("--only", metavar="NAMES", help="rows of the table, with ; between them")
     options = asked(parser, arguments, figure=True)
     check_counts(options, "seeds")
     if options.steps < SMOOTH:
         raise InputError(f"--steps {options.steps}: a curve takes {SMOOTH} or more")
     check_options(options.block, error_feedback=False, quantize_gradients=True)
-    chosen(options)
-    tell(options, command(compare, options, options=options), table, figure)
+    tell(options, command(compare, RUNS, options, options=options), table, figure)
 
 
-def chosen(options):
-    """The rows of RUNS that are asked for; an InputError where there is no such row."""
-    wanted = options.only.split(";") if options.only else list(RUNS)
-    for name in wanted:
-        if name not in RUNS:
-            raise InputError(f"--only {name!r}: known are {'; '.join(RUNS)}")
-    return {name: RUNS[name] for name in wanted}
-
-
-def compare(world, options):
+def compare(world, runs, options):
     """Train every row from every seed; on rank 0 the JSON of `lab.zeropp.convergence`, else None."""
     rows = []
     with progress_bar() as bar:
-        task = bar.add_task("trainings", total=len(chosen(options)) * options.seeds, visible=world.rank == 0)
-        for name, (engine, own) in chosen(options).items():
+        task = bar.add_task("trainings", total=len(runs) * options.seeds, visible=world.rank == 0)
+        for name, (engine, own) in runs.items():
             rows.append({"run": name, "engine": engine, "options": own, "seeds": []})
             for seed in range(options.seeds):
                 of_seed = argparse.Namespace(**{**vars(options), "seed": seed})
