@@ -49,8 +49,7 @@ def largest_batches(axes, rows, cap):
         bars = axes.bar(positions, chosen, 0.36, color=COLORS["activations"], hatch="//" * checkpointed, label=label)
         axes.bar_label(bars)
     axes.set_xticks(range(len(engines)), [LABELS.get(engine, engine) for engine in engines])
-    axes.set_ylim(0, 1.15 * max(row["batch_per_rank"] for row in rows))
-    axes.set_ylabel("samples per rank")
+    axes.set(ylabel="samples per rank", ylim=(0, 1.15 * max(row["batch_per_rank"] for row in rows)))
     axes.set_title(f"Largest batch whose peak stays under the cap of {cap:.3g} MB")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
@@ -63,8 +62,7 @@ def capacity(results):
     figure, panels = plt.subplots(len(precisions), 1, figsize=size, layout="constrained", squeeze=False)
     for axes, precision in zip(panels[:, 0], precisions, strict=True):
         largest_models(axes, [row for row in results["rows"] if row["precision"] == precision])
-        axes.set_title(precision)
-        axes.set_ylabel("parameters, in millions")
+        axes.set(ylabel="parameters, in millions", title=precision)
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     figure.suptitle(
@@ -119,9 +117,7 @@ def step_times(rows):
         left.set_title(f"{chosen[0]['model']}, {precision}, {size} ranks: step time over torch DDP's")
         bars = right.barh(names, [(row["peak_bytes"] or 0) / 1e6 for row in chosen], color=colors)
         right.bar_label(bars, fmt=" %.0f MB")
-        right.set_title("peak memory of a rank")
-        right.set_xlim(0, 1.2 * right.dataLim.xmax)
-        right.set_yticks([])
+        right.set(title="peak memory of a rank", xlim=(0, 1.2 * right.dataLim.xmax), yticks=[])
         for axes in (left, right):
             axes.invert_yaxis()
     return figure
@@ -145,8 +141,7 @@ def growth(rows):
         above.set_title(f"{precision}, {size} rank{'s' * (size > 1)}")
         below.set_xlabel("parameters")
         for axes in (above, below):
-            axes.set_xscale("log")
-            axes.set_yscale("log")
+            axes.set(xscale="log", yscale="log")
             axes.grid(alpha=0.3)
     grid[0, 0].set_ylabel("seconds per step")
     grid[1, 0].set_ylabel("peak MB of a rank")

@@ -98,8 +98,7 @@ def mark_phases(axes, phases):
         if begin:
             axes.axvline(begin, color="black", linewidth=0.8, linestyle=":")
         axes.text(place, 0.985, text, va="top", ha=side, transform=axes.get_xaxis_transform())
-    axes.set_xlim(0, MARGIN * len(phases))
-    axes.set_xlabel("operations of one step")
+    axes.set(xlim=(0, MARGIN * len(phases)), xlabel="operations of one step")
 
 
 def smoothed(values, over):
