@@ -46,7 +46,7 @@ from common.train import default_nproc
 from interop import peers
 from lab import figures
 from lab.bench_results import row, tables
-from lab.sockets import Ring, bytes_sent_by_own_sockets
+from lab.sockets import bytes_sent_by_own_sockets, ring
 
 WARM_UP = 6  # rounds that are not timed: libraries take several to settle
 FEWEST_ROUNDS = 11
@@ -113,7 +113,7 @@ def bench(options):
     """Compare the contestants in every case, model by model, precision by precision: the JSON of `lab.bench`."""
     who, cases = check(options)
     rows, versions, settings = [], {"torch": torch.__version__}, {}
-    log = new_log()
+    log = Path(tempfile.mkdtemp(prefix="zero-")) / "bench.log"
     print(f"what libraries print goes to {log}", file=sys.stderr)
     for case in cases:
         reference, contestants = compare(who, case, options, log)
@@ -159,16 +159,6 @@ def check(options):
         cases.append(Case(model, precision, size, options.batch * size, BUCKET_MB, options.small_send_buffers))
         cases[-1].batches().of(step=0, rank=0, world_size=size)
     return list(dict.fromkeys([*stages, *(known[name] for name in named)])), cases
-
-
-def new_log():
-    """An empty file for what libraries print: among a checkout's own results, or else a temporary one."""
-    results = Path(__file__).parent.parent / "results"
-    folder = results / "local" if results.is_dir() else Path(tempfile.mkdtemp())
-    folder.mkdir(exist_ok=True)
-    log = folder / "bench.log"
-    log.write_text("")
-    return log
 
 
 def _number(text):
@@ -343,10 +333,10 @@ def _sent(world):
 def _pass_on(world, nbytes):
     """Pass on so many bytes; return the seconds they took."""
     if "ring" not in _here:
-        _here["ring"] = Ring(_here["comm"], nbytes)
+        _here["ring"] = ring(_here["comm"], nbytes)
     _here["comm"].gather_objects(None)
     began = time.perf_counter()
-    _here["ring"].pass_on()
+    _here["ring"]()
     return time.perf_counter() - began
 
 

@@ -124,12 +124,7 @@ class Foreign(nn.Module):
     def __init__(self, model, make_inputs=None):
         super().__init__()
         self.model = model
-        self._make_inputs = make_inputs or (lambda samples, length: torch.zeros(samples, length, dtype=torch.int64))
-
-    def batch(self, samples, length):
-        """What the forward takes, and what the loss compares with."""
-        inputs = self._make_inputs(samples, length)
-        return inputs, inputs
+        self.make_inputs = make_inputs or (lambda samples, length: torch.zeros(samples, length, dtype=torch.int64))
 
     def forward(self, inputs):
         if isinstance(inputs, dict):
@@ -180,7 +175,8 @@ def model_of(name, checkpoint_activations=None):
 def batch_of(model, samples, length=None):
     """(inputs, targets) of so many samples for a model of `model_of`; other lengths than it takes are an InputError."""
     if isinstance(model, Foreign):
-        return model.batch(samples, length or LENGTH)
+        inputs = model.make_inputs(samples, length or LENGTH)
+        return inputs, inputs
     if length is not None and not getattr(model, "predicts_text", False):
         raise InputError(f"--seq {length}: the model reads no text; leave it out")
     if length is not None and length >= model.window:
