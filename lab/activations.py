@@ -16,7 +16,6 @@ from rich.console import Console
 
 from common import models
 from common.engines import STAGES
-from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.tables import Table, show_bytes
 from common.models.recompute import KINDS
@@ -41,14 +40,11 @@ def main(arguments=None):
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
     parser.add_argument("--model", default=defaults.model, help="a name of the model zoo (default: %(default)s)")
     parser.add_argument("--engines", default=",".join(STAGES), help="comma-separated (default: all stages)")
-    parser.add_argument("--precision", default=defaults.precision, help="fp32 (default) or bf16")
     parser.add_argument(
         "--batches", type=int, nargs="+", default=[1, 2, 4, 8], help="samples per rank (default: 1 2 4 8)"
     )
     parser.add_argument("--cap-batch", type=int, default=4, metavar="B", help="the cap: stage 0's peak at B samples")
     options = asked(parser, arguments, figure=True)
-    if options.precision == "fp16":
-        raise InputError("--precision fp16: it has the bytes of bf16, but skips its first steps; choose bf16")
     options.batch = min(*options.batches, options.cap_batch) * max(1, rank_count(options))
     tell(options, command(survey, options, options=options), table, figures.activation_memory)
 
@@ -62,13 +58,16 @@ def survey(world, options):
         with console.status(f"{engine}, {kind or 'no'} checkpoints, batch {batch}"):
             return measure(world, engine, kind, batch, options)
 
+    def row(engine, kind, batch):
+        now = peak(engine, kind, batch) if batch else None
+        return {"engine": engine, "checkpoint_activations": kind, "batch_per_rank": batch, "peak_bytes": now}
+
     cases = [(engine, kind) for engine in options.engines.split(",") for kind in CHECKPOINTS]
-    rows = [label(*case, batch, peak(*case, batch)) for case in cases for batch in sorted(set(options.batches))]
-    cap = sum(peak(BASELINE, None, options.cap_batch).values())
+    rows = [row(*case, batch) for case in cases for batch in sorted(set(options.batches))]
+    cap = total(peak(BASELINE, None, options.cap_batch))
     largest = []
     for case in cases:
-        batch = largest_fitting(lambda batch, case=case: sum(peak(*case, batch).values()) <= cap)
-        largest.append(label(*case, batch, peak(*case, batch) if batch else None))
+        largest.append(row(*case, largest_fitting(lambda batch, case=case: total(peak(*case, batch)) <= cap)))
     return {
         "world_size": world.size,
         "model": options.model,
@@ -95,11 +94,6 @@ def measure(world, engine, kind, batch, options):
 def total(now):
     """The sum over classes."""
     return sum(now.values())
-
-
-def label(engine, kind, batch, peak):
-    """A row of the results."""
-    return {"engine": engine, "checkpoint_activations": kind, "batch_per_rank": batch, "peak_bytes": peak}
 
 
 def largest_fitting(fits, near=1):

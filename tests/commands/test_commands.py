@@ -298,7 +298,7 @@ BAD_INPUT = {  # command -> {its options: what is said}
         "--width 0": "--width 0",
         "--cap much": "--cap much",
     },
-    "lab.zeropp.convergence": {"--block 3": "block 3: give an even number"},
+    "lab.zeropp.convergence": {"--seeds 0": "--seeds 0: at least 1"},
 }
 
 
