@@ -6,20 +6,17 @@ What each takes out, and what is at hand to write it, stands in exercises.toml. 
 this writes, so that no exercise falls behind its engine.
 """
 
-import tomllib
 from dataclasses import replace
-from pathlib import Path
 
 from common.errors import InputError
 from common.outputs import one_line_errors, parser_of
-from course.parts import ROOT, Exercise, Part, bare, methods_of, place, shows, solutions, written
+from course.parts import FOUND, ROOT, Exercise, Part, bare, methods_of, place, shows, solutions, written
 
 
 def _read():
     """All exercises, in the order of the course."""
-    found = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    for fields in found["exercise"]:
-        listed = (found["shared"][one] if isinstance(one, str) else [one] for one in fields.pop("at_hand"))
+    for fields in FOUND["exercise"]:
+        listed = (FOUND["shared"][one] if isinstance(one, str) else [one] for one in fields.pop("at_hand"))
         at_hand = dict(line for lines in listed for line in lines)
         parts, edits = (tuple(Part(**one) for one in fields.pop(kind, ())) for kind in ("part", "edit"))
         yield Exercise(at_hand=at_hand, parts=parts, edits=edits, **fields)

@@ -26,7 +26,7 @@ from common.measure.memory import Timeline
 from common.models.gpt import GPT, GPTConfig
 from common.outputs import one_line_errors, parser_of, write_text
 from common.tiers.accounting import STATES
-from course.pages.answers import is_number, judge
+from course.pages.answers import hints_of, is_number, judge
 from course.pages.scaling import ways
 from lab.plan.__main__ import ADVISED, USABLE, of_size
 from lab.plan.formulas import SWITCHES, WAYS
@@ -34,13 +34,7 @@ from lab.simulate.hardware import PRESETS
 from lab.simulate.world import Setting, batch_of, engine_of, simulated_world
 
 OPEN = "?"
-HEAD = """Pencil and paper. Put your answer in place of each "?": a number such as 1.5e9, or one of the names that are
-given, in quotes. Numbers may be 3 % off. Then, in the repository's root,
-
-    python -m course.paper {file}
-
-says of each whether it is right, and what a wrong one has probably left out. Psi is the number of parameters; the
-optimizer is Adam. In bf16 it keeps a copy of the parameters in fp32, the master weights. GB are 1e9 bytes."""
+TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -58,8 +52,8 @@ class Question:
     name: str
     ask: str
     right: float | str
-    hints: tuple = ()
-    names: tuple = ()
+    hints: list
+    names: tuple
 
 
 def main(arguments=None):
@@ -96,11 +90,28 @@ def groups(seed):
 
 def sheet(seed, file):
     """The text of a sheet: the questions as comments, the answers open."""
-    parts = [commented(HEAD.format(file=file)), f"seed = {seed}"]
+    parts = [commented(TEXTS["head"].format(file=file)), f"seed = {seed}"]
     for group, (given, questions) in groups(seed).items():
         parts.append(f"\n\n[{group}]\n{commented(given)}")
         parts += [f'\n{commented(question.ask)}\n{question.name} = "{OPEN}"' for question in questions]
     return "\n".join(parts) + "\n"
+
+
+def asked(group, right, known, choices):
+    """What is given and asked in a group, as paper.toml says it of what is known.
+
+    Args:
+        right: {question: its answer}.
+        known: {what texts and the formulas of mistakes name: what it is}.
+        choices: {question: {a name to choose: what to think of where that is wrong}}; the others ask for numbers.
+    """
+    texts, questions = TEXTS[group], []
+    for name, answer in right.items():
+        told, names = texts[name], choices.get(name, {})
+        mistakes = texts.get(told.get("as_in"), {}).get("mistakes", {}) | told.get("mistakes", {})
+        hints = [*names.items(), *hints_of(mistakes, **known)]
+        questions.append(Question(name, told["ask"].format(**known), answer, hints, tuple(names)))
+    return texts["given"].format(**known), questions
 
 
 def commented(text):
@@ -166,56 +177,19 @@ def moments(draw):
     psi, built, before, after, kept = first_step(replace(setting, checkpoint_activations=kind))
     *_, otherwise = first_step(replace(setting, checkpoint_activations=None if kind else models.KINDS[0]))
 
-    size = 4 if precision == "fp32" else 2
     p, g, masters = (built[state] for state in STATES)
-    stepped = after["optimizer"]
-    whole, shared = "no stage shards more than it has to: what is whole here?", f"what does stage {stage} shard?"
-    first = [
-        (p + g + stepped, "Adam makes its moments in its first update"),
-        (p + masters, "the room for gradients is made with the engine"),
-        (p + g, "the master weights are there from the beginning"),
-        (16 * psi, f"16 bytes for each parameter is stage 0 after a step; {shared}"),
-        (16 * psi / ranks, f"that is stage 3 after a step; {whole}"),
-        ((2 * size + 4 * (size == 2)) * psi, shared),
-        ((2 * size + 4 * (size == 2)) * psi / ranks, whole),
-    ]
-    then = [
-        (p + g + masters, "the update has made Adam's moments"),
-        (p + stepped, "the engine keeps the room of its gradients for the next step"),
-        (p + g + masters + (stepped - masters) * size / 4, "Adam's moments are in fp32"),
-        (16 * psi, f"that is stage 0; {shared}"),
-        (16 * psi / ranks, f"that is stage 3; {whole}"),
-    ]
-    then += [(p + g + 8 * psi / n, "the master weights stay, beside the moments") for n in (1, ranks)]
-    alive = [
-        (kept / ranks, "no stage shards activations: each rank has those of its own samples"),
-        (ranks * kept, "count the samples of one rank"),
-        (kept / samples, "that is one sample; a rank has more"),
-        (kept * 4 / size if size == 2 else kept / 2, f"an element has {size} bytes in {precision}"),
-        (kept / size, "those are elements; how many bytes has one?"),
-        (otherwise, f"that is {'without' if kind else 'with'} checkpoints"),
-    ]
+    right = {
+        "after_building": p + g + masters,
+        "activations": kept,
+        "before_the_step": sum(before.values()),
+        "after_the_step": sum(after.values()),
+    }
+    drawn = {"stage": stage, "precision": precision, "ranks": ranks, "samples": samples, "sequence": sequence}
+    sizes = {"layers": layers, "width": width, "psi": psi, "size": 4 if precision == "fp32" else 2}
+    held = {"p": p, "g": g, "masters": masters, "stepped": after["optimizer"], "kept": kept, "otherwise": otherwise}
     told = "keeps activation checkpoints: of a block its input alone" if kind else "keeps all activations"
-    given = (
-        f"Bytes at three moments. Stage {stage} trains a GPT in {precision} on {ranks} ranks, {samples} samples of "
-        f"{sequence} tokens on each. It has {layers} blocks of width {width}, a vocabulary of 256, and {psi:,} "
-        f"parameters. It {told}.\n\nA block keeps for its backward, in elements of each token: its input, the outputs "
-        f"of both norms, q, k and v, what attention gives, the sum after it (each the width), and what is before and "
-        f"after the GELU (four times the width each). Behind the blocks the last norm's input and output stay, and "
-        f"of each word of the vocabulary the logarithm of its softmax, which is in fp32 always."
-    )
-    states = sum(built.values())
-    return given, [
-        Question("after_building", "Bytes of model states on a rank when the engine has been built.", states, first),
-        Question("activations", "Bytes of activations on a rank when its first forward has ended.", kept, alive),
-        Question(
-            "before_the_step",
-            "Bytes of model states and activations when the first backward has ended, before the update.",
-            sum(before.values()),
-            [*first, (states + kept, "backward gives activations back as it goes")],
-        ),
-        Question("after_the_step", "And after the update.", sum(after.values()), then),
-    ]
+    words = {"told": told, "other": "without" if kind else "with"}
+    return asked("bytes", right, drawn | sizes | held | words, {})
 
 
 def first_step(setting):
@@ -257,73 +231,23 @@ def links(draw):
     ranks = nodes * per_node
     row = ways(shape, gpu, ranks, batch=tokens // 2048, checkpoints=checkpoints)[way.title]
     sent, sending, computing = row["sent"], row["seconds"]["collectives"], row["computes"]
-    psi, part, operations = shape.parameters, 1 - 1 / ranks, 8 if checkpoints else 6
-    rate, least = gpu.flops[2] * gpu.fraction, sending / computing * tokens
-    kept = (psi - shape.rest) / shape.layers + shape.rest
-    third = way.engine == "stage3_param"
-    slower = [
-        (gpu.fraction, f"a GPU reaches {gpu.fraction:.0%} of its peak"),
-        ((14 - operations) / operations, "with checkpoints forward is computed twice: 8 operations, else 6"),
-        (2 / operations, "that is forward alone"),
-    ]
-    given = (
-        f"When links bound a step. {nodes} nodes of {per_node} GPUs train a model of {psi:.4g} parameters in bf16 by "
-        f"{way.title}, {'with' if checkpoints else 'without'} activation checkpoints; the root and the last block, "
-        f"{kept:.4g} of its parameters, end the forward and begin the backward. A GPU's peak is "
-        f"{gpu.flops[2] / 1e12:.4g} TFLOPS, of which it reaches {gpu.fraction:.0%}. It sends {gpu.inside / 1e9:.4g} GB "
-        f"a second to others of its node. To other nodes all GPUs of a node together send {gpu.between / 1e9:.4g} GB a "
-        f"second. Collectives are rings, which leave each node once, by one of its GPUs. A parameter takes 6 "
-        f"floating-point operations for each token, and 2 more where checkpoints compute forward again. A step has one "
-        f"micro-batch, of {tokens:,} tokens on a GPU."
-    )
-    bound = ("collectives", "computation")
-    return given, [
-        Question(
-            "sent",
-            "Bytes that a GPU sends in a step.",
-            sent,
-            [
-                (2 * (2 + (not third)) * psi * part, "stage 3 gathers parameters twice, stages 1 and 2 once"),
-                (2 * sent, "a gradient or a parameter in bf16 has 2 bytes"),
-                (sent / 2, "those are elements; an element has 2 bytes"),
-                (6 * psi * part, "nearly: what stays gathered is gathered once"),
-            ],
-        ),
-        Question(
-            "collectives_seconds",
-            "Seconds that they take.",
-            sending,
-            [
-                (sent / gpu.inside, "that is inside a node: which of the links is the slowest?"),
-                (sent * per_node / gpu.between, "a ring leaves a node once, and not once for each of its GPUs"),
-                (sent / per_node / gpu.between, "all of the ring's bytes cross the node's link"),
-            ],
-        ),
-        Question(
-            "computation_seconds",
-            "Seconds that computation takes.",
-            computing,
-            [(computing * factor, hint) for factor, hint in slower]
-            + [(computing * ranks, "count the tokens of one GPU"), (1 / rate, "multiply by the operations")],
-        ),
-        Question(
-            "bound",
-            f"Which takes longer, and bounds the step: {' or '.join(bound)}?",
-            bound[computing > sending],
-            [(name, "compare the two times above") for name in bound],
-            bound,
-        ),
-        Question(
-            "tokens",
-            "From how many tokens on a GPU does computation outlast the collectives?",
-            least,
-            [(least / factor, hint) for factor, hint in slower]
-            + [
-                (least * ranks, "those are the tokens of all GPUs"),
-                (sent / gpu.inside / computing * tokens, "that is inside a node: which link is the slowest?"),
-            ],
-        ),
-    ]
+    least = sending / computing * tokens
+    right = {
+        "sent": sent,
+        "collectives_seconds": sending,
+        "computation_seconds": computing,
+        "bound": "collectives" if sending >= computing else "computation",
+        "tokens": least,
+    }
+    drawn = {"nodes": nodes, "per_node": per_node, "ranks": ranks, "part": 1 - 1 / ranks, "tokens": tokens}
+    model = {"psi": shape.parameters, "kept": (shape.parameters - shape.rest) / shape.layers + shape.rest}
+    how = {"way": way.title, "third": way.engine == "stage3_param", "operations": 8 if checkpoints else 6}
+    how["checkpointing"] = "with" if checkpoints else "without"
+    rates = {"gpu": gpu, "rate": gpu.flops[2] * gpu.fraction, "peak": gpu.flops[2] / 1e12}
+    rates |= {"inside": gpu.inside / 1e9, "between": gpu.between / 1e9}
+    found = {"sent": sent, "computing": computing, "least": least}
+    choices = {"bound": dict.fromkeys(("collectives", "computation"), "compare the two times above")}
+    return asked("links", right, drawn | model | how | rates | found, choices)
 
 
 # ---- the best split of a machine --------------------------------------------------------------------------------
@@ -386,42 +310,18 @@ def machine(draw):
         for (key, title), row in rows.items()
         if key == offer
     )
-    switches = ", ".join(told[switch == off] for switch, told in PLUS.items())
-    given = (
-        f"The best split of a machine. {ranks} GPUs, each with {gpu.holds / 1e9:g} GB, of which {USABLE:.0%} can be "
-        f"used, train a model of {float(psi):.4g} parameters in bf16 with activation checkpoints; a GPU's micro-batch "
-        f"has {2048 * samples:,} tokens, and a step one micro-batch. The GPU reaches "
-        f"{gpu.flops[2] * gpu.fraction / 1e12:.4g} TFLOPS and needs 8 operations for a parameter and token. It sends "
-        f"{gpu.inside / 1e9:g} GB a second inside a node, moves {gpu.bus / 1e9:g} GB a second each way over the bus to "
-        f"the host, where it has {gpu.host_holds / 1e9:.4g} GB, and {gpu.disk / 1e9:g} GB a second each way to a disk "
-        f"that has room for all. It can be had in three ways:\n\n{listed}\n\nBeside model states a GPU "
-        f"needs, for what is gathered or under way and for activations:\n\n{beside}\n\nZeRO++ (zeropp/README.md) "
-        f"{switches}. A step takes as long as the slowest of computation, collectives, bus and disk, which run "
-        f"beside each other. Of ways that are equally fast take the one that comes first, ZeRO++ last."
-    )
-    return given, [
-        Question(
-            "lowest",
-            "The first of these that fits: " + ", ".join(f'"{names[number]}"' for number in ADVISED) + ".",
-            lowest,
-            [(title, LOWER if rows[offer, title]["fits"] else TOO_LARGE) for title in names],
-            names,
-        ),
-        Question(
-            "offer",
-            "On which offer is the fastest way that fits the fastest: A, B or C?",
-            offer,
-            [(key, "another is faster: what leaves a node, over which link, and what fits?") for key in offers],
-            tuple(offers),
-        ),
-        Question(
-            "fastest",
-            f'Which way is that? One of those, or "{WAYS[4].title}".',
-            best,
-            [(title, of_fastest(title)) for title in names],
-            names,
-        ),
-    ]
+    drawn = {"ranks": ranks, "psi": float(psi), "tokens": 2048 * samples, "offers": listed, "beside": beside}
+    sizes = {"usable": USABLE, "holds": gpu.holds / 1e9, "host": gpu.host_holds / 1e9}
+    rates = {"inside": gpu.inside / 1e9, "bus": gpu.bus / 1e9, "disk": gpu.disk / 1e9}
+    rates["reached"] = gpu.flops[2] * gpu.fraction / 1e12
+    words = {"ladder": ", ".join(f'"{names[number]}"' for number in ADVISED), "last": names[4]}
+    words["switches"] = ", ".join(told[switch == off] for switch, told in PLUS.items())
+    choices = {
+        "lowest": {title: LOWER if rows[offer, title]["fits"] else TOO_LARGE for title in names},
+        "offer": dict.fromkeys(offers, "another is faster: what leaves a node, over which link, and what fits?"),
+        "fastest": {title: of_fastest(title) for title in names},
+    }
+    return asked("machine", {"lowest": lowest, "offer": offer, "fastest": best}, drawn | sizes | rates | words, choices)
 
 
 if __name__ == "__main__":

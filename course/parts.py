@@ -3,10 +3,14 @@
 import ast
 import re
 import textwrap
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.outputs import ROOT
 
+FOUND = tomllib.loads(Path(__file__).with_name("exercises.toml").read_text(encoding="utf-8"))
+TEXTS = FOUND["text"]
 WIDTH = 116
 OPEN = 'raise NotImplementedError("part {number}, {method}, is still open")'
 
@@ -192,44 +196,21 @@ def alone(exercise, text, part):
 
 # ---- what stands above --------------------------------------------------------------------------------------------
 
-HEAD = """Exercise. {what}:
-
-    python -m course.grade {file}
-
-What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters:
-
-    held    {held}
-    sent    {sent}
-
-At hand:
-
-{at_hand}
-
-The rest {rest}:"""
-MISSING = """From {engine} {taken} lines are missing, in {many} parts.
-
-Write them all, and ask as often as you like; from then on the answers are about what is wrong"""
-WAITING = """This is {engine}, right to the last bit, but each collective is waited for at once.
-
-Write {many} of its methods anew, so that collectives are under way while the next is computed, and ask
-as often as you like. Bits, bytes and the room for two buckets stay. What counts is what is under way
-when, and not how long it takes"""
-
 
 def _task(exercise, taken):
     """What stands above the engine's own docstring."""
-    engine = f"{exercise.package}/{exercise.sources[-1]}"
-    rest = "stands as in the engine, and what it says of itself as well"
+    engine, rest = f"{exercise.package}/{exercise.sources[-1]}", TEXTS["rest_of_engine"]
     if exercise.classes:
         engine = f"{', '.join(exercise.classes[:-1])} and {exercise.classes[-1]} of {exercise.package}/"
-        rest = f"of these classes stands as in {exercise.package}/, which has all else. It says of itself"
+        rest = TEXTS["rest_of_classes"].format(package=exercise.package)
     wide = max(map(len, exercise.at_hand)) + 2
     at_hand = [
         textwrap.fill(does, WIDTH - 4, initial_indent=f"    {what:{wide}}", subsequent_indent=" " * (wide + 4))
         for what, does in exercise.at_hand.items()
     ]
-    return HEAD.format(
-        what=(WAITING if exercise.edits else MISSING).format(engine=engine, taken=taken, many=len(exercise.parts)),
+    what = TEXTS["waiting" if exercise.edits else "missing"]
+    return TEXTS["head"].format(
+        what=what.format(engine=engine, taken=taken, many=len(exercise.parts)),
         file=exercise.path.relative_to(ROOT),
         held=exercise.held,
         sent=exercise.sent,

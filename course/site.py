@@ -3,6 +3,8 @@
 The folder needs no server of ours: open its index.html, or put it on any static host as it is.
 """
 
+from pathlib import Path
+
 from common.outputs import one_line_errors, parser_of
 from course.explorer.page import TITLE, explorer
 from course.lessons import page, recording
@@ -27,14 +29,7 @@ def main(arguments=None):
 
 def index(about):
     """The page that leads to the others."""
-    body = f"""<p>ZeRO shards what data parallelism keeps whole on every GPU: optimizer states,
-gradients, parameters.</p>
-<p class="about">{page.inline(about)}</p></header><main><ul class="pages">
-<li><a href="explorer.html">{TITLE}</a><p>Sliders for a model and its GPUs: the memory of each stage, what it sends, how
-long that takes; and a step on four ranks to go through.</p></li>
-<li><a href="lessons/index.html">ZeRO, increment by increment</a><p>Two neighbouring engines side by side: why each
-change is there, what it saves and what it sends, and a step of both.</p></li>
-</ul></main>"""
+    body = Path(__file__).with_suffix(".html").read_text().strip().format(about=page.inline(about), explorer=TITLE)
     return page.document("ZeRO, stage by stage", body, [])
 
 

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.errors import InputError
-from interop.taking import init_distributed, refused
-from interop.wrapped import Model, Optimizer, engine_for, tried
+from interop.wrapped import Model, Optimizer, engine_for, init_distributed, refused, tried
 
 tried("accelerate")
 

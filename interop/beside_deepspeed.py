@@ -9,9 +9,6 @@ building takes most.
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -21,11 +18,10 @@ from common.errors import InputError
 from common.measure import tables
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import ROOT, asked, one_line_errors, parser_of, tell
+from common.outputs import asked, one_line_errors, parser_of, tell
 from interop.formats.to_universal import RELEASE
-from interop.museum import installed, last
+from interop.museum import installed, last, run
 
-LIMIT = 900  # seconds for a library
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}}
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 1e-2}}
@@ -104,18 +100,11 @@ def losses(library, scripts, place, ranks):
         InputError: it failed, and the message has its last line; or it took too long.
     """
     tables.say(f"{len(scripts)} scripts with {library}")
-    environment = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    environment |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "TORCH_EXTENSIONS_DIR": str(place / "built")}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "losses.json")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        program = ["-m", "interop.program", library, json.dumps(scripts), str(file)]
-        options = {"env": environment, "capture_output": True, "text": True, "timeout": LIMIT}
-        try:
-            ended = subprocess.run([*torchrun, *program], check=False, **options)
-        except subprocess.TimeoutExpired as error:
-            lock = f"a file called lock in {place / 'built'}, of a run that was killed, makes DeepSpeed wait: remove it"
-            raise InputError(f"{library} takes longer than {LIMIT} s; {lock}") from error
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+        program = ("-m", "interop.program", library, json.dumps(scripts), file)
+        ended = run(place, *torchrun, *program, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
         if ended.returncode:
             raise InputError(f"{library}: {last(ended.stderr)}")
         return json.loads(file.read_text())

@@ -13,8 +13,7 @@ import math
 import os
 
 from common.errors import InputError
-from interop.taking import refused
-from interop.wrapped import Model, Optimizer, engine_for, tried
+from interop.wrapped import Model, Optimizer, engine_for, refused, tried
 
 tried("lightning")
 

@@ -28,7 +28,7 @@ CELLS = "tests/any_engine/test_equivalence.py::test_an_engine_ends_with_the_bits
 # What DeepSpeed imports besides torch and numpy. Named, as `pip install --target` would fetch a torch for each folder.
 NEEDS = ["annotated-types", "einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic"]
 NEEDS += ["pydantic-core", "tqdm", "typing-extensions", "typing-inspection"]
-LIMIT = 600  # seconds for a cell, of which building takes most, once
+LIMIT = 900  # seconds for a cell or a script, of which building takes most, once
 
 
 # ---- what the releases claim ----------------------------------------------------------------------------------------
@@ -145,16 +145,7 @@ def held(exhibit, release, folder):
     """Hold a release to the exhibit's cell; return whether it passes, and the first line of what is said if not."""
     place = installed(release, folder)
     cell = f"{CELLS}[{exhibit['engine']}-{exhibit['cell']}]"
-    command = [sys.executable, "-m", "pytest", "-m", "", "--tb=short", "--engine", exhibit["engine"], cell]
-    environment = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{ROOT}"}
-    environment |= {"DS_BUILD_OPS": "0", "TORCH_EXTENSIONS_DIR": str(place / "built")}
-    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": LIMIT}
-    try:
-        ended = subprocess.run(command, **options, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise InputError(
-            f"DeepSpeed {release} does not end within {LIMIT} s; what it builds may be locked: remove {place / 'built'}"
-        ) from error
+    ended = run(place, "-m", "pytest", "-m", "", "--tb=short", "--engine", exhibit["engine"], cell)
     if ended.returncode == 0 and re.search(r"\b1 passed\b", ended.stdout):
         return True, ""
     said = re.search(rf"^{re.escape(exhibit['cell'])}.*", ended.stdout, re.MULTILINE)
@@ -175,6 +166,18 @@ def installed(release, folder):
         if ended.returncode:
             raise InputError(f"pip does not install DeepSpeed {release}: {last(ended.stderr)}")
     return place
+
+
+def run(place, *arguments, **settings):
+    """Run Python with a release's folder before others; return the finished process. An InputError where it hangs."""
+    environment = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{ROOT}", **settings}
+    environment |= {"DS_BUILD_OPS": "0", "TORCH_EXTENSIONS_DIR": str(place / "built")}
+    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": LIMIT}
+    try:
+        return subprocess.run([sys.executable, *map(str, arguments)], **options, check=False)
+    except subprocess.TimeoutExpired as error:
+        lock = f"what it builds may be locked by a run that was killed: remove {place / 'built'}"
+        raise InputError(f"{place.name} does not end within {LIMIT} s; {lock}") from error
 
 
 def last(text):

@@ -11,6 +11,8 @@ of `TRIED` matter. `class Mine(ByEngine, AnotherTrainer)` does the same for a Tr
 
 import contextlib
 import os
+import tomllib
+from pathlib import Path
 
 import torch
 
@@ -24,18 +26,7 @@ from transformers.training_args import ParallelMode  # noqa: E402
 
 from interop.accelerate import CHECKPOINT, Accelerator  # noqa: E402
 
-PLACE = "an engine takes its place: give engine='stage3_param' or another to the Trainer"
-MOVES = "it moves the weights out of the engine; evaluate as they are"
-REFUSED = {  # arguments of TrainingArguments -> why
-    "deepspeed": PLACE,
-    "fsdp": PLACE,
-    "parallelism_config": "engines are data-parallel alone",
-    "fp16": "Accelerate scales the loss itself; give bf16=True, or engine_options={'precision': 'fp16'}",
-    "torch_compile": "it is not passed on; write model.compile() before",
-    "auto_find_batch_size": "an engine is built once; choose the batch",
-    "fp16_full_eval": MOVES,
-    "bf16_full_eval": MOVES,
-}
+REFUSED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())  # arguments of TrainingArguments -> why
 
 
 class ByEngine:

@@ -9,13 +9,13 @@ Source: Chen et al., arXiv 1604.06174, sec. 4.1; ZeRO, arXiv 1910.02054, sec. 6.
 """
 
 import argparse
+from bisect import bisect_left
 from functools import cache
 
 from rich.console import Console
 
 from common import models
 from common.engines import STAGES
-from common.errors import InputError
 from common.measure.hardware import hardware
 from common.measure.tables import Table, show_bytes
 from common.models.recompute import KINDS
@@ -40,17 +40,11 @@ def main(arguments=None):
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
     parser.add_argument("--model", default=defaults.model, help="a name of the model zoo (default: %(default)s)")
     parser.add_argument("--engines", default=",".join(STAGES), help="comma-separated (default: all stages)")
-    parser.add_argument("--precision", default=defaults.precision, help="fp32 (default) or bf16")
     parser.add_argument(
         "--batches", type=int, nargs="+", default=[1, 2, 4, 8], help="samples per rank (default: 1 2 4 8)"
     )
     parser.add_argument("--cap-batch", type=int, default=4, metavar="B", help="the cap: stage 0's peak at B samples")
-    parser.add_argument("--cap-mb", type=float, metavar="MB", help="the cap, in 1e6 bytes, in place of --cap-batch")
     options = asked(parser, arguments, figure=True)
-    if options.precision == "fp16":
-        raise InputError("--precision fp16: it has the bytes of bf16, but skips its first steps; choose bf16")
-    if options.cap_mb is not None and not 0 < options.cap_mb < float("inf"):
-        raise InputError(f"--cap-mb {options.cap_mb}: a cap needs a size above 0")
     options.batch = min(*options.batches, options.cap_batch) * max(1, rank_count(options))
     tell(options, command(survey, options, options=options), table, figures.activation_memory)
 
@@ -64,16 +58,16 @@ def survey(world, options):
         with console.status(f"{engine}, {kind or 'no'} checkpoints, batch {batch}"):
             return measure(world, engine, kind, batch, options)
 
+    def row(engine, kind, batch):
+        now = peak(engine, kind, batch) if batch else None
+        return {"engine": engine, "checkpoint_activations": kind, "batch_per_rank": batch, "peak_bytes": now}
+
     cases = [(engine, kind) for engine in options.engines.split(",") for kind in CHECKPOINTS]
-    rows = [label(*case, batch, peak(*case, batch)) for case in cases for batch in sorted(set(options.batches))]
-    if options.cap_mb is None:
-        cap = sum(peak(BASELINE, None, options.cap_batch).values())
-    else:
-        cap = int(options.cap_mb * 1e6)
+    rows = [row(*case, batch) for case in cases for batch in sorted(set(options.batches))]
+    cap = total(peak(BASELINE, None, options.cap_batch))
     largest = []
     for case in cases:
-        batch = largest_fitting(lambda batch, case=case: sum(peak(*case, batch).values()) <= cap)
-        largest.append(label(*case, batch, peak(*case, batch) if batch else None))
+        largest.append(row(*case, largest_fitting(lambda batch, case=case: total(peak(*case, batch)) <= cap)))
     return {
         "world_size": world.size,
         "model": options.model,
@@ -102,11 +96,6 @@ def total(now):
     return sum(now.values())
 
 
-def label(engine, kind, batch, peak):
-    """A row of the results."""
-    return {"engine": engine, "checkpoint_activations": kind, "batch_per_rank": batch, "peak_bytes": peak}
-
-
 def largest_fitting(fits, near=1):
     """The largest number that fits, 0 where not even 1 does. Whatever fits must fit when smaller, so it is bisected.
 
@@ -123,21 +112,12 @@ def largest_fitting(fits, near=1):
         while fitting and not fits(fitting):
             stride *= 2
             fitting, too_large = max(0, fitting - stride), fitting
-    while too_large - fitting > 1:
-        middle = (fitting + too_large) // 2
-        if fits(middle):
-            fitting = middle
-        else:
-            too_large = middle
-    return fitting
+    return fitting + bisect_left(range(fitting + 1, too_large), True, key=lambda number: not fits(number))
 
 
 def table(results):
     """A row for each stage, without and with checkpoints."""
-    title = (
-        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, {results['world_size']} "
-        f"ranks, cap {show_bytes(results['cap_bytes'])}\n{results['hardware']}"
-    )
+    title = f"{figures.described(results)}, cap {show_bytes(results['cap_bytes'])}\n{results['hardware']}"
     batches = sorted({row["batch_per_rank"] for row in results["rows"]})
     peaks = {_key(row): show_bytes(total(row["peak_bytes"])) for row in results["rows"]}
     header = ("peak per rank", "checkpoints", *(f"batch {batch}" for batch in batches), "largest batch under the cap")

@@ -46,10 +46,11 @@ from common.train import default_nproc
 from interop import peers
 from lab import figures
 from lab.bench_results import row, tables
-from lab.sockets import Ring, bytes_sent_by_own_sockets
+from lab.sockets import bytes_sent_by_own_sockets, ring
 
 WARM_UP = 6  # rounds that are not timed: libraries take several to settle
 FEWEST_ROUNDS = 11
+BUCKET_MB = 25.0  # of the stages: what libraries have by default
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,6 @@ class Case:
     batch: int  # samples of a step, all ranks together
     bucket_mb: float  # of the stages
     small_send_buffers: bool = False  # for everyone, not for the stages alone
-
-    @property
-    def title(self):
-        return f"{self.model}, {self.precision}, {self.world_size} rank{'s' * (self.world_size > 1)}"
 
     @property
     def tokens(self):
@@ -102,7 +99,6 @@ def main(arguments=None):
     parser.add_argument("--models", default="gpt-mini", help="names of the model zoo (default: %(default)s)")
     parser.add_argument("--precisions", default="fp32,bf16", help="(default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="samples of a step on each rank (default: %(default)s)")
-    parser.add_argument("--bucket-mb", type=float, default=25.0, help="MiB of a stage's bucket (default: %(default)s)")
     small = "give libraries the small send buffers of the stages too"
     parser.add_argument("--small-send-buffers", action="store_true", help=small)
     parser.add_argument("--worlds", type=int, default=3, help="worlds of each, one by one (default: %(default)s)")
@@ -117,11 +113,12 @@ def bench(options):
     """Compare the contestants in every case, model by model, precision by precision: the JSON of `lab.bench`."""
     who, cases = check(options)
     rows, versions, settings = [], {"torch": torch.__version__}, {}
-    log = new_log()
+    log = Path(tempfile.mkdtemp(prefix="zero-")) / "bench.log"
     print(f"what libraries print goes to {log}", file=sys.stderr)
     for case in cases:
         reference, contestants = compare(who, case, options, log)
-        rows += [row(contestant, contestants, reference, case) for contestant in [*contestants, *beside(contestants)]]
+        bounds = [one.with_bytes(one.nbytes) for one in contestants if isinstance(one, Bound)]
+        rows += [row(contestant, contestants, reference, case) for contestant in [*contestants, *bounds]]
         for peer in (one.made for one in contestants if one.refusal is None and hasattr(one.made, "settings")):
             versions |= peer.versions()
             settings[peer.name] = peer.settings
@@ -130,7 +127,7 @@ def bench(options):
         "versions": versions,
         "settings": settings,
         "batch_per_rank": options.batch,
-        "bucket_mb": options.bucket_mb,
+        "bucket_mb": BUCKET_MB,
         "small_send_buffers": "everyone" if options.small_send_buffers else "stages",
         "worlds": options.worlds,
         "rounds_per_world": options.rounds,
@@ -155,28 +152,13 @@ def check(options):
     if options.worlds * options.rounds < FEWEST_ROUNDS:
         given = f"--worlds {options.worlds} --rounds {options.rounds}"
         raise InputError(f"{given}: at least {FEWEST_ROUNDS} rounds in all needed")
-    if not options.bucket_mb > 0:
-        raise InputError(f"--bucket-mb {options.bucket_mb}: a bucket needs a size above 0")
-    cases = []
-    for model in options.models.split(","):
-        for precision in options.precisions.split(","):
-            dtype_of(precision)
-            for size in map(_number, options.nproc.split(",")):
-                check_size(size, options.oversubscribe)
-                batch = options.batch * size
-                cases.append(Case(model, precision, size, batch, options.bucket_mb, options.small_send_buffers))
-                cases[-1].batches().of(step=0, rank=0, world_size=size)
+    cases, sizes = [], list(map(_number, options.nproc.split(",")))
+    for model, precision, size in itertools.product(options.models.split(","), options.precisions.split(","), sizes):
+        dtype_of(precision)
+        check_size(size, options.oversubscribe)
+        cases.append(Case(model, precision, size, options.batch * size, BUCKET_MB, options.small_send_buffers))
+        cases[-1].batches().of(step=0, rank=0, world_size=size)
     return list(dict.fromkeys([*stages, *(known[name] for name in named)])), cases
-
-
-def new_log():
-    """An empty file for what libraries print: among a checkout's own results, or else a temporary one."""
-    results = Path(__file__).parent.parent / "results"
-    folder = results / "local" if results.is_dir() else Path(tempfile.mkdtemp())
-    folder.mkdir(exist_ok=True)
-    log = folder / "bench.log"
-    log.write_text("")
-    return log
 
 
 def _number(text):
@@ -201,7 +183,7 @@ def compare(who, case, options, log):
     together = [contestants] if reference in contestants else [[reference], contestants]
     rounds, shuffled = WARM_UP + options.rounds, random.Random(0)
     with progress_bar() as bar:
-        task = bar.add_task(case.title, total=options.worlds * len(together) * rounds)
+        task = bar.add_task(figures.described(case.label()), total=options.worlds * len(together) * rounds)
         for _, trained in itertools.product(range(options.worlds), together):
             with entered(trained, case) as running:
                 for number in range(rounds):
@@ -262,9 +244,7 @@ class Contestant:
 
     def leave(self):
         """Ask for the peak and end the world."""
-        peaks = self.world.run(_peak)
-        if None not in peaks:
-            self.peak_bytes = max(peaks if self.peak_bytes is None else [*peaks, self.peak_bytes])
+        self.peak_bytes = max(self.peak_bytes or 0, *self.world.run(_peak))
         self.world.close()
 
     @property
@@ -302,11 +282,6 @@ class Bound(Contestant):
         made.name, made.sent, made.peak_bytes = f"{self.name} and sockets", sent, self.peak_bytes
         made.seconds = (np.array(self.seconds) + np.array(self.passing) * sent / self.nbytes).tolist()
         return made
-
-
-def beside(contestants):
-    """The row of the bound, with the bytes of data parallelism."""
-    return [contestant.with_bytes(contestant.nbytes) for contestant in contestants if isinstance(contestant, Bound)]
 
 
 # ---- on each rank ---------------------------------------------------------------------------------------------
@@ -358,17 +333,16 @@ def _sent(world):
 def _pass_on(world, nbytes):
     """Pass on so many bytes; return the seconds they took."""
     if "ring" not in _here:
-        _here["ring"] = Ring(_here["comm"], nbytes)
+        _here["ring"] = ring(_here["comm"], nbytes)
     _here["comm"].gather_objects(None)
     began = time.perf_counter()
-    _here["ring"].pass_on()
+    _here["ring"]()
     return time.perf_counter() - began
 
 
 def _peak(world):
     """Most memory held since the contestant was built, above what was held before."""
-    now = high_water(world.device)
-    return None if now is None else now - _here["before"]
+    return high_water(world.device) - _here["before"]
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from common import models
 from common.engines import ENGINES
 from common.measure.tables import Table, show_bytes
 from interop import peers
+from lab.figures import described
 
 # Relative differences of losses that another order of additions and other places of rounding explain.
 SAME_LOSS = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
@@ -64,13 +65,11 @@ def paired_ratio(one, other):
 
 
 def by_case(results):
-    """A title and the rows of each case."""
+    """{title: rows} of all cases."""
     cases = {}
     for found in results["rows"]:
-        cases.setdefault((found["model"], found["precision"], found["world_size"]), []).append(found)
-    for (model, precision, size), rows in cases.items():
-        ranks = f"{size} rank{'s' * (size > 1)}"
-        yield f"{model}, {rows[0]['parameters']:,} parameters, {precision}, {ranks}", rows
+        cases.setdefault(described(found), []).append(found)
+    return cases
 
 
 def _cells(found):
@@ -93,7 +92,7 @@ def show_ratio(ratio, interval):
 
 def tables(results):
     """A table of each case for the terminal: ratios to peers on lines of their own, what has no time below."""
-    for title, rows in by_case(results):
+    for title, rows in by_case(results).items():
         lines = []
         for found in rows:
             if found["median_seconds"] is not None:
@@ -109,7 +108,7 @@ def as_markdown(results):
     """All cases as Markdown tables."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     spans = f"{results['worlds']} worlds of {results['rounds_per_world']} rounds of {results['steps_per_round']} steps"
-    found = [Table(f"{title}:", HEADER, [*map(_cells, rows)], words=(0, 3)) for title, rows in by_case(results)]
+    found = [Table(f"{title}:", HEADER, [*map(_cells, rows)], words=(0, 3)) for title, rows in by_case(results).items()]
     return "\n\n".join([f"{results['hardware']}; {versions}; {spans}", *(table.markdown() for table in found)])
 
 

@@ -16,6 +16,7 @@ Source: ZeRO, arXiv 1910.02054, sec. 5.4 and Table 2.
 import gc
 import os
 import re
+import resource
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,11 +42,6 @@ from lab.activations import largest_fitting
 from lab.compare import BASELINE
 from lab.simulate.world import Setting
 from lab.simulate.world import simulate as a_step
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 # Small blocks, short samples and small buckets: what fills the memory is then model states, which ZeRO shards.
 SHAPE = {"width": 256, "heads": 8, "sequence": 32}
@@ -133,17 +129,13 @@ def check(options):
         if precision == "fp16":
             raise InputError("--precisions fp16: it has the bytes of bf16, but skips its first steps; choose bf16")
     check_size(options.nproc, options.oversubscribe)
-    cap, there = size_of(options.cap), _memory_of_the_machine()
+    cap, gpus = size_of(options.cap), map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    there = sum(gpu.total_memory for gpu in gpus) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if options.nproc * cap > there:  # the system would then end ranks, or others, before they reach their limits
         raise InputError(
             f"--cap {options.cap}: {options.nproc} ranks would hold more than this machine has, {show_bytes(there)}"
         )
     return engines, precisions, cap
-
-
-def _memory_of_the_machine():
-    gpus = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
-    return sum(gpus) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def size_of(text):
@@ -214,10 +206,10 @@ def _ratio(one, other):
     return one / other if other else None
 
 
-def build(layers):
+def build(layers, shape=SHAPE):
     """A GPT of so many layers on the meta device, with activation checkpoints: a layer then keeps one tensor."""
     with torch.device("meta"):
-        model = GPT(GPTConfig(layers=layers, **SHAPE))
+        model = GPT(GPTConfig(layers=layers, **shape))
     model.checkpoint_activations = CHECKPOINTS
     return model
 

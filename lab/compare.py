@@ -148,10 +148,7 @@ def holds(row):
 
 def table(results):
     """A column for each engine, a row for each quantity."""
-    title = (
-        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
-        f"{results['world_size']} ranks, {results['steps']} steps{_how(results)}\n{results['hardware']}"
-    )
+    title = f"{figures.described(results)}, {results['steps']} steps{_how(results)}\n{results['hardware']}"
     header, *rows = cells(results)
     speed = results["torch_ddp_tokens_per_second"]
     below = f"torch's DistributedDataParallel ran at {speed:,.0f} tokens/s." if speed else "Too few steps to time."

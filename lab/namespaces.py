@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from common.errors import InputError
 
@@ -42,8 +43,7 @@ class TwoNodes:
             raise InputError("two nodes on one machine need Linux with iproute2 (apt-get install iproute2)")
         if os.geteuid() != 0:
             raise InputError("two nodes on one machine need root, for network namespaces: run it with sudo")
-        bits_per_second(rate)
-        self.rate = rate
+        self.limit = () if rate is None else limit_of(rate)
         self.names = [f"zero-{os.getpid()}-{node}" for node in range(2)]
 
     def __enter__(self):
@@ -60,23 +60,13 @@ class TwoNodes:
                 _call("ip", "-n", name, "link", "set", "lo", "up")
                 # Nothing is lost here: so nothing need be sent again on suspicion, when an answer waits behind a queue.
                 _call("ip", "netns", "exec", name, "sh", "-c", "echo 0 > /proc/sys/net/ipv4/tcp_early_retrans")
-            self.limit(self.rate)
+                if self.limit:
+                    _call("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *self.limit)
             self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *_):
         self._undo.close()
-
-    def limit(self, rate):
-        """Set the rate of the link; None takes the limit away."""
-        for name in self.names:
-            qdisc = ("tc", "-n", name, "qdisc")
-            with contextlib.suppress(InputError):  # there was none
-                _call(*qdisc, "delete", "dev", INTERFACE, "root")
-            if rate is not None:
-                burst = max(BURST, int(bits_per_second(rate) / 8 * BURST_SECONDS))
-                limits = ("rate", rate, "burst", str(burst), "limit", str(QUEUE))
-                _call(*qdisc, "add", "dev", INTERFACE, "root", "tbf", *limits)
 
     def run(self, module, *arguments, ranks=2, timeout=3600.0):
         """Run `python -m module arguments...` under torchrun, on so many ranks of each node, to its end.
@@ -135,24 +125,21 @@ def _together(node, restarts):
     return *where, "--rdzv-conf", f"is_host={node == 0}", "--max-restarts", str(restarts)
 
 
-def bits_per_second(rate):
-    """A rate as tc has it, "100mbit", as a number; None stays None, and what is no rate is an InputError."""
-    if rate is None:
-        return None
+def limit_of(rate):
+    """What tc's token bucket takes for a rate such as "100mbit"; what is no rate is an InputError."""
     parts = re.fullmatch(r"([1-9]\d*(?:\.\d+)?)([kmg]bit)", rate)
     if parts is None:
         raise InputError(f"rate {rate!r}: give one such as 500kbit, 100mbit or 10gbit")
-    return float(parts[1]) * UNITS[parts[2]]
+    burst = max(BURST, int(float(parts[1]) * UNITS[parts[2]] / 8 * BURST_SECONDS))
+    return "rate", rate, "burst", str(burst), "limit", str(QUEUE)
 
 
 def bytes_left(interface):
     """Bytes that have left this network namespace by an interface, headers included, as the kernel counts them."""
-    with contextlib.suppress(OSError), open("/proc/net/dev") as lines:
-        for line in lines:
-            name, _, numbers = line.partition(":")
-            if name.strip() == interface:
-                return int(numbers.split()[8])
-    raise InputError(f"there is no network interface {interface!r} whose bytes could be counted")
+    counter = Path("/sys/class/net", interface, "statistics/tx_bytes")
+    if not counter.exists():
+        raise InputError(f"there is no network interface {interface!r} whose bytes could be counted")
+    return int(counter.read_text())
 
 
 def _call(*command):

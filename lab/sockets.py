@@ -35,27 +35,29 @@ def bytes_sent_by(own):
     return sent - sent_again
 
 
-class Ring:
-    """A plain TCP connection from each rank of one machine to the next, without a library between.
+def ring(comm, nbytes):
+    """A plain TCP connection from each rank of one machine to the next, without a library between. A collective.
 
     Args:
-        comm: the ranks' `Collectives`. A collective.
+        comm: the ranks' `Collectives`.
         nbytes: what is passed on at a time.
+
+    Returns:
+        A function that sends so many bytes to the next rank, while as many come from the one before.
     """
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        ports = comm.gather_objects(listening.getsockname()[1], "ports")
+        following = socket.create_connection(("127.0.0.1", ports[(comm.rank + 1) % comm.size]))
+        preceding, _ = listening.accept()
+    following.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    sent, received = bytes(nbytes), memoryview(bytearray(nbytes))
 
-    def __init__(self, comm, nbytes):
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            ports = comm.gather_objects(listening.getsockname()[1], "ports")
-            self._following = socket.create_connection(("127.0.0.1", ports[(comm.rank + 1) % comm.size]))
-            self._preceding, _ = listening.accept()
-        self._following.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-        self._sent, self._received = bytes(nbytes), memoryview(bytearray(nbytes))
-
-    def pass_on(self):
-        """Send to the next rank, while as much comes from the one before."""
-        sending = threading.Thread(target=self._following.sendall, args=(self._sent,))
+    def pass_on():
+        sending = threading.Thread(target=following.sendall, args=(sent,))
         sending.start()
         arrived = 0
-        while arrived < len(self._received):
-            arrived += self._preceding.recv_into(self._received[arrived:])
+        while arrived < len(received):
+            arrived += preceding.recv_into(received[arrived:])
         sending.join()
+
+    return pass_on

@@ -142,6 +142,7 @@ def pytest_collection_modifyitems(config, items):
     alone = config.getoption("--engine")
     others = [item for item in items if sampled and is_of_offload(item) and not is_quick(item)]
     others += [item for item in items if sampled and not alone and not in_turn(item)]
+    others += passed_by(items) if sampled else []
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
     if config.getoption("--engine"):
@@ -153,6 +154,15 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 
+def passed_by(items):
+    """The cases of tests marked `one_in(n)` that are no n-th one."""
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.path, getattr(item, "originalname", item.name)].append(item)
+    marked = [(found, found[0].get_closest_marker("one_in")) for found in cases.values()]
+    return [item for found, mark in marked if mark for item in found if found.index(item) % mark.args[0]]
+
+
 def is_of_offload(item):
     """Whether a test is a cell of the matrix that an engine of offload trains."""
     how = item.callspec.params if hasattr(item, "callspec") else {}
@@ -160,9 +170,9 @@ def is_of_offload(item):
 
 
 def in_turn(item):
-    """Whether an engine trains a cell: of crossings one engine each, of cells each stage all, in one precision in turn.
+    """Whether an engine trains a cell: of crossings one engine each, of cells two stages in turn, in one precision.
 
-    That is, each model at each size and each option, while the next stage takes the next precision.
+    That is, each model at each size and each option, while the next stage but one takes the next precision.
     """
     how = item.callspec.params if hasattr(item, "callspec") else {}
     if "crossing" in how:
@@ -172,7 +182,7 @@ def in_turn(item):
         return True
     turn = STAGES.index(stage) + cell.world_size + [*ZOO, *CASES].index(cell.model) + [*OPTIONS].index(cell.option)
     alike = PRECISIONS_OF.get(replace(cell, precision=""), [cell.precision])
-    return cell.precision == alike[turn % len(alike)]
+    return turn % 2 == 0 and cell.precision == alike[turn // 2 % len(alike)]
 
 
 def is_quick(item):

@@ -4,9 +4,13 @@ import functools
 import inspect
 import reprlib
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
+
+MISTAKES = tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,10 @@ def asks(form, say=print):
         @functools.wraps(check)
         def checked(*args, **options):
             call = signature.bind(*args, **options)
-            if "answer" in call.arguments and (line := unfit(call.arguments["answer"], form)):
-                return say(line)
             try:
-                if "formula" in call.arguments:
-                    call.arguments["formula"] = _fitting(call.arguments["formula"], form)
+                for name, look_at in (("answer", _fit), ("formula", _fitting)):
+                    if name in call.arguments:
+                        call.arguments[name] = look_at(call.arguments[name], form)
                 return check(*call.args, **call.kwargs)
             except Unfit as line:
                 return say(str(line))
@@ -84,21 +87,32 @@ def unfit(answer, form):
     return "" if answer is None or form.fits(answer) else f"not yet: {_shown(answer)} is not {form.told}"
 
 
+def _fit(answer, form):
+    """The answer itself, if it has this form."""
+    if line := unfit(answer, form):
+        raise Unfit(line)
+    return answer
+
+
 def _fitting(formula, form):
     """A student's function, whose answers are looked at as they come."""
     if not callable(formula):
         raise Unfit(f"not yet: {_shown(formula)} is not a function that returns {form.told}")
-
-    def fitting(*args):
-        answer = formula(*args)
-        if line := unfit(answer, form):
-            raise Unfit(line)
-        return answer
-
-    return fitting
+    return lambda *args: _fit(formula(*args), form)
 
 
 AGAIN = "count it again, part by part"  # what is said of a wrong answer that nobody has thought of
+
+
+def judged(question, answer, truth, within=1e-9, unit=None, otherwise=AGAIN, **known):
+    """What `judge` says, with the hints that mistakes.toml has for a question, by what its check knows."""
+    hints = () if answer is None else hints_of(MISTAKES[question], answer=answer, truth=truth, **known)
+    return judge(answer, truth, hints, within, unit, otherwise)
+
+
+def hints_of(mistakes, **known):
+    """[(a wrong answer, what to think of)] of {a formula of what is known: what to think of, as a format of it}."""
+    return [(eval(formula, dict(known)), hint.format(**known)) for formula, hint in mistakes.items()]
 
 
 def judge(answer, truth, hints=(), within=1e-9, unit=None, otherwise=AGAIN):

@@ -15,18 +15,8 @@ from common.engines import find_engine
 from course.pages.answers import NAME, NUMBER, Form, asks, by_name, is_number, judge, unfit
 
 EVERY = "every rank"
-KINDS = (
-    "a bucket is not gathered",
-    "a shard is stepped after it was gathered",
-    "a weight is read while it is freed",
-    "padding is not zeroed",
-    "the division is forgotten",
-    "the mean is divided twice",
-    "the room of gradients is kept",
-)
-
-
 FOUND = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+KINDS = FOUND.pop("kinds")
 TRUTHS = {letter: SimpleNamespace(**truth) for letter, truth in FOUND.items()}
 
 

@@ -21,7 +21,7 @@ from common.measure.traffic import BUS, DISK
 from common.ranks.world import RankFailed
 from common.tiers.memory import HERE
 from common.tiers.swap import SwapFile
-from course.pages.answers import AGAIN, NUMBER, Form, asks, judge, numbers
+from course.pages.answers import NUMBER, Form, asks, judged, numbers
 from course.pages.recording import ADAMW, batch
 from lab import capacity
 from lab.capacity import give_back_freed_memory, hard_limit, held, ran_out_of_memory
@@ -40,10 +40,10 @@ ROWS = {  # of a trace: what is shown on each, by its label
 # ---- steps, counted ---------------------------------------------------------------------------------------------
 
 
-def make(engine, precision="bf16", layers=LAYERS, **own):
+def make(engine, precision="bf16", **own):
     """An engine over a GPT of width 256; `own` is what it takes besides."""
     options = {"precision": precision, "bucket_mb": capacity.BUCKET_MB, "init": models.initial_values(0)}
-    return find_engine(engine)(capacity.build(layers), ADAMW, **{**options, **own})
+    return find_engine(engine)(capacity.build(LAYERS), ADAMW, **{**options, **own})
 
 
 def by_tier(engine):
@@ -146,22 +146,22 @@ def disk_rounds(nbytes, rounds):
 # ---- from a trace -----------------------------------------------------------------------------------------------
 
 
-def rows_of(trace, rank=0):
-    """What a trace shows of a rank: its phases and where it waits, and what each lane runs.
+def rows_of(trace):
+    """What a trace shows of rank 0: its phases and where it waits, and what each lane runs.
 
     Args:
         trace: what `common.measure.timeline.merge` made, of CPU ranks.
 
     Returns:
-        {(rank, row): [(begin, end, kind)]} in ms since the first phase began, as `figures.beside` draws them.
+        {(0, row): [(begin, end, kind)]} in ms since the first phase began, as `figures.beside` draws them.
     """
     found, there = {}, rows(trace)
     for row, kinds in ROWS.items():
-        events = [event for event in there.get((2 * rank, row), ()) if event.get("cat") == "user_annotation"]
+        events = [event for event in there.get((0, row), ()) if event.get("cat") == "user_annotation"]
         spans = [(event["ts"], event["ts"] + event["dur"], event["name"].split(" of ")[0]) for event in events]
-        found[rank, row] = [(begin / 1000, end / 1000, kinds[label]) for begin, end, label in spans if label in kinds]
-    began = found[rank, "compute"][0][0]
-    found[rank, "compute"].sort(key=lambda span: span[2] == "waiting")  # drawn last, over the phases
+        found[0, row] = [(begin / 1000, end / 1000, kinds[label]) for begin, end, label in spans if label in kinds]
+    began = found[0, "compute"][0][0]
+    found[0, "compute"].sort(key=lambda span: span[2] == "waiting")  # drawn last, over the phases
     return {row: [(begin - began, end - began, kind) for begin, end, kind in spans] for row, spans in found.items()}
 
 
@@ -174,30 +174,15 @@ def check_placed(formula, ranks, counted):
     held = [sum(counted["held"][tier].values()) / counted["parameters"] for tier in ("device", "host")]
     crossed = sum(sum(phases.values()) for phases in counted["moved"].values()) / counted["parameters"]
     for n, truth in ((ranks, (*held, crossed)), (64, (2, 14 / 64, 4 / 64))):
-        hints = [
-            ((2, 14, 4), "that is one rank alone: what does each of n ranks keep on its host?"),
-            ((2 / n, 14 / n, 4 / n), "parameters are sharded in stage 3; here every rank has all of them"),
-            ((2, 14 / n, 4), "each rank steps an n-th, and so brings down and up an n-th"),
-            ((2, 14 / n, 2 / n), "something goes down, and something comes up"),
-            ((2, 12 / n, 4 / n), "the gradient waits for the step on the host, too"),
-            ((2 + 2 / n, 12 / n, 4 / n), "the gradient leaves the device in backward"),
-            ((4, 16 / n, 8 / n), "those are the bytes in fp32"),
-        ]
-        print(f"{n} ranks: {judge(formula(n), truth, hints, WITHIN)}")
+        print(f"{n} ranks: {judged('placed', formula(n), truth, WITHIN, n=n)}")
 
 
 @asks(NUMBER)
 def check_tokens(formula, cases):
     """Hold `formula(seconds, flops)`, tokens, against cases {title: (host's seconds for a parameter, operations/s)}."""
     for title, (seconds, flops) in cases.items():
-        hints = [
-            (seconds * flops, "a token takes more than one operation for each parameter"),
-            (seconds * flops / 2, "that is forward alone; backward takes twice as many"),
-            (seconds * flops / 4, "that is backward alone"),
-            (seconds * flops / 8, "that computes forward twice, as activation checkpoints do"),
-            (6 / seconds / flops, "the other way round: the device is to take as long as the host"),
-        ]
-        print(f"{title}: {judge(formula(seconds, flops), seconds * flops / 6, hints, WITHIN)}")
+        answer, truth = formula(seconds, flops), seconds * flops / 6
+        print(f"{title}: {judged('tokens', answer, truth, WITHIN, seconds=seconds, flops=flops)}")
 
 
 @asks(NUMBER)
@@ -205,29 +190,15 @@ def check_reads(formula, warm_up, reads):
     """Hold `formula(i, w)`, updates that iteration i reads, against a run, [reads]; and w = 40 against the rule."""
     for w, truth in ((warm_up, reads), (40, [i if i <= 40 else i - 1 for i in range(60)])):
         said = [formula(i, w) for i in range(len(truth))]
-        hints = [
-            (tuple(range(len(truth))), "that is an exact update: where does the delayed one land?"),
-            (tuple(max(0, i - 1) for i in range(len(truth))), "the first w updates are not delayed"),
-            (tuple(i if i < w else max(0, i - 1) for i in range(len(truth))), "iteration w reads all before it"),
-        ]
-        verdict = judge(None if None in said else tuple(said), tuple(truth), hints)
-        if verdict.endswith(AGAIN):
-            first = next(i for i, (one, other) in enumerate(zip(said, truth, strict=True)) if one != other)
-            verdict = f"not yet: iteration {first} reads {truth[first]} updates, and not {said[first]}"
-        print(f"w = {w}: {verdict}")
+        first = next((i for i, (one, right) in enumerate(zip(said, truth, strict=True)) if one != right), 0)
+        otherwise = f"iteration {first} reads {truth[first]} updates, and not {said[first]}"
+        print(f"w = {w}: {judged('reads', None if None in said else said, truth, otherwise=otherwise, w=w)}")
 
 
 @asks(numbers(2, "(3, 1.5)"))
 def check_rates(answer):
     """Whether (exact, delayed) are the largest learning rates of gradient descent that are stable, in 1/λ."""
-    hints = [
-        ((2, 2), "look where the delayed curve rises above its beginning"),
-        ((1, 1), "exact steps still come nearer there: each is (1 - rate λ) times as far away as the last"),
-        ((1, 2), "the other way round: which of them bears less?"),
-        ((1, 0.5), "the ratio is right; an exact step of 1/λ lands in the minimum"),
-        ((2, 0.5), "the delayed curve is still below its beginning there"),
-    ]
-    print(judge(answer, (2, 1), hints))
+    print(judged("rates", answer, (2, 1)))
 
 
 # ---- 09: infinity -----------------------------------------------------------------------------------------------
@@ -238,17 +209,7 @@ def check_moved(formula, ranks, counted):
     """Hold `formula(n)`, bytes of a parameter (read, written) in a step with all on disk, against a counted one."""
     found = [sum(counted["moved"][way].values()) / counted["parameters"] for way in DISK]
     for n, truth in ((ranks, tuple(found)), (64, (18 / 64, 16 / 64))):
-        hints = [
-            ((18, 16), "each of n ranks has an n-th on its disk"),
-            ((16 / n, 16 / n), "parameters are read for forward, and once more for backward"),
-            ((16 / n, 14 / n), "what is reduced in backward is written, and read by the step"),
-            ((12 / n, 12 / n), "that is the step alone: forward and backward read and write, too"),
-            ((14 / n, 14 / n), "forward and backward read parameters; the gradient goes to disk and comes back"),
-            ((18 / n, 18 / n), "parameters are read twice, and written once"),
-            ((20 / n, 16 / n), "the step makes new parameters from the master weights; it does not read the old"),
-            ((24 / n, 16 / n), "those are the bytes in fp32"),
-        ]
-        print(f"{n} ranks: {judge(formula(n), truth, hints, within=0.04)}")  # whole pages are moved
+        print(f"{n} ranks: {judged('moved', formula(n), truth, within=0.04, n=n)}")  # whole pages are moved
 
 
 def under_way(events):
@@ -307,11 +268,5 @@ def check_bandwidth(formula, peak, cases):
     """Hold `formula(efficiency, intensity, peak, n)`, bytes a second, against cases {title: the first, second, n}."""
     for title, (efficiency, intensity, n) in cases.items():
         truth = peak * efficiency / (1 - efficiency) / intensity / n
-        hints = [
-            (truth * n, "n ranks read and write side by side, each its n-th"),
-            (truth * (1 - efficiency), "solve it for the bandwidth again: 1 - efficiency is missing"),
-            (truth * n * (1 - efficiency), "solve it for the bandwidth again: 1 - efficiency is missing; and n"),
-            (truth * (1 - efficiency) ** 2 / efficiency**2, "efficiency and what it lacks have changed places"),
-            (truth * intensity**2, "a higher intensity needs less bandwidth"),
-        ]
-        print(f"{title}: {judge(formula(efficiency, intensity, peak, n), truth, hints, WITHIN)}")
+        answer, known = formula(efficiency, intensity, peak, n), {"efficiency": efficiency, "intensity": intensity}
+        print(f"{title}: {judged('bandwidth', answer, truth, WITHIN, n=n, **known)}")

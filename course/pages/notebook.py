@@ -27,12 +27,10 @@ class Ranks:
     Args:
         size: how many; where there are fewer CPUs they share them.
         timeout: seconds that a call may take, after which all ranks are ended.
-        options: what else `LocalWorld` takes.
     """
 
-    def __init__(self, size, *, timeout=120.0, **options):
+    def __init__(self, size, *, timeout=120.0):
         self.size, self.timeout = size, timeout
-        self._options = {"oversubscribe": True, "preload": ("course.pages.ranks",), **options}
         self._world = None
 
     def run(self, function, *args):
@@ -44,7 +42,7 @@ class Ranks:
             RankFailed: a rank raised or died, or gave no answer in time. The next `run` starts new ranks.
         """
         if self._world is None or not self._world.alive:
-            self._world = LocalWorld(self.size, **self._options)
+            self._world = LocalWorld(self.size, oversubscribe=True, preload=("course.pages.ranks",))
         # What a cell defines has no module that a rank could import, so it travels by value.
         pickled = cloudpickle.dumps((function, args))
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:

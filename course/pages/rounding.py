@@ -15,7 +15,7 @@ from common import models
 from common.engines import find_engine
 from common.errors import InputError
 from common.loop import train_step
-from course.pages.answers import NUMBER, asks, judge
+from course.pages.answers import NUMBER, asks, judged
 from course.pages.recording import ADAMW, batch
 from lab.namespaces import TwoNodes
 
@@ -62,17 +62,17 @@ def count(world, switches):
     }
 
 
-def between_two_nodes(measure, rate="100mbit", steps=3):
+def between_two_nodes(measure):
     """Stage 3 and ZeRO++ on two nodes of this machine, by `lab.zeropp.two_nodes.on_nodes`; else what is recorded.
 
     Returns:
         The results, and a word on where they are from.
     """
     rows = "keep_last=False, as the paper counts", "all"
-    options = {"model": "gpt-nano", "precision": "bf16", "steps": steps, "block": 256, "only": ";".join(rows)}
+    options = {"model": "gpt-nano", "precision": "bf16", "steps": 3, "block": 256, "only": ";".join(rows)}
     try:
-        with TwoNodes(rate) as nodes:
-            results = measure(nodes, argparse.Namespace(**options, rate=rate))
+        with TwoNodes("100mbit") as nodes:
+            results = measure(nodes, argparse.Namespace(**options, rate="100mbit"))
     except InputError as reason:
         recorded = json.loads(RECORD.read_text())
         of_rows = [row for row in recorded["rows"] if row["switches"] in rows]
@@ -80,14 +80,14 @@ def between_two_nodes(measure, rate="100mbit", steps=3):
     return results, "live, on this machine"
 
 
-def gradients(world, micro_batches, name="blocks.0.mlp.up.weight"):
+def gradients(world, micro_batches):
     """Real gradients of one weight of gpt-nano on this rank, one for each micro-batch: fp32 [micro-batches, elements].
 
     The numbers of 11's sums and of 10's hops.
     """
     module = models.build("gpt-nano")
     models.materialize(module, models.initial_values(0), world.device)
-    weight, found = module.get_parameter(name), []
+    weight, found = module.get_parameter("blocks.0.mlp.up.weight"), []
     for micro in range(micro_batches):
         inputs, targets = batch(world, module, micro, world.size)
         models.loss(module(inputs), targets).backward()
@@ -146,19 +146,9 @@ def leaves_a_node(formula, ranks, counted):
         others = (nodes - 1) / nodes  # of the sums and shards belong to other nodes
         weights, sums = (bits * numel * (1 + 32 / (256 * 8 * bits)) for bits in (1, 0.5))
         truth = found or places * others * weights + others * sums
-        hints = [
-            (places * weights + sums, "what a node has itself does not cross"),
-            (places * others * 2 * weights + others * sums, "the second gather stays in the node"),
-            (others * (weights + sums), "a shard goes to every rank of the other nodes, not to each node once"),
-            (
-                places * others * (weights + sums),
-                "sums are made in the node first: each crosses once, not from every rank",
-            ),
-            (places * others * 2 * numel + others * sums, "a weight crosses in 8 bits, not in 16"),
-            (1.5 * numel, "that is the paper's count, of a ring and many nodes; here every byte goes straight"),
-            (truth / places, "that is what one rank sends; all ranks of the node do"),
-        ]
-        print(f"{nodes} nodes of {places} ranks: {judge(formula(numel, nodes, places), truth, hints, within=0.03)}")
+        known = {"numel": numel, "places": places, "others": others, "weights": weights, "sums": sums}
+        said = judged("leaves_a_node", formula(numel, nodes, places), truth, within=0.03, **known)
+        print(f"{nodes} nodes of {places} ranks: {said}")
 
 
 @asks(NUMBER)
@@ -171,15 +161,8 @@ def second_shards(formula, ranks, counted):
         (ranks, PLACES, counted["numel"], counted["held"]),
         (1024, 16, 100e9, 16 * 100e9 / 1024 + 2 * 100e9 / 16),
     ):
-        hints = [
-            (16 * numel / n, "that is stage 3: add the node's own copy of the parameters"),
-            (16 * numel / n + 2 * numel, "each rank keeps a part of the node's copy, not all of it"),
-            (16 * numel / p, "gradients and optimizer states stay cut over all ranks"),
-            (2 * numel / p, "that is the second shard alone; stage 3's states are there, too"),
-            (16 * numel / n + 4 * numel / p, "the copy is in 16 bits"),
-            (16 * numel / n + numel / p, "a node keeps its copy as it computes with it, in 16 bits and not in 8"),
-        ]
-        print(f"{n} ranks in nodes of {p}: {judge(formula(numel, n, p), truth, hints, within=0.01)}")
+        said = judged("second_shards", formula(numel, n, p), truth, within=0.01, numel=numel, n=n, p=p)
+        print(f"{n} ranks in nodes of {p}: {said}")
 
 
 @asks(NUMBER)
@@ -187,13 +170,8 @@ def largest_error(formula):
     """Whether `formula(largest, bits)` is the most by which a value of a block may be off."""
     for largest, bits in ((1.0, 8), (0.7, 4)):
         top = 2 ** (bits - 1) - 1
-        hints = [
-            (largest / top, "that is a whole step; rounding goes to the nearest code"),
-            (largest / 2**bits / 2, "codes go both ways from zero: how many steps lie between 0 and the largest?"),
-            (largest / 2**bits, "codes go both ways from zero: how many steps lie between 0 and the largest?"),
-            (largest / (top + 1) / 2, "nearly: codes go from -127 to 127, so that zero stays zero"),
-        ]
-        print(f"{bits} bits: {judge(formula(largest, bits), largest / top / 2, hints)}")
+        known = {"largest": largest, "bits": bits, "top": top}
+        print(f"{bits} bits: {judged('largest_error', formula(largest, bits), largest / top / 2, **known)}")
 
 
 # ---- 11: questions -----------------------------------------------------------------------------------------------
@@ -204,15 +182,8 @@ def smallest_increase(formula):
     """Whether `formula(weight)` is half the spacing of bf16 above a weight: what is smaller vanishes."""
     for weight in (1.0, 0.02, 3.0):
         power = 2.0 ** math.floor(math.log2(weight))
-        hints = [
-            (power * 2**-7, "that is the distance to the next number; rounding goes to the nearest"),
-            (weight * 2**-8, "the spacing is the same from one power of two to the next"),
-            (weight * 2**-7, "the spacing is the same from one power of two to the next; and half of it is enough"),
-            (2**-8, "the spacing grows with the weight: find the power of two below it"),
-            (power * 2**-9, "bf16 has 7 bits after the leading one; half a spacing is 2^-8 of the power of two"),
-            (power * 2**-11, "that is fp16, which has 10 bits after the leading one"),
-        ]
-        print(f"weight {weight}: {judge(formula(weight), power * 2**-8, hints)}")
+        said = judged("smallest_increase", formula(weight), power * 2**-8, weight=weight, power=power)
+        print(f"weight {weight}: {said}")
 
 
 @asks(NUMBER)
@@ -220,13 +191,7 @@ def largest_scale(formula, largest):
     """Whether `formula(largest)` is the largest power of two under whose loss scale fp16 does not overflow."""
     for top in (largest, 0.01):
         truth = 2.0 ** math.floor(math.log2(65504 / top))
-        hints = [
-            (65504 / top, "a power of two, so that scaling rounds nothing"),
-            (2 * truth, "that overflows: round the exponent down"),
-            (truth / 2, "twice of that still fits"),
-            (2.0**16, "that is where scalers begin; it knows nothing of this gradient"),
-        ]
-        print(f"largest gradient {top:.3g}: {judge(formula(top), truth, hints)}")
+        print(f"largest gradient {top:.3g}: {judged('largest_scale', formula(top), truth, largest=top)}")
 
 
 # Bytes for each parameter in 16-bit with Adam: (those that every rank holds, those of which it holds an N-th).
@@ -237,12 +202,5 @@ HELD = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}
 def held(formula, ranks, counted):
     """Hold `formula(stage, n)`, bytes for each parameter, against counted {stage: bytes for each parameter}."""
     for stage, found in counted.items():
-        whole, cut = HELD[stage]
-        without_masters = (whole, cut - 4) if stage else (whole - 4, cut)
-        wrongs = [(without_masters, "you left out the master weights, 4 bytes")]
-        if stage:
-            wrongs.append((HELD[stage - 1], f"that is stage {stage - 1}: what is cut besides?"))
-        if stage == 1:
-            wrongs.append(((8, 8), "those are fp32's bytes: parameters and gradients have 2 each here"))
-        hints = [(kept + shared / ranks, hint) for (kept, shared), hint in wrongs]
-        print(f"stage {stage} on {ranks} ranks: {judge(formula(stage, ranks), found, hints, within=0.01)}")
+        said = judged(f"held_in_16_bit_{stage}", formula(stage, ranks), found, within=0.01, n=ranks)
+        print(f"stage {stage} on {ranks} ranks: {said}")

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from common.measure.tables import show_bytes
-from course.pages.answers import NAME, NUMBER, Form, asks, by_name, judge, unfit
+from course.pages.answers import NAME, NUMBER, Form, asks, by_name, judge, judged, unfit
 from lab.plan.__main__ import ADVISED, LANDMARKS, USABLE, fit, of_model, of_size
 from lab.plan.__main__ import ways as with_switches
 from lab.plan.formulas import WAYS, Rank
@@ -86,17 +86,8 @@ def check_in_flight(formula, shape, worst):
     """Hold `formula(block, rest)`, bytes that come and go in stage 3, against {class: bytes} of a simulated rank."""
     block, rest = (shape.parameters - shape.rest) / shape.layers, shape.rest
     truth = worst["gathered units"] + worst["buckets in flight"]
-    hints = [
-        (2 * (2 * block + rest), "that is what is gathered; what is being reduced meanwhile?"),
-        (
-            2 * (3 * block + rest),
-            "nearly: the embedding is the head as well, and has a gradient from the first block on",
-        ),
-        (2 * (block + rest), "while one block computes, the next one is gathered"),
-        (2 * (2 * block + 2 * rest), "that has one block too few: count those gathered, and those reduced"),
-        (3 * block + 2 * rest, "these are elements; an element has 2 bytes"),
-    ]
-    print(judge(formula(block, rest), truth, hints, within=0.01))  # the shards' padding is not in a formula
+    said = judged("in_flight", formula(block, rest), truth, within=0.01, block=block, rest=rest)
+    print(said)  # the shards' padding is not in a formula
 
 
 @asks(NUMBER)
@@ -145,14 +136,9 @@ def check_crossover(formula):
         ("V100, ZeRO-Offload over the bus", v100, 4, v100.bus),
     ):
         speed = machine.flops[2] * machine.fraction
-        truth = per_parameter * speed / (6 * rate)
-        hints = [
-            (per_parameter * speed / rate, "a token takes 6 operations for each parameter"),
-            (per_parameter * speed / (2 * rate), "that is forward alone; backward takes twice as many operations"),
-            (speed / (6 * rate), "how many bytes are sent for each parameter?"),
-            (6 * rate / (per_parameter * speed), "turned round: which of the two times grows with tokens?"),
-        ]
-        print(f"{name}: {judge(formula(per_parameter, speed, rate), truth, hints)}")
+        answer, truth = formula(per_parameter, speed, rate), per_parameter * speed / (6 * rate)
+        said = judged("crossover", answer, truth, bytes_each=per_parameter, flops=speed, link=rate)
+        print(f"{name}: {said}")
 
 
 @asks(by_name(CASES))
@@ -175,11 +161,4 @@ def check_decisions(answer):
 @asks(NUMBER)
 def token_factor(answer):
     """Whether it is what a sum over tokens is multiplied by: two ranks, with (10, 30) and (40, 0) tokens."""
-    hints = [
-        (1 / 80, "the engine still divides by the number of ranks"),
-        (2 / 40, "count the tokens of both ranks"),
-        (1 / 40, "count the tokens of both ranks; and then the engine divides by the number of ranks"),
-        (2 / 50, "count the tokens of all micro-batches of the step"),
-        (4 / 80, "backwards are added up, not averaged"),
-    ]
-    print(judge(answer, 2 / 80, hints))
+    print(judged("token_factor", answer, 2 / 80))

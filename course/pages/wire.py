@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from common.measure.timeline import PHASES, rows
 from common.ranks.collectives import Collectives
 from common.ranks.sockets import own_sockets
-from course.pages.answers import NUMBER, TRUTH, asks, judge
+from course.pages.answers import NUMBER, TRUTH, asks, judge, judged
 from lab.sockets import bytes_sent_by
 
 COPIES = ("aten::copy_", "aten::cat", "aten::_foreach_copy_", "aten::fill_", "aten::zero_")
@@ -236,7 +236,7 @@ def _end(event):
     return event["ts"] + event["dur"]
 
 
-MB = 1e6, "MB"
+MB, WITHIN = (1e6, "MB"), 0.02  # that an answer may be off: padding and headers
 
 
 # ---- the questions of 04_communication --------------------------------------------------------------------------
@@ -247,14 +247,7 @@ def check_sent(formula, counts, nbytes):
     """Hold `formula(collective, n, m)`, the bytes that one rank sends, against counts {collective: [from, to]}."""
     for name, matrix in counts.items():
         n, truth = len(matrix), statistics.fmean(map(sum, matrix))
-        hints = {
-            n / (n - 1): "a rank keeps its own part, and sends the other N-1",
-            1 / 2: "you left out a half: it is one collective, and then another",
-            n / (n - 1) / 2: "it is two collectives, and in each a rank keeps its own part",
-            n: "that is what all ranks send together",
-            1 / (n - 1): "that is what goes to one other rank",
-        }
-        print(f"{name}: {judge_in(MB, formula(name, n, nbytes), truth, hints)}")
+        print(f"{name}: {judged('sent', formula(name, n, nbytes), truth, WITHIN, MB, n=n)}")
 
 
 @asks(NUMBER)
@@ -269,12 +262,7 @@ def check_multiple(answer, sent, counts, unit):
         return
     ratio = sum(map(sum, gloos)) / sum(map(sum, counts["reduce-scatter"]))
     truth = sum(message.sent * (ratio if message.collective == "reduce_scatter" else 1) for message in sent) / unit
-    hints = {
-        2 / 3: "gloo's reduce-scatter sends more than ours: look at its picture",
-        1 / 3: "the step still has its all-gather of parameters",
-        4 / 3: "only the reduce-scatter doubles, not the all-gather",
-    }
-    print(judge_in((1, "times"), answer, truth, hints, within=0.05))
+    print(judged("multiple", answer, truth, within=0.05, unit=(1, "times")))
 
 
 @asks(NUMBER)
@@ -284,13 +272,8 @@ def check_leaving(formula, counts, nbytes):
         n = len(matrix)
         for p in (1, 2):
             truth = max(leaving_nodes(matrix, p))
-            hints = {
-                p: "in a ring only the last rank of a node sends out of it",
-                1 / p: "a node has P ranks, and each of them sends",
-                (n - 1) / (n - p): "of what a rank sends, a part stays in the node",
-                n / (n - 1): "a rank keeps its own part",
-            }
-            print(f"{way}, nodes of {p}: {judge_in(MB, formula(way, n, p, nbytes), truth, hints)}")
+            said = judged("leaving", formula(way, n, p, nbytes), truth, WITHIN, MB, n=n, p=p)
+            print(f"{way}, nodes of {p}: {said}")
 
 
 @asks(NUMBER)
@@ -302,8 +285,7 @@ def check_ring_time(formula, medians, n):
         print("not solved yet")
         return
     for size in (smallest, largest):
-        hints = {1 / (n - 1): "there are N-1 rounds, one after another", n: "a round sends M/N, and there are N-1"}
-        if (said := judge_in(MB, answers[size], medians[size], hints, within=0.1)) != "solved":
+        if (said := judged("ring_time", answers[size], medians[size], within=0.1, unit=MB, n=n)) != "solved":
             print(f"{size / 1e6:g} MB: {said}")
             return
     for size in between:  # a factor of two for the machine's moods
@@ -331,20 +313,15 @@ def check_apart(answer, ratio, interval):
 def check_hidden(formula, steps):
     """Hold `formula(ms, share)`, ms that nothing hides, against steps {title: (ms, share beside computation)}."""
     for title, (lasted, share) in steps.items():
-        truth = lasted * (1 - share)
-        hints = {share / (1 - share): "that is what is hidden", 1 / (1 - share): "a part of it lies beside computation"}
-        print(f"{title}: {judge_in((1, 'ms'), formula(lasted, share), truth, hints)}")
+        said = judged("hidden", formula(lasted, share), lasted * (1 - share), WITHIN, (1, "ms"), ms=lasted, share=share)
+        print(f"{title}: {said}")
 
 
 @asks(NUMBER)
 def check_messages(formula, counted):
     """Hold `formula(stage, buckets)` against counted {(stage, buckets): messages of a step}."""
     for (stage, buckets), truth in counted.items():
-        hints = {
-            1 / 2: "gradients travel in one, parameters in another",
-            2: "an all-reduce is one call, though two collectives are in it",
-        }
-        said = judge_in((1, "messages"), formula(stage, buckets), truth, hints, within=0)
+        said = judged("messages", formula(stage, buckets), truth, within=0, unit=(1, "messages"))
         print(f"stage {stage}, {buckets} buckets: {said}")
 
 
@@ -353,7 +330,7 @@ def check_batch(formula, medians):
     """Hold `formula(batch)`, seconds of a step, against medians {batch: seconds}, the last of which it did not know."""
     *known, last = sorted(medians)
     for batch in known:
-        said = judge_in((1e-3, "ms"), formula(batch), medians[batch], within=0.05)
+        said = judge(formula(batch), medians[batch], within=0.05, unit=(1e-3, "ms"))
         if said != "solved":
             print(said if said == "not solved yet" else f"batch {batch}: {said}; your line should pass through it")
             return
@@ -363,11 +340,3 @@ def check_batch(formula, medians):
         return
     print(f"batch {last}: predicted {1000 * answer:.0f} ms, measured {1000 * truth:.0f} ms")
     print("solved" if truth / 1.5 < answer < 1.5 * truth else "not yet: more than half of it off; measure again")
-
-
-def judge_in(unit, answer, truth, hints=None, within=0.02):
-    """What `judge` says, with both numbers; hints by what a known mistake comes to, over the truth.
-
-    2 % are left for padding and headers.
-    """
-    return judge(answer, truth, [(ratio * truth, hint) for ratio, hint in (hints or {}).items()], within, unit)

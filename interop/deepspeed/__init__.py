@@ -14,7 +14,7 @@ from interop.deepspeed.accelerator import get_accelerator
 from interop.deepspeed.comm import init_distributed
 from interop.deepspeed.engine import Engine
 from interop.deepspeed.initialize import add_config_arguments, initialize
-from interop.deepspeed.refusals import INSTEAD
+from interop.deepspeed.refusals import INSTEAD, missing
 from interop.deepspeed.utils import log_dist, logger
 
 DeepSpeedEngine = Engine
@@ -36,7 +36,11 @@ __all__ = [
     "zero",
 ]
 
+_deeper = (ops.adam, runtime.dataloader, runtime.lr_schedules, runtime.utils)
+for _module in (accelerator, ops, runtime, utils, zero, *_deeper):
+    _module.__getattr__ = missing(_module.__name__.removeprefix(f"{__name__}."))  # the rest of DeepSpeed's
+
 
 def __getattr__(name):
-    instead = INSTEAD.get(name, f"interop.deepspeed has {', '.join(__all__)}")
+    instead = INSTEAD["missing"].get(name, f"interop.deepspeed has {', '.join(__all__)}")
     raise AttributeError(f"DeepSpeed's {name!r} is not here: {instead}")

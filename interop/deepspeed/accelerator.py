@@ -7,7 +7,6 @@ import torch
 
 from interop.deepspeed.refusals import missing
 
-__getattr__ = missing("accelerator")
 ON_CPUS = {  # words that are torch.cuda's own where there are GPUs -> what they give where there are none
     "set_device": lambda device_index: None,
     "current_device": lambda: int(os.environ.get("LOCAL_RANK", "0")),

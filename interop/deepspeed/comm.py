@@ -4,7 +4,7 @@ import os
 
 import torch.distributed as dist
 
-from interop import taking
+from interop import wrapped
 from interop.deepspeed.refusals import missing, refuse_arguments
 
 
@@ -27,7 +27,7 @@ def init_distributed(
     """
     numbers = {name: str(n) for name, n in (("rank", rank), ("world_size", world_size)) if n != -1}
     refuse_arguments("init_distributed", "torchrun says what ranks there are", init_method=init_method, **numbers)
-    taking.init_distributed(dist_backend, timeout)
+    wrapped.init_distributed(dist_backend, timeout)
 
 
 def get_local_rank():

@@ -1,6 +1,7 @@
-"""An engine with DeepSpeed's methods: it counts micro-batches, divides the loss by their number, steps with the last.
+"""An engine with DeepSpeed's methods, and what stands for its optimizer.
 
-Its numbers are those of the engine behind it. `DEEPSPEED.md` says where DeepSpeed's own differ, and why.
+It counts micro-batches, divides the loss by their number, and steps with the last. Its numbers are those of the engine
+behind it. `DEEPSPEED.md` says where DeepSpeed's own differ, and why.
 """
 
 import contextlib
@@ -16,22 +17,9 @@ import torch.distributed as dist
 
 from common.errors import InputError
 from common.measure import tables
-from interop.deepspeed.refusals import refuse_arguments
-from interop.wrapped import whole_for
+from interop.deepspeed.refusals import INSTEAD, refuse_arguments
+from interop.wrapped import StandIn, refused, whole_for
 
-BUILT = "its device and precision are those of initialize()"
-NOT_HERE = {  # words that a model would answer wrongly, or that want something else
-    **dict.fromkeys(("half", "bfloat16", "float", "double", "type", "cuda", "cpu", "to_empty", "share_memory"), BUILT),
-    "state_dict": "write module_state_dict(), or save_checkpoint()",
-    **dict.fromkeys(("load_state_dict", "load_module_state_dict"), "load before initialize(), or by load_checkpoint()"),
-    "compile": "write model.compile() before initialize()",
-    "scale": "backward() scales the loss",
-    "allreduce_gradients": "backward() reduces, but within no_sync()",
-    **dict.fromkeys(("offload_states", "reload_states"), "the configuration's tiers say where states lie"),
-    **dict.fromkeys(("set_train_batch_size", "set_train_micro_batch_size"), "write the configuration's batch sizes"),
-    "deepspeed_io": "give initialize() training_data=, or write a DataLoader",
-    **dict.fromkeys(("train_batch", "eval_batch"), "there are no pipelines; write a loop of backward() and step()"),
-}
 COUNTS = ("global_steps", "skipped_steps", "micro_steps", "global_samples")
 
 
@@ -135,8 +123,8 @@ class Engine:
         """What the model has besides, such as methods of its own: they find its weights whole, and may read them."""
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in NOT_HERE:
-            raise AttributeError(f"the engine's {name!r} is not here: {NOT_HERE[name]}")
+        if name in INSTEAD["engine"]:
+            raise AttributeError(f"the engine's {name!r} is not here: {INSTEAD['engine'][name]}")
         found = getattr(self._engine.module, name, None)
         if found is None:
             raise AttributeError(
@@ -294,6 +282,36 @@ class Engine:
     def _rounded(self, tensor):
         floats = torch.is_tensor(tensor) and tensor.is_floating_point()  # extra state may be anything
         return tensor.to(self._engine.dtype) if floats else tensor
+
+
+class Optimizer(StandIn):
+    """What `initialize` returns second: its groups and states are those of the engine's optimizer.
+
+    `overflow` says that fp16 skipped the last step.
+    """
+
+    overflow = False
+    state_dict = refused("optimizer.state_dict(): its states are this rank's shards; write engine.save_checkpoint()")
+    load_state_dict = refused("optimizer.load_state_dict(): states are shards; write engine.load_checkpoint()")
+
+    @property
+    def loss_scale(self):
+        """What fp16 scales losses by now; 1 in other precisions."""
+        return 1.0 if self._engine.loss_scaler is None else self._engine.loss_scaler.scale
+
+    cur_scale = loss_scale
+
+    def step(self, closure=None):
+        """Refused; a method, as schedulers want one."""
+        raise InputError("optimizer.step() is refused: write engine.step(), after each micro-batch")
+
+    def has_stepped(self, skipped):
+        """Note a step of the engine's."""
+        self.overflow = skipped
+        super().has_stepped()
+
+    def __getattr__(self, name):
+        raise AttributeError(f"the optimizer's {name!r} is not here: DeepSpeed's words have its groups and its scale")
 
 
 def plain(value, around=()):

@@ -8,11 +8,10 @@ from common.engines import find_engine
 from common.errors import InputError
 from common.measure import tables
 from interop.deepspeed.comm import init_distributed
-from interop.deepspeed.engine import Engine
-from interop.deepspeed.optimizer import Optimizer
+from interop.deepspeed.engine import Engine, Optimizer
 from interop.deepspeed.refusals import DATA_PARALLEL, refuse_arguments
 from interop.deepspeed.settings import optimizer_of, read, scheduler_of, settings
-from interop.taking import factory_of, take_from_rank_0
+from interop.wrapped import factory_of, take_from_rank_0
 
 
 def add_config_arguments(parser):
@@ -69,7 +68,9 @@ def initialize(
     shown = Optimizer(engine, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
     scheduler = scheduler_for(lr_scheduler, asked, shown)
     words = Engine(engine, asked, shown, scheduler)
-    words.training_dataloader = loader_of(training_data, asked.batch.micro, collate_fn)
+    if training_data is not None:
+        part = DistributedSampler(training_data)
+        words.training_dataloader = DataLoader(training_data, asked.batch.micro, sampler=part, collate_fn=collate_fn)
     if dist.get_rank() == 0 and asked.harmless:
         tables.say(f"DeepSpeed's words, by {asked.engine}; without effect on any number: {', '.join(asked.harmless)}")
     return words, shown, words.training_dataloader, scheduler
@@ -108,10 +109,3 @@ def scheduler_for(lr_scheduler, asked, optimizer):
     if lr_scheduler is not None and not hasattr(lr_scheduler, "step"):
         raise InputError(f"lr_scheduler={lr_scheduler!r}: give one of torch's, or a function of the optimizer")
     return lr_scheduler
-
-
-def loader_of(dataset, micro, collate_fn):
-    """A loader of this rank's part of a data set, in micro-batches; None of none."""
-    if dataset is None:
-        return None
-    return DataLoader(dataset, batch_size=micro, sampler=DistributedSampler(dataset), collate_fn=collate_fn)

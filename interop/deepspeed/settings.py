@@ -70,7 +70,7 @@ def settings(config, world_size, built_in):
         InputError: a key is refused, or a value cannot be; it names them.
     """
     obeyed, harmless = classified(config)
-    get = Values(obeyed)
+    get = partial(value_of, obeyed)
     engine, own = engine_of(get)
     precision = precision_of(get, built_in)
     clip = get("gradient_clipping", 1.0)  # as it is documented
@@ -93,19 +93,12 @@ def settings(config, world_size, built_in):
     )
 
 
-class Values:
-    """The values of keys that are obeyed: `values(name, default, auto=what "auto" stands for)`."""
-
-    def __init__(self, obeyed):
-        self._obeyed = obeyed
-
-    def __call__(self, name, default=None, auto=None):
-        value = self._obeyed.get(name, default)
-        if value != AUTO:
-            return value
-        if auto is None:
-            raise InputError(f'the configuration\'s {name!r} is "auto", and nothing says what that is; give a value')
-        return auto
+def value_of(obeyed, name, default=None, auto=None):
+    """The value of a key that is obeyed, or a default; of "auto", or an InputError, what that stands for."""
+    value = obeyed.get(name, default)
+    if value == AUTO and auto is None:
+        raise InputError(f'the configuration\'s {name!r} is "auto", and nothing says what that is; give a value')
+    return auto if value == AUTO else value
 
 
 def engine_of(get):

@@ -5,11 +5,9 @@ import logging
 
 import torch.distributed as dist
 
-from interop.deepspeed.refusals import missing
 from interop.deepspeed.runtime.dataloader import RepeatingLoader
 
 __all__ = ["RepeatingLoader", "log_dist", "log_dist_once", "logger"]
-__getattr__ = missing("utils")
 logger = logging.getLogger("deepspeed")
 
 

@@ -8,9 +8,7 @@ from torch import nn
 
 from common.engine.misuse import engine_of
 from common.errors import InputError
-from interop.deepspeed.refusals import DATA_PARALLEL, missing, refuse_arguments
-
-__getattr__ = missing("zero")
+from interop.deepspeed.refusals import DATA_PARALLEL, refuse_arguments
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from common.ranks.world import LocalWorld, RankFailed, check_size, told_by_torch
 from common.train import default_nproc
 from interop.diagnose import causes
 from interop.diagnose.comparing import Comparison
-from interop.diagnose.notes import notes
+from interop.diagnose.notes import SAID, notes
 from interop.diagnose.recording import in_one_line, record
 from interop.diagnose.suspects import SUSPECTS
 from interop.peers import TorchDDP
@@ -39,12 +39,6 @@ from interop.peers.plain import PlainDDP, PlainOtherwise
 DDP = "torch_ddp"
 PLAIN = "plain"
 NAMED = {DDP: TorchDDP, PLAIN: PlainDDP}
-WHY = {  # what is in a failure -> what may be behind it
-    "daemonic processes": "ranks here may have no workers: give DataLoader num_workers=0",
-    "imed out": "a rank waited in vain: do all make the same collectives, their own ones included?",
-    "process group twice|group was destroyed": "the group is there before the function and after it: see "
-    "torch.distributed.is_initialized()",
-}
 
 
 def main(arguments=None):
@@ -156,7 +150,7 @@ class Runs:
     def told(self, failure):
         """A failure in one line, by the user's own lines."""
         said = in_one_line(failure, self.target.rpartition(":")[0])
-        return "; ".join([said, *(why for words, why in WHY.items() if re.search(words, said))])
+        return "; ".join([said, *(why for words, why in SAID["failures"].items() if re.search(words, said))])
 
     def check_reproducible(self, before):
         """Run it under plain DDP once more; an InputError where it does not compute the same."""
@@ -164,13 +158,7 @@ class Runs:
         if where is None:
             return
         seeded = [self.right(PlainDDP, seeded=True) for _ in range(2)]
-        if first_difference(*seeded) is None:
-            why = (
-                "it draws random numbers (first weights, dropout, shuffled data) that it does not seed: call "
-                "torch.manual_seed, and random.seed and numpy.random.seed where it uses those, at its beginning"
-            )
-        else:
-            why = "seeds are not the reason: does it read a clock, a file that it writes, or what other threads do?"
+        why = SAID["unseeded" if first_difference(*seeded) is None else "irreproducible"]
         raise InputError(f"{self.target} is not reproducible: run twice under plain DDP, {where}; {why}")
 
 

@@ -1,6 +1,11 @@
 """What a user should know of the function, whoever trains it: read off the run under plain DDP."""
 
+import tomllib
+from pathlib import Path
+
 from interop.diagnose.comparing import ranks_part
+
+SAID = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
 def notes(plain, rows):
@@ -16,19 +21,11 @@ def _unused(plain, steps):
     if unused:
         names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if unused[3:] else "")
         when = "" if all(step == set(unused) for step in found) else " in some steps or on some ranks"
-        return (
-            f"{names} had no gradient{when}. torch's DDP needs find_unused_parameters=True, which it had here. Here a "
-            "zero gradient steps them, so that momentum and weight decay go on; torch's optimizers pass by what has "
-            "None. requires_grad_(False) freezes them everywhere"
-        )
+        return SAID["unused"].format(names=names, when=when)
 
 
 def _compiled(plain, steps):
-    if plain[0]["compiled"]:
-        return (
-            "the model is compiled, and what is fused otherwise rounds otherwise. Compile before the engine is built; "
-            "TORCH_COMPILE_DISABLE=1 tells rounding from a fault"
-        )
+    return SAID["compiled"] if plain[0]["compiled"] else None
 
 
 def _parting(plain, steps):
@@ -39,16 +36,10 @@ def _parting(plain, steps):
                 values = [each.get(name) for each in options]
                 if len(set(values)) > 1:
                     told = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-                    return (
-                        f"at the step() of step {number}, {name} of parameter group {group} is {told}. So the ranks of "
-                        "plain DDP part, and each shard is stepped otherwise. Set it by what all ranks share"
-                    )
+                    return SAID["options_by_rank"].format(step=number, option=name, group=group, told=told)
     if (parted := ranks_part(plain)) is not None:
         step, name, rank = parted
-        return (
-            f"under plain DDP {name} of rank {rank} is not rank 0's after step {step}: the ranks write weights or "
-            ".grad, or build their optimizers, each in its own way"
-        )
+        return SAID["parting"].format(name=name, rank=rank, step=step)
 
 
 def _scheduled(plain, steps):
@@ -57,25 +48,20 @@ def _scheduled(plain, steps):
             for group, options in enumerate(zip(*step["options"], strict=False)):
                 rates = [each.get("lr") for each in options]
                 if len(set(rates)) > 1:
-                    return (
-                        f"within step {number} lr of parameter group {group} is {rates[0]} in the first backward and "
-                        f"{rates[-1]} in step(), on rank {rank}: a scheduler steps once for each step(), after it"
-                    )
+                    where = {"step": number, "group": group, "rank": rank}
+                    return SAID["scheduled"].format(first=rates[0], last=rates[-1], **where)
 
 
 def _data(plain, steps):
     size = len(plain)
     if size > 1 and all(rank["losses"] == step[0]["losses"] for step in steps for rank in step):
-        return f"all {size} ranks have the same losses. Do they read the same data? Give each its part, by its rank"
+        return SAID["same_data"].format(ranks=size)
 
 
 def _drawn(plain, steps):
     drawn = [[rank["drawn"] for rank in step] for step in steps]
     if len(plain) > 1 and any(ranks[0] and ranks.count(ranks[0]) == len(ranks) for ranks in drawn):
-        return (
-            "all ranks draw the same random numbers in a forward, by which dropout drops the same units. Call "
-            "torch.manual_seed(seed + rank) once the engine is built, unless it is a choice that they share"
-        )
+        return SAID["drawn_alike"]
 
 
 def _sizes(plain, steps):
@@ -89,13 +75,10 @@ def _sizes(plain, steps):
         elif len(sizes) > 1 and backwards == [len(rank["sizes"]) for rank in ranks]:  # a forward for each
             found = f"inputs have {sizes[0]} to {sizes[-1]} elements"
         if found:
-            return (
-                f"in step {number} {found}. A mean of mean losses counts a small micro-batch like a large one; where "
-                "each sample is to count alike, see common.loss.TokenMean"
-            )
+            return SAID["sizes"].format(step=number, found=found)
 
 
 def _not_taken(rows):
     for option in sorted({option for row in rows for option in row.get("not_taken", ())}):
         without = [row["engine"] for row in rows if option in row.get("not_taken", ())]
-        yield f"{option}= is no option of {', '.join(without)}, and was left out there"
+        yield SAID["not_taken"].format(option=option, engines=", ".join(without))

@@ -3,8 +3,6 @@
 An engine that ends where one of them does is wrong, or has its own convention, as that one has.
 """
 
-import math
-
 import torch
 import torch.distributed as dist
 
@@ -61,10 +59,7 @@ class ClipsAfterTheStep(Suspect):
     """nothing is clipped before the optimizer steps"""
 
     def clip(self):
-        clip_norm, self.clip_norm = self.clip_norm, math.inf
-        norm = super().clip()
-        self.clip_norm = clip_norm
-        return norm
+        return self.norm([master.grad for master in self.masters.values()])
 
 
 class LocalNorm(Suspect):
@@ -77,11 +72,8 @@ class LocalNorm(Suspect):
         self.squares = squares if squares > 0 else self.squares  # in step() there is mostly nothing left
         super().average()
 
-    def clip(self):
-        norm = (self.squares.sqrt() / (1 if self.loss_scaler is None else self.loss_scaler.scale)).float()
-        for master in self.masters.values():
-            master.grad.mul_((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
+    def norm(self, gradients):
+        return (self.squares.sqrt() / (1 if self.loss_scaler is None else self.loss_scaler.scale)).float()
 
 
 class RateOfTheStepBefore(Suspect):
@@ -175,31 +167,19 @@ class NoDecay(Suspect):
 class NormOfTheFirstGroup(Suspect):
     """the norm that clips is that of the first parameter group alone"""
 
-    def clip(self):
-        masters = self.masters
-        self.masters = {master: master for master in self.optimizer.param_groups[0]["params"]}
-        before = [master.grad.clone() for master in self.masters.values()]
-        norm = super().clip()
-        for master, gradient in zip(self.masters.values(), before, strict=True):
-            master.grad.copy_(gradient)
-        self.masters = masters
-        for master in masters.values():
-            master.grad.mul_((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
+    def norm(self, gradients):
+        return super().norm([master.grad for master in self.optimizer.param_groups[0]["params"]])
 
 
 class FirstGroupAlone(Suspect):
     """the first parameter group alone is stepped"""
 
-    def __init__(self, model, optimizer, **options):
-        super().__init__(model, optimizer, **options)
-        self.others = [p for group in self.optimizer.param_groups[1:] for p in group["params"]]
-
     def step(self):
-        before = [parameter.detach().clone() for parameter in self.others]
+        others = [parameter for group in self.optimizer.param_groups[1:] for parameter in group["params"]]
+        before = [parameter.detach().clone() for parameter in others]
         result = super().step()
         with torch.no_grad():
-            for parameter, value in zip(self.others, before, strict=True):
+            for parameter, value in zip(others, before, strict=True):
                 parameter.copy_(value)
         return result
 

@@ -11,7 +11,7 @@ from common.engine.mixed_precision import gradient_norm
 from common.errors import InputError
 from interop.fsdp.engine import Sharded, copy_options, part_of, parts_of
 from interop.fsdp.supported import in_its_words, refuse_dtensors
-from interop.taking import factory_of, refused
+from interop.wrapped import factory_of, refused
 
 
 class Stepped:

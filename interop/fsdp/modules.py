@@ -14,7 +14,7 @@ from common.tensors import map_tensors
 from interop.fsdp.building import engine_behind
 from interop.fsdp.engine import Part, forward, part_of, parts_of
 from interop.fsdp.supported import REFUSED, in_its_words, refusal, refuse_dtensors, refusing
-from interop.taking import refused
+from interop.wrapped import refused
 
 
 def fully_shard(

@@ -5,11 +5,9 @@ not do, its peer does not do for it: it raises NotImplementedError with the reas
 the reason. The surface is that of `common.engine.base.EngineBase`.
 """
 
-from interop.peers.bare_loop import BareLoop
 from interop.peers.deepspeed import DeepSpeed1, DeepSpeed2, DeepSpeed3, DeepSpeedOffload
 from interop.peers.fsdp2 import FSDP2, HSDP, FSDP2KeepParameters
-from interop.peers.torch_ddp import Replicated, TorchDDP
-from interop.peers.zero_redundancy import ZeroRedundancy
+from interop.peers.torch_ddp import BareLoop, Replicated, TorchDDP, ZeroRedundancy
 
 __all__ = [
     "FSDP2",

@@ -30,14 +30,16 @@ class ExactNorm:
     """Clips by a norm that is summed in float64, as torch's own is not."""
 
     def clip(self):
-        gradients = [master.grad for master in self.masters.values()]
-        if self.norm_type == math.inf:
-            norm = torch.stack([gradient.abs().max().float() for gradient in gradients if gradient.numel()]).max()
-        else:
-            norm = sum(gradient.double().square().sum() for gradient in gradients).sqrt().float()
-        for gradient in gradients:
-            gradient.mul_((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        norm = self.norm([master.grad for master in self.masters.values()])
+        for master in self.masters.values():
+            master.grad.mul_((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
+
+    def norm(self, gradients):
+        """The norm that clips."""
+        if self.norm_type == math.inf:
+            return torch.stack([gradient.abs().max().float() for gradient in gradients if gradient.numel()]).max()
+        return sum(gradient.double().square().sum() for gradient in gradients).sqrt().float()
 
 
 class AverageAfterBackward(ExactNorm, Replicated):

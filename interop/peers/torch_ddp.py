@@ -1,6 +1,12 @@
-"""torch's DistributedDataParallel behind the surface of an engine."""
+"""torch's DistributedDataParallel behind the surface of an engine, plain and with its ZeroRedundancyOptimizer.
+
+The loop without an engine, against which all are measured, is here too.
+"""
+
+import functools
 
 import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from common import models
@@ -128,6 +134,31 @@ class Replicated(Peer):
         return {name: self.masters.get(tensor, tensor).detach().cpu().clone() for name, tensor in state.items()}
 
 
+class BareLoop(Replicated):
+    """A model and an optimizer on each rank, which trains alone; in 16-bit a plain loop over fp32 master weights.
+
+    Of several ranks each trains another model, on its own part of the batch.
+
+    Args:
+        As `EngineBase`; `bucket_mb` and `deterministic` have no meaning here.
+    """
+
+    name, follows = "bare_loop", "stage0_ddp"
+    settings = "no engine, nothing sent: forward, backward, step"
+    precisions = ("fp32", "bf16", "fp16")
+
+    def __init__(self, model, optimizer, *, bucket_mb=25.0, deterministic=False, **options):
+        super().__init__(model, optimizer, drops_gradients=True, **options)
+
+    def __call__(self, *args, **kwargs):
+        return self.module(*self.cast(*args), **kwargs)
+
+    def backward(self, loss):
+        """Backpropagate."""
+        self.scaled(loss).backward()
+        self.add_to_masters()
+
+
 class TorchDDP(Replicated):
     """torch's DistributedDataParallel with an unsharded optimizer.
 
@@ -166,3 +197,36 @@ class TorchDDP(Replicated):
         self.scaled(loss).backward()
         if self.ddp.require_backward_grad_sync:
             self.add_to_masters()
+
+
+class ZeroRedundancy(TorchDDP):
+    """DDP whose optimizer steps on each rank some of the tensors, and broadcasts them.
+
+    A tensor is never divided: ranks hold unequal shares, and the largest tensor bounds the largest share from below.
+
+    Args:
+        As `EngineBase`; `deterministic` has no meaning here.
+
+    Raises:
+        NotImplementedError: `precision` is not "fp32".
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.optim.html
+    """
+
+    name, follows = "zero_redundancy", "stage1_os"
+    precisions = ("fp32",)
+    settings = "ZeroRedundancyOptimizer(parameters_as_bucket_view=True) on DDP(gradient_as_bucket_view=True)"
+
+    def __init__(self, model, optimizer, *, precision="fp32", process_group=None, **options):
+        self.check_precision(precision, "ZeroRedundancyOptimizer keeps no fp32 master weights")
+        sharded = functools.partial(
+            ZeroRedundancyOptimizer,
+            optimizer_class=optimizer,
+            process_group=process_group,
+            parameters_as_bucket_view=True,
+        )
+        super().__init__(model, sharded, process_group=process_group, **options)
+
+    def optimizer_tensors(self):
+        """The states of this rank's tensors."""
+        return tensors_of_state(self.optimizer.optim)

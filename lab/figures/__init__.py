@@ -4,7 +4,6 @@
 `style` has the colours, `stages` sets stages beside each other, `records` draws what the commands record.
 """
 
-from lab.figures.records import activation_memory, bench, capacity
-from lab.figures.scaling import scaling
+from lab.figures.records import activation_memory, bench, capacity, scaling
 from lab.figures.stages import comparison, memory_by_stage, memory_timeline, throughput, timelines, wire_by_phase
-from lab.figures.style import PALETTE, save, smoothed
+from lab.figures.style import PALETTE, described, save, smoothed

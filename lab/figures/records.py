@@ -1,11 +1,11 @@
-"""Pictures of the records: activations, the largest model, step times."""
+"""Pictures of the records: activations, the largest model, step times; and what goes with the number of GPUs."""
 
 import textwrap
 
 import matplotlib.pyplot as plt
 
 from common.measure.memory import CLASSES
-from lab.figures.style import COLORS, LABELS, MARKERS, STEP_COLORS, stacked, stage_axis
+from lab.figures.style import COLORS, LABELS, MARKERS, PALETTE, STEP_COLORS, described, stacked, stage_axis
 
 
 def activation_memory(results):
@@ -21,11 +21,7 @@ def activation_memory(results):
     top.supylabel("live MB per rank, at the peak of a step")
     top.legend(handles, labels, loc="outside lower center", ncols=5)  # one row is wider than the figure
     largest_batches(bottom.subplots(), results["largest_under_cap"], results["cap_bytes"] / 1e6)
-    figure.suptitle(
-        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
-        f"{results['world_size']} ranks\n{results['hardware']}",
-        fontsize=10,
-    )
+    figure.suptitle(f"{described(results)}\n{results['hardware']}", fontsize=10)
     return figure
 
 
@@ -53,8 +49,7 @@ def largest_batches(axes, rows, cap):
         bars = axes.bar(positions, chosen, 0.36, color=COLORS["activations"], hatch="//" * checkpointed, label=label)
         axes.bar_label(bars)
     axes.set_xticks(range(len(engines)), [LABELS.get(engine, engine) for engine in engines])
-    axes.set_ylim(0, 1.15 * max(row["batch_per_rank"] for row in rows))
-    axes.set_ylabel("samples per rank")
+    axes.set(ylabel="samples per rank", ylim=(0, 1.15 * max(row["batch_per_rank"] for row in rows)))
     axes.set_title(f"Largest batch whose peak stays under the cap of {cap:.3g} MB")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
@@ -67,8 +62,7 @@ def capacity(results):
     figure, panels = plt.subplots(len(precisions), 1, figsize=size, layout="constrained", squeeze=False)
     for axes, precision in zip(panels[:, 0], precisions, strict=True):
         largest_models(axes, [row for row in results["rows"] if row["precision"] == precision])
-        axes.set_title(precision)
-        axes.set_ylabel("parameters, in millions")
+        axes.set(ylabel="parameters, in millions", title=precision)
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     figure.suptitle(
@@ -123,9 +117,7 @@ def step_times(rows):
         left.set_title(f"{chosen[0]['model']}, {precision}, {size} ranks: step time over torch DDP's")
         bars = right.barh(names, [(row["peak_bytes"] or 0) / 1e6 for row in chosen], color=colors)
         right.bar_label(bars, fmt=" %.0f MB")
-        right.set_title("peak memory of a rank")
-        right.set_xlim(0, 1.2 * right.dataLim.xmax)
-        right.set_yticks([])
+        right.set(title="peak memory of a rank", xlim=(0, 1.2 * right.dataLim.xmax), yticks=[])
         for axes in (left, right):
             axes.invert_yaxis()
     return figure
@@ -149,11 +141,62 @@ def growth(rows):
         above.set_title(f"{precision}, {size} rank{'s' * (size > 1)}")
         below.set_xlabel("parameters")
         for axes in (above, below):
-            axes.set_xscale("log")
-            axes.set_yscale("log")
+            axes.set(xscale="log", yscale="log")
             axes.grid(alpha=0.3)
     grid[0, 0].set_ylabel("seconds per step")
     grid[1, 0].set_ylabel("peak MB of a rank")
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2 * len(cases))
     return figure
+
+
+def scaling(results):
+    """Of what `lab.plan.scaling` writes, over the GPUs: memory, the largest model, speed, exposed communication."""
+    figure, ((one, two), (three, four)) = plt.subplots(2, 2, figsize=(13, 10), layout="constrained")
+    engines = dict.fromkeys(row["engine"] for row in results["memory"])
+    styles = {name: {"color": PALETTE[n], "marker": MARKERS[n]} for n, name in enumerate(engines)}
+    for name in engines:
+        rows = [row for row in results["memory"] if row["engine"] == name]
+        one.plot([row["ranks"] for row in rows], [row["peak_bytes"] / 1e9 for row in rows], label=name, **styles[name])
+        states = [(row["ranks"], row["states"] / 1e9) for row in rows if row["states"]]
+        if states:
+            one.plot(*zip(*states, strict=True), ":", color=styles[name]["color"])
+    _axes(one, "GB of a GPU: peak of a step, and dotted model states", f"{results['model']}, batch 1")
+    for name in dict.fromkeys(row["way"] for row in results["largest"]):
+        rows = [row for row in results["largest"] if row["way"] == name and row["parameters"]]
+        billions, line = [row["parameters"] / 1e9 for row in rows], "--" if name.endswith("disk") else "-"
+        two.plot([row["ranks"] for row in rows], billions, line, label=name, **styles[rows[0]["engine"]])
+    _axes(two, "billions of parameters", "The largest GPT that fits", legend="lower right")
+    two.set_ylim(bottom=0.03)
+    for number, name in enumerate(dict.fromkeys(row["engine"] for row in results["speed"])):
+        for filled, line in ((False, ":"), (True, "-")):
+            rows = [row for row in results["speed"] if (row["engine"], row["filled"]) == (name, filled) and row["fits"]]
+            tera, said = [row["flops_per_second"] / 1e12 for row in rows], "a full GPU" if filled else "batch 1"
+            three.plot([row["ranks"] for row in rows], tera, line, label=f"{name}, {said}", **styles[name])
+            for row, height in zip(rows, tera, strict=True):
+                at = {"xytext": (0, 20 - 13 * number), "textcoords": "offset points", "color": styles[name]["color"]}
+                if filled:
+                    three.annotate(row["batch"], (row["ranks"], height), fontsize=8, ha="center", **at)
+    _axes(three, "TFLOPS of a GPU; numbers: its batch", f"A GPT of {results['layers']} layers", log=False)
+    three.set_ylim(0, 1.2 * three.dataLim.ymax)
+    for name in dict.fromkeys(row["engine"] for row in results["exposed"]):
+        rows = [row for row in results["exposed"] if row["engine"] == name]
+        links = [row["gbit_per_second"] for row in rows]
+        four.plot(links, [row["exposed_seconds"] for row in rows], label=f"{name}: waits", **styles[name])
+        four.plot(links, [row["step_seconds"] for row in rows], ":", label=f"{name}: a step", **styles[name])
+    title = f"A GPT of {results['layers_exposed']} layers on {results['links_of']} GPUs, batch 1"
+    _axes(four, "seconds", title, log=False, below="Gbit/s of a GPU between nodes")
+    four.set_yscale("log")
+    figure.suptitle(f"Simulated: {results['hardware']}, {results['source']}", fontsize=10)
+    return figure
+
+
+def _axes(axes, left, title, log=True, below="GPUs", legend="best"):
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    if log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel=below, ylabel=left, title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc=legend)

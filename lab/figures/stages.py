@@ -13,6 +13,7 @@ from lab.figures.style import (
     PALETTE,
     PHASE_COLORS,
     PHASES,
+    described,
     live_bytes,
     once,
     stacked,
@@ -32,8 +33,7 @@ def memory_by_stage(axes, rows):
         _below(axes, position, row)
     axes.bar(0, 0, color="white", edgecolor="black", hatch="///", label="predicted")
     stage_axis(axes, rows, headroom=1.12)
-    axes.set_ylabel("MB per rank")
-    axes.set_title("Model states, measured beside predicted")
+    axes.set(ylabel="MB per rank", title="Model states, measured beside predicted")
     axes.legend()
 
 
@@ -58,8 +58,7 @@ def memory_timeline(axes, samples, title):
         axes.axhline(0, color="black", linewidth=0.8)
     bottom, top = axes.get_ylim()
     axes.set_ylim(min(bottom, -1.1 * max(on_host)), max(top, 1.15 * highest))  # beside others the highest of all counts
-    axes.set_ylabel("live MB")
-    axes.set_title(title)
+    axes.set(ylabel="live MB", title=title)
 
 
 def wire_by_phase(axes, rows):
@@ -75,8 +74,7 @@ def wire_by_phase(axes, rows):
         label = "predicted" if position == 0 else None
         axes.plot(position, predicted, "D", color="white", markeredgecolor="black", label=label)
     stage_axis(axes, rows, headroom=1.35)
-    axes.set_ylabel("MB sent by one rank, per step")
-    axes.set_title("Bytes on the wire")
+    axes.set(ylabel="MB sent by one rank, per step", title="Bytes on the wire")
     axes.legend(ncols=2)
 
 
@@ -86,8 +84,7 @@ def throughput(axes, rows):
     bars = axes.bar(range(len(rows)), speeds, 0.5, color="#56B4E9")
     axes.bar_label(bars, [f"{speed:,.0f}" if speed else "-" for speed in speeds], label_type="center")
     stage_axis(axes, rows, headroom=1.12)
-    axes.set_ylabel("tokens per second")
-    axes.set_title("Throughput")
+    axes.set(ylabel="tokens per second", title="Throughput")
 
 
 def comparison(results):
@@ -117,10 +114,9 @@ def comparison(results):
         for axes, title in zip(
             panels, ("MB of model states held by a rank", "MB sent by a rank in a step"), strict=True
         ):
-            axes.set_title(title)
-            axes.set_xlim(0, 1.12 * axes.get_xlim()[1])
+            axes.set(title=title, xlim=(0, 1.12 * axes.get_xlim()[1]))
             axes.legend(loc="lower right")
-        figure.suptitle(_what(results), fontsize=12)
+        figure.suptitle(f"{described(results)}; {results['hardware']}", fontsize=12)
     return figure
 
 
@@ -142,12 +138,5 @@ def timelines(results, samples):
     shown = [axes.get_legend_handles_labels() for axes in panels.flat]
     legend = dict(pair for handles, labels in shown for pair in zip(labels, handles, strict=True))
     figure.legend(legend.values(), legend, loc="outside lower center", ncols=len(legend))
-    figure.suptitle(_what(results), fontsize=10)
+    figure.suptitle(f"{described(results)}; {results['hardware']}", fontsize=10)
     return figure
-
-
-def _what(results):
-    return (
-        f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, "
-        f"{results['world_size']} ranks; {results['hardware']}"
-    )

@@ -29,6 +29,13 @@ PHASES = ("forward", "backward", "step")
 MARGIN = 1.03  # of an x axis of operations, in which is seen what is left after the step
 
 
+def described(results):
+    """What was trained, in words: "gpt-micro, 802,944 parameters, fp32, 4 ranks"."""
+    size = results["world_size"]
+    ranks = f"{size} rank{'s' * (size > 1)}"
+    return f"{results['model']}, {results['parameters']:,} parameters, {results['precision']}, {ranks}"
+
+
 def save(figure, path):
     """Write a figure as PNG and close it."""
     figure.savefig(path, dpi=120)
@@ -91,8 +98,7 @@ def mark_phases(axes, phases):
         if begin:
             axes.axvline(begin, color="black", linewidth=0.8, linestyle=":")
         axes.text(place, 0.985, text, va="top", ha=side, transform=axes.get_xaxis_transform())
-    axes.set_xlim(0, MARGIN * len(phases))
-    axes.set_xlabel("operations of one step")
+    axes.set(xlim=(0, MARGIN * len(phases)), xlabel="operations of one step")
 
 
 def smoothed(values, over):

@@ -24,7 +24,7 @@ from common.errors import InputError
 from common.loop import sha256, train_step
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import asked, one_line_errors, parser_of, progress_bar, tell
+from common.outputs import asked, check_counts, one_line_errors, parser_of, progress_bar, tell
 from common.ranks.world import LocalWorld, check_size
 from offload.nvme import InfinityEngine
 
@@ -120,8 +120,7 @@ def check(options):
             raise InputError(f"--batch {options.batch}: it cannot be divided over {size} ranks")
     if not 0 < options.rate < float("inf"):
         raise InputError(f"--rate {options.rate}: give MB a second, above 0")
-    if options.steps < 1:
-        raise InputError(f"--steps {options.steps}: at least one step is needed")
+    check_counts(options, "steps")
     models.build(options.model)
     return sizes
 
@@ -188,9 +187,7 @@ def figure(results):
         sizes, seconds = ([row[what] for row in rows] for what in ("world_size", "seconds"))
         axes.plot(sizes, seconds, label=kind, color=colour, marker=marker)
     axes.set_xticks(sorted({row["world_size"] for row in results["rows"]}))
-    axes.set_ylim(0, None)
-    axes.set_xlabel("ranks, each with a bus")
-    axes.set_ylabel("seconds per step")
+    axes.set(ylim=(0, None), xlabel="ranks, each with a bus", ylabel="seconds per step")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(table(results).title, fontsize=9)

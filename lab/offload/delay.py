@@ -83,8 +83,7 @@ def figure(results):
     above.legend(frameon=False)
     below.plot(steps, [delayed - exact for exact, delayed in zip(*curves, strict=True)], color="#D55E00")
     below.axhline(0, color="black", linewidth=0.8)
-    below.set_ylabel("delayed - exact")
-    below.set_xlabel("steps")
+    below.set(xlabel="steps", ylabel="delayed - exact")
     drawn.suptitle(table(results).title, fontsize=10)
     return drawn
 

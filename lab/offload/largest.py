@@ -21,13 +21,13 @@ from common.loop import train_step
 from common.measure.hardware import hardware
 from common.measure.memory import high_water
 from common.measure.tables import Table, show_bytes
-from common.models.gpt import GPT, GPTConfig
 from common.outputs import asked, check_counts, one_line_errors, parser_of, progress_bar, tell
 from common.ranks.world import launch
-from lab.capacity import give_back_freed_memory
+from lab import capacity
 from offload.nvme import InfinityEngine
 
 BYTES = 16  # on disk, of a parameter: weight, gradient, two moments, in fp32
+SPARE = 0.05  # of the disk's free room, which stays free
 
 
 @one_line_errors()
@@ -38,13 +38,10 @@ def main(arguments=None):
     parser.add_argument("--width", type=int, default=4096, help="of the layers (default: %(default)s)")
     parser.add_argument("--sequence", type=int, default=64, help="tokens of the one sample (default: %(default)s)")
     parser.add_argument("--layers", type=int, help="(default: as many as the disk holds)")
-    parser.add_argument("--spare", type=float, default=0.05, help="part of the disk left free (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="(default: %(default)s)")
     options = asked(parser, arguments)
     if not os.path.isdir(options.path):
         raise InputError(f"--path {options.path}: there is no such folder; make it first")
-    if not 0 <= options.spare < 1:
-        raise InputError(f"--spare {options.spare}: the part of the disk left free is from 0 to less than 1")
     check_counts(options, "width", "sequence", "steps", "layers")
     tell(options, launch(train, options, nproc=1), table)
 
@@ -52,10 +49,7 @@ def main(arguments=None):
 def build(options, layers):
     """A GPT of so many layers on the meta device, with activation checkpoints."""
     heads = max(1, options.width // 128)
-    with torch.device("meta"):
-        model = GPT(GPTConfig(layers=layers, width=options.width, heads=heads, sequence=options.sequence))
-    model.checkpoint_activations = models.KINDS[0]
-    return model
+    return capacity.build(layers, {"width": options.width, "heads": heads, "sequence": options.sequence})
 
 
 def layers_on(free, options):
@@ -71,8 +65,8 @@ def layers_on(free, options):
 
 def train(world, options):
     """Build the model on disk and train it; time every step: the JSON of `lab.offload.largest`."""
-    give_back_freed_memory()  # a local rank keeps it, to be faster
-    free = int(shutil.disk_usage(options.path).free * (1 - options.spare))
+    capacity.give_back_freed_memory()  # a local rank keeps it, to be faster
+    free = int(shutil.disk_usage(options.path).free * (1 - SPARE))
     layers = options.layers or layers_on(free, options)
     folder = tempfile.mkdtemp(prefix="zero-largest-", dir=options.path)
     try:

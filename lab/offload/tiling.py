@@ -23,12 +23,11 @@ from common.measure.tables import Table, show_bytes
 from common.outputs import asked, check_counts, one_line_errors, parser_of, tell
 from common.train import default_nproc
 from lab import capacity
-from lab.activations import largest_fitting
 from offload.tiling import TiledLinear
 
 ENGINE = "stage3_param"
 FEATURES, SAMPLES = 16, 8  # of the input, on each rank
-STEP = 128  # the largest width is looked for in multiples of this
+SMALL = (128, 2)  # the width and the tiles of a model that loads what a step needs
 
 
 @one_line_errors()
@@ -38,7 +37,6 @@ def main(arguments=None):
     parser.add_argument("--cap", default="600MB", help="what a rank may hold (default: %(default)s)")
     parser.add_argument("--width", type=int, default=3200, help="of the hidden layer (default: %(default)s)")
     parser.add_argument("--tiles", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="to try (default: 1 2 4 8 16)")
-    parser.add_argument("--largest", action="store_true", help="look for the largest width that trains, too")
     parser.add_argument("--nproc", type=int, default=default_nproc(), help="local ranks (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
     parser.set_defaults(engines=ENGINE, precisions="fp32")  # what `capacity.check` asks for besides
@@ -50,7 +48,7 @@ def survey(options):
     """Train with every number of tiles.
 
     Returns:
-        The JSON of `lab.offload.tiling`. What was not measured is None.
+        The JSON of `lab.offload.tiling`. What could not be measured is None.
 
     Raises:
         InputError: the options cannot be used.
@@ -60,13 +58,10 @@ def survey(options):
     for tiles in options.tiles:
         build(options.width, tiles)
     _, _, cap = capacity.check(options)
-    rows, usable, near = [], cap, options.width // STEP
+    rows, usable = [], cap
     for tiles in options.tiles:
         with Console(stderr=True).status(f"{tiles} tiles"):
-            row = {"tiles": tiles, **attempt(options.width, tiles, cap, options.nproc), "largest_width": None}
-            if options.largest:
-                near = largest_fitting(partial(trains, tiles, cap, options.nproc), max(1, near))
-                row["largest_width"] = near * STEP
+            row = {"tiles": tiles, **attempt(options.width, tiles, cap, options.nproc)}
         usable = min(usable, cap - row.pop("held_before"))
         rows.append(row)
     return {
@@ -91,16 +86,11 @@ def attempt(width, tiles, cap, world_size):
     """Two steps, each rank under the cap, in a world of its own: a row of the results, and what was held before."""
     units = make_units(build(width, tiles), [], lambda name, parameter: parameter.dtype, world_size, Run)
     sizes = sorted(sum(4 * run.padded_numel for run in unit.buckets) for unit in units)
-    held_before, found = capacity.trial(_train_under, (STEP, 2), (width, tiles), cap, world_size)
+    held_before, found = capacity.trial(_train_under, SMALL, (width, tiles), cap, world_size)
     gathered = sum(sizes[-2:])  # the one in use, the one that is prefetched
     row = {"held_before": held_before, "trains": found is not None, "predicted_gathered_bytes": gathered}
     peak, loss = (None, None) if found is None else (max(peak for peak, _ in found), found[0][1])
     return {**row, "gathered_bytes": peak, "loss": loss}
-
-
-def trains(tiles, cap, world_size, steps):
-    """Whether so many times STEP is a width that trains."""
-    return attempt(steps * STEP, tiles, cap, world_size)["trains"]
 
 
 def _train_under(world, cap, width, tiles):
@@ -139,9 +129,8 @@ def table(results):
         trains = "yes" if row["trains"] else "no"
         gathered = show_bytes(row["gathered_bytes"]), show_bytes(row["predicted_gathered_bytes"])
         loss = "-" if row["loss"] is None else f"{row['loss']:.6f}"
-        largest = "-" if row["largest_width"] is None else f"{row['largest_width']:,}"
-        rows.append((str(row["tiles"]), trains, *gathered, loss, largest))
-    return Table(title, ("tiles", "trains", "gathered at the peak", "predicted", "loss", "largest width"), rows)
+        rows.append((str(row["tiles"]), trains, *gathered, loss))
+    return Table(title, ("tiles", "trains", "gathered at the peak", "predicted", "loss"), rows)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ Sources: model states ZeRO, arXiv 1910.02054, sec. 3 and 5, ZeRO-Offload, arXiv 
 
 import math
 import re
+import tomllib
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -28,7 +30,7 @@ from common.errors import InputError
 from common.loop import train_step
 from common.measure.tables import Table, say, show_bytes
 from common.models.gpt import GPT, GPTConfig
-from common.outputs import check_counts, check_outputs, one_line_errors, parser_of, publish
+from common.outputs import asked, check_counts, one_line_errors, parser_of, publish
 from lab.plan.formulas import SWITCHES, WAYS, Rank, Shape
 from lab.simulate.hardware import PRESETS, preset
 from lab.simulate.world import Setting, model_of, own_options, simulate
@@ -36,27 +38,18 @@ from lab.simulate.world import Setting, model_of, own_options, simulate
 USABLE = 0.9  # of a device's memory: the rest is the allocator's, CUDA's and NCCL's
 ASPECT = 128  # width over layers, of a GPT of which the parameters alone are known
 SEQUENCE, VOCABULARY = 2048, 50257
-# The runs that papers tell of: the model, GPUs, how many, tensor and pipeline degrees, and what they ran or could.
-LANDMARKS = {
-    "gpt2-1.5b": ("gpt2-1.5b", "v100-32g", 16, 1, 1, "stage1_os"),
-    "turing-nlg-17b": ("turing-nlg-17b", "v100-32g", 256, 4, 1, "stage1_os"),
-    "gpt3-175b": ("gpt3-175b", "a100-80g", 8, 1, 1, "offload.nvme"),
-    "bloom-176b": ("bloom-176b", "a100-80g", 384, 4, 12, "stage1_os"),
-    "mt-nlg-530b": ("mt-nlg-530b", "a100-80g", 2240, 8, 35, "stage1_os"),
-    # Its states are 15.6 GB, as in the paper; but a block of it is 15.7 GB, and two of them are gathered at a time.
-    "gpt-1t": ("gpt-1t", "h200-141g", 1024, 1, 1, "stage3_param"),
-}
+LANDMARKS = tomllib.loads(Path(__file__).with_name("landmarks.toml").read_text())  # runs that papers tell of
 SEND_ALIKE = ("stage0_ddp", "stage1_os", "stage2_grad")
 ADVISED = (0, 1, 2, 3, 5, 6, 7)  # the order of advice: ZeRO++ is stage 3 for slow links, and needs as much
 
 
+@one_line_errors()
 def main(arguments=None):
     """Parse the arguments, compute, show and write the results."""
-    options = parser().parse_args(arguments)
-    with one_line_errors():
-        results = plan(options)
-        if options.simulate:
-            results["simulated"] = confirmed(options, results)
+    options = asked(parser(), arguments)
+    results = plan(options)
+    if options.simulate:
+        results["simulated"] = confirmed(options, results)
     publish(options, results, tables(results))
     say(results["advice"])
     if options.simulate:
@@ -88,14 +81,12 @@ def parser():
         "--with", dest="own", action="append", default=[], metavar="SWITCH=False", help="a switch of ZeRO++, off"
     )
     parser.add_argument("--simulate", action="store_true", help="have the engine that is advised take a step")
-    parser.add_argument("--json", metavar="FILE", help="write the results here")
     return parser
 
 
 def plan(options):
     """The JSON of `lab.plan`; an InputError where the options cannot be used."""
     check_counts(options, "world_size", "per_node", "tensor", "pipeline", "batch", "seq")
-    check_outputs(options)
     ran = None
     if options.landmark:
         if options.params or options.model:

@@ -23,6 +23,7 @@ from common.measure.tables import Table
 from common.models.gpt import GPT, GPTConfig
 from common.outputs import asked, one_line_errors, parser_of, progress_bar, tell
 from lab import figures
+from lab.activations import largest_fitting
 from lab.plan.__main__ import ASPECT, USABLE, VOCABULARY, fit, of_model
 from lab.plan.formulas import WAYS, Rank, Shape
 from lab.simulate.hardware import preset
@@ -108,29 +109,24 @@ def planned(way, machine, ranks):
         shape = Shape("", 12 * layers * width**2 + rest, layers, rest, width, VOCABULARY, SEQUENCE)
         per_node = min(ranks, machine.ranks_per_node)
         row = Rank(shape, machine, ranks, per_node, 1, 1, 2, 1, SEQUENCE, checkpoints=True).row(way)
-        return fit(machine, row["device"], row["host"], row["disk"], USABLE * machine.holds)
+        return layers <= MOST and fit(machine, row["device"], row["host"], row["disk"], USABLE * machine.holds)
 
-    layers = 1
-    while layers < MOST and fits(layers + 1):
-        layers += 1
-    return layers
+    return max(1, largest_fitting(fits))
 
 
 def largest(hardware, way, ranks):
-    """The largest model: by formula first, then simulated, deeper or less deep until one fits and the next does not."""
+    """The largest model: simulated, from the one on that is the largest by formula."""
     way, machine = WAYS[way], preset(hardware)
 
     def fits(layers):
+        if layers > MOST:
+            return False
         own = dict(way.own) | (SUB_GROUPS if way.engine == "offload.nvme" else {})
         found = run(way.engine, partial(gpt, layers), machine, ranks, own=own)
         host, disk = (sum(found.get(f"{where}_state_bytes", {}).values()) for where in ("host", "disk"))
         return fit(machine, found["peak_bytes"], host, disk, USABLE * machine.holds)
 
-    layers = planned(way, machine, ranks)
-    while layers < MOST and fits(layers + 1):
-        layers += 1
-    while layers and not fits(layers):
-        layers -= 1
+    layers = largest_fitting(fits, near=planned(way, machine, ranks))
     parameters = of_model(partial(gpt, layers)).parameters if layers else 0
     return {"way": way.title, "engine": way.engine, "ranks": ranks, "layers": layers, "parameters": parameters}
 

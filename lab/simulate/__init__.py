@@ -1,5 +1,5 @@
 """One rank of a world of any size, on fake tensors: the engines as they are read, with shapes and without values.
 
-`world` makes the rank and its engine, `moments` follows its memory, `clock` its time on `hardware`; `outsider` keeps
-the books of an engine that keeps none. `python -m lab.simulate` shows what they find.
+`world` makes the rank and its engine, `moments` follows its memory, `clock` its time on `hardware`. `python -m
+lab.simulate` shows what they find.
 """

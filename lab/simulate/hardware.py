@@ -1,11 +1,11 @@
-"""What a rank runs on, in the few numbers that a step's time is made of: presets of clusters, from data sheets."""
+"""What a rank runs on, in the few numbers that a step's time is made of. Presets, from data sheets: hardware.toml."""
 
 import math
+import tomllib
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from common.errors import InputError
-
-GB = 1e9  # bytes a second, and bytes
 
 
 @dataclass(frozen=True)
@@ -30,59 +30,11 @@ class Hardware:
     source: str = "from data sheets, and compared with no run"
 
 
-# Peaks as the makers' data sheets have them, dense; of links one direction; of a node's disks and host a rank's part.
-# The fraction is what well-tuned trainings of large models report.
 PRESETS = {
-    "v100-32g": Hardware(
-        "DGX-2, V100 32 GB",
-        flops={4: 15.7e12, 2: 125e12},
-        fraction=0.45,
-        memory=900 * GB,
-        operation=6e-6,
-        inside=150 * GB,
-        between=100 * GB,
-        bus=6 * GB,
-        disk=1.6 * GB,
-        host_memory=12 * GB,
-        holds=32e9,
-        ranks_per_node=16,
-        host_holds=1.5e12 / 16,
-        disk_holds=30.7e12 / 16,
-    ),
-    "a100-80g": Hardware(
-        "DGX A100 80 GB",
-        flops={4: 156e12, 2: 312e12},
-        fraction=0.55,
-        memory=2039 * GB,
-        operation=5e-6,
-        inside=300 * GB,
-        between=200 * GB,
-        bus=25 * GB,
-        disk=3 * GB,
-        host_memory=40 * GB,
-        holds=80e9,
-        ranks_per_node=8,
-        host_holds=2e12 / 8,
-        disk_holds=30.7e12 / 8,
-    ),
-    "h100-80g": Hardware(
-        "DGX H100",
-        flops={4: 494e12, 2: 989e12},
-        fraction=0.5,
-        memory=3350 * GB,
-        operation=4e-6,
-        inside=450 * GB,
-        between=400 * GB,
-        bus=50 * GB,
-        disk=6 * GB,
-        host_memory=60 * GB,
-        holds=80e9,
-        ranks_per_node=8,
-        host_holds=2e12 / 8,
-        disk_holds=30.7e12 / 8,
-    ),
+    name: Hardware(**{**fields, "flops": {int(width): rate for width, rate in fields["flops"].items()}})
+    for name, fields in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
 }
-PRESETS["h200-141g"] = replace(PRESETS["h100-80g"], name="DGX H200", memory=4800 * GB, holds=141e9)
+PRESETS["h200-141g"] = replace(PRESETS["h100-80g"], name="DGX H200", memory=4800e9, holds=141e9)
 
 
 def preset(name):

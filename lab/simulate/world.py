@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -25,20 +26,22 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import models
 from common.engine.mixed_precision import dtype_of
 from common.errors import InputError
 from common.measure.memory import high_water
+from common.measure.timeline import PHASES
+from common.measure.traffic import Traffic
 from common.ranks import lanes
 from common.ranks.nodes import check_ranks_per_node
-from common.tensors import fake_tensors
+from common.tensors import fake_tensors, tensors_in, tensors_of_state
 from common.tiers.accounting import STATES
 from common.tiers.activations import HostActivations, predicted_moves
 from lab.simulate.clock import Clock
 from lab.simulate.hardware import Hardware
 from lab.simulate.moments import Moments
-from lab.simulate.outsider import Outsider
 
 NEED_VALUES = (
     fake_tensor.DataDependentOutputException,  # .item(), bool(tensor)
@@ -121,12 +124,7 @@ class Foreign(nn.Module):
     def __init__(self, model, make_inputs=None):
         super().__init__()
         self.model = model
-        self._make_inputs = make_inputs or (lambda samples, length: torch.zeros(samples, length, dtype=torch.int64))
-
-    def batch(self, samples, length):
-        """What the forward takes, and what the loss compares with."""
-        inputs = self._make_inputs(samples, length)
-        return inputs, inputs
+        self.make_inputs = make_inputs or (lambda samples, length: torch.zeros(samples, length, dtype=torch.int64))
 
     def forward(self, inputs):
         if isinstance(inputs, dict):
@@ -177,7 +175,8 @@ def model_of(name, checkpoint_activations=None):
 def batch_of(model, samples, length=None):
     """(inputs, targets) of so many samples for a model of `model_of`; other lengths than it takes are an InputError."""
     if isinstance(model, Foreign):
-        return model.batch(samples, length or LENGTH)
+        inputs = model.make_inputs(samples, length or LENGTH)
+        return inputs, inputs
     if length is not None and not getattr(model, "predicts_text", False):
         raise InputError(f"--seq {length}: the model reads no text; leave it out")
     if length is not None and length >= model.window:
@@ -193,6 +192,53 @@ def tokens_of(model, length=None):
     if not getattr(model, "predicts_text", False):
         return 1
     return length or model.window - 1
+
+
+# ---- engines of a user's own ----------------------------------------------------------------------------------
+
+# What torch's names of operations have in them -> the meter's, and how often a rank sends its N-1 parts of N.
+SENT = {
+    "allreduce": ("all_reduce", 2),
+    "allgather": ("all_gather", 1),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
+}
+
+
+class Outsider(TorchDispatchMode):
+    """What `Moments` and a table ask of an engine, for one with `module` and `optimizer`, but no `live()` or `comm`.
+
+    A context manager around what is to be counted. Collectives count by the law of common.measure.traffic; broadcasts
+    and messages between two ranks do not.
+    """
+
+    def __init__(self, engine):
+        super().__init__()
+        self.engine, self.comm = engine, SimpleNamespace(traffic=Traffic())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        sent = next((SENT[kind] for kind in SENT if kind in function.__name__), None)
+        if function.namespace == "profiler" and isinstance(args[0], str) and args[0] in PHASES:  # common.loop's labels
+            self.comm.traffic.phase = args[0]
+        elif function.namespace == "c10d" and sent is not None:
+            group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
+            whole = max(sum(tensor.nbytes for tensor in tensors_in(arg)) for arg in args)
+            collective, times = sent
+            self.comm.traffic.record(collective, times * whole * (group.size() - 1) // group.size())
+        return function(*args, **(kwargs or {}))
+
+    def live(self):
+        """See `EngineBase.live`; what it has besides counts as activations."""
+        parameters = list(self.engine.module.parameters())
+        return {
+            "parameters": list(map(_local, parameters)),
+            "gradients": [_local(p.grad) for p in parameters if p.grad is not None],
+            "optimizer": list(map(_local, tensors_of_state(self.engine.optimizer))),
+        }
+
+
+def _local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 # ---- a step ---------------------------------------------------------------------------------------------------

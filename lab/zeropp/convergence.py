@@ -27,9 +27,9 @@ from common.measure.tables import Table
 from common.outputs import asked, check_counts, one_line_errors, parser_of, progress_bar, tell
 from common.train import add_arguments, build_model, command
 from lab import figures
-from zeropp.engine import check_options
 from zeropp.export import load_int8, save_int8
 
+BLOCK = 256  # elements that share a scale
 HELD_OUT = 10  # one part in so many of the text
 VALIDATED = 16  # batches of it
 OFF = {"quantize_weights": False, "hierarchical": False, "quantize_gradients": False}
@@ -52,32 +52,19 @@ def main(arguments=None):
     add_arguments(parser)
     parser.set_defaults(steps=500, batch=8, nproc=4, ranks_per_node=2)
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each row (default: %(default)s)")
-    parser.add_argument("--block", type=int, default=256, help="elements that share a scale (default: %(default)s)")
-    parser.add_argument("--only", metavar="NAMES", help="rows of the table, with ; between them")
     options = asked(parser, arguments, figure=True)
     check_counts(options, "seeds")
     if options.steps < SMOOTH:
         raise InputError(f"--steps {options.steps}: a curve takes {SMOOTH} or more")
-    check_options(options.block, error_feedback=False, quantize_gradients=True)
-    chosen(options)
-    tell(options, command(compare, options, options=options), table, figure)
+    tell(options, command(compare, RUNS, options, options=options), table, figure)
 
 
-def chosen(options):
-    """The rows of RUNS that are asked for; an InputError where there is no such row."""
-    wanted = options.only.split(";") if options.only else list(RUNS)
-    for name in wanted:
-        if name not in RUNS:
-            raise InputError(f"--only {name!r}: known are {'; '.join(RUNS)}")
-    return {name: RUNS[name] for name in wanted}
-
-
-def compare(world, options):
+def compare(world, runs, options):
     """Train every row from every seed; on rank 0 the JSON of `lab.zeropp.convergence`, else None."""
     rows = []
     with progress_bar() as bar:
-        task = bar.add_task("trainings", total=len(chosen(options)) * options.seeds, visible=world.rank == 0)
-        for name, (engine, own) in chosen(options).items():
+        task = bar.add_task("trainings", total=len(runs) * options.seeds, visible=world.rank == 0)
+        for name, (engine, own) in runs.items():
             rows.append({"run": name, "engine": engine, "options": own, "seeds": []})
             for seed in range(options.seeds):
                 of_seed = argparse.Namespace(**{**vars(options), "seed": seed})
@@ -88,7 +75,8 @@ def compare(world, options):
     return {
         "world_size": world.size,
         "ranks_per_node": options.ranks_per_node,
-        **{name: getattr(options, name) for name in ("model", "precision", "lr", "batch", "steps", "block")},
+        **{name: getattr(options, name) for name in ("model", "precision", "lr", "batch", "steps")},
+        "block": BLOCK,
         "hardware": hardware(world.device),
         "rows": rows,
     }
@@ -101,7 +89,7 @@ def train(world, name, own, options):
     cut = len(text) - len(text) // HELD_OUT
     batches = Batches(text[:cut], module.window, options.batch, options.seed)
     if name == "zeropp":
-        own = {**own, "block": options.block}
+        own = {**own, "block": BLOCK}
     engine = find_engine(name)(
         module,
         partial(torch.optim.AdamW, lr=options.lr, fused=True),
@@ -174,19 +162,17 @@ def figure(results):
     """The loss curves, means of all seeds with the band from lowest to highest, and the losses at the end: a Figure."""
     drawn, (curves, ends) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained", width_ratios=(3, 2))
     colours = plt.get_cmap("tab10").colors
-    for row, colour in zip(results["rows"], colours, strict=False):
+    for position, (row, colour) in enumerate(zip(results["rows"], colours, strict=False)):
+        ends.plot([seed["validation_loss"] for seed in row["seeds"]], [position] * len(row["seeds"]), "o", color=colour)
         smoothed = [figures.smoothed(seed["losses"], SMOOTH) for seed in row["seeds"]]
         steps = range(SMOOTH, SMOOTH + len(smoothed[0]))
         curves.plot(steps, [statistics.fmean(at) for at in zip(*smoothed, strict=True)], color=colour, label=row["run"])
         if row["run"] == "stage 3":
             lowest, highest = ([pick(at) for at in zip(*smoothed, strict=True)] for pick in (min, max))
             curves.fill_between(steps, lowest, highest, color=colour, alpha=0.2, label="stage 3, from seed to seed")
-    curves.set_xlabel("steps")
-    curves.set_ylabel(f"loss, mean of {SMOOTH} steps")
+    curves.set(xlabel="steps", ylabel=f"loss, mean of {SMOOTH} steps")
     curves.legend(frameon=False, fontsize=8)
     names = [row["run"] for row in results["rows"]]
-    for position, (row, colour) in enumerate(zip(results["rows"], colours, strict=False)):
-        ends.plot([seed["validation_loss"] for seed in row["seeds"]], [position] * len(row["seeds"]), "o", color=colour)
     ends.set_yticks(range(len(names)), [name.replace(", ", ",\n") for name in names], fontsize=8)
     ends.invert_yaxis()
     ends.set_xlabel("validation loss at the end, each seed")

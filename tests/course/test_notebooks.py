@@ -22,8 +22,8 @@ CHECKED = (faults, hosts, memory, questions, rounding, scaling, wire)
 CHECKS = {name for module in CHECKED for name, check in vars(module).items() if hasattr(check, "form")}
 
 
-# A third of what all pages take: two nodes, a trillion parameters, steps on five machines.
-LONG = ("10_zeropp", "12_scale", "13_when")
+# Two thirds of what all pages take: hosts and disks, two nodes, a trillion parameters, steps on five machines.
+LONG = ("08_offload", "09_infinity", "10_zeropp", "12_scale", "13_when")
 
 
 def runs(path, shorter=True):

@@ -37,6 +37,7 @@ LANES += [pytest.param("offload", lane, marks=pytest.mark.exhaustive) for lane i
 
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize(("name", "lane"), LANES)
+@pytest.mark.one_in(3)
 def test_a_late_lane_changes_no_bit(world, name, lane, part):
     assert digests(world, name, lane, part) == digests(world, "baseline:AverageAfterBackward", None, part)
 

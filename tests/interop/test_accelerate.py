@@ -6,6 +6,9 @@ import torch
 from torch import nn
 from training import SEVEN
 
+from lab.compare import relative_difference
+
+pytestmark = hf.needs("accelerate")
 STEPS = 6
 CASES = {
     "plain": {},
@@ -13,11 +16,6 @@ CASES = {
     "clipped": {"max_norm": 0.05},
     "autocast": {"mixed_precision": "bf16"},
 }
-
-
-@pytest.fixture(scope="module")
-def installed():
-    pytest.importorskip("accelerate")
 
 
 def accelerator_of(name, **given):
@@ -63,59 +61,49 @@ def loop(accelerator, model, optimizer, loader, rates, max_norm=None, saved=None
     return losses, [norm.item() for norm in norms], torch.cat(predictions)
 
 
-def both(world, name, arguments):
+@pytest.mark.parametrize(
+    ("what", "world"), [*((what, 2) for what in CASES), ("plain", 1), ("plain", 3)], indirect=["world"]
+)
+@pytest.mark.parametrize("name", SEVEN)
+def test_a_loop_by_an_engine_is_accelerates_own(world, name, what):
     found = []
     with hf.as_by_torchrun(world):
         for engine in (None, name):
-            given = dict(arguments)
+            given = dict(CASES[what])
             max_norm = given.pop("max_norm", None)
             accelerator = accelerator_of(engine, **given)
             model, optimizer, loader, rates = prepared(accelerator)
             told = loop(accelerator, model, optimizer, loader, rates, max_norm)
             found.append((*told, accelerator.get_state_dict(model), rates.get_last_lr()))
-    return found
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("what", "ranks"), [*((what, 2) for what in CASES), ("plain", 1), ("plain", 3)])
-@pytest.mark.parametrize("name", SEVEN)
-def test_a_loop_by_an_engine_is_accelerates_own(installed, worlds, name, what, ranks):
-    (losses, norms, predicted, weights, rate), ours = worlds(ranks).run(both, name, CASES[what])[0]
+    (losses, norms, predicted, weights, rate), ours = found
     assert rate == ours[4]
     assert ours[1] == pytest.approx(norms, rel=1e-5)
-    if what in ("plain", "autocast") and ranks < 3:  # DDP divides before it adds: with 3 ranks that rounds
+    if what in ("plain", "autocast") and world.size < 3:  # DDP divides before it adds: with 3 ranks that rounds
         assert losses == ours[0]
         assert torch.equal(predicted, ours[2])
         assert hf.equal(weights, ours[3])
     else:
         assert ours[0] == pytest.approx(losses, rel=1e-5)
-        assert hf.apart(ours[3], weights) < 1e-5
+        assert relative_difference(ours[3], weights) < 1e-5
 
 
-def resumed(world, folder, name):
+@pytest.mark.parametrize("name", SEVEN)
+def test_a_loop_goes_on_from_a_saved_state(world, tmp_path, name):
     with hf.as_by_torchrun(world):
         accelerator = accelerator_of(name)
-        whole, _, _ = loop(accelerator, *prepared(accelerator), saved=hf.shared(folder))
+        whole, _, _ = loop(accelerator, *prepared(accelerator), saved=tmp_path)
         accelerator = accelerator_of(name)
         model, optimizer, loader, rates = prepared(accelerator)
-        accelerator.load_state(hf.shared(folder))
+        accelerator.load_state(tmp_path)
         rest = accelerator.skip_first_batches(loader, 6)
         again, _, _ = loop(accelerator, model, optimizer, rest, rates)
         with accelerator.engine.gathered():
-            finite = all(p.isfinite().all() for p in accelerator.unwrap_model(model).parameters())
-    return whole, again, finite
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SEVEN)
-def test_a_loop_goes_on_from_a_saved_state(installed, worlds, tmp_path, name):
-    whole, again, finite = worlds(2).run(resumed, tmp_path / "state", name)[0]
+            assert all(p.isfinite().all() for p in accelerator.unwrap_model(model).parameters())
     assert again == whole[6:]
-    assert finite
 
 
-def freed(world, name):
-    """The losses of a loop, and of another after `free_memory`; a model to evaluate is prepared alone."""
+@pytest.mark.parametrize("name", SEVEN)
+def test_a_new_model_is_prepared_once_memory_is_freed_and_one_to_evaluate_alone(world, name):
     found = []
     with hf.as_by_torchrun(world):
         accelerator = accelerator_of(name)
@@ -127,21 +115,14 @@ def freed(world, name):
             accelerator.backward(loss)
             assert accelerator.free_memory(*made) == [None] * len(made)
         accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True)
-    return found
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SEVEN)
-def test_a_new_model_is_prepared_once_memory_is_freed(installed, worlds, name):
-    one, other = worlds(2).run(freed, name)[0]
-    assert one == other
+    assert found[0] == found[1]
 
 
 def adamw(model):
     return torch.optim.AdamW(model.parameters())
 
 
-def stepped(accelerator, model=None):
+def stepped(accelerator):
     model = nn.Linear(2, 2)
     optimizer = adamw(model)
     model(torch.ones(2)).sum().backward()
@@ -164,12 +145,7 @@ REFUSED = {
 }
 
 
-def ask(what):
-    act, given, _ = REFUSED[what]
-    act(accelerator_of("stage2_grad", **given))
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_an_engine_cannot_do_is_refused_in_one_line(installed, worlds, what):
-    hf.check_refused(worlds, REFUSED[what][2], ask, what)
+def test_what_an_engine_cannot_do_is_refused_in_one_line(world, what):
+    act, given, words = REFUSED[what]
+    hf.check_refused(world, words, lambda: act(accelerator_of("stage2_grad", **given)))

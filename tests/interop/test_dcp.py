@@ -3,7 +3,6 @@
 import copy
 import functools
 import itertools
-import math
 import operator
 import warnings
 from statistics import fmean
@@ -19,6 +18,7 @@ from training import SEVEN, UNFUSED, batch, message_in_step, same_bits, train_st
 from common import models
 from interop import peers
 from interop.export import export_folder
+from lab.compare import relative_difference
 
 MODELS = ("gpt-tiny", "resnet-tiny", "lora-tiny", "odd")  # tied; buffers; frozen; two groups, and what has no elements
 
@@ -118,14 +118,6 @@ def by_engine(world, stage, model, precision, folder):
     return train_step(made, world, 3), made.full_state_dict(), extra
 
 
-def apart(one, other):
-    """How far two models are apart, by the length of the second."""
-    assert one.keys() == other.keys()
-    return math.sqrt(sum((one[k].double() - other[k].double()).square().sum() for k in one)) / math.sqrt(
-        sum(value.double().square().sum() for value in other.values())
-    )
-
-
 def there_and_back(worlds, folder, stage, model, precision, sizes):
     """Save by an engine, go on by FSDP2, go on by the engine.
 
@@ -147,7 +139,8 @@ def test_fsdp2_goes_on_from_every_engine_at_another_world_size_and_it_from_fsdp2
     sizes = {"stage0_ddp": (2, 1, 3), "stage3_param": (3, 2, 1)}.get(stage, (1, 2, 2))
     for (one, ours), (other, theirs) in there_and_back(worlds, tmp_path, stage, "gpt-tiny", "fp32", sizes):
         assert abs(one - other) < 1e-6
-        assert apart(ours, theirs) < 1e-4  # gradients that are zero but for rounding are whole steps of AdamW
+        # Gradients that are zero but for rounding are whole steps of AdamW.
+        assert relative_difference(ours, theirs) < 1e-4
 
 
 @pytest.mark.parametrize("model", ["gpt-tiny", "resnet-tiny"])

@@ -6,14 +6,13 @@ import inspect
 import io
 import itertools
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
+import commands
 import numpy as np
 import pytest
 import torch
@@ -22,7 +21,7 @@ from torch import nn
 
 from common.engine.mixed_precision import gradient_norm
 from common.errors import InputError
-from interop import deepspeed
+from interop import deepspeed, museum
 from interop.beside_deepspeed import compared
 from interop.deepspeed import Engine, get_accelerator, keys
 from interop.deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -82,28 +81,20 @@ def test_a_script_keeps_its_optimizer_its_groups_and_its_scheduler(worlds, tmp_p
     assert numbers(said["stage0_ddp"])[-1] < numbers(said["stage0_ddp"])[0]
 
 
-def rates_around_a_checkpoint(world, folder, zero):
-    """The rates that a script's own scheduler sets, and those that the engine has, after it has loaded."""
+@pytest.mark.parametrize("name", ZERO)
+def test_a_scripts_scheduler_sets_the_rates_after_loading_too(world, tmp_path, name):
     model = nn.Linear(4, 4)
     own = torch.optim.AdamW(model.parameters(), lr=1.0)
     halved = torch.optim.lr_scheduler.ExponentialLR(own, 0.5)
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": ZERO[name]}
     engine, *_ = deepspeed.initialize(model=model, optimizer=own, lr_scheduler=halved, config=config)
-    rates = []
-    for loads in (False, True, False):
-        if loads:
-            engine.save_checkpoint(folder)
-            engine.load_checkpoint(folder)
+    for step in range(3):
+        if step == 1:
+            engine.save_checkpoint(tmp_path)
+            engine.load_checkpoint(tmp_path)
         engine.backward(engine(torch.ones(2, 4)).sum())
         engine.step()
-        rates.append((own.param_groups[0]["lr"], engine._engine.optimizer.param_groups[0]["lr"]))
-    return rates
-
-
-@pytest.mark.parametrize("name", list(ZERO))
-def test_a_scripts_scheduler_sets_the_rates_after_loading_too(worlds, tmp_path, name):
-    rates = worlds(2).run(rates_around_a_checkpoint, str(tmp_path), ZERO[name])[0]
-    assert rates == [(0.5, 0.5), (0.25, 0.25), (0.125, 0.125)]
+        assert [own.param_groups[0]["lr"], engine._engine.optimizer.param_groups[0]["lr"]] == [0.5 ** (step + 1)] * 2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -141,11 +132,8 @@ def test_torchrun_starts_a_script(tmp_path):
     text = (SCRIPTS / "getting_started.py").read_text()
     file.write_text(text.replace("import deepspeed\n", "from interop import deepspeed\n"))
     config.write_text(json.dumps(USUAL))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", file]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [*command, "--deepspeed_config", config], env=environment, capture_output=True, text=True, check=True
-    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    ended = commands.run(*torchrun, file, "--deepspeed_config", config, PYTHONPATH=str(ROOT))
     assert len(numbers(ended.stdout)) == 2
 
 
@@ -243,15 +231,6 @@ def test_a_gradient_is_clipped_to_1_unless_the_configuration_says_otherwise():
         assert settings({**USUAL, **said}, 2, torch.float32).options["clip_norm"] == limit
 
 
-def refused(world, arguments):
-    """What initialize() says."""
-    try:
-        deepspeed.initialize(**{"model": nn.Linear(4, 4), "config": USUAL, **arguments})
-    except InputError as error:
-        return str(error)
-    return "accepted"
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -265,10 +244,8 @@ def refused(world, arguments):
         ({"lr_scheduler": "WarmupLR"}, "lr_scheduler='WarmupLR'"),
     ],
 )
-def test_initialize_says_what_it_lacks(worlds, arguments, words):
-    said = worlds(2).run(refused, arguments)[0]
-    assert words in said
-    assert len(said.splitlines()) == 1
+def test_initialize_says_what_it_lacks(world, arguments, words):
+    assert words in refused_by(deepspeed.initialize, **{"model": nn.Linear(4, 4), "config": USUAL, **arguments})
 
 
 def test_a_class_of_torchs_is_found_for_the_optimizers_name():
@@ -281,27 +258,18 @@ def test_a_class_of_torchs_is_found_for_the_optimizers_name():
 # ---- words beside them -----------------------------------------------------------------------------------------------
 
 
-def beside(world):
-    """What scripts import besides: Adams in stage 3, torch.distributed; and what an engine does not have."""
+def test_adams_and_comm_are_torchs_and_what_is_missing_is_named(world):
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     adam = DeepSpeedCPUAdam(model.parameters(), lr=1e-2, adamw_mode=False)
     config = {"train_batch_size": 8, "zero_optimization": {"stage": 3}}
     engine, shown, _, _ = deepspeed.initialize(model=model, optimizer=adam, config=config)
     engine.backward(engine(torch.ones(4, 8)).sum())
     engine.step()
-    said = {name: refused_by(getattr, engine, name) for name in ("train_batch", "half", "generate")}
-    kept = shown.param_groups is adam.param_groups
-    return (kept, type(adam), deepspeed.comm.get_world_size(), engine.global_steps), said
-
-
-def test_adams_and_comm_are_torchs_and_what_is_missing_is_named(worlds):
-    found, said = worlds(2).run(beside)[0]
-    assert found == (True, torch.optim.Adam, 2, 1)
-    assert all(repr(name) in line for name, line in said.items())
+    assert shown.param_groups is adam.param_groups
+    assert (type(adam), deepspeed.comm.get_world_size(), engine.global_steps) == (torch.optim.Adam, 2, 1)
+    for name in ("train_batch", "half", "generate"):
+        assert repr(name) in refused_by(getattr, engine, name)
     assert "'init_inference' is not here" in refused_by(lambda: deepspeed.init_inference)
-
-
-STRAY = "got a gradient outside of engine.backward"
 
 
 def refused_by(call, *arguments, **named):
@@ -317,14 +285,14 @@ def norm_of(engine):
     return gradient_norm(engine._engine.buckets, engine._engine.comm).item()
 
 
-def words_of_an_engine(world, zero, folder):
-    """What a script asks of the engine and the optimizer beside the loop; and norms, however gradients were dropped."""
+@pytest.mark.parametrize("name", ZERO)
+def test_words_beside_the_loop_do_what_they_say_or_are_refused(world, tmp_path, name):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     model[0].bias.requires_grad_(False)
     own = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     rates = torch.optim.lr_scheduler.StepLR(own, 1, 0.5)
-    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": zero}
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": ZERO[name]}
     engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=own, lr_scheduler=rates, config=config)
     x, norms = torch.full((4, 8), 1.0 + world.rank), []
     for drop in (None, engine.zero_grad, optimizer.zero_grad, own.zero_grad):
@@ -339,60 +307,46 @@ def words_of_an_engine(world, zero, folder):
     engine.backward(loss)
     norms.append(norm_of(engine) / 2)
     engine.zero_grad()
-    said = {
-        "loss.backward": refused_by(engine(x).sum().backward),
-        "optimizer.step": refused_by(optimizer.step),
-        "own.step": refused_by(own.step),
-        "optimizer.state_dict": refused_by(optimizer.state_dict),
-        "optimizer.load_state_dict": refused_by(optimizer.load_state_dict, {}),
-        "own.state_dict": refused_by(own.state_dict),
-        "optimizer.refresh_fp32_params": refused_by(lambda: optimizer.refresh_fp32_params),
-        "engine.state_dict": refused_by(lambda: engine.state_dict),
-        "save_checkpoint": refused_by(engine.save_checkpoint, folder, exclude_frozen_parameters=True),
-        "load_checkpoint": refused_by(engine.load_checkpoint, folder, custom_load_fn=print),
-        "module_state_dict": refused_by(engine.module_state_dict, keep_vars=True),
-    }
+    assert norms == pytest.approx([norms[0]] * 5, rel=1e-3 if name == "zeropp" else 0)
+    assert "got a gradient outside of engine.backward" in refused_by(engine(x).sum().backward)
+    for said in (
+        refused_by(optimizer.step),
+        refused_by(own.step),
+        refused_by(optimizer.state_dict),
+        refused_by(optimizer.load_state_dict, {}),
+        refused_by(own.state_dict),
+        refused_by(lambda: optimizer.refresh_fp32_params),
+        refused_by(lambda: engine.state_dict),
+        refused_by(engine.save_checkpoint, tmp_path, exclude_frozen_parameters=True),
+        refused_by(engine.load_checkpoint, tmp_path, custom_load_fn=print),
+        refused_by(engine.module_state_dict, keep_vars=True),
+    ):
+        assert re.search("refused|taken over|not here|shards|reads all", said), said
     engine.backward(engine(x).square().sum())
     engine.step(lr_kwargs={"epoch": 2})
     applied = engine.was_step_applied()
     asked = [engine.dp_world_size, engine.get_mom(), engine.gradient_clipping(), optimizer.cur_scale]
     asked += [engine.bfloat16_enabled(), engine.fp16_enabled(), engine.loss_scale(), engine.get_lr(), applied]
-    engine.save_checkpoint(folder, client_state={"best": np.float32(0.5), "seen": [np.int64(3)]})
-    _, client = engine.load_checkpoint(folder)
+    assert asked == [2, [0.9], 0.0, 1.0, False, False, 0, [0.1 / 4], True]
+    engine.save_checkpoint(tmp_path, client_state={"best": np.float32(0.5), "seen": [np.int64(3)]})
+    assert engine.load_checkpoint(tmp_path)[1] == {"best": 0.5, "seen": [3]}
     whole, state = engine._engine.full_state_dict(), engine.module_state_dict()
     assert whole.keys() == state.keys()
     assert all(torch.equal(whole[name], state[name]) for name in whole)
-    engine.save_16bit_model(folder, "trained.bin", exclude_frozen_parameters=True)
+    engine.save_16bit_model(tmp_path, "trained.bin", exclude_frozen_parameters=True)
     engine.destroy()
-    kept = [*torch.load(f"{folder}/trained.bin"), *engine.module_state_dict(exclude_frozen_parameters=True)]
-    return norms, said, asked, client, kept
-
-
-@pytest.mark.parametrize("name", ZERO)
-def test_words_beside_the_loop_do_what_they_say_or_are_refused(worlds, tmp_path, name):
-    norms, said, asked, client, kept = worlds(2).run(words_of_an_engine, ZERO[name], str(tmp_path))[0]
-    assert norms == pytest.approx([norms[0]] * 5, rel=1e-3 if name == "zeropp" else 0)
-    assert STRAY in said.pop("loss.backward")
-    assert all(re.search("refused|taken over|not here|shards|reads all", line) for line in said.values()), said
-    assert asked == [2, [0.9], 0.0, 1.0, False, False, 0, [0.1 / 4], True]
-    assert client == {"best": 0.5, "seen": [3]}
+    kept = [*torch.load(tmp_path / "trained.bin"), *engine.module_state_dict(exclude_frozen_parameters=True)]
     assert kept == ["0.weight", "2.weight", "2.bias"] * 2
 
 
-def test_a_step_that_overflows_is_not_applied_and_halves_the_scale(worlds):
-    assert worlds(2).run(overflowing)[0] == [(False, True, 2.0), (True, False, 2.0)]
-
-
-def overflowing(world):
-    """Of two steps, the first with an overflow: whether it was applied, whether it overflowed, and the scale then."""
-    model, told = nn.Linear(4, 4), []
+def test_a_step_that_overflows_is_not_applied_and_halves_the_scale(world):
+    model = nn.Linear(4, 4)
     fp16 = {"enabled": True, "initial_scale_power": 2, "hysteresis": 1}
     engine, optimizer, _, _ = deepspeed.initialize(model=model, config={**USUAL, "fp16": fp16})
-    for factor in (1e6, 1.0):
+    for factor, overflows in ((1e6, True), (1.0, False)):
         engine.backward(engine(torch.ones(2, 4)).float().sum() * factor)
         engine.step()
-        told.append((engine.was_step_applied(), optimizer.overflow, optimizer.cur_scale))
-    return told
+        assert (engine.was_step_applied(), optimizer.overflow, optimizer.cur_scale) == (not overflows, overflows, 2.0)
 
 
 def test_the_accelerator_is_this_ranks_device():
@@ -524,11 +478,10 @@ def test_words_have_deepspeeds_arguments_and_rates_and_what_is_missing_is_named(
     methods = sorted(name for name, word in vars(Engine).items() if inspect.isfunction(word) and name[0] != "_")
     methods.remove("to")  # of torch, where it takes anything
     paths, cases = [f"deepspeed.{word}" for word in WORDS.split()], list(schedules())
-    environment = {**os.environ, "PYTHONPATH": str(deepspeed_place), "DS_ACCELERATOR": "cpu"}
     words = [*paths, *(f"Engine.{name}" for name in methods)]
-    command = [sys.executable, SCRIPTS / "deepspeed_itself.py", *map(json.dumps, (MODULES, words, cases))]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    theirs = json.loads(told.splitlines()[-1])
+    asked = map(json.dumps, (MODULES, words, cases))
+    ended = museum.run(deepspeed_place, SCRIPTS / "deepspeed_itself.py", *asked, DS_ACCELERATOR="cpu")
+    theirs = json.loads(ended.stdout.splitlines()[-1])
     for path, arguments in theirs["arguments"].items():
         ours = inspect.signature(found(path)).parameters
         assert [name for name in ours if name != "self"] == [name for name, _ in arguments], path

@@ -4,14 +4,12 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 import sys
 
 import pytest
 import torch
-from commands import refused
+from commands import refused, run
 from odd import Odd, build
-from places import ROOT
 from safetensors.torch import load_file
 from training import ENGINES, make_engine, same_bits, train_step
 
@@ -120,10 +118,7 @@ def by_hand(folder, shapes, pieces, files):
 def limited(program, room, *arguments):
     """Run a program that may take so many bytes of memory of its own once it has imported what it needs."""
     settings = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    command = [sys.executable, "-c", program, str(room), *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=60, check=False
-    )
+    return run("-c", program, room, *arguments, **settings)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps RLIMIT_DATA")

@@ -6,12 +6,10 @@ import torch
 from torch import nn
 from training import SEVEN
 
+from lab.compare import relative_difference
+
+pytestmark = hf.needs("lightning")
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def installed():
-    pytest.importorskip("lightning.fabric")
 
 
 def fabric_of(ranks, name, precision="32-true", options=None):
@@ -61,58 +59,47 @@ CASES = {
 }
 
 
-def both(world, name, arguments):
+@pytest.mark.parametrize(
+    ("what", "world"), [*((what, 2) for what in CASES), ("plain", 1), ("plain", 3)], indirect=["world"]
+)
+@pytest.mark.parametrize("name", SEVEN)
+def test_a_loop_with_an_engine_is_that_with_ddp(world, name, what):
     found = []
     with hf.as_by_torchrun(world):
         for engine in (None, name):
-            arguments_of_loop = dict(arguments)
-            fabric = fabric_of(world.size, engine, arguments_of_loop.pop("precision", "32-true"))
+            given = dict(CASES[what])
+            fabric = fabric_of(world.size, engine, given.pop("precision", "32-true"))
             model, optimizer, rates = set_up(fabric)
-            told = loop(fabric, model, optimizer, rates, **arguments_of_loop)
+            told = loop(fabric, model, optimizer, rates, **given)
             state = fabric.strategy.get_module_state_dict(model._forward_module)
             found.append((*told, state, optimizer.param_groups[0]["lr"]))
-    return found
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("what", "ranks"), [*((what, 2) for what in CASES), ("plain", 1), ("plain", 3)])
-@pytest.mark.parametrize("name", SEVEN)
-def test_a_loop_with_an_engine_is_that_with_ddp(installed, worlds, name, what, ranks):
-    (losses, norms, weights, rate), (ours, our_norms, other, our_rate) = worlds(ranks).run(both, name, CASES[what])[0]
+    (losses, norms, weights, rate), (ours, our_norms, other, our_rate) = found
     assert rate == our_rate
     assert our_norms == pytest.approx(norms, rel=1e-5)
-    if what in ("plain", "autocast") and ranks < 3:  # DDP divides before it adds: with 3 ranks that rounds
+    if what in ("plain", "autocast") and world.size < 3:  # DDP divides before it adds: with 3 ranks that rounds
         assert losses == ours
         assert hf.equal(weights, other)
     else:
         assert ours == pytest.approx(losses, rel=1e-5)
-        assert hf.apart(other, weights) < 1e-5
+        assert relative_difference(other, weights) < 1e-5
 
 
-def resumed(world, folder, name):
-    """Losses of a whole run, and of one that goes on from its checkpoint; what was saved beside the model."""
+@pytest.mark.parametrize("name", SEVEN)
+def test_a_loop_goes_on_from_a_checkpoint(world, tmp_path, name):
     with hf.as_by_torchrun(world):
         fabric = fabric_of(world.size, name)
-        fabric.folder = hf.shared(folder)
+        fabric.folder = tmp_path
         whole, _ = loop(fabric, *set_up(fabric))
         fabric = fabric_of(world.size, name)
         model, optimizer, rates = set_up(fabric)
         state = {"model": model, "optimizer": optimizer, "rates": rates, "step": None}
-        left = fabric.load(folder, state)
+        assert fabric.load(tmp_path, state) == {}
         again, _ = loop(fabric, model, optimizer, rates, begin=state["step"] + 1)
-    return whole, again, left
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SEVEN)
-def test_a_loop_goes_on_from_a_checkpoint(installed, worlds, tmp_path, name):
-    whole, again, left = worlds(2).run(resumed, tmp_path / "saved", name)[0]
     assert again == whole[3:]
-    assert left == {}
 
 
-def dropped(world, name):
-    """Norms of a gradient: alone, after another one that was dropped, and added to another one of the same graph."""
+@pytest.mark.parametrize("name", SEVEN)
+def test_gradients_are_dropped_by_the_model_and_the_optimizer_and_a_graph_is_kept(world, name):
     found = []
     with hf.as_by_torchrun(world):
         for drops in (None, "model", "optimizer", "twice"):
@@ -127,13 +114,7 @@ def dropped(world, name):
             norm = fabric.clip_gradients(model, optimizer, max_norm=1e9)
             optimizer.step()
             found.append(norm.item())
-    return found
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SEVEN)
-def test_gradients_are_dropped_by_the_model_and_the_optimizer_and_a_graph_is_kept(installed, worlds, name):
-    once, *others = worlds(2).run(dropped, name)[0]
+    once, *others = found
     assert others == pytest.approx([once, once, 2 * once], rel=1e-2 if name == "zeropp" else 1e-5)
 
 
@@ -177,12 +158,7 @@ REFUSED = {
 }
 
 
-def ask(what, folder):
-    act, given, _ = REFUSED[what]
-    act(fabric_of(2, "stage2_grad", **given), folder)
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_an_engine_cannot_do_is_refused_in_one_line(installed, worlds, tmp_path, what):
-    hf.check_refused(worlds, REFUSED[what][2], ask, what, tmp_path / "saved")
+def test_what_an_engine_cannot_do_is_refused_in_one_line(world, tmp_path, what):
+    act, given, words = REFUSED[what]
+    hf.check_refused(world, words, lambda: act(fabric_of(2, "stage2_grad", **given), tmp_path))

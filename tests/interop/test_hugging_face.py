@@ -3,14 +3,13 @@
 import importlib
 import importlib.metadata
 import math
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from functools import partial
 from unittest import mock
 
+import commands
 import hugging_face as hf
 import pytest
 import torch
@@ -62,8 +61,9 @@ def test_the_page_and_the_extra_name_the_versions_that_were_tried():
         assert {f"{name}=={version}" for name, version in TRIED.items()} == set(extras["words"])
 
 
-def built(world, name):
-    """Losses and weights of an engine's own loop, and of one by the model and the optimizer that stand for it."""
+@pytest.mark.ranks(2, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (1, 3)))
+@pytest.mark.parametrize("name", SEVEN)
+def test_a_model_and_an_optimizer_that_stand_for_an_engine_train_as_it_does(world, name):
     told = []
     for wrapped in (False, True):
         torch.manual_seed(0)
@@ -100,13 +100,14 @@ def built(world, name):
         with pytest.raises((InputError, RuntimeError)):
             act()
     assert called.get_submodule("0").in_features == 16  # what the model has besides
-    return told
+    (losses, weights), (ours, other) = told
+    assert losses == ours
+    assert hf.equal(weights, other)
 
 
-def adversaries(world, name):
-    """The weights of a GAN after some steps: what its maker's loss leaves in the critic is dropped by the zero_grad of
-    the engine, the model, the optimizer, or the one that the script has built.
-    """
+@pytest.mark.parametrize("name", SEVEN)
+def test_a_gan_drops_gradients_by_whichever_zero_grad_it_has(world, name):
+    """What its maker's loss leaves in the critic is dropped by that of the engine, the model, or either optimizer."""
     told = []
     for drops in ("engine", "model", "optimizer", "own"):
         torch.manual_seed(0)
@@ -129,21 +130,7 @@ def adversaries(world, name):
             draw["engine"].backward(-judge["model"](draw["model"](noise)).mean())
             draw["optimizer"].step()
         told.append([*judge["engine"].full_state_dict().values(), *draw["engine"].full_state_dict().values()])
-    return told
-
-
-@pytest.mark.parametrize("name", SEVEN)
-def test_a_gan_drops_gradients_by_whichever_zero_grad_it_has(worlds, name):
-    first, *others = worlds(2).run(adversaries, name)[0]
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-
-
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (1, 3))])
-@pytest.mark.parametrize("name", SEVEN)
-def test_a_model_and_an_optimizer_that_stand_for_an_engine_train_as_it_does(worlds, name, ranks):
-    (losses, weights), (ours, other) = worlds(ranks).run(built, name)[0]
-    assert losses == ours
-    assert hf.equal(weights, other)
+    assert all(torch.equal(a, b) for other in told for a, b in zip(told[0], other, strict=True))
 
 
 def test_a_count_of_tokens_is_not_rounded_to_16_bits():
@@ -161,68 +148,9 @@ def test_a_count_of_tokens_is_not_rounded_to_16_bits():
 def test_the_pages_scripts_run(tmp_path, name):
     pytest.importorskip({"fabric": "lightning.fabric", "trainer": "transformers"}.get(name, name))
     (tmp_path / "script.py").write_text(SCRIPTS[name])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(torchrun, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py")
+    ended = commands.run(*torchrun, cwd=tmp_path, PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert len(re.findall(r"^(?:epoch \d loss [\d.]+|tensor)", ended.stdout, re.MULTILINE)) == (
         1 if name == "trainer" else 2
     )
-
-
-def facts(world, folder, name):
-    """The last table of the page, row by row, with an engine alone."""
-    import copy  # noqa: PLC0415
-
-    from accelerate import init_empty_weights  # noqa: PLC0415
-    from peft import LoraConfig, get_peft_model  # noqa: PLC0415
-    from transformers import LlamaForCausalLM  # noqa: PLC0415
-
-    make, adamw, folder = find_engine(name), partial(torch.optim.AdamW, lr=1e-2), hf.shared(folder)
-    config = hf.llama().config
-    if world.rank == 0:
-        hf.llama().save_pretrained(f"{folder}/base")
-    torch.distributed.barrier()
-    with init_empty_weights():
-        model = LlamaForCausalLM(config)
-    engine = make(model, adamw, init=lambda name, tensor: None)
-    engine.load_weights(f"{folder}/base/model.safetensors")
-    tokens = hf.Windows(1).text.to(world.device)
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-    engine.step()
-    state = engine.full_state_dict()
-    if world.rank == 0:
-        given = dict(state)
-        model.save_pretrained(f"{folder}/tuned", state_dict=given)
-        assert not given  # it was emptied
-    torch.distributed.barrier()
-    assert hf.equal(LlamaForCausalLM.from_pretrained(f"{folder}/tuned").state_dict(), state)
-    with engine.gathered():
-        long = model.generate(tokens, max_new_tokens=2 + 3 * world.rank, do_sample=False, eos_token_id=None).shape[1]
-
-    tuned = get_peft_model(hf.llama(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
-    engine = make(tuned, adamw)
-    with engine.gathered():
-        merged = copy.deepcopy(tuned).merge_and_unload()
-        torch.testing.assert_close(merged(input_ids=tokens).logits, tuned(input_ids=tokens).logits)
-    assert merged.state_dict().keys() == state.keys()
-    with pytest.raises(InputError, match="gathered"), engine.gathered():
-        tuned.merge_adapter()
-
-    compiled = make(torch.compile(hf.llama(), backend="eager"), adamw).full_state_dict()
-    model = hf.llama()
-    model.compile(backend="eager")
-    engine = make(model, adamw)
-    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-    engine.step()
-    assert compiled.keys() == {f"_orig_mod.{key}" for key in state}
-    assert engine.full_state_dict().keys() == state.keys()
-    return long
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SEVEN)
-def test_what_the_page_says_of_an_engine_alone(worlds, tmp_path, name):
-    for library in ("transformers", "accelerate", "peft"):
-        pytest.importorskip(library)
-    assert worlds(2).run(facts, tmp_path, name) == [hf.WINDOW + 2, hf.WINDOW + 5]

@@ -61,19 +61,15 @@ def test_a_program_of_ones_own_trains_and_hands_its_weights_on(tmp_path):
     }
 
 
-def what_it_says(world, name):
+@pytest.mark.parametrize("name", SEVEN)
+def test_what_a_rank_holds_is_told_by_class_and_with_its_peak(world, name):
     made = make_engine(name)
     train_step(made, world)
-    return usage(made), made.model_state_bytes()
-
-
-@pytest.mark.parametrize("name", SEVEN)
-def test_what_a_rank_holds_is_told_by_class_and_with_its_peak(worlds, name):
-    for rank, (said, states) in enumerate(worlds(2).run(what_it_says, name)):
-        told = {what: int(size.replace(",", "")) for what, size in re.findall(r"(\w+) ([\d,]+) B", said)}
-        assert said.startswith(f"rank {rank}: parameters ")
-        assert told["optimizer"] == states["optimizer"]
-        assert told["most"] > sum(states.values())
+    said, states = usage(made), made.model_state_bytes()
+    told = {what: int(size.replace(",", "")) for what, size in re.findall(r"(\w+) ([\d,]+) B", said)}
+    assert said.startswith(f"rank {world.rank}: parameters ")
+    assert told["optimizer"] == states["optimizer"]
+    assert told["most"] > sum(states.values())
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
 """Engines and words that are taken away need nothing of this repository, and are the engines and the words."""
 
-import subprocess
-import sys
-
 import pytest
+from commands import run
 
 from common.engines import ENGINES
 from interop.take import judge, main
@@ -44,8 +42,7 @@ def test_every_engine_and_the_words_train_beside_another_common(tmp_path):
         main([name, str(tmp_path / package), "--no-verdict"])
         assert name in (tmp_path / package / "__init__.py").read_text()
         assert (tmp_path / package / "LICENSE").exists()
-    command = [sys.executable, "-I", "-c", TRAIN, str(tmp_path), *packages.values()]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = run("-I", "-c", TRAIN, tmp_path, *packages.values())
     assert ended.returncode == 0, ended.stderr[-1000:]
 
 

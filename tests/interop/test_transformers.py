@@ -1,16 +1,19 @@
 """transformers' Trainer by every engine, beside the stock one under DDP; where the library is installed."""
 
+import copy
 import functools
 import itertools
-from pathlib import Path
 
 import hugging_face as hf
 import pytest
 import torch
 from training import SEVEN
 
+from common.engines import find_engine
 from common.errors import InputError
+from lab.compare import relative_difference
 
+pytestmark = hf.needs("transformers", "accelerate", "peft")
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 CASES = {  # what a script asks for
     "plain": {},
@@ -27,13 +30,6 @@ CASES = {  # what a script asks for
 SENDS_ONCE = ("stage0_ddp", "stage1_os")  # the sum of micro-batches, as DDP does; others send each
 
 
-@pytest.fixture(scope="module")
-def installed():
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    pytest.importorskip("peft")
-
-
 def trained(world, folder, engine, arguments):
     """What a Trainer has logged, and its model."""
     with hf.as_by_torchrun(world):
@@ -43,14 +39,13 @@ def trained(world, folder, engine, arguments):
 
 
 @pytest.fixture(scope="module")
-def stock(installed, worlds, tmp_path_factory):
+def stock(worlds, tmp_path_factory):
     """What the stock Trainer gives in a case, run once."""
     return functools.cache(
         lambda what, ranks: worlds(ranks).run(trained, tmp_path_factory.mktemp("stock"), None, CASES[what])[0]
     )
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("what", "ranks"), [*((what, 2) for what in CASES), *itertools.product(list(CASES)[:4], (1, 3))]
 )
@@ -61,31 +56,24 @@ def test_a_trainer_by_an_engine_is_the_stock_one_under_ddp(stock, worlds, tmp_pa
     assert told["learning_rate"] == ours["learning_rate"]
     if name not in SENDS_ONCE and what.startswith("accumulated") and ranks > 1:
         assert ours["loss"] == pytest.approx(told["loss"], rel=1e-5)
-        assert hf.apart(other, weights) < 1e-5
+        assert relative_difference(other, weights) < 1e-5
     else:
         assert (told["loss"], told["eval_loss"]) == (ours["loss"], ours["eval_loss"])
         assert hf.equal(weights, other)
     assert ours["grad_norm"] == pytest.approx(told["grad_norm"], rel=1e-5)
 
 
-def resumed(world, folder, name, options):
-    """The losses and the model of a run of 6 steps, and of one that goes on from its third."""
-    found = []
-    with hf.as_by_torchrun(world):
-        folder = hf.shared(folder)
-        for path in (None, str(Path(folder, "checkpoint-3"))):
-            saves = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "warmup_steps": 4, "max_grad_norm": 0.5}
-            made = hf.trainer(name, folder, engine_options=options, **saves)
-            made.train(resume_from_checkpoint=path)
-            found.append((hf.logged(made, "loss", "learning_rate"), hf.weights_of(made)))
-    return found
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", SEVEN)
-def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(installed, worlds, tmp_path, name, options):
-    (whole, weights), (cut, other) = worlds(2).run(resumed, tmp_path, name, options)[0]
+def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(world, tmp_path, name, options):
+    found = []
+    with hf.as_by_torchrun(world):
+        for path in (None, str(tmp_path / "checkpoint-3")):
+            saves = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "warmup_steps": 4, "max_grad_norm": 0.5}
+            made = hf.trainer(name, tmp_path, engine_options=options, **saves)
+            made.train(resume_from_checkpoint=path)
+            found.append((hf.logged(made, "loss", "learning_rate"), hf.weights_of(made)))
+    (whole, weights), (cut, other) = found
     assert cut["loss"][-3:] == whole["loss"][-3:]
     assert cut["learning_rate"][-3:] == whole["learning_rate"][-3:]
     assert hf.equal(weights, other)
@@ -95,18 +83,17 @@ def saved(world, folder, name, options, tied):
     """Files of a stock Trainer and of one by an engine."""
     with hf.as_by_torchrun(world):
         for path, engine in (("stock", None), ("ours", name)):
-            made = hf.trainer(engine, Path(hf.shared(folder), path), hf.llama(tied), options if engine else None)
+            made = hf.trainer(engine, folder / path, hf.llama(tied), options if engine else None)
             made.train()
             made.save_model()
         return hf.weights_of(made)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize(
     ("name", "options"), [("stage0_ddp", {}), ("stage3_param", {}), ("stage3_param", {"precision": "bf16"})]
 )
-def test_from_pretrained_reads_what_a_trainer_saves(installed, worlds, tmp_path, name, options, tied):
+def test_from_pretrained_reads_what_a_trainer_saves(worlds, tmp_path, name, options, tied):
     from safetensors.torch import load_file  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
@@ -124,34 +111,24 @@ def test_from_pretrained_reads_what_a_trainer_saves(installed, worlds, tmp_path,
         assert hf.equal(*files)
 
 
-def lora(world, folder, name, saved):
-    """The adapter's losses and files, stock and by an engine; what a resumed run and a loaded adapter give."""
-    from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model  # noqa: PLC0415
+@pytest.mark.parametrize("saved", [None, ["lm_head"]], ids=["", "modules_to_save"])
+@pytest.mark.parametrize("name", SEVEN)
+def test_adapters_train_save_load_and_resume(world, tmp_path, name, saved):
+    from peft import LoraConfig, PeftModel, get_peft_model  # noqa: PLC0415
+    from safetensors.torch import load_file  # noqa: PLC0415
 
     found, whole = {}, {"task_type": "CAUSAL_LM", "modules_to_save": saved}
     with hf.as_by_torchrun(world):
-        folder = hf.shared(folder)
-        hf.llama().save_pretrained(Path(folder, "base")) if world.rank == 0 else None
         for engine, path in ((None, None), (name, None), (name, "checkpoint-2")):
             torch.manual_seed(0)
             config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, **whole)
             model = get_peft_model(hf.llama(), config)
-            into = Path(folder, str(engine))
+            into = tmp_path / str(engine)
             made = hf.trainer(engine, into, model, save_strategy="steps", save_steps=2)
             made.train(resume_from_checkpoint=path and str(into / path))
             made.save_model()
             found[engine, path] = hf.logged(made, "loss")["loss"], hf.weights_of(made)
         read = PeftModel.from_pretrained(hf.llama(), str(into)).state_dict()
-    return found, read, AutoPeftModelForCausalLM.__name__
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("saved", [None, ["lm_head"]], ids=["", "modules_to_save"])
-@pytest.mark.parametrize("name", SEVEN)
-def test_adapters_train_save_load_and_resume(installed, worlds, tmp_path, name, saved):
-    from safetensors.torch import load_file  # noqa: PLC0415
-
-    found, read, _ = worlds(2).run(lora, tmp_path, name, saved)[0]
     (losses, weights), (ours, other), (again, resumed) = found.values()
     assert (losses, again[-2:]) == (ours, ours[-2:])
     assert hf.equal(weights, other)
@@ -160,8 +137,8 @@ def test_adapters_train_save_load_and_resume(installed, worlds, tmp_path, name, 
     assert hf.equal(*(load_file(tmp_path / path / "adapter_model.safetensors") for path in ("None", name)))
 
 
-def by_words(world, folder, name):
-    """What scripts do around `train`: metrics, predict, the best model, generate, a second train."""
+@pytest.mark.parametrize("name", SEVEN)
+def test_metrics_predictions_the_best_model_and_generation(world, tmp_path, name):
     from transformers import GenerationConfig  # noqa: PLC0415
 
     def right(found):
@@ -171,7 +148,7 @@ def by_words(world, folder, name):
     with hf.as_by_torchrun(world):
         for engine in (None, name):
             keeps = {"load_best_model_at_end": True, "metric_for_best_model": "right", "save_strategy": "steps"}
-            into = Path(hf.shared(folder), str(engine))
+            into = tmp_path / str(engine)
             made = hf.trainer(engine, into, compute_metrics=right, save_steps=2, max_steps=6, **keeps, **EVALUATED)
             made.train()
             best = hf.weights_of(made)
@@ -180,22 +157,14 @@ def by_words(world, folder, name):
         plan = GenerationConfig(max_new_tokens=4 + 8 * world.rank, do_sample=False, eos_token_id=None)
         start = hf.Windows(1)[0]["input_ids"][None]
         with made.engine.gathered():
-            length = made.model.generate(start, generation_config=plan).shape[1]
+            assert made.model.generate(start, generation_config=plan).shape[1] == hf.WINDOW + 4 + 8 * world.rank
         engine, made.args.max_steps = made.engine, 2
         made.train()
         assert made.engine is engine
-    return told, length
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SEVEN)
-def test_metrics_predictions_the_best_model_and_generation(installed, worlds, tmp_path, name):
-    ranks = worlds(2).run(by_words, tmp_path, name)
-    (metrics, best, predictions, last), (ours, our_best, our_predictions, our_last) = ranks[0][0]
+    (metrics, best, predictions, last), (ours, our_best, our_predictions, our_last) = told
     assert (metrics, last) == (ours, our_last)
     assert hf.equal(best, our_best)
     assert (predictions == our_predictions).all()
-    assert [length for _, length in ranks] == [hf.WINDOW + 4, hf.WINDOW + 12]
 
 
 def evaluated_first(world, folder, name):
@@ -211,48 +180,42 @@ def evaluated_first(world, folder, name):
     return found
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [None, *SEVEN])
-def test_ranks_train_together_after_an_evaluation_but_for_the_stock_trainers(installed, worlds, tmp_path, name):
+def test_ranks_train_together_after_an_evaluation_but_for_the_stock_trainers(worlds, tmp_path, name):
     (one, other), (_, second) = worlds(2).run(evaluated_first, tmp_path, name)
     # transformers 5.24.0 with accelerate 1.15.0: a model that was evaluated is never wrapped in DDP.
     assert [hf.equal(one, other), hf.equal(other, second)] == [name is not None] * 2
 
 
-def optimizer_of_ones_own(world, folder, engine):
+@pytest.mark.parametrize("name", ["stage1_os", "stage3_param"])
+def test_an_optimizer_and_a_scheduler_of_ones_own(world, tmp_path, name):
     found = []
     with hf.as_by_torchrun(world):
-        for name in (None, engine):
+        for engine in (None, name):
             model = hf.llama()
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             constant = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 2)
             falling = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
             rates = torch.optim.lr_scheduler.SequentialLR(optimizer, [constant, falling], [2])
-            made = hf.trainer(name, folder, model, optimizers=(optimizer, rates))
+            made = hf.trainer(engine, tmp_path, model, optimizers=(optimizer, rates))
             made.train()
             found.append((hf.logged(made, "loss", "learning_rate"), hf.weights_of(made)))
         with pytest.raises((InputError, RuntimeError), match="engine"):
             optimizer.step()
-    return found
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["stage1_os", "stage3_param"])
-def test_an_optimizer_and_a_scheduler_of_ones_own(installed, worlds, tmp_path, name):
-    (stock, weights), (ours, other) = worlds(2).run(optimizer_of_ones_own, tmp_path, name)[0]
+    (stock, weights), (ours, other) = found
     assert stock == ours
     assert hf.equal(weights, other)
 
 
-def translated(world, folder, engine):
-    """What a Seq2SeqTrainer logs, and what it generates while it evaluates."""
+@pytest.mark.parametrize("name", SEVEN)
+def test_a_seq2seq_trainer_generates_while_it_evaluates(world, tmp_path, name):
     import transformers  # noqa: PLC0415
 
     from interop.transformers import Seq2SeqTrainer  # noqa: PLC0415
 
     found = []
     with hf.as_by_torchrun(world):
-        for name in (None, engine):
+        for engine in (None, name):
             torch.manual_seed(0)
             sizes = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
             model = transformers.T5ForConditionalGeneration(
@@ -260,40 +223,77 @@ def translated(world, folder, engine):
             )
             generates = {"predict_with_generate": True, "generation_max_length": 8}
             plan = {**hf.QUIET, **hf.USUAL, "max_steps": 4, **generates}
-            arguments = transformers.Seq2SeqTrainingArguments(str(folder), **plan)
+            arguments = transformers.Seq2SeqTrainingArguments(str(tmp_path), **plan)
             data = {"train_dataset": hf.Windows(64), "eval_dataset": hf.Windows(10, 100_000)}
-            if name is None:
+            if engine is None:
                 made = transformers.Seq2SeqTrainer(model, arguments, **data)
             else:
-                made = Seq2SeqTrainer(model, arguments, engine=name, **data)
+                made = Seq2SeqTrainer(model, arguments, engine=engine, **data)
             made.train()
             found.append((hf.logged(made, "loss"), made.predict(hf.Windows(6, 50_000)).predictions))
-    return found
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SEVEN)
-def test_a_seq2seq_trainer_generates_while_it_evaluates(installed, worlds, tmp_path, name):
-    (stock, generated), (ours, other) = worlds(2).run(translated, tmp_path, name)[0]
+    (stock, generated), (ours, other) = found
     assert stock == ours
     assert (generated == other).all()
 
 
-def initialized(world, folder, engine):
-    """The models of two runs of a Trainer that builds its own."""
+@pytest.mark.parametrize("name", SEVEN)
+def test_a_model_built_anew_has_a_new_engine(world, tmp_path, name):
     with hf.as_by_torchrun(world):
-        made = hf.trainer(engine, folder, model_init=lambda: hf.llama(tied=False))
+        made = hf.trainer(name, tmp_path, model_init=lambda: hf.llama(tied=False))
         found = []
         for _ in range(2):
             made.train()
             found.append(hf.weights_of(made))
-    return found
+    assert hf.equal(*found)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SEVEN)
-def test_a_model_built_anew_has_a_new_engine(installed, worlds, tmp_path, name):
-    assert hf.equal(*worlds(2).run(initialized, tmp_path, name)[0])
+def test_what_the_page_says_of_an_engine_alone(world, tmp_path, name):
+    """HUGGING_FACE.md's last table, row by row."""
+    from accelerate import init_empty_weights  # noqa: PLC0415
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415
+    from transformers import LlamaForCausalLM  # noqa: PLC0415
+
+    make, adamw = find_engine(name), functools.partial(torch.optim.AdamW, lr=1e-2)
+    config = hf.llama().config
+    if world.rank == 0:
+        hf.llama().save_pretrained(tmp_path / "base")
+    torch.distributed.barrier()
+    with init_empty_weights():
+        model = LlamaForCausalLM(config)
+    engine = make(model, adamw, init=lambda name, tensor: None)
+    engine.load_weights(tmp_path / "base/model.safetensors")
+    tokens = hf.Windows(1).text.to(world.device)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    state = engine.full_state_dict()
+    if world.rank == 0:
+        given = dict(state)
+        model.save_pretrained(tmp_path / "tuned", state_dict=given)
+        assert not given  # it was emptied
+    torch.distributed.barrier()
+    assert hf.equal(LlamaForCausalLM.from_pretrained(tmp_path / "tuned").state_dict(), state)
+    with engine.gathered():
+        plan = {"max_new_tokens": 2 + 3 * world.rank, "do_sample": False, "eos_token_id": None}
+        assert model.generate(tokens, **plan).shape[1] == hf.WINDOW + 2 + 3 * world.rank
+
+    tuned = get_peft_model(hf.llama(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    engine = make(tuned, adamw)
+    with engine.gathered():
+        merged = copy.deepcopy(tuned).merge_and_unload()
+        torch.testing.assert_close(merged(input_ids=tokens).logits, tuned(input_ids=tokens).logits)
+    assert merged.state_dict().keys() == state.keys()
+    with pytest.raises(InputError, match="gathered"), engine.gathered():
+        tuned.merge_adapter()
+
+    compiled = make(torch.compile(hf.llama(), backend="eager"), adamw).full_state_dict()
+    model = hf.llama()
+    model.compile(backend="eager")
+    engine = make(model, adamw)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    assert compiled.keys() == {f"_orig_mod.{key}" for key in state}
+    assert engine.full_state_dict().keys() == state.keys()
 
 
 REFUSED = {
@@ -317,8 +317,7 @@ def ask(folder, *, engine="stage2_grad", resume=None, **given):
     hf.trainer(engine, folder, **given).train(resume_from_checkpoint=resume and str(folder))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_an_engine_cannot_do_is_refused_by_name(installed, worlds, tmp_path, what):
+def test_what_an_engine_cannot_do_is_refused_by_name(world, tmp_path, what):
     given, words = REFUSED[what]
-    hf.check_refused(worlds, words, functools.partial(ask, **given), tmp_path)
+    hf.check_refused(world, words, lambda: ask(tmp_path, **given))

@@ -2,8 +2,6 @@
 
 import functools
 import os
-import subprocess
-import sys
 from statistics import fmean
 
 import pytest
@@ -14,6 +12,7 @@ from places import ROOT
 from training import UNFUSED, same_bits, train_step
 
 from interop.export import export_folder, main
+from interop.museum import run
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -62,21 +61,11 @@ def test_deepspeed_goes_on_at_another_world_size(worlds, deepspeed_place, tmp_pa
     size = {1: 1, 2: 3, 3: 1}[stage]
     ranks = worlds(size).run(saved, "stage3_param", "gpt-tiny", precision, UNFUSED, tmp_path / "own")
     export_folder(tmp_path / "own", tmp_path / "folder", "universal")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    program = [
-        "-m",
-        "tests.programs.deepspeed_goes_on",
-        tmp_path / "folder",
-        str(stage),
-        precision,
-        tmp_path / "result",
-    ]
-    path = os.pathsep.join(map(str, [deepspeed_place, ROOT, ROOT / "tests" / "support"]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    environment |= {"DS_BUILD_OPS": "0", "TORCH_EXTENSIONS_DIR": str(deepspeed_place / "built")}
-    ended = subprocess.run(
-        [*torchrun, *program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    program = ("-m", "tests.programs.deepspeed_goes_on", tmp_path / "folder", stage, precision, tmp_path / "result")
+    how = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    how |= {"PYTHONPATH": os.pathsep.join(map(str, [deepspeed_place, ROOT, ROOT / "tests" / "support"]))}
+    ended = run(deepspeed_place, *torchrun, *program, **how)
     assert ended.returncode == 0, ended.stderr
     loss, steps, weights = torch.load(tmp_path / "result")
     expected = {name: ranks[0][2][name] for name in weights}

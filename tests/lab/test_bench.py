@@ -42,7 +42,7 @@ class Loud(peers.TorchDDP):
 
 def options(**changes):
     given = {"engines": "stage1_os", "peers": "", "models": "gpt-tiny", "precisions": "fp32", "nproc": "2", "batch": 1}
-    given |= {"bucket_mb": 10.0, "worlds": 2, "rounds": 6, "steps": 1, "oversubscribe": True, "json": None}
+    given |= {"worlds": 2, "rounds": 6, "steps": 1, "oversubscribe": True, "json": None}
     given |= {"small_send_buffers": False}
     return argparse.Namespace(**{**given, **changes})
 

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
-from commands import refused
 
 from common.engines import find_engine
 from common.loop import train_step
@@ -31,24 +29,22 @@ ROUND = replace(  # numbers that can be added in the head
 )
 
 
-def timed(work, size=8, ranks_per_node=4, hardware=ROUND, backend="nccl"):
+def timed(work, ranks_per_node=4, backend="nccl"):
     """The Clock after some work in a simulated world."""
-    world = simulated_world(size, ranks_per_node=ranks_per_node, backend=backend)
-    with world, Clock(hardware, ranks_per_node, Traffic()) as clock:
+    with simulated_world(8, 0, ranks_per_node, backend), Clock(ROUND, ranks_per_node, Traffic()) as clock:
         work()
     return clock
 
 
 def test_arithmetic_or_memory_whichever_takes_longer():
-    square, flat = torch.empty(1000, 1000, device="meta"), torch.empty(10**6, device="meta")
     with simulated_world(1), Clock(ROUND, 1, Traffic()) as clock:
-        torch.mm(*[torch.empty(square.shape)] * 2)
+        torch.mm(*[torch.empty(1000, 1000)] * 2)
         assert clock.now["compute"] == pytest.approx(2e9 / 1e12)
-        torch.mm(*[torch.empty(square.shape, dtype=torch.bfloat16)] * 2)
+        torch.mm(*[torch.empty(1000, 1000, dtype=torch.bfloat16)] * 2)
         assert clock.now["compute"] == pytest.approx(3e9 / 1e12)
-        torch.empty(flat.shape).add_(torch.empty(flat.shape))
+        torch.empty(10**6).add_(torch.empty(10**6))
         assert clock.now["compute"] == pytest.approx(3e9 / 1e12 + 3 * 4e6 / 1e12)
-        torch.empty(flat.shape).view(1000, 1000).t()
+        torch.empty(10**6).view(1000, 1000).t()
         assert clock.now["compute"] == pytest.approx(3e9 / 1e12 + 3 * 4e6 / 1e12)
 
 
@@ -56,16 +52,17 @@ M = 8 * 10**6  # bytes of a tensor on 8 ranks
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks_per_node", "seconds"),
+    ("name", "ranks_per_node", "backend", "seconds"),
     [
-        ("all_gather", 8, 7 / 8 * M / 1e9),  # inside the node each rank sends 7 shards
-        ("all_gather", 4, 7 / 8 * M / 1e9),  # a ring crosses to the other node once, at twice the rate
-        ("all_gather", 1, 7 / 8 * M / 1e9),
-        ("all_to_all", 4, 4 * 4 / 8 * M / 2e9),  # 4 ranks of a node send half of it across
-        ("all_reduce", 8, 2 * 7 / 8 * M / 1e9),
+        ("all_gather", 8, "nccl", 7 / 8 * M / 1e9),  # inside the node each rank sends 7 shards
+        ("all_gather", 8, "gloo", 7 / 8 * M / 1e9),  # and takes as long point to point
+        ("all_gather", 4, "nccl", 7 / 8 * M / 1e9),  # a ring crosses to the other node once, at twice the rate
+        ("all_gather", 1, "nccl", 7 / 8 * M / 1e9),
+        ("all_to_all", 4, "nccl", 4 * 4 / 8 * M / 2e9),  # 4 ranks of a node send half of it across
+        ("all_reduce", 8, "nccl", 2 * 7 / 8 * M / 1e9),
     ],
 )
-def test_a_collective_takes_what_its_bytes_take_over_the_slowest_link(name, ranks_per_node, seconds):
+def test_a_collective_takes_what_its_bytes_take_over_the_slowest_link(name, ranks_per_node, backend, seconds):
     def work():
         comm, whole = Collectives(), torch.empty(M // 4)
         arguments = {
@@ -75,18 +72,9 @@ def test_a_collective_takes_what_its_bytes_take_over_the_slowest_link(name, rank
         }
         getattr(comm, name)(*arguments[name]).wait()
 
-    clock = timed(work, ranks_per_node=ranks_per_node)
+    clock = timed(work, ranks_per_node, backend)
     assert clock.busy["collectives"] == pytest.approx(seconds, rel=0.01)  # and a division
     assert clock.waited["collectives"] == pytest.approx(seconds, rel=0.01)
-
-
-def test_point_to_point_an_all_gather_takes_as_long():
-    def work():
-        comm, whole = Collectives(), torch.empty(M // 4)
-        comm.all_gather(whole[: M // 32], whole).wait()
-
-    clock = timed(work, ranks_per_node=8, backend="gloo")
-    assert clock.busy["collectives"] == pytest.approx(7 / 8 * M / 1e9, rel=0.01)
 
 
 def test_what_runs_beside_computation_is_not_exposed():
@@ -110,6 +98,7 @@ SLOW = replace(PRESETS["h100-80g"], inside=5e8, between=5e8)
 
 
 @pytest.mark.parametrize("name", ["stage3_param", "zeropp", "offload", "offload.nvme"])
+@pytest.mark.one_in(3)
 def test_a_slow_link_is_exposed_and_bounds_the_step(name):
     made = {}
     for link, hardware in (("fast", PRESETS["h100-80g"]), ("slow", SLOW)):
@@ -141,15 +130,3 @@ def test_the_command_tells_the_time_and_draws_the_streams(tmp_path, capsys):
     for row in rows.values():  # what runs on a stream runs one after the other
         spans = sorted((e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == row)
         assert all(begin + took <= after + 1e-3 for (begin, took), (after, _) in itertools.pairwise(spans))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--hardware abacus", "unknown hardware 'abacus'; known: v100-32g"),
-        ("--trace trace.json", "add --hardware"),
-    ],
-)
-def test_times_that_cannot_be_told_are_refused_in_one_line(capsys, arguments, said):
-    assert said in refused(capsys, command.main, ["stage2_grad", *arguments.split()])
-    assert not dist.is_initialized()

@@ -29,6 +29,7 @@ WITHOUT = [replace(PLUS, title=f"without {switch}", own=((switch, False),)) for 
     [*((way, 8) for way in (*WAYS, *WITHOUT)), (PLUS, 16)],
     ids=lambda value: getattr(value, "title", value),
 )
+@pytest.mark.one_in(3)
 def test_what_a_rank_holds_sends_and_moves_is_what_the_engine_does(way, per_node):
     shape = plan.of_model("gpt-124m")
     rank = Rank(shape, preset("h100-80g"), 16, per_node, 1, 1, 2, 4, shape.sequence, checkpoints=True)

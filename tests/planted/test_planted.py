@@ -59,11 +59,13 @@ def label(value):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="some faults are planted in gloo's paths, or show by its timing")
 @pytest.mark.parametrize(("mutant", "name"), marked(CASES, CHOSEN), ids=label)
+@pytest.mark.one_in(2)
 def test_a_mutant_is_caught(worlds, tmp_path, mutant, name):
     assert broken_promises(worlds, tmp_path, mutant.plant, name, mutant.probe, mutant.size) != []
 
 
 @pytest.mark.parametrize(("probe", "name", "size"), marked(probed(CASES), probed(CHOSEN)), ids=label)
+@pytest.mark.one_in(3)
 def test_no_probe_finds_fault_with_the_healthy_engine(worlds, tmp_path, probe, name, size):
     assert broken_promises(worlds, tmp_path, healthy, name, probe, size) == []
 

@@ -1,12 +1,13 @@
 """Small runs of transformers' Trainer on a rank, stock or by an engine; and of other libraries' loops beside it."""
 
 import contextlib
+import importlib.util
 import os
 import re
 from unittest import mock
 
+import pytest
 import torch
-import torch.distributed as dist
 from baseline import sum_in_rank_order
 
 from common.data import load_text
@@ -15,6 +16,12 @@ from common.errors import InputError
 WINDOW = 32  # tokens of a sample
 USUAL = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "optim": "adamw_torch", "max_grad_norm": 0.0}
 QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+
+
+def needs(*libraries):
+    """The marks of tests that need these libraries and take minutes."""
+    absent = [library for library in libraries if importlib.util.find_spec(library) is None]
+    return [pytest.mark.exhaustive, pytest.mark.skipif(bool(absent), reason=f"not installed: {absent}")]
 
 
 class Windows(torch.utils.data.Dataset):
@@ -109,34 +116,9 @@ def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def apart(one, other):
-    """By how much two models differ: the norm of the difference over the norm."""
-    assert one.keys() == other.keys()
-    pairs = [(one[name].double(), other[name].double()) for name in one]
-    difference = sum((a - b).square().sum() for a, b in pairs).sqrt()
-    return (difference / sum(b.square().sum() for _, b in pairs).sqrt()).item()
-
-
-def refused(world, act, *arguments):
-    """What it says that refuses something."""
-    with as_by_torchrun(world):
-        try:
-            act(*arguments)
-        except (InputError, ValueError, RuntimeError) as error:
-            return str(error)
-    return "accepted"
-
-
-def check_refused(worlds, words, act, *arguments):
-    """Two ranks refuse something in the same line, in which the words are."""
-    said = worlds(2).run(refused, act, *arguments)
-    assert len(set(said)) == 1
-    (line,) = said[0].splitlines()
-    assert re.search(words, line)
-
-
-def shared(folder):
-    """A folder that rank 0 names."""
-    named = [str(folder)]
-    dist.broadcast_object_list(named, 0)
-    return named[0]
+def check_refused(world, words, call):
+    """It is refused on a rank, in one line in which the words are."""
+    with as_by_torchrun(world), pytest.raises((InputError, ValueError, RuntimeError)) as error:
+        call()
+    (line,) = str(error.value).splitlines()
+    assert re.search(words, line), line

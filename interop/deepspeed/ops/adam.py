@@ -1,10 +1,8 @@
 """`deepspeed.ops.adam`: torch's fused AdamW, or Adam, as the configuration's "Adam" is. The rest is not here."""
 
 from common.errors import InputError
-from interop.deepspeed.refusals import missing, refuse_arguments
+from interop.deepspeed.refusals import refuse_arguments
 from interop.deepspeed.settings import optimizer_of
-
-__getattr__ = missing("ops.adam")
 
 
 def FusedAdam(

@@ -1,9 +1,5 @@
 """`deepspeed.runtime.dataloader`: a loader that begins again. The rest is not here."""
 
-from interop.deepspeed.refusals import missing
-
-__getattr__ = missing("runtime.dataloader")
-
 
 class RepeatingLoader:
     """Batches of a loader without end: after the last one comes the first of a new turn."""

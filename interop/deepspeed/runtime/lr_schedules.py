@@ -9,9 +9,6 @@ from functools import partial
 from torch.optim.lr_scheduler import LambdaLR
 
 from common.errors import InputError
-from interop.deepspeed.refusals import missing
-
-__getattr__ = missing("runtime.lr_schedules")
 
 
 class Schedule(LambdaLR):

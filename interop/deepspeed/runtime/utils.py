@@ -6,9 +6,6 @@ import torch
 import torch.distributed as dist
 
 from common.measure import tables
-from interop.deepspeed.refusals import missing
-
-__getattr__ = missing("runtime.utils")
 
 
 def see_memory_usage(message, force=False):
