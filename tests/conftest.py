@@ -25,6 +25,8 @@ from interop.museum import installed
 # The files that take minutes begin, so that of two processes none is left alone with one of them.
 LONG = ("test_equivalence", "test_runs", "test_notebooks", "test_commands")
 
+MOST_ON_A_GPU = 4  # ranks that share one: more take hours
+
 PRECISIONS_OF = defaultdict(list)  # a cell without a precision -> those in which it is trained
 for trained in CELLS:
     PRECISIONS_OF[replace(trained, precision="")].append(trained.precision)
@@ -143,6 +145,8 @@ def pytest_collection_modifyitems(config, items):
     others = [item for item in items if sampled and is_of_offload(item) and not is_quick(item)]
     others += [item for item in items if sampled and not alone and not in_turn(item)]
     others += passed_by(items) if sampled else []
+    if gpus := torch.cuda.device_count():
+        others += [item for item in items if ranks_of(item) > max(MOST_ON_A_GPU, gpus)]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
     if config.getoption("--engine"):
@@ -152,6 +156,13 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
     items.sort(key=lambda item: item.path.stem not in LONG)
+
+
+def ranks_of(item):
+    """The ranks of a test's world, as far as its parameters say."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    cell = given.get("cell", given.get("crossing"))
+    return max([getattr(cell, "world_size", 1), *(given.get(name, 1) for name in ("world", "size", "world_size"))])
 
 
 def passed_by(items):

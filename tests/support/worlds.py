@@ -29,7 +29,7 @@ def seed(world):
 class Worlds:
     """`worlds(n)` is a world of n ranks: started when first asked for, and again after a failure closed it."""
 
-    def __init__(self, timeout=60):
+    def __init__(self, timeout=300 if torch.cuda.is_available() else 60):
         self._worlds, self._timeout = {}, timeout
 
     def __call__(self, size):
