@@ -27,7 +27,7 @@ from common.measure import tables
 from common.measure.hardware import cpus, hardware
 from common.measure.memory import Timeline
 from common.measure.timeline import Recording, overlap
-from common.outputs import asked, check_name, one_line_errors, progress_bar, write_json, write_text
+from common.outputs import asked, check_counts, check_name, one_line_errors, progress_bar, write_json, write_text
 from common.ranks.agreement import together
 from common.ranks.nodes import check_ranks_per_node
 from common.ranks.world import launch, told_by_torchrun
@@ -111,8 +111,7 @@ def check_options(options):
     dtype_of(options.precision)
     for name in options.engines.split(","):
         find_engine(name)
-    if options.steps < 1:
-        raise InputError(f"--steps {options.steps}: at least one step is needed")
+    check_counts(options, "steps")
     if not 0 <= options.lr < float("inf"):
         raise InputError(f"--lr {options.lr}: a finite learning rate, of 0 or more, is needed")
     if options.clip_norm is not None and not options.clip_norm > 0:

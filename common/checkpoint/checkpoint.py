@@ -29,6 +29,7 @@ import os
 import socket
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -111,12 +112,15 @@ def write(comm, path, snapshot):
     try:
         with together(comm, failure):
             entry = {"name": file.name, "sha256": snapshot.write(file)}
-        files = comm.gather_objects(entry, "the checkpoint")
-        theirs = comm.gather_objects((socket.gethostname(), snapshot.told), "the checkpoint")
+        everyones = comm.gather_objects((entry, socket.gethostname()), "the checkpoint")
+        files = [entry for entry, _ in everyones]
         with together(comm, failure):
             if rank == 0:
-                for number, (entry, (node, told)) in enumerate(zip(files, theirs, strict=True)):
-                    _see(folder, entry["name"], told, f"rank {number} wrote on node {node!r}")
+                here = f"{str(folder)!r} on node {socket.gethostname()!r}"
+                for number, (entry, node) in enumerate(everyones):
+                    name = entry["name"]  # which no other file has: its number is new on every node
+                    missing = f"{name}, which rank {number} wrote on node {node!r}, is not in {here}"
+                    see(lambda name=name: name in os.listdir(folder), missing)  # listdir asks a file server anew
                 replace_index(folder, {**snapshot.index, "files": files})
     except InputError:
         with contextlib.suppress(OSError):
@@ -134,21 +138,13 @@ def write(comm, path, snapshot):
             warnings.warn(said, RuntimeWarning, stacklevel=2)
 
 
-def _see(folder, name, told, who):
-    """On rank 0: see that a file that a rank wrote is here, and holds what that rank was to write."""
+def see(there, missing):
+    """Wait for what other nodes have written until `there()`, for PATIENCE; else an InputError says what is missing."""
     deadline = time.monotonic() + PATIENCE
-    while name not in os.listdir(folder):  # which asks a file server anew
+    while not there():
         if time.monotonic() > deadline:
-            raise InputError(
-                f"{name}, which {who}, is not in {str(folder)!r} on node {socket.gethostname()!r}; give a folder that "
-                "all nodes share"
-            )
+            raise InputError(f"{missing}; give a folder that all nodes share")
         time.sleep(0.1)
-    with tensor_file.Source(folder / name) as file:
-        if not file.holds(told):
-            raise InputError(
-                f"{name}, which {who}, is another file in {str(folder)!r} on node {socket.gethostname()!r}"
-            )
 
 
 def load(engine, path):
@@ -191,7 +187,12 @@ def load(engine, path):
             weights.check_range(engine, source, name_of)
         engine.begin_load()
         with together(engine.comm, f"loaded {str(path)!r} in part, build the engine anew"):
-            _fill_model(engine, index, source, name_of)
+            weights.fill(engine, source, name_of)
+            engine.updates = index["updates"]
+            if engine.loss_scaler and index["loss_scaler"]:
+                engine.loss_scaler.load_state_dict(index["loss_scaler"])
+            extra_state = {key: decode(value, source) for key, value in index["extra_state"].items()}
+            model_state.set_extra_state(engine, extra_state)
             _fill_optimizer(engine, index, source)
     return extra
 
@@ -357,23 +358,13 @@ def check_intact(folder, entry):
         raise InputError(f"{entry['name']} is damaged; restore it, or take an older checkpoint")
 
 
-def _fill_model(engine, index, source, name_of):
-    weights.fill(engine, source, name_of)
-    engine.updates = index["updates"]
-    if engine.loss_scaler and index["loss_scaler"]:
-        engine.loss_scaler.load_state_dict(index["loss_scaler"])
-    model_state.set_extra_state(engine, {key: decode(value, source) for key, value in index["extra_state"].items()})
-
-
 def _fill_optimizer(engine, index, source):
     def states_of(bucket, piece):
         saved = index["parameters"][next(iter(bucket.slots))]  # all parameters have been stepped equally often
-        fills = {
-            state: lambda target, state=state: weights.fill_part(
-                target, bucket, piece.part, source, lambda name: f"optimizer/{state}/{name}"
-            )
-            for state in saved["states"]
-        }
+        fills = {}
+        for state in saved["states"]:
+            names = {name: f"optimizer/{state}/{name}" for name in bucket.slots}
+            fills[state] = partial(weights.fill_part, source, bucket, names, part=piece.part)
         return decode(saved["scalars"], source), fills
 
     optimizer_state.fill(engine, decode(index["groups"], source), states_of)

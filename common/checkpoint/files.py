@@ -1,11 +1,24 @@
-"""What an engine reads and writes: the whole model as a state dict, checkpoints, weights from elsewhere."""
+"""What an engine reads and writes: the whole model as a state dict, checkpoints, weights from elsewhere.
+
+Saves may run beside training: a snapshot is taken at the call, and written by a thread while the next steps run. The
+ranks agree on what was written in a group of their own, of gloo, so that no collective of a step waits for a disk.
+"""
+
+import weakref
+from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from common.checkpoint import checkpoint, model_state, weights
-from common.checkpoint.background import Saving
 from common.errors import InputError
+from common.measure.memory import storage_bytes
+from common.ranks.collectives import Collectives
+from common.ranks.lanes import lane_of
+from common.ranks.nodes import new_group
 from common.tensors import end_to_end, past_subclasses
+
+_groups = weakref.WeakKeyDictionary()  # process group -> the one of its saves, as long as the first lives
 
 # Who evaluates in torch.inference_mode() may save there. What is made in that mode no other thread can write, such as
 # the lane of collectives.
@@ -46,7 +59,16 @@ class Files:
         self.guards.check_places()
         self.synchronize()
         self.buffers.broadcast()
-        return whole_state(self, to_rank)
+        extra = model_state.extra_state_of_rank_0(self)
+        values, here = {}, to_rank in (None, self.rank)
+        for bucket in self.buckets + self.frozen:  # one at a time is whole
+            with bucket.values_at_hand():
+                whole = _whole(self.comm, bucket, to_rank)
+                for name, parameter in bucket.members.items() if here else ():
+                    values[parameter] = bucket.view(whole, name).detach().cpu().clone()
+        state = self.state_as_it_stands() if here else {}
+        values |= {buffer: buffer.detach().cpu().clone() for buffer in self.module.buffers()} if here else {}
+        return {key: extra[key] if key in extra else values[tensor] for key, tensor in state.items()}
 
     @past_subclasses  # a hook that reads a freed weight is refused by the name of what it makes
     def state_as_it_stands(self):
@@ -117,18 +139,52 @@ class Files:
         self.writes.made(self.buckets + self.frozen)
 
 
-def whole_state(engine, to_rank=None):
-    """See `EngineBase.full_state_dict`. A collective; one bucket at a time is whole."""
-    extra = model_state.extra_state_of_rank_0(engine)
-    values, here = {}, to_rank in (None, engine.rank)
-    for bucket in engine.buckets + engine.frozen:
-        with bucket.values_at_hand():
-            whole = _whole(engine.comm, bucket, to_rank)
-            for name, parameter in bucket.members.items() if here else ():
-                values[parameter] = bucket.view(whole, name).detach().cpu().clone()
-    state = engine.state_as_it_stands() if here else {}
-    values |= {buffer: buffer.detach().cpu().clone() for buffer in engine.module.buffers()} if here else {}
-    return {key: extra[key] if key in extra else values[tensor] for key, tensor in state.items()}
+class Saving:
+    """A save under way, with a snapshot that takes this rank's shard of all states on the host until it is written.
+
+    Args:
+        engine, path, extra: as `save` of an engine takes them. A collective.
+
+    Attributes:
+        tensors: the snapshot's, none when it has been written.
+        nbytes: what they take on this rank.
+        told: `wait` has raised what failed.
+
+    Raises:
+        InputError: on every rank, if one has something that a checkpoint cannot hold.
+    """
+
+    def __init__(self, engine, path, extra):
+        snapshot = checkpoint.Snapshot(engine, path, extra, apart=True)
+        self.tensors, self.told = list(snapshot.tensors.values()), False
+        self.nbytes = storage_bytes(self.tensors)
+        comm = Collectives(_group_of(engine.comm))
+        self._handle = lane_of(comm.group, comm.backend, "saving").submit(partial(self._save, comm, path, snapshot))
+
+    def _save(self, comm, path, snapshot):
+        try:
+            checkpoint.write(comm, path, snapshot)
+        finally:
+            self.tensors.clear()
+
+    def wait(self):
+        """Return when the checkpoint is on the disk.
+
+        Raises:
+            InputError: on every rank, if one could not write; it names that rank. The checkpoint that was there stands.
+        """
+        try:
+            self._handle.wait()
+        except Exception:
+            self.told = True
+            raise
+
+
+def _group_of(comm):
+    """The group of the saves of a process group's engines, made with the first of them. A collective."""
+    if comm.group not in _groups:
+        _groups[comm.group] = new_group(comm, dist.get_process_group_ranks(comm.group), backend="gloo")
+    return _groups[comm.group]
 
 
 def _whole(comm, bucket, to_rank):
@@ -136,14 +192,22 @@ def _whole(comm, bucket, to_rank):
     if bucket.kind.trainable and bucket.sixteen_bit:
         kept = end_to_end([piece.master for piece in bucket.pieces], comm.device)
     else:
-        kept = bucket.parameters.to(comm.device)  # from the tier where it lies
-    if len(kept) == bucket.padded_numel:
-        return kept
-    whole = None
+        kept = bucket.parameters
+    return whole_of(comm, bucket, kept, to_rank)
+
+
+def whole_of(comm, bucket, shard, to_rank=None):
+    """The shards of all ranks, [padded_numel]; None on a rank that sends its own to another.
+
+    A collective, unless the shard is all of it.
+    """
+    if len(shard) == bucket.padded_numel:
+        return shard
+    shard, whole = shard.to(comm.device), None
     if to_rank in (None, comm.rank):
-        whole = torch.empty(bucket.padded_numel, dtype=kept.dtype, device=kept.device)
+        whole = torch.empty(bucket.padded_numel, dtype=shard.dtype, device=shard.device)
     if to_rank is None:
-        comm.all_gather(kept, whole, bucket.name).wait()
+        comm.all_gather(shard, whole, bucket.name).wait()
     else:
-        comm.gather(kept, whole, to_rank, bucket.name).wait()
+        comm.gather(shard, whole, to_rank, bucket.name).wait()
     return whole

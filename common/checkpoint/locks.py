@@ -4,6 +4,7 @@ A fork shares its parent's open files, and their locks with them: a DataLoader's
 own in its name. So a child closes what its parent owns, and that stays with the parent alone.
 """
 
+import contextlib
 import fcntl
 import os
 import time
@@ -34,27 +35,24 @@ def own(path, patience):
     """
     deadline = time.monotonic() + patience
     while True:
-        file = open(path, "ab", buffering=0, opener=partial(os.open, mode=0o600))  # noqa: SIM115  it stays open
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file.fileno()).st_nlink:  # else its last owner removed it between the two
-                return keep_from_forks(file)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                file.close()
-                return None
-            time.sleep(0.02)
-        except OSError:
-            file.close()
-            raise
-        file.close()
+        with contextlib.ExitStack() as closing:
+            file = closing.enter_context(open(path, "ab", buffering=0, opener=partial(os.open, mode=0o600)))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(file.fileno()).st_nlink:  # else its last owner removed it between the two
+                    closing.pop_all()  # it stays open
+                    return keep_from_forks(file)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(0.02)
 
 
 def release(file, path):
-    """Remove an own file, and let go of it."""
-    if os.fstat(file.fileno()).st_nlink:  # else somebody removed it, and the name may be another's by now
-        path.unlink(missing_ok=True)
-    file.close()
+    """Remove an own file, where it can be removed, and let go of it."""
+    with file, contextlib.suppress(OSError):
+        if os.fstat(file.fileno()).st_nlink:  # else somebody removed it, and the name may be another's by now
+            path.unlink(missing_ok=True)
 
 
 def _leave_to_parent():

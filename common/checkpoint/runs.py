@@ -25,18 +25,17 @@ import signal
 import socket
 import statistics
 import sys
-import time
 import uuid
 from pathlib import Path
 
 import torch
 
 from common.checkpoint import locks
-from common.checkpoint.checkpoint import PATIENCE
+from common.checkpoint.checkpoint import see
 from common.checkpoint.index import FILE_NAME
 from common.data import digest
 from common.errors import InputError
-from common.outputs import check_name, try_folder
+from common.outputs import check_counts, check_name, try_folder
 from common.ranks.agreement import check_agreement, together
 
 NAME = re.compile(r"step-(\d{8,})")
@@ -65,10 +64,7 @@ def check_arguments(options):
     check_name("--save", options.save)
     if options.save is None and (options.save_every is not None or options.resume):
         raise InputError("--save-every and --resume need --save DIR, the folder of the checkpoints")
-    if options.save_every is not None and options.save_every < 1:
-        raise InputError(f"--save-every {options.save_every}: give a number of steps, 1 or more")
-    if options.keep < 1:
-        raise InputError(f"--keep {options.keep}: one checkpoint at least has to stay")
+    check_counts(options, "save_every", "keep")
 
 
 def agree(engine, options, batches):
@@ -108,51 +104,37 @@ class Run:
         self.engine, self.options, self.schedulers = engine, options, schedulers
         self.folder, self.text = Path(options.save).resolve(), digest(batches.text)
         self.step, self.losses, self.message = 0, [], None
-        self._asked, self._before, self._told = False, {}, set()
-        self._lock = None
+        self._asked, self._told = False, set()
 
     def __enter__(self):
-        try:
-            self._own()
-            self._begin()
-        except BaseException as error:
-            self._let_go()
-            if isinstance(error, InputError):  # all raise it: none ends before rank 0 let go
+        with contextlib.ExitStack() as leaving:
+            try:
+                self._own(leaving)
+                self._begin()
+            except InputError:  # all raise it: none ends before rank 0 let go
+                leaving.close()
                 self.engine.comm.gather_objects(None, "the end of the run")
-            raise
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._ask)
+                raise
+            for number in (signal.SIGTERM, signal.SIGINT):
+                leaving.callback(signal.signal, number, signal.signal(number, self._ask))
+            self._leaving = leaving.pop_all()
         return self
 
     def __exit__(self, *_):
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._let_go()
+        self._leaving.close()
 
-    def _own(self):
+    def _own(self, leaving):
         """Have rank 0 lock the folder, and all ranks see that it did, and write there."""
         comm, word, node = self.engine.comm, str(uuid.uuid4()), socket.gethostname()
         with together(comm, f"--save {self.folder}"):
             if comm.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self._lock = lock(self.folder / OWNER, word)
+                lock(self.folder / OWNER, word, leaving)
         word, owner = comm.gather_objects((word, node), "the folder of the run")[0]
         with together(comm, f"--save {self.folder}"):
-            deadline = time.monotonic() + PATIENCE
-            while not _says(self.folder / OWNER, word):
-                if time.monotonic() > deadline:
-                    raise InputError(
-                        f"node {node!r} does not have there what rank 0 has on node {owner!r}; give a folder that all "
-                        "nodes share"
-                    )
-                time.sleep(0.1)
+            missing = f"node {node!r} does not have there what rank 0 has on node {owner!r}"
+            see(lambda: _says(self.folder / OWNER, word), missing)
             try_folder(self.folder)
-
-    def _let_go(self):
-        if self._lock is not None:
-            with contextlib.suppress(OSError):
-                locks.release(self._lock, self.folder / OWNER)
-            self._lock = None
 
     def _begin(self):
         """Find the newest checkpoint, the same on every rank, and go on from it."""
@@ -272,15 +254,13 @@ def _described(engine):
     return {"name": f"{kind.__module__}.{kind.__qualname__}", "options": options, "plain": engine.is_plain}
 
 
-def lock(file, word):
-    """Lock the file that says that a folder is in use, and write there who uses it.
+def lock(file, word, leaving):
+    """Lock the file that says that a folder is in use, unless its file system has no locks; write there who uses it.
 
     Args:
         file: its path.
         word: which nobody else writes.
-
-    Returns:
-        For `locks.release`; None where the file system has no locks.
+        leaving: an `ExitStack` that lets go of it.
 
     Raises:
         InputError: another run uses it.
@@ -295,17 +275,13 @@ def lock(file, word):
             raise
         print(f"note: {file.parent} cannot be locked: see to it that no other run saves there", file=sys.stderr)
         file.write_text(f"{who}\n{word}\n")
-        return None
+        return
     if own is None:
         first = file.read_text().partition("\n")[0]
         raise InputError(f"another run saves there, {first}; give each a folder of its own")
-    try:
-        own.truncate(0)
-        os.write(own.fileno(), f"{who}\n{word}\n".encode())
-    except OSError:
-        locks.release(own, file)
-        raise
-    return own
+    leaving.callback(locks.release, own, file)
+    own.truncate(0)
+    os.write(own.fileno(), f"{who}\n{word}\n".encode())
 
 
 def _says(file, word):

@@ -55,7 +55,8 @@ def write(file, tensors, value_of, metadata):
         OSError: the file could not be written, or is not what was written. What is there of it stays.
     """
     check(tensors, metadata)
-    order = _in_order(tensors)
+    # The widest first: so each begins at a multiple of its element's size, as those who map the file need it.
+    order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
     values = (_bytes_of(_as_told(name, value_of(name), *tensors[name])) for name in order)
     parts = itertools.chain([_header(order, tensors, metadata)], values)
     checksum = hashlib.sha256()
@@ -69,7 +70,7 @@ def write(file, tensors, value_of, metadata):
         if hasattr(os, "posix_fadvise"):  # who reads it back then reads the disk, not the system's cache
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with Source(file) as written:
-        if not written.holds(tensors):
+        if written.tensors != {name: (dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()}:
             raise OSError(f"{file} does not hold what was written to it")
     return checksum.hexdigest()
 
@@ -107,11 +108,6 @@ def _as_told(name, value, dtype, shape):
 def kind(dtype, shape):
     """What a tensor in a file has in common with the one it is to become: floating dtypes are cast to each other."""
     return f"{'floating' if dtype and dtype.is_floating_point else dtype}, of shape {list(shape)}"
-
-
-def _in_order(tensors):
-    """The widest first: so each begins at a multiple of its element's size, as those who map the file need it."""
-    return sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
 
 
 def _header(order, tensors, metadata):
@@ -199,10 +195,6 @@ class Source(Tensors):
 
     def __exit__(self, *raised):
         self._file.close()
-
-    def holds(self, tensors):
-        """Whether it has these tensors, {name: (dtype, shape)}, and no others."""
-        return self.tensors == {name: (dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()}
 
     def read(self, name, start, target):
         """Read some elements of a tensor, row by row from number `start` on.

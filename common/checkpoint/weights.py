@@ -5,6 +5,7 @@ The names are those of model.state_dict(). Of a parameter with several names the
 """
 
 import contextlib
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -136,23 +137,20 @@ def check_range(engine, source, name_of):
 def fill(engine, source, name_of):
     """Have an engine's parameters and buffers become a source's tensors, {parameter or buffer: name there}."""
     for bucket in engine.buckets + engine.frozen:
-
-        def fill_bucket(target, part, bucket=bucket):
-            fill_part(target, bucket, part, source, lambda name: name_of[bucket.members[name]])
-
-        bucket.take_over(engine.owned(bucket).parameters, fill_bucket)
+        names = {name: name_of[parameter] for name, parameter in bucket.members.items()}
+        bucket.take_over(engine.owned(bucket).parameters, partial(fill_part, source, bucket, names))
     for tensor, name in name_of.items():
         if not isinstance(tensor, nn.Parameter):
             once = distinct(tensor)
             once.copy_(source.get_tensor(name)[tuple(map(slice, once.shape))])
 
 
-def fill_part(target, bucket, part, source, name_of):
+def fill_part(source, bucket, names, target, part):
     """Read elements `part` of a bucket's run into a flat tensor; padding is zero.
 
     Args:
-        name_of: returns the name in the source of what belongs to a parameter of that name.
+        names: {parameter: name in the source of what belongs to it}.
     """
     target.zero_()
     for name, there, here in bucket.overlaps(part):
-        source.read(name_of(name), there.start, target[here])
+        source.read(names[name], there.start, target[here])

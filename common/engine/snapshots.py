@@ -8,6 +8,7 @@ import torch
 
 from common.checkpoint import model_state, optimizer_state
 from common.checkpoint.encoding import detached
+from common.checkpoint.files import whole_of
 from common.errors import InputError
 from common.tensors import distinct, length, within
 
@@ -93,18 +94,8 @@ def _take_over(engine, bucket, values):
     owned = engine.owned(bucket)
     part = owned.optimizer if bucket.kind.trainable else owned.parameters
     if length(part) < length(owned.parameters):
-        part, values = bucket.whole(), _whole(engine, bucket, values)
+        part, values = bucket.whole(), whole_of(engine.comm, bucket, values)
     bucket.take_over(owned.parameters, lambda target, wanted: target.copy_(values[within(wanted, part)]))
-
-
-def _whole(engine, bucket, shard):
-    """The shards of all ranks, [padded_numel]: a collective, unless it is all of it."""
-    if len(shard) == bucket.padded_numel:
-        return shard
-    shard = shard.to(engine.comm.device)
-    whole = torch.empty(bucket.padded_numel, dtype=shard.dtype, device=shard.device)
-    engine.comm.all_gather(shard, whole, bucket.name).wait()
-    return whole
 
 
 @torch.no_grad()
@@ -149,7 +140,7 @@ def _values(old, known, state):
     """
     values = {}
     for bucket in dict.fromkeys(known.values()):
-        whole = _whole(old, bucket, bucket.read(state, old.optimizer))
+        whole = whole_of(old.comm, bucket, bucket.read(state, old.optimizer))
         values |= {n: bucket.view(whole, n).flatten().clone() for n, own in known.items() if own is bucket}
     return values
 

@@ -45,12 +45,9 @@ def whole_state(path):
         for kind in ("parameters", *(f"optimizer/{state}" for state in parameter["states"])):
             parts = [files[rank][f"{kind}/{name}@{start}"] for rank, start, _ in pieces]
             tensors[f"{kind}/{name}"] = torch.cat(parts).view(parameter["shape"])
-        parameter["scalars"] = scalars(parameter["scalars"], files[0])
+        encoded = parameter["scalars"]["dict"]
+        parameter["scalars"] = {name: files[0][value["tensor"]].item() for name, value in encoded}
     return tensors, {key: index[key] for key in ("optimizer", "groups", "updates", "loss_scaler", "parameters")}
-
-
-def scalars(encoded, file):
-    return {name: file[value["tensor"]].item() for name, value in encoded["dict"]}
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +88,10 @@ def load_in_turn(world, jobs):
     return found
 
 
-def check(worlds, saved, tmp_path, pairs, size):
-    """Load pairs whose target has `size` ranks: weights, states, and the step after them are the source's."""
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("pairs", [SAMPLE, pytest.param(EVERY, marks=pytest.mark.exhaustive)], ids=["sample", "every"])
+def test_any_engine_loads_what_any_other_saved_at_any_world_size(worlds, saved, tmp_path, pairs, size):
+    """Of pairs whose target has `size` ranks: weights, states, and the step after them are the source's."""
     chosen = [pair[:3] for pair in pairs if pair[3] == size]
     jobs = [(saved(*pair[:2])[0], pair[2], tmp_path / str(number)) for number, pair in enumerate(chosen)]
     answers = dict(zip(chosen, worlds(size).run(load_in_turn, jobs)[0], strict=True))
@@ -104,17 +103,6 @@ def check(worlds, saved, tmp_path, pairs, size):
         assert rest == same_rest, (source, before, target)
         if "zeropp" not in (source, target):
             assert stepped == answers[ENGINES[0], before, ENGINES[0]][1], (source, before, target)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_any_engine_loads_what_any_other_saved_at_any_world_size(worlds, saved, tmp_path, size):
-    check(worlds, saved, tmp_path, SAMPLE, size)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("size", SIZES)
-def test_every_engine_loads_what_every_other_saved_at_every_world_size(worlds, saved, tmp_path, size):
-    check(worlds, saved, tmp_path, EVERY, size)
 
 
 def test_the_sample_covers_engines_and_sizes():
@@ -146,6 +134,14 @@ def told(file, what):
     return int(re.search(rf"{what}:\s*(\d+)", Path("/proc/self", file).read_text())[1])
 
 
+def resident_beside(call, path):
+    """Call; return the most bytes that were resident meanwhile, beside those of before."""
+    Path("/proc/self/clear_refs").write_text("5")  # the high water mark of resident memory begins anew
+    before = told("status", "VmRSS")
+    call(path)
+    return 1024 * (told("status", "VmHWM") - before)
+
+
 def load_large(world, name, path):
     """Load; return the bytes of the engine's own state, the most resident beside it, those needed and those read."""
     engine = make_engine(name, large(), bucket_mb=25.0)
@@ -154,10 +150,8 @@ def load_large(world, name, path):
     moments = sum(8 * length(engine.owned(bucket).optimizer) for bucket in engine.buckets)
     needed = moments + sum(4 * len(bucket.parameters) for bucket in engine.buckets)
     ctypes.CDLL(None).malloc_trim(0)  # so that what building has freed does not count as there
-    Path("/proc/self/clear_refs").write_text("5")  # the high water mark of resident memory begins anew
-    resident, read = told("status", "VmRSS"), told("io", "rchar")
-    engine.load(path)
-    beside = 1024 * (told("status", "VmHWM") - resident) - moments
+    read = told("io", "rchar")
+    beside = resident_beside(engine.load, path) - moments
     return own, beside, needed, told("io", "rchar") - read
 
 
@@ -179,14 +173,10 @@ BLOCKS = 40 * 10**6  # bytes of a file that are on their way to or from a disk, 
 def on_disk(world, path):
     """Train and save from the disk tier, and load; return bytes on disk, and the most resident beside, of both."""
     set_malloc_thresholds(2**16)  # what is freed is resident no longer
-    engine, most = make_engine("offload.nvme", large(), path=path, sub_group_mb=1.0), []
+    engine = make_engine("offload.nvme", large(), path=path, sub_group_mb=1.0)
     engine.backward(engine(torch.ones(2, 1024)).square().mean())
     engine.step()
-    for call in (engine.save, engine.load):
-        Path("/proc/self/clear_refs").write_text("5")
-        resident = told("status", "VmRSS")
-        call(path / "saved")
-        most.append(1024 * (told("status", "VmHWM") - resident))
+    most = [resident_beside(call, path / "saved") for call in (engine.save, engine.load)]
     return sum(engine.accounts.measured()["disk_state_bytes"].values()), most
 
 

@@ -8,7 +8,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES, save_file
 
 from common.checkpoint import tensor_file
-from common.errors import InputError
 
 SHAPES = {"matrix": (3, 5), "scalar": (), "nothing": (0, 4), "vector": (7,)}
 
@@ -88,8 +87,3 @@ def test_a_file_that_is_cut_is_refused(tmp_path):
 def test_a_tensor_that_is_not_what_was_told_is_not_written(tmp_path, other):
     with pytest.raises(ValueError, match=r"'values' was to be torch.float32 \[2, 3\]"):
         tensor_file.write(tmp_path / "file", {"values": (torch.float32, (2, 3))}, lambda name: other, {})
-
-
-def test_a_dtype_without_a_name_is_told(tmp_path):
-    with pytest.raises(InputError, match=r"cannot hold torch.complex128, the dtype of phase; cast it"):
-        write(tmp_path / "file", {"phase": torch.zeros(2, dtype=torch.complex128)})

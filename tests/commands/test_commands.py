@@ -9,6 +9,8 @@ import os
 import shlex
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -40,16 +42,6 @@ def test_training_shows_what_was_measured_and_writes_it(tmp_path):
     assert len(results["losses"]) == 4
     assert "torch" in results["hardware"]
     assert results["commit"] == commit()
-
-
-def test_a_stage_joins_the_group_that_torchrun_made(tmp_path):
-    text = tmp_path / "text"
-    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m")
-    options = ("--model", "gpt-tiny", "--steps", 3, "--data", text)
-    said, results = written(tmp_path / "run.json", *torchrun, "stage3_param", *options)
-    assert results["world_size"] == 2
-    assert said.count("tokens per second") == 1
 
 
 def test_compare_writes_json_markdown_and_a_picture(tmp_path):
@@ -171,159 +163,8 @@ def test_an_error_is_told_whatever_rank_the_environment_claims(monkeypatch, caps
     assert capsys.readouterr().err == "error: give another\n"
 
 
-BAD_INPUT = {  # command -> {its options: what is said}
-    "stage0_ddp": {
-        "--nproc 0": "at least one rank",
-        "--nproc 999 --batch 999": "--oversubscribe",
-        "--steps 0": "at least one step",
-        "--batch 5 --nproc 2": "cannot be divided",
-        "--batch 2000000001": "cannot be divided",
-        "--accumulate 5 --nproc 2": "--accumulate 5",
-        "--accumulate 0": "--accumulate 0",
-        "--no-sync": "--no-sync",
-        "--checkpoint-activations all": "known kinds: non-reentrant",
-        "--model mlp --checkpoint-activations": "mlp has no blocks",
-        "--model resnet-tiny --generate def": "does not predict text",
-        "--generate ''": "a first byte",
-        "--lr=-1": "--lr -1.0",
-    },
-    "stage1_os": {"--model gpt-nanno": "did you mean gpt-nano"},
-    "stage2_grad": {
-        "--precision fp8": "unknown precision 'fp8'",
-        "--lr nan": "--lr nan",
-        "--clip-norm nan": "--clip-norm nan",
-        "--bucket-mb 0": "--bucket-mb",
-        "--json ''": '--json "": the name is empty',
-        "--trace ''": '--trace "": the name is empty',
-        "--save ''": '--save "": the name is empty',
-        f"--json '{ROOT}'": "that is a folder",
-        "--trace /proc/result.json": "it cannot be written",
-        f"--json {'x' * 300}": "File name too long",
-        "--json /no/such/folder/x.json": "no such folder",
-        "--trace /no/such/folder/x.json --steps 6": "--trace /no/such/folder/x.json: there is no such",
-        "--trace x.json --steps 4": "a trace needs 5",
-    },
-    "stage3_param": {
-        "--data /no/such/file": "cannot read the text",
-        "--data /dev/zero": "it is a device or a pipe, which may have no end",
-        "--data ''": '--data "": the name is empty',
-        f"--data '{ROOT}/.gitignore'": "one sample needs",
-        "--offload-activations": "add --checkpoint-activations",
-        "--offload-activations --checkpoint-activations --model mlp": "mlp has no blocks",
-    },
-    "offload": {
-        "--tier nvme --path=": '--path "": the name is empty',
-        "--ratio 1.5": "ratio=1.5",
-        "--ratio nan": "ratio=nan",
-        "--warmup-steps -1": "warmup_steps=-1",
-        "--tier tape": "tiers=tape: give one of device, cpu, nvme",
-        "--tier nvme --ratio 0.5": "are for --tier cpu",
-        "--tier parameters=cpu": "one for each of parameters, gradients, optimizer",
-    },
-    "lab.compare": {
-        "--engines stage9": "unknown engine 'stage9'",
-        "--model moe-tiny --checkpoint-activations reentrant": "torch's DDP",
-        "--lr inf": "--lr inf",
-        "--figure ''": '--figure "": the name is empty',
-    },
-    "lab.activations": {
-        "--model mlp": "mlp has no blocks",
-        "--batches 0": "cannot be divided",
-        "--cap-batch -1": "cannot be divided",
-    },
-    "lab.bench": {
-        "--worlds 2 --rounds 5": "--worlds 2 --rounds 5: at least 11 rounds in all",
-        "--worlds 0": "--worlds 0: at least 1",
-        "--rounds 0": "--rounds 0: at least 1",
-        "--steps 0": "--steps 0: at least 1",
-        "--peers Horovod": "unknown peer 'Horovod'; known peers: ",
-        "--engines stage9": "unknown engine 'stage9'",
-        "--models gpt-huge": "unknown model 'gpt-huge'",
-        "--precisions fp8": "unknown precision 'fp8'",
-        "--nproc 2,x": "'x' is no world size",
-        "--batch 0": "--batch 0: at least 1 is needed",
-        "--json /no/such/folder/b.json": "there is no such folder",
-        "--nproc 64": "--nproc 64: this machine has",
-    },
-    "lab.capacity": {
-        "--up-to 0": "--up-to 0: at least 1 layer",
-        "--cap much": "--cap much",
-        "--cap 1000000GB": "hold more than this machine has",
-        "--nproc 0": "--nproc 0",
-        "--precisions fp16": "skips its first steps",
-        "--precisions fp64": "fp64",
-        "--engines stage9": "stage9",
-        "--engines interop.peers:TorchDDP": "no ownership table",
-        "--json nowhere/at/all.json": "no such folder",
-    },
-    "course.execute": {
-        "none.ipynb": "none.ipynb: there is no notebook",
-        "Makefile": "Makefile: there is no notebook",
-    },
-    "course.grade": {"stage1" * 100: "there is no such file"},
-    "course.lessons.__main__": {
-        "--out /proc/x": "--out /proc/x: no page can be written there",
-        "--out /proc": "--out /proc: no page can be written there",
-    },
-    "lab.plan.__main__": {
-        "": "one of them",
-        "--params 7e9 --model gpt-nano": "one of them",
-        "--params seven": "is no size",
-        "--params 7e9 --with block=64": "known are quantize_weights",
-        "--params 7e9 --world-size 0": "--world-size 0: at least 1",
-        "--params 7e9 --per-node 0": "--per-node 0: at least 1",
-        "--params 7e9 --gpu abacus": "unknown hardware",
-        "--params 7e9 --world-size 6 --tensor 4": "does not divide it",
-        "--landmark apollo": "unknown landmark",
-        "--model gpt-nana": "did you mean gpt-nano?",
-        "--params 7e9 --world-size 8 --tensor 2 --simulate": "give neither",
-        "--params 7e9 --budget 1kB --simulate": "nothing fits",
-    },
-    "lab.simulate.__main__": {
-        "stage9": "unknown engine 'stage9'",
-        "stage2_grad --model gpt-nana": "did you mean gpt-nano?",
-        "stage2_grad --model nowhere:make": "No module named 'nowhere'",
-        "stage2_grad --world-size 10 --ranks-per-node 3": "10 ranks cannot be divided into nodes of so many",
-        "stage2_grad --rank 8": "rank 8 of 8",
-        "stage2_grad --seq 500": "samples of 128 at most",
-        "stage2_grad --model mlp --seq 5": "reads no text",
-        "stage2_grad --with tiers": "write NAME=VALUE",
-        "stage2_grad --with tiers=nvme": "takes no option of this name",
-        "stage2_grad --batch 0": "at least 1 is needed",
-        "stage2_grad --precision fp8": "fp8",
-        "stage2_grad --offload-activations": "add --checkpoint-activations",
-        "interop.peers:TorchDDP": "reads a tensor's values",
-        "stage2_grad --hardware abacus": "unknown hardware 'abacus'; known: v100-32g",
-        "stage2_grad --trace trace.json": "add --hardware",
-    },
-    "course.slides.__main__": {"--out /proc/x/slides.html": "--out /proc/x/slides.html: no deck can be written there"},
-    "interop.take": {
-        "stage4 mine": "stage4: give one of stage0_ddp",
-        "stage1_os my-zero": "'my-zero' cannot be imported",
-        "stage1_os nowhere/mine": "there is no folder nowhere",
-        "stage1_os tests": "tests is there already",
-    },
-    "lab.offload.ablation": {
-        "--batch 0 --nproc 1": "--batch 0",
-        "--rate 0 --oversubscribe": "--rate 0.0: give MB a second",
-        "--nproc one": "--nproc one: give numbers of ranks",
-        "--batch 3 --oversubscribe": "--batch 3: it cannot be divided over 2 ranks",
-    },
-    "lab.offload.largest": {
-        "--path /no/folder": "--path /no/folder: there is no such folder",
-        "--layers 0": "--layers 0: at least 1 is needed",
-        "--width 0": "--width 0: at least 1",
-        "--path /proc": "are free there",
-    },
-    "lab.offload.tiling": {
-        "--tiles 1000000": "tiles=1000000",
-        "--width 0": "--width 0",
-        "--cap much": "--cap much",
-    },
-    "lab.zeropp.convergence": {"--seeds 0": "--seeds 0: at least 1"},
-}
-
-
+BAD_INPUT = Path(__file__).with_name("bad_input.toml").read_text()
+BAD_INPUT = tomllib.loads(BAD_INPUT.replace("{ROOT}", str(ROOT)).replace("{long}", 300 * "x"))
 SEEN_BY_RANKS = ("--model moe-tiny --checkpoint-activations reentrant", "--path /proc")
 
 

@@ -5,23 +5,22 @@ import contextlib
 import errno
 import functools
 import io
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from unittest import mock
 
 import pytest
 import torch
+from commands import result, run, wait_for
 from machine import needs_two_nodes
 from places import ROOT
 from training import ENGINES, message_of
 
 from common import train
-from common.checkpoint import locks, runs
+from common.checkpoint import checkpoint, runs
 from common.errors import InputError
 from lab.namespaces import TwoNodes
 
@@ -30,40 +29,30 @@ TRAINING = ("--model", "gpt-tiny", "--batch", "24", "--cosine", "--oversubscribe
 
 def command(engine, *options, torchrun=()):
     start = ("-m", "torch.distributed.run", "--standalone", *torchrun, "-m") if torchrun else ("-m",)
-    return [sys.executable, *start, engine, *TRAINING, *map(str, options)]
+    return [*start, engine, *TRAINING, *map(str, options)]
 
 
 def finished(engine, *options, **how):
     """Run a training to its end; return what it printed."""
-    run = subprocess.run(
-        command(engine, *options, **how), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    done = run(*command(engine, *options, **how))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @contextlib.contextmanager
 def begun(folder, engine, *options, **how):
     """A training in the background, once it has saved for the first time."""
-    full = command(engine, *options, "--save", folder, "--save-every", 1, **how)
-    run = subprocess.Popen(
-        full, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    full = [sys.executable, *command(engine, *options, "--save", folder, "--save-every", 1, **how)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(full, cwd=ROOT, text=True, start_new_session=True, **pipes)
     try:
         wait_for(lambda: runs.complete(folder))
-        yield run
+        yield process
     finally:
         with contextlib.suppress(ProcessLookupError):  # ranks hold the pipes, too
-            os.killpg(run.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         subprocess.run(["pkill", "-KILL", "-f", str(folder)], check=False)  # torchrun's are in sessions of their own
-        run.communicate()
-
-
-def wait_for(condition, within=60):
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come true"
-        time.sleep(0.02)
+        process.communicate()
 
 
 def ranks_of(torchrun):
@@ -72,17 +61,20 @@ def ranks_of(torchrun):
     return [int(process) for process in found.split()]
 
 
-def result(path):
-    written = json.loads(path.read_text())
-    return written["param_sha256"], written["losses"]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The end of 150 steps of stage 0 without a checkpoint: digest of the weights, and losses."""
-    path = tmp_path_factory.mktemp("undisturbed") / "run.json"
-    finished("stage0_ddp", "--nproc", 2, "--steps", 150, "--json", path)
-    return result(path)
+    """`undisturbed(ranks, steps)`: how stage 0 ends on one node, without a checkpoint: weights' digest, losses.
+
+    (How many threads a rank has decides on bits as well.)
+    """
+
+    @functools.cache
+    def train(ranks, steps):
+        path = tmp_path_factory.mktemp("undisturbed") / "run.json"
+        finished("stage0_ddp", "--nproc", ranks, "--steps", steps, "--json", path)
+        return result(path)
+
+    return train
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -98,7 +90,7 @@ def test_a_run_that_is_asked_to_stop_saves_says_where_and_goes_on_to_the_same_bi
     assert said == f"stopped after step {step}, as asked: --resume goes on from {folder}/step-{step:08}\n"
     said = finished("stage2_grad", *options, "--save", folder, "--resume", "--json", path)
     assert f"goes on from {folder}/step-{step:08}: {step} of 150 steps are done" in said
-    assert result(path) == undisturbed
+    assert result(path) == undisturbed(2, 150)
 
 
 def test_torchrun_brings_a_killed_run_back(tmp_path, undisturbed):
@@ -109,7 +101,7 @@ def test_torchrun_brings_a_killed_run_back(tmp_path, undisturbed):
         said, _ = run.communicate(timeout=120)
     assert run.returncode == 0
     assert said.count("goes on from") == 1
-    assert result(path) == undisturbed
+    assert result(path) == undisturbed(2, 150)
 
 
 # ---- two nodes ------------------------------------------------------------------------------------------------------
@@ -126,22 +118,14 @@ def across(nodes, engine, *options):
     nodes.run(engine, *TRAINING, *map(str, options), timeout=120)
 
 
-@pytest.fixture(scope="module")
-def on_one_node(tmp_path_factory):
-    """The end of 50 steps of stage 0 on 4 ranks of one node. (How many threads a rank has decides on bits as well.)"""
-    path = tmp_path_factory.mktemp("one-node") / "run.json"
-    finished("stage0_ddp", "--nproc", 4, "--steps", 50, "--json", path)
-    return result(path)
-
-
 @needs_two_nodes
-def test_two_nodes_train_to_the_bits_of_one(nodes, tmp_path, on_one_node):
+def test_two_nodes_train_to_the_bits_of_one(nodes, tmp_path, undisturbed):
     across(nodes, "stage2_grad", "--steps", 50, "--json", tmp_path / "run.json")
-    assert result(tmp_path / "run.json") == on_one_node
+    assert result(tmp_path / "run.json") == undisturbed(4, 50)
 
 
 @needs_two_nodes
-def test_a_node_is_lost_and_the_run_goes_on_to_the_same_bits(nodes, tmp_path, on_one_node):
+def test_a_node_is_lost_and_the_run_goes_on_to_the_same_bits(nodes, tmp_path, undisturbed):
     folder, path = tmp_path / "run", tmp_path / "run.json"
     options = ("--steps", 50, "--save", folder, "--resume", "--json", path)
     with nodes.started("stage3_param", *TRAINING, *map(str, options), "--save-every", "1") as running:
@@ -150,11 +134,11 @@ def test_a_node_is_lost_and_the_run_goes_on_to_the_same_bits(nodes, tmp_path, on
         assert running[0].wait(60) != 0  # the other node does not wait for ever
     assert max(runs.complete(folder)) < 50
     across(nodes, "stage3_param", *options)
-    assert result(path) == on_one_node
+    assert result(path) == undisturbed(4, 50)
 
 
 @needs_two_nodes
-def test_torchrun_brings_a_rank_of_another_node_back(nodes, tmp_path, on_one_node):
+def test_torchrun_brings_a_rank_of_another_node_back(nodes, tmp_path, undisturbed):
     folder, path = tmp_path / "run", tmp_path / "run.json"
     options = ("--steps", 50, "--save", folder, "--save-every", 1, "--resume", "--json", path)
     with nodes.started("stage3_param", *TRAINING, *map(str, options), restarts=2) as running:
@@ -162,7 +146,7 @@ def test_torchrun_brings_a_rank_of_another_node_back(nodes, tmp_path, on_one_nod
         os.kill(ranks_of(running[1])[-1], signal.SIGKILL)
         assert not path.exists()
         assert [node.wait(120) for node in running] == [0, 0]
-    assert result(path) == on_one_node
+    assert result(path) == undisturbed(4, 50)
 
 
 # ---- without a command of their own ---------------------------------------------------------------------------------
@@ -312,11 +296,11 @@ def test_engines_with_the_numbers_of_stage_0_go_on_from_each_other(world, tmp_pa
 
 
 def test_a_folder_has_one_run_at_a_time(worlds, tmp_path):
-    word = runs.lock(tmp_path / runs.OWNER, "word")
-    for said in worlds(2).run(refusal, "--save", tmp_path, "--resume"):
-        assert said.startswith(f"--save {tmp_path}: rank 0: another run saves there, process {os.getpid()} on node ")
-        assert said.endswith("; give each a folder of its own")
-    locks.release(word, tmp_path / runs.OWNER)
+    with contextlib.ExitStack() as leaving:
+        runs.lock(tmp_path / runs.OWNER, "word", leaving)
+        for said in worlds(2).run(refusal, "--save", tmp_path, "--resume"):
+            assert said.startswith(f"--save {tmp_path}: rank 0: another run saves there, process {os.getpid()} on ")
+            assert said.endswith("; give each a folder of its own")
     assert worlds(2).run(refusal, "--save", tmp_path, "--resume") == [None, None]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
@@ -337,7 +321,7 @@ def test_ranks_that_a_killed_torchrun_left_are_owners_too(worlds, tmp_path):
 
 def test_a_folder_that_nodes_do_not_share_is_refused_before_the_first_step(world, tmp_path):
     folder, node = tmp_path / str(world.rank), socket.gethostname()
-    with mock.patch.object(runs, "PATIENCE", 0.0):
+    with mock.patch.object(checkpoint, "PATIENCE", 0.0):
         said = refusal(world, "--save", folder)
     assert said == (
         f"--save {folder}: rank 1: node '{node}' does not have there what rank 0 has on node "
@@ -387,22 +371,3 @@ def test_what_is_no_part_of_a_checkpoint_is_never_removed_and_ends_no_run(worlds
         assert said.count(line) == 1
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} >= {".nfs0001", "notes.txt", "within"}
     assert runs.complete(tmp_path) == [5]
-
-
-def test_with_nothing_to_go_on_from_a_run_begins(world, tmp_path):
-    begun = trained(world, "stage1_os", "--steps", 2, "--save", tmp_path, "--resume")
-    assert begun == trained(world, "stage1_os", "--steps", 2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--resume"], "need --save DIR"),
-        (["--save-every", "3"], "need --save DIR"),
-        (["--save", "x", "--save-every", "0"], "1 or more"),
-        (["--save", "x", "--keep", "0"], "at least"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(arguments, said):
-    with pytest.raises(InputError, match=said):
-        runs.check_arguments(options_of(*arguments))

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from training import same_bits
 
 from common.errors import InputError
 from common.models import SIZES, build, initial_values, loss, materialize
 from common.models.gpt import GPTConfig
 from common.models.llama import rotate
+from common.models.lora import LoRALinear, add_adapters
 from common.models.moe import MixtureOfExperts
 
 SMALL = ["mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny", "lora-tiny"]
@@ -17,6 +20,20 @@ def real_model(name, seed=0):
     model = build(name)
     materialize(model, initial_values(seed), "cpu")
     return model
+
+
+def fit(model, windows, steps):
+    """Train on one batch; return the first and the last loss."""
+    inputs, targets = model.inputs_and_targets(windows)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = loss(model(inputs), targets)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses[0], losses[-1]
 
 
 def random_windows(model, batch=2, seed=0):
@@ -76,7 +93,7 @@ def test_initial_values_and_training_run_on_fake_tensors():
 def test_tied_weights_stay_tied():
     model = real_model("gpt-tiny")
     assert model.head.weight is model.wte.weight
-    assert isinstance(model.wte.weight, torch.nn.Parameter)
+    assert isinstance(model.wte.weight, nn.Parameter)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -110,16 +127,8 @@ def test_gpt_124m_has_gpt2s_parameter_count():
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "lora-tiny"])  # its base is yet untrained
 def test_every_model_learns(name):
     model = real_model(name)
-    inputs, targets = model.inputs_and_targets(random_windows(model, batch=4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        value = loss(model(inputs), targets)
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    assert losses[-1] < 0.8 * losses[0]
+    before, after = fit(model, random_windows(model, batch=4), steps=20)
+    assert after < 0.8 * before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -128,7 +137,7 @@ def test_every_model_runs_in_16_bits_with_fp32_buffers(name, dtype):
     model = real_model(name)
     inputs, targets = model.inputs_and_targets(random_windows(model))
     expected = loss(model(inputs), targets)
-    kept = {p for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d) for p in module.parameters()}
+    kept = {p for module in model.modules() if isinstance(module, nn.BatchNorm2d) for p in module.parameters()}
     for parameter in set(model.parameters()) - kept:
         parameter.data = parameter.data.to(dtype)
     outputs = model(inputs.to(dtype) if inputs.is_floating_point() else inputs)
@@ -188,6 +197,53 @@ def test_a_token_gets_its_best_experts_answer_times_the_probability():
         best = probabilities[row, column].argmax()
         expected = probabilities[row, column, best] * mixture.experts[best](tokens[row, column])
         torch.testing.assert_close(answers[row, column], expected)
+
+
+ADAPTERS = ("lora_a", "lora_b")  # what LoRA trains; the rest is its base
+
+
+def test_lora_starts_as_its_base_does():
+    base, lora = real_model("gpt-tiny"), real_model("lora-tiny")
+    frozen = {name: tensor for name, tensor in lora.state_dict().items() if not name.endswith(ADAPTERS)}
+    assert same_bits(frozen, base.state_dict())
+    inputs = torch.arange(16)[None]
+    assert torch.equal(lora(inputs), base(inputs))
+
+
+@pytest.mark.parametrize("name", ["lora-tiny", "lora-nano"])
+def test_only_adapters_train_and_they_are_few(name):
+    sizes = {True: 0, False: 0}
+    for parameter_name, parameter in build(name).named_parameters():
+        assert parameter.requires_grad == parameter_name.endswith(ADAPTERS)
+        sizes[parameter.requires_grad] += parameter.numel()
+    assert 0 < sizes[True] < sizes[False] / 4
+
+
+def test_an_adapter_adds_its_scaled_product():
+    base = nn.Linear(5, 3)
+    adapter = LoRALinear(base, rank=2, alpha=8)
+    nn.init.normal_(adapter.lora_b)
+    x = torch.randn(4, 5)
+    torch.testing.assert_close(adapter(x), base(x) + 4 * x @ (adapter.lora_b @ adapter.lora_a).T)
+
+
+def test_adapters_go_into_a_trained_model_and_change_nothing_at_first():
+    model = real_model("llama-tiny")
+    inputs = torch.arange(16)[None]
+    before = model(inputs)
+    add_adapters(model, rank=3, alpha=3)
+    assert torch.equal(model(inputs), before)
+    assert sum(isinstance(module, LoRALinear) for module in model.modules()) == 14
+    assert all(parameter.abs().sum() > 0 for name, parameter in model.named_parameters() if name.endswith("lora_a"))
+
+
+def test_adapters_teach_a_trained_base_another_text():
+    model = real_model("gpt-tiny")
+    one, other = (torch.tensor(list(text * 4))[: model.window][None] for text in (b"abcdefg", b"gfedcba"))
+    fit(model, one, steps=40)
+    add_adapters(model, rank=2, alpha=4)
+    before, after = fit(model, other, steps=40)
+    assert after < 0.5 * before
 
 
 def test_loss_is_the_mean_cross_entropy_in_fp32():

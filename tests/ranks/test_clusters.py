@@ -2,14 +2,13 @@
 
 import argparse
 import functools
-import json
 import re
 
 import pytest
-from commands import run
+from commands import result, run, wait_for
 from places import ROOT
 from safetensors.torch import load_file
-from slurm import Slurm, on_slurm, wait_for
+from slurm import Slurm, on_slurm
 
 from common import engines, train
 from common.checkpoint import runs
@@ -50,11 +49,6 @@ def submit(slurm, tmp_path):
 
 def saved(folder):
     return runs.complete(folder / "runs/0")
-
-
-def result(path):
-    written = json.loads(path.read_text())
-    return written["param_sha256"], written["losses"]
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,10 @@
 """Commands, as a user types them, and the one line with which they refuse what they cannot use."""
 
+import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 from places import ROOT
@@ -13,6 +15,24 @@ def run(*arguments, cwd=ROOT, **settings):
     environment = {**os.environ, "PYTHONPATH": "", **settings}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def result(path):
+    """How a training ended, of its JSON: digest of the weights, and losses."""
+    written = json.loads(path.read_text())
+    return written["param_sha256"], written["losses"]
+
+
+def wait_for(condition, within=60):
+    """Wait until it holds.
+
+    Raises:
+        AssertionError: it does not, so many seconds later.
+    """
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come true"
+        time.sleep(0.02)
 
 
 def refused(captured, command, *arguments):

@@ -11,10 +11,10 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
+from commands import wait_for
 from places import ROOT
 
 from lab.namespaces import ADDRESSES, TwoNodes
@@ -146,15 +146,3 @@ class Slurm:
 def on_slurm(test):
     """Mark a test that runs jobs: part of `make test-all`, with nothing beside it, where there is Slurm."""
     return pytest.mark.exhaustive(pytest.mark.alone(NEEDS(test)))
-
-
-def wait_for(condition, within=60):
-    """Wait until it holds.
-
-    Raises:
-        AssertionError: it does not, so many seconds later.
-    """
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come true"
-        time.sleep(0.1)
