@@ -2,9 +2,9 @@
 #                 .md and .png to results/local
 # make test       lint and the whole suite
 # make test-all   the suite with its exhaustive matrices
-# make test-gpu   the suite on this machine's GPUs, with NCCL, by the Python that
-#                 has torch: PYTHON=python3. Several ranks share a GPU where there
-#                 are too few. Untried: no GPU was at hand
+# make test-gpu   what concerns GPUs of the suite, on this machine's, with NCCL,
+#                 by the Python that has torch: PYTHON=python3. Up to four ranks
+#                 share a GPU where there are too few. Untried: none was at hand
 # make gpu-check  try this machine's GPUs, in forty minutes: common/GPUS.md. Writes
 #                 gpu-check.md, a page to post. PYTHON=python3 has torch. Untried
 # make papers     run the papers' numbers: each beside what the engines count
@@ -80,7 +80,7 @@ test: lint
 # No .venv: a machine with GPUs has a torch that fits them. What is left out needs no GPU, but further packages.
 test-gpu:
 	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make test-gpu: torch finds no GPU here, so nothing was tested")'
-	$(PYTHON) -m pytest --ignore tests/models/test_data.py --ignore tests/engine/test_layout.py $(foreach file,notebooks lessons explorer slides,--ignore tests/course/test_$(file).py)
+	$(PYTHON) -m pytest $(addprefix tests/,any_engine engine ranks tiers checkpoint stages offload zeropp) --ignore tests/engine/test_layout.py
 
 gpu-check:
 	$(PYTHON) -m lab.gpu_check

@@ -11,8 +11,10 @@ own documentation recommends. Losses are held against those of torch's Distribut
 the same gets no time.
 
 How near they come to what the machine allows is told by a bound: the same model steps on every rank without
-communication (`bare_loop`), and then as many bytes as a contestant sends in a step go round by plain sockets. Who is
-below it hides some of that beside the computation.
+communication (`bare_loop`), and then as many bytes as a contestant sends in a step go round: by plain sockets, and
+between GPUs by NCCL's all-reduce. Who is below it hides some of that beside the computation.
+
+On GPUs a contestant has all of them to itself, and worlds come one after the other: several would share their memory.
 """
 
 import itertools
@@ -29,6 +31,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from common import models
 from common.data import Batches, load_text
@@ -99,6 +102,9 @@ def main(arguments=None):
     parser.add_argument("--models", default="gpt-mini", help="names of the model zoo (default: %(default)s)")
     parser.add_argument("--precisions", default="fp32,bf16", help="(default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="samples of a step on each rank (default: %(default)s)")
+    parser.add_argument(
+        "--bucket-mb", type=float, default=BUCKET_MB, help="MiB of a stage's bucket (default: %(default)s)"
+    )
     small = "give libraries the small send buffers of the stages too"
     parser.add_argument("--small-send-buffers", action="store_true", help=small)
     parser.add_argument("--worlds", type=int, default=3, help="worlds of each, one by one (default: %(default)s)")
@@ -127,7 +133,7 @@ def bench(options):
         "versions": versions,
         "settings": settings,
         "batch_per_rank": options.batch,
-        "bucket_mb": BUCKET_MB,
+        "bucket_mb": options.bucket_mb,
         "small_send_buffers": "everyone" if options.small_send_buffers else "stages",
         "worlds": options.worlds,
         "rounds_per_world": options.rounds,
@@ -156,7 +162,7 @@ def check(options):
     for model, precision, size in itertools.product(options.models.split(","), options.precisions.split(","), sizes):
         dtype_of(precision)
         check_size(size, options.oversubscribe)
-        cases.append(Case(model, precision, size, options.batch * size, BUCKET_MB, options.small_send_buffers))
+        cases.append(Case(model, precision, size, options.batch * size, options.bucket_mb, options.small_send_buffers))
         cases[-1].batches().of(step=0, rank=0, world_size=size)
     return list(dict.fromkeys([*stages, *(known[name] for name in named)])), cases
 
@@ -181,6 +187,8 @@ def compare(who, case, options, log):
     found = [contestant for contestant in contestants if contestant.one is peers.TorchDDP]
     reference = found[0] if found else Contestant(peers.TorchDDP, log)
     together = [contestants] if reference in contestants else [[reference], contestants]
+    if torch.cuda.is_available():
+        together = [[contestant] for trained in together for contestant in trained]
     rounds, shuffled = WARM_UP + options.rounds, random.Random(0)
     with progress_bar() as bar:
         task = bar.add_task(figures.described(case.label()), total=options.worlds * len(together) * rounds)
@@ -198,7 +206,8 @@ def entered(contestants, case):
     """In this context each contestant has a world; given are those who take part."""
     with ExitStack() as worlds:
         # Of identical contestants the one in the first world is slower by a few per cent: so that one is nobody's.
-        worlds.enter_context(case.world())
+        if not torch.cuda.is_available():
+            worlds.enter_context(case.world())
         for contestant in contestants:
             if contestant.refusal is None:
                 contestant.enter(case, worlds)
@@ -332,11 +341,15 @@ def _sent(world):
 
 def _pass_on(world, nbytes):
     """Pass on so many bytes; return the seconds they took."""
-    if "ring" not in _here:
+    if "ring" not in _here and world.device.type == "cuda":
+        gradients = torch.zeros(nbytes * world.size // (2 * (world.size - 1)), dtype=torch.uint8, device=world.device)
+        _here["ring"] = partial(dist.all_reduce, gradients)
+    elif "ring" not in _here:
         _here["ring"] = ring(_here["comm"], nbytes)
     _here["comm"].gather_objects(None)
     began = time.perf_counter()
     _here["ring"]()
+    finish(world.device)
     return time.perf_counter() - began
 
 

@@ -73,30 +73,40 @@ class Replicated(Peer):
 
     def add_to_masters(self):
         """Add 16-bit gradients to those of the masters, in fp32."""
-        for parameter, master in self.masters.items():
-            if master is not parameter:
-                master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
-                self.drop_gradient(parameter)
+        rounded, exact = self.rounded()
+        takes = torch._foreach_add_
+        for master in exact:
+            if master.grad is None:
+                master.grad, takes = torch.empty_like(master), torch._foreach_copy_
+        if exact:
+            takes([master.grad for master in exact], [parameter.grad for parameter in rounded])
+        for parameter in rounded:
+            self.drop_gradient(parameter)
+
+    def rounded(self):
+        """The 16-bit parameters, and their masters."""
+        apart = [(parameter, master) for parameter, master in self.masters.items() if master is not parameter]
+        return [parameter for parameter, _ in apart], [master for _, master in apart]
 
     def step(self):
         """Clip, step, drop the gradients; in fp16 skip the step where a gradient overflowed."""
         norm, gradients = None, [master.grad for master in self.masters.values()]
         if self.loss_scaler is not None:
             scale = self.loss_scaler.scale
-            overflow = not all(host_value(gradient.isfinite().all(), True) for gradient in gradients)
+            largest = torch.nn.utils.get_total_norm(gradients, torch.inf)  # one wait for all
+            overflow = not host_value(largest.isfinite(), True)
             self.loss_scaler.update(overflow)
             if overflow:
                 self.zero_grad()
                 return StepResult(None, skipped=True)
-            for gradient in gradients:
-                gradient.div_(scale)
+            torch._foreach_div_(gradients, scale)
         if self.clip_norm is not None:
             norm = host_value(self.clip(), 0.0)
         self.note_states(self.module.parameters(), self.gradients())
         self.optimizer.step()
-        for parameter, master in self.masters.items():
-            if master is not parameter:
-                parameter.data.copy_(master.data)
+        rounded, exact = self.rounded()
+        if rounded:
+            torch._foreach_copy_([p.data for p in rounded], [master.data for master in exact])
         self.zero_grad()
         return StepResult(norm, skipped=False)
 

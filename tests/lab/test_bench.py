@@ -43,7 +43,7 @@ class Loud(peers.TorchDDP):
 def options(**changes):
     given = {"engines": "stage1_os", "peers": "", "models": "gpt-tiny", "precisions": "fp32", "nproc": "2", "batch": 1}
     given |= {"worlds": 2, "rounds": 6, "steps": 1, "oversubscribe": True, "json": None}
-    given |= {"small_send_buffers": False}
+    given |= {"small_send_buffers": False, "bucket_mb": 25.0}
     return argparse.Namespace(**{**given, **changes})
 
 

@@ -9,6 +9,7 @@ from first_difference import hung
 from common.loop import choose_exact_kernels
 from common.ranks.world import LocalWorld, RankFailed
 
+TIMEOUT = 300 if torch.cuda.is_available() else 60  # seconds; several ranks may share a GPU
 HANGS = 3  # so many trainings may hang before the rest is skipped
 hangs = []  # what was said of each
 
@@ -29,7 +30,7 @@ def seed(world):
 class Worlds:
     """`worlds(n)` is a world of n ranks: started when first asked for, and again after a failure closed it."""
 
-    def __init__(self, timeout=300 if torch.cuda.is_available() else 60):
+    def __init__(self, timeout=TIMEOUT):
         self._worlds, self._timeout = {}, timeout
 
     def __call__(self, size):
