@@ -1,0 +1,126 @@
+"""`python -m lab.gpu_counts`: what a step asks of a GPU beyond the model's own work, counted without one.
+
+Each engine trains a GPT of 12 blocks as one of 8 ranks on torch's fake process group, over NCCL's paths: collectives are
+issued and move nothing, and tensors are a CPU's. Every operation of the third step is counted as it is dispatched. The
+same is counted of a loop without any engine, and taken off. torch's DDP and FSDP2 train on two real ranks, over gloo.
+
+    collectives   by kind; DDP's all-reduces and FSDP2's reduce-scatters among them
+    launches      operations that write memory: copies, additions, the optimizer's; views and empty tensors are none
+    copies        of those, what moves values from one tensor to another
+    syncs         numbers that the host asks for: on a GPU it waits for all that was launched before
+
+A kernel that torch launches within an operation is not seen: a fused optimizer's step is one.
+"""
+
+from collections import Counter
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common import models
+from common.engines import ENGINES, find_engine
+from common.loop import train_step
+from common.measure.tables import Table
+from common.models.gpt import GPT, GPTConfig
+from common.outputs import asked, one_line_errors, parser_of, tell
+from common.ranks import lanes
+from common.ranks.world import LocalWorld
+from interop import peers
+
+BLOCKS, RANKS, STEPS = 12, 8, 3
+SHAPE = {"layers": BLOCKS, "width": 32, "heads": 2, "sequence": 16}
+BUCKET_MB = 0.1  # a block and a half
+BESIDE = {"torch's DDP": peers.TorchDDP, "FSDP2": peers.FSDP2}
+COLLECTIVES = {"allgather": "all_gather", "reduce_scatter": "reduce_scatter", "allreduce": "all_reduce"}
+COLLECTIVES |= {"alltoall": "all_to_all", "broadcast": "broadcast"}
+COPIES = ("copy_", "_to_copy", "clone", "cat", "split_with_sizes_copy", "_chunk_cat", "_foreach_copy_", "chunk_cat")
+SYNCS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
+
+
+class Counts(TorchDispatchMode):
+    """Counts what is dispatched: {"all_gather": n, ..., "launches": n, "copies": n, "syncs": n}."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name
+        space, short = name.split("::")
+        if space == "c10d":
+            kind = next((told for word, told in COLLECTIVES.items() if word in short.replace("_base", "")), short)
+            self.found[kind] += 1
+        elif short in SYNCS:
+            self.found["syncs"] += 1
+        elif not (function.is_view or short.startswith(("empty", "new_empty", "detach", "resize", "set_", "record"))):
+            self.found["launches"] += 1
+            self.found["copies"] += short.removeprefix("aten::") in COPIES
+        return function(*args, **(kwargs or {}))
+
+
+@one_line_errors()
+def main(arguments=None):
+    """Parse the arguments, count, show and write the results."""
+    options = asked(parser_of("lab.gpu_counts", __doc__), arguments)
+    tell(options, count_all(), table)
+
+
+def count_all():
+    """The JSON of `lab.gpu_counts`: for each engine, with and without clipping."""
+    clipping, rows = {"clip_norm": 1.0}, []
+    with LocalWorld(1) as world:
+        (bare,) = world.run(of_a_step, peers.BareLoop, {})
+    found = {name: (counted(name), counted(name, **clipping)) for name in ENGINES}
+    with LocalWorld(2, oversubscribe=True) as world:
+        found |= {name: [world.run(of_a_step, make, how)[0] for how in ({}, clipping)] for name, make in BESIDE.items()}
+    for name, (row, clipped) in found.items():
+        row |= {what: row[what] - bare[what] for what in ("launches", "copies")}
+        rows.append({"engine": name, **row, "syncs_clipping": clipped["syncs"]})
+    return {"blocks": BLOCKS, "world_size": RANKS, "rows": rows}
+
+
+def counted(name, **options):
+    """What a step of one of our engines dispatches, as rank 0 of a world that is not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    try:
+        with mock.patch.dict(lanes.PATHS, fake="nccl"):
+            return of_a_step(None, find_engine(name), {"bucket_mb": BUCKET_MB, **options})
+    finally:
+        dist.destroy_process_group()
+
+
+def of_a_step(world, make, options):
+    """What the last of a few steps dispatches."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**SHAPE))
+    optimizer = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+    engine = make(model, optimizer, init=models.initial_values(0), **options)
+    for part in (getattr(engine, "comm", None), *getattr(engine, "groups", ())):
+        if part is not None:
+            part.simulated = False  # what packs and adds on the way is counted, too
+    windows = torch.randint(256, (1, model.window), dtype=torch.uint8)
+    for _ in range(STEPS):
+        with Counts() as counts:
+            train_step(engine, [model.inputs_and_targets(windows)])
+    return {**dict.fromkeys(("launches", "copies", "syncs"), 0), **counts.found}
+
+
+def table(results):
+    """A row for each engine."""
+    title = f"A step of a GPT of {results['blocks']} blocks on one of {results['world_size']} ranks, fp32"
+    kinds = [kind for kind in COLLECTIVES.values() if any(row.get(kind) for row in results["rows"])]
+    header = ("", *kinds, "launches", "of them copies", "syncs", "syncs, clipping")
+    rows = []
+    for row in results["rows"]:
+        numbers = [row.get(kind, 0) for kind in kinds]
+        numbers += [row[what] for what in ("launches", "copies", "syncs", "syncs_clipping")]
+        rows.append((row["engine"], *(f"{number:,}" if number else "-" for number in numbers)))
+    return Table(title, header, rows)
+
+
+if __name__ == "__main__":
+    main()
