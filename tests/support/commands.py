@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from places import ROOT
+from places import ROOT, importing
 
 
 def run(*arguments, cwd=ROOT, **settings):
@@ -13,6 +13,13 @@ def run(*arguments, cwd=ROOT, **settings):
     environment = {**os.environ, "PYTHONPATH": "", **settings}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def torchrun(*arguments, nproc=2, timeout=120, **settings):
+    """Run a script on ranks of torchrun's, which import what this program does; return the finished process."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc, *arguments]
+    environment, pipes = importing(OMP_NUM_THREADS="1", **settings), {"capture_output": True, "text": True}
+    return subprocess.run([*map(str, command)], env=environment, timeout=timeout, check=False, **pipes)
 
 
 def refused(captured, command, *arguments):
