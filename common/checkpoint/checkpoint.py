@@ -203,15 +203,10 @@ def load(engine, path):
 def _places(engine):
     """Where the pieces lie that this rank writes: {name in the file: (bucket, state, dtype, part of the shard)}."""
     return {
-        f"{'parameters' if state is None else f'optimizer/{state}'}/{one.name}@{one.start}": (
-            bucket,
-            state,
-            dtype,
-            slice(one.at, one.at + one.stop - one.start),
-        )
+        f"{'parameters' if state is None else f'optimizer/{state}'}/{name}@{there.start}": (bucket, state, dtype, here)
         for bucket in engine.buckets + engine.frozen
         for state, dtype in _dtypes(engine, bucket).items()
-        for one in bucket.segments(engine.rank)
+        for name, there, here in bucket.overlaps(bucket.shard(engine.rank))
     }
 
 
@@ -242,8 +237,8 @@ def _index(engine, tensors):
                 "pieces": [],  # [rank that wrote it, first element, one behind the last]
             }
         for rank in range(engine.world_size):
-            for part in bucket.segments(rank):
-                parameters[part.name]["pieces"].append([rank, part.start, part.stop])
+            for name, there, _ in bucket.overlaps(bucket.shard(rank)):
+                parameters[name]["pieces"].append([rank, there.start, there.stop])
     groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
     return {
         "world_size": engine.world_size,

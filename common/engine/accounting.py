@@ -39,8 +39,7 @@ class Accounts:
 
     def __init__(self, engine):
         self._engine = weakref.proxy(engine)
-        self.backwards = self.reductions = 0
-        self.looks = []
+        self.forget()
         self._last_step, self._last_looks = (1, 1), []  # the same of the last step
         self._summed = set()  # the buckets in which it added up 16-bit gradients
         self._held = None

@@ -25,11 +25,10 @@ from common.engine.bucket import Bucket
 from common.engine.buffers import Buffers
 from common.engine.door import BATCH_NORMS
 from common.engine.gradients import gradients
-from common.engine.hooks import Hook, remove_with
+from common.engine.hooks import Hook
 from common.engine.master_weights import alone
-from common.engine.misuse import Guards, engine_of
+from common.engine.misuse import Guards, NoModule, engine_of
 from common.engine.mixed_precision import LossScaler, decide, dtype_of
-from common.engine.no_module import NoModule
 from common.engine.reentrant import Uses, mark_gradients_in_parts
 from common.engine.snapshots import continue_from, restore, snapshot
 from common.engine.writes import Writes, gathered
@@ -138,9 +137,9 @@ class EngineBase(Files, NoModule):
 
         self.buckets, self.frozen = [], []  # of trainable and of frozen parameters
         self.bucket_of = {}  # parameter -> bucket
-        self.handles = []  # of the hooks on the model
+        self.handles = []  # of the hooks on the model, which go with the engine; others may be added later
+        weakref.finalize(self, lambda handles: [handle.remove() for handle in handles], self.handles).atexit = False
         self.holders = weakref.WeakSet()  # what else keeps `tensors` on the host for it
-        remove_with(self, self.handles)
         self.syncing, self.running, self.recording, self.reducing = True, False, False, False
         self.updates, self._factor = 0, None  # updates in all, kept in checkpoints; what multiplies a step's gradients
         self.naming = self.stepping = self._failed = False
@@ -278,15 +277,11 @@ class EngineBase(Files, NoModule):
             RuntimeError: there was no backward since the last step.
         """
         self.guards.check_trainable()
-        if any(bucket.pending for bucket in self.buckets):
-            self._flush()
+        if any(bucket.pending for bucket in self.buckets):  # no backward of this engine has reduced them
+            self.finish_backward()
+            self.accounts.reductions += 1
         if not all(bucket.has_gradient for bucket in self.buckets):
             raise RuntimeError(f"{call}() without a backward() since the last step")
-
-    def _flush(self):
-        """Reduce what no backward of this engine has."""
-        self.finish_backward()
-        self.accounts.reductions += 1
 
     def step_shard(self, bucket):
         """Step the optimizer over one bucket's shard. 16-bit gradients are cast to fp32 for it, a bucket at a time."""

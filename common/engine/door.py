@@ -299,9 +299,7 @@ def check_model(model, comm, init, param_groups, dtype):
 
 def _fingerprint(parameter):
     what = (tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
-    if parameter.is_meta:
-        return what
-    return (*what, checksum(parameter))
+    return what if parameter.is_meta else (*what, checksum(parameter))
 
 
 _number_of = weakref.WeakKeyDictionary()  # engine -> its number

@@ -49,11 +49,7 @@ def _whole_mean(engine, bucket):
             parts.append(mean.clone())
     kept = end_to_end(parts, engine.comm.device)
     engine.accounts.looks.append(("read", bucket, kept.itemsize))
-    if len(kept) == bucket.padded_numel:
-        return kept
-    whole = torch.empty(bucket.padded_numel, dtype=kept.dtype, device=kept.device)
-    engine.comm.all_gather(kept, whole, bucket.name).wait()
-    return whole
+    return kept if len(kept) == bucket.padded_numel else engine.comm.everyones(kept, bucket.name).view(-1)
 
 
 @torch.no_grad()
@@ -70,10 +66,9 @@ def _agree(engine, places, found):
             break
     fits = isinstance(agreed, list)
     sums = torch.tensor([line[1] for line in agreed] if fits else [-1] * len(places), device=comm.device)
-    everyone = comm.buffer(comm.size * len(sums), dtype=sums.dtype)
-    comm.all_gather(sums, everyone, "what was written").wait()
+    everyone = comm.everyones(sums, "what was written")
     engine.accounts.looks.append(("compared", None, len(sums)))
-    if not fits or (everyone.view(comm.size, -1) != sums).any():
+    if not fits or (everyone != sums).any():
         check_agreement(agreed, comm, "what was written")
 
 
@@ -88,6 +83,4 @@ def _keep(engine, places, found):
         engine.accounts.looks.append(("written", bucket, bucket.widen_mean()))
         for piece in bucket.pieces:
             with piece.mean_at_hand(write=True) as mean:
-                for name, there, here in bucket.overlaps(piece.part):
-                    if name in of_name:
-                        mean[here] = of_name[name][there].to(mean.device)
+                bucket.fill(mean, piece.part, of_name)

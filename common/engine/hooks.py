@@ -46,18 +46,3 @@ class Guard(Hook):
     def __reduce__(self):
         self()
         return Hook, ()
-
-
-def remove_with(engine, handles):
-    """Remove hooks from the model when the engine is gone.
-
-    Args:
-        engine: who they call.
-        handles: what torch returned when each was registered; others may be added later.
-    """
-    weakref.finalize(engine, _remove, handles).atexit = False
-
-
-def _remove(handles):
-    for handle in handles:
-        handle.remove()

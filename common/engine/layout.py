@@ -39,16 +39,6 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Segment:
-    """The part of a parameter that lies in one rank's shard: elements [start, stop) of it, at `at` in the shard."""
-
-    name: str
-    start: int
-    stop: int
-    at: int
-
-
-@dataclass(frozen=True)
 class Kind:
     """What parameters must share to lie in one run."""
 
@@ -113,13 +103,11 @@ class Run:
             if common.start < common.stop:
                 yield slot.name, within(common, slice(slot.offset, slot.end)), within(common, part)
 
-    def segments(self, rank):
-        """What `rank`'s shard holds of each parameter that it holds a part of."""
-        shard = self.shard(rank)
-        for slot in self.slots.values():
-            start, stop = max(slot.offset, shard.start), min(slot.end, shard.stop)
-            if start < stop:
-                yield Segment(slot.name, start - slot.offset, stop - slot.offset, start - shard.start)
+    def fill(self, target, part, values):
+        """Write into `target`, elements `part` of the run, those of the parameters in `values`, {name: flat tensor}."""
+        for name, there, here in self.overlaps(part):
+            if name in values:
+                target[here] = values[name][there].to(target.device, target.dtype)
 
 
 def kinds(named_parameters, param_groups, dtype_of):

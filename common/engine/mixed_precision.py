@@ -156,8 +156,7 @@ def gradient_norm(buckets, comm, norm_type=2.0):
             else:
                 shards[shard] += _sum_of_squares(chunk)
     if held < comm.size:
-        own, shards = shards, torch.empty(comm.size, dtype=torch.float64, device=comm.device)
-        comm.all_gather(own, shards, "the gradient norm").wait()
+        shards = comm.everyones(shards, "the gradient norm").view(-1)
     if norm_type == math.inf:
         return shards.max().float()
     total = shards[0].clone()

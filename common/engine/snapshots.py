@@ -116,7 +116,7 @@ def continue_from(engine, old):
     for bucket in engine.buckets + engine.frozen:
         known = {n: home[n] for n, slot in bucket.slots.items() if n in home and home[n].slots[n].shape == slot.shape}
         values = _values(old, known, None)
-        bucket.take_over(engine.owned(bucket).parameters, partial(_fill_known, bucket, values))
+        bucket.take_over(engine.owned(bucket).parameters, partial(bucket.fill, values=values))
         stepped = [one for one in dict.fromkeys(known.values()) if one.kind.trainable] if bucket.kind.trainable else []
         flat, others = {}, {}
         for one in stepped:
@@ -124,7 +124,7 @@ def continue_from(engine, old):
             for state in elementwise:
                 own = flat.setdefault(state, torch.zeros(length(engine.owned(bucket).optimizer)))
                 values = _values(old, {name: home for name, home in known.items() if home is one}, state)
-                _fill_known(bucket, values, own, engine.owned(bucket).optimizer)
+                bucket.fill(own, engine.owned(bucket).optimizer, values)
         of_buckets[bucket] = flat, others
     groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
     optimizer_state.fill(engine, groups, lambda bucket, piece: _states_of(engine, bucket, piece, *of_buckets[bucket]))
@@ -143,13 +143,6 @@ def _values(old, known, state):
         whole = whole_of(old.comm, bucket, bucket.read(state, old.optimizer))
         values |= {n: bucket.view(whole, n).flatten().clone() for n, own in known.items() if own is bucket}
     return values
-
-
-def _fill_known(bucket, values, target, part):
-    """Write into elements `part` of a run those of the parameters whose values are given."""
-    for name, there, here in bucket.overlaps(part):
-        if name in values:
-            target[here] = values[name][there].to(target.device, target.dtype)
 
 
 def _states_of(engine, bucket, piece, flat, others):

@@ -206,18 +206,15 @@ class _Watch:
         engine.handles += [self.first, self.last]
 
     def settle(self):
-        """Before a forward: end what an interrupt left, and surround the hooks that others have added since."""
+        """Before a forward: end what an interrupt left.
+
+        And be the first and the last of the module's hooks: those that others have added since may read the weights.
+        """
         for reader in self.readers:
             reader.give_up()
         if self.engine.recording and not self.engine.accounts.backwards and not self.engine.turns.forwards:
             self.unit.forward_gathers = self.unit.backward_gathers = 0
-        self.surround()
-
-    def surround(self):
-        """Be the first and the last of the module's hooks: others may read the weights.
-
-        torch has a public way to be the first when a hook is registered, and none to stay it.
-        """
+        # torch has a public way to be the first when a hook is registered, and none to stay it.
         self.unit.module._forward_pre_hooks.move_to_end(self.first.id, last=False)
         self.unit.module._forward_hooks.move_to_end(self.last.id)
 

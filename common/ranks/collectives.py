@@ -212,7 +212,7 @@ class Collectives:
         return self._submit(f"broadcast from rank {source}", tensor, label, work, tensor, after=after)
 
     def everyones(self, tensor, label=""):
-        """Return every rank's small `tensor` [n], such as a flag, as one [N, n]. Sends N-1 copies, as an all-gather."""
+        """Return every rank's `tensor` [n], a flag or a shard, as one [N, n]. Sends N-1 copies, as an all-gather."""
         everyone = self.buffer(self.size, tensor.numel(), dtype=tensor.dtype)
         self.all_gather(tensor, everyone.view(-1), label).wait()
         return everyone

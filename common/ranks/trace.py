@@ -127,11 +127,9 @@ class Tracer:
             self._let_others_print("told", "left")
 
     def _print(self, what):
-        lines = [what]
-        for said in self._recent:
-            lines.append(f"  {self._state if said is self._recent[-1] else 'done':<8} {said}")
+        recent = [f"  {self._state if said is self._recent[-1] else 'done':<8} {said}" for said in self._recent]
         # In one piece: all ranks write.
-        sys.stderr.write("".join(f"[rank {self.rank}] {line}\n" for line in lines))
+        sys.stderr.write("".join(f"[rank {self.rank}] {line}\n" for line in [what, *recent]))
         sys.stderr.flush()
 
     def _let_others_print(self, *signs):

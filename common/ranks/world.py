@@ -15,10 +15,12 @@ import pickle
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 
 import torch
@@ -27,7 +29,7 @@ import torch.distributed as dist
 from common.errors import InputError
 from common.measure.hardware import cpus
 from common.measure.memory import set_malloc_thresholds
-from common.ranks import fork_server, lanes, trace
+from common.ranks import lanes, trace
 from common.ranks.meeting import fresh
 from common.ranks.sockets import small_send_buffers
 
@@ -180,7 +182,7 @@ class LocalWorld(contextlib.AbstractContextManager):
         context = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             context.set_forkserver_preload(["common.ranks.world", "common.train", *preload])
-            fork_server.start()
+            _start_fork_server()
         # The store lives in this process, on a free port, so no two worlds can race for one. It is given a socket
         # because one that it opens itself would listen to the whole network.
         listener = socket.create_server(("127.0.0.1", 0))
@@ -268,6 +270,29 @@ class LocalWorld(contextlib.AbstractContextManager):
 
     def __exit__(self, kind, error, trace):
         self.close(kill=kind is not None)
+
+
+def _start_fork_server():
+    """Start the process that ranks are forked from, unless it runs. It leaves no file behind, whatever ends it.
+
+    multiprocessing has it listen at a path below the folder for temporary files. That may be longer than the address of
+    a socket can be, and a process that is killed leaves it there. But what a process has open has a short name under
+    /proc/self/fd as well. So the server comes to listen under such a name of a folder; and once its socket is open
+    here, neither the folder nor the socket's own name are needed. There is no public way to tell multiprocessing so.
+    """
+    server, config = forkserver._forkserver, multiprocessing.current_process()._config
+    before = config.get("tempdir")
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        descriptor = os.open(folder, os.O_DIRECTORY)
+        config["tempdir"] = f"/proc/self/fd/{descriptor}"
+        try:
+            server.ensure_running()
+            address = server._forkserver_address
+            if os.path.dirname(address) == config["tempdir"]:  # it did not run before
+                server._forkserver_address = f"/proc/self/fd/{os.open(address, os.O_PATH)}"
+        finally:
+            config["tempdir"] = before
+            os.close(descriptor)
 
 
 def _heard(waiting, within):

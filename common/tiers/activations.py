@@ -46,27 +46,6 @@ class Saved:
         self.before = (lambda: None) if before is None else weakref.ref(before)
 
 
-class Room:
-    """Memory on the host, lent to one `Saved` after the other.
-
-    Args:
-        memory: uint8 [bytes].
-    """
-
-    def __init__(self, memory):
-        self.memory, self._user = memory, None
-
-    def lend(self, saved):
-        """Return the memory for the values of a `Saved`, as long as that lives."""
-        self._user = weakref.ref(saved)
-        flat = self.memory[: saved.like.nbytes].view(saved.like.dtype)
-        return flat.as_strided(saved.like.shape, saved.like.stride())
-
-    def is_free(self):
-        # The bus may still read from it. It copies in order: what the next user sends down comes after that.
-        return self._user() is None
-
-
 class HostActivations(saved_tensors_hooks):
     """The context in which checkpoints save on the host: a model of the zoo takes it as its attribute `saving`.
 
@@ -83,7 +62,8 @@ class HostActivations(saved_tensors_hooks):
         self.comm = engine.comm
         engine.holders.add(self)
         self._host, self._bus = Host(engine.comm), Bus(engine.comm)
-        self._rooms, self._last, self._travelling = [], None, None
+        self._user_of = {}  # memory on the host, uint8 [bytes] -> a weak reference to the last `Saved` that has had it
+        self._last = self._travelling = None
 
     def __exit__(self, *error):
         super().__exit__(*error)
@@ -98,7 +78,7 @@ class HostActivations(saved_tensors_hooks):
         if not goes or inside_backward():  # what a recomputation saves is used at once
             return tensor
         saved = Saved(torch.empty_like(tensor, device="meta"), self._last)
-        saved.on_host = self._room(saved.like.nbytes).lend(saved)
+        saved.on_host = self._lend(saved)
         self._move("down", saved, tensor)
         self._last = saved
         return saved
@@ -127,21 +107,26 @@ class HostActivations(saved_tensors_hooks):
         self._travelling = self._bus.carry(direction, f"checkpoint {saved.number}", tensor, saved.on_host)
         return self._travelling
 
-    def _room(self, nbytes):
-        """The smallest room that is free and large enough; or a new one, for which one that is too small gives way."""
-        free = sorted((room for room in self._rooms if room.is_free()), key=lambda room: room.memory.nbytes)
-        for room in free:
-            if room.memory.nbytes >= nbytes:
-                return room
-        if free:
-            self._rooms.remove(free[-1])
-        self._rooms.append(Room(self._host.empty(nbytes, torch.uint8)))
-        return self._rooms[-1]
+    def _lend(self, saved):
+        """Memory for the values of a `Saved`, as long as that lives.
+
+        The smallest that is free and large enough; or new memory, for which what is too small gives way. The bus may
+        still read from what is free. It copies in order: what the next user sends down comes after that.
+        """
+        like = saved.like
+        free = sorted((room for room, user in self._user_of.items() if user() is None), key=lambda room: room.nbytes)
+        room = next((room for room in free if room.nbytes >= like.nbytes), None)
+        if room is None:
+            if free:
+                del self._user_of[free[-1]]
+            room = self._host.empty(like.nbytes, torch.uint8)
+        self._user_of[room] = weakref.ref(saved)
+        return room[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
 
     @property
     def tensors(self):
         """The rooms on the host."""
-        return [room.memory for room in self._rooms]
+        return list(self._user_of)
 
 
 def predicted_moves(module, samples, dtype):

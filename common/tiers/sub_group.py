@@ -79,20 +79,16 @@ class TieredBucket(Bucket):
 
     def _to_disk(self, mean, after, bus):
         for piece in self.pieces:
-            room = self._room_beside_a_sum(piece) if piece.adds else self.gradients_at.lend(piece.own, fresh=True)[0]
+            if piece.adds:  # beside the sum
+                room = self.gradients_at.tier.scratch(length(piece.own), self.kind.dtype)
+            else:
+                room, _ = self.gradients_at.lend(piece.own, fresh=True)
             bus.carry("down", self.name, mean[piece.own], room, after).wait_on_host()
-            if piece.adds:
-                self._add(room, piece)
+            if piece.adds:  # in fp32
+                self.lend_sum(piece).add_(room)
+                self.sums_at.put_back(piece.own)
             else:
                 self.gradients_at.put_back(piece.own)
-
-    def _room_beside_a_sum(self, piece):
-        return self.gradients_at.tier.scratch(length(piece.own), self.kind.dtype)
-
-    def _add(self, mean, piece):
-        """Add a mean to those of the step's earlier backwards, in fp32."""
-        self.lend_sum(piece).add_(mean)
-        self.sums_at.put_back(piece.own)
 
     def lend_sum(self, piece):
         """The fp32 sum of the means of a piece, in memory: at first that of its first mean."""
@@ -151,14 +147,15 @@ class TieredBucket(Bucket):
 
     @contextlib.contextmanager
     def values_at_hand(self):
-        """Parameters and master weights in memory."""
+        """Parameters and master weights in memory: copies take the place of what lies on disk meanwhile."""
         self.parameters = self.parameters_at.copy(slice(0, self.shard_numel))
-        for piece in self.cut_into:
-            piece.show()
+        on_disk = self.cut_into if self.masters_at.tensor is None else ()
+        for piece in on_disk:
+            piece.master.data = self.masters_at.copy(piece.own)
         yield
         self.parameters = self.parameters_at.tensor
-        for piece in self.cut_into:
-            piece.hide()
+        for piece in on_disk:
+            piece.master.data = piece.nothing()
 
 
 class SubGroup(Piece):
@@ -175,11 +172,11 @@ class SubGroup(Piece):
         super().__init__(slice(begin + own.start, begin + own.stop), tier)
         self._bucket, self.own, self._lent_mean = weakref.ref(bucket), own, None
         self._on_disk = bucket.masters_at.tensor is None
-        self.master = nn.Parameter(self._nothing() if self._on_disk else bucket.masters_at.tensor[own])
+        self.master = nn.Parameter(self.nothing() if self._on_disk else bucket.masters_at.tensor[own])
         gradients = bucket.gradients_at.tensor
         self.reduced = None if gradients is None else gradients[own]
 
-    def _nothing(self, dtype=torch.float32):
+    def nothing(self, dtype=torch.float32):
         """One number in the place of all, for what lies on disk."""
         return torch.full((1,), math.nan).to(dtype).expand(length(self.own))
 
@@ -290,16 +287,12 @@ class SubGroup(Piece):
             self.stepped = None
         for name, place in self._shown.items():
             if name is not None:
-                self._keep_what_replaced(place, optimizer.state[self.master][name])
+                state, (lent, _) = optimizer.state[self.master][name], place.lend(self.own)
+                if storage_id(state) != storage_id(lent):  # some optimizers step no state in place, but make another
+                    lent.copy_(state)
             place.put_back(self.own)
-            self._show(optimizer, name, self._nothing(place.dtype))
+            self._show(optimizer, name, self.nothing(place.dtype))
         self.adopt(optimizer.state[self.master])
-
-    def _keep_what_replaced(self, place, state):
-        """Some optimizers step no state in place, but make another."""
-        lent, _ = place.lend(self.own)
-        if storage_id(state) != storage_id(lent):
-            lent.copy_(state)
 
     def _places(self, optimizer):
         """The places on disk of its master weights, called None, and of the states it has there."""
@@ -340,7 +333,7 @@ class SubGroup(Piece):
         for name, value in states.items():
             if torch.is_tensor(value) and value.shape == self.master.shape and not _is_nothing(value):
                 self._place_of(name, value.dtype).store(self.own, value)
-                states[name] = self._nothing(value.dtype)
+                states[name] = self.nothing(value.dtype)
 
     def take_state(self, name, fill):
         """Read one of the optimizer's states, by `fill(target)`, to its place; return what stands for it."""
@@ -350,7 +343,7 @@ class SubGroup(Piece):
         values, _ = place.lend(self.own, fresh=True)
         fill(values)
         place.put_back(self.own)
-        return self._nothing()
+        return self.nothing()
 
     def _place_of(self, name, dtype):
         """The place on disk of one of the optimizer's states, of the whole shard."""
@@ -358,16 +351,6 @@ class SubGroup(Piece):
         if name not in places or places[name].dtype != dtype:  # as of a load, which makes fp32 of them all
             places[name] = self.tier.keep(bucket.shard_numel, dtype, bucket.name)
         return places[name]
-
-    def show(self):
-        """A copy of master weights that lie on disk takes their place, to be read at leisure."""
-        if self._on_disk:
-            self.master.data = self.bucket.masters_at.copy(self.own)
-
-    def hide(self):
-        """It goes."""
-        if self._on_disk:
-            self.master.data = self._nothing()
 
 
 def _ready(tensor, handle):

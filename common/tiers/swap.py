@@ -142,7 +142,7 @@ class SwapFile:
         self.problem = self.problem or f"cannot {what} in {str(self._folder)!r}: {said}"
 
 
-class CountedFile:
+class CountedFile(SwapFile):
     """The swap file of a simulated rank: it gives out places, and moves nothing.
 
     Args:
@@ -152,14 +152,9 @@ class CountedFile:
     direct, problem = True, None
 
     def __init__(self, lane):
-        self._lane, self._given = lane, 0
+        self._lane, self._given, self._size = lane, 0, 0
 
-    def allocate(self, nbytes):
-        """A place for so many bytes."""
-        self._given += padded(nbytes)
-        return self._given - padded(nbytes)
-
-    def reserve(self, nbytes):
+    def _grow(self, size):
         """There is room for everything."""
 
     def move(self, way, offset, buffer, label, after):

@@ -16,20 +16,6 @@ from common import models
 from common.engine.units import hollow as is_freed
 from common.loop import sha256
 
-
-def test_no_sync_is_silent_in_stages_0_and_1_only(world, stage):
-    engine = make_engine(stage)
-    inputs, targets = batch(engine.module, world)
-    with engine.no_sync():
-        for ends_with_a_step in (True, False):
-            engine.comm.traffic.reset()
-            engine.backward(models.loss(engine(inputs), targets))
-            assert ("backward" in engine.comm.traffic.by_phase()) == (stage in ("stage2_grad", "stage3_param"))
-            if ends_with_a_step:
-                engine.step()  # reduces what was put off, and does not end it
-                engine.synchronize()
-
-
 SCHEDULERS = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
     "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=6),  # moves the betas as well
@@ -59,14 +45,6 @@ def test_torchs_schedulers_work_unchanged(world, stage, name):
     ours, expected = (scheduled(world, engine, name) for engine in (stage, "baseline:AverageAfterBackward"))
     assert same_bits(ours[0], expected[0])
     assert ours[1] == expected[1]
-
-
-def test_a_meta_device_model_starts_as_a_real_one_does(world, stage):
-    module = models.build("gpt-tiny")
-    models.materialize(module, models.initial_values(0), world.device)
-    real, meta = (make_engine(stage, model) for model in (module, "gpt-tiny"))
-    assert same_bits(real.full_state_dict(), meta.full_state_dict())
-    assert train_step(real, world) == train_step(meta, world)
 
 
 class Broken(torch.optim.SGD):
@@ -109,23 +87,6 @@ def test_gradients_from_before_the_engine_do_not_count(world, stage):
 def all_the_same(engine, state):
     """Whether every rank has these bits."""
     return len(set(engine.comm.gather_objects(sha256(state)))) == 1
-
-
-@pytest.mark.ranks(3)
-def test_buffers_are_those_of_rank_0_whatever_was_evaluated_or_read_between(world, stage):
-    engine = make_engine(stage, "resnet-tiny")
-    for step in range(2):
-        train_step(engine, world, step)
-        engine.eval()
-        with torch.no_grad():
-            engine(batch(engine.module, world, step)[0])
-        engine.train()
-    inputs, targets = batch(engine.module, world, 2)
-    loss = models.loss(engine(inputs), targets)
-    engine.full_state_dict()
-    engine.backward(loss)
-    engine.step()
-    assert all_the_same(engine, engine.full_state_dict())
 
 
 def test_train_and_eval_set_the_mode_of_every_module(world, stage):

@@ -504,76 +504,60 @@ def test_initial_values_that_differ_between_ranks_are_refused_on_every_rank(worl
 # ---- optimizers -----------------------------------------------------------------------------------------------------
 
 
-class CountsInItsGroup(torch.optim.Optimizer):
-    """Counts calls of `step` in the group, as Apex's FusedAdam does, and steps ever less."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr, "step": 0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["step"] += 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"] / group["step"])
-
-
-class ClipsEachCall(torch.optim.SGD):
-    """Clips what one call of `step` finds."""
-
-    def step(self, closure=None):
-        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        torch.nn.utils.clip_grad_norm_(found, 1.0)
-        return super().step(closure)
-
-
 def door(world, engine, optimizer):
     """What the door says of an optimizer."""
     torch.manual_seed(0)
     return message_in_step(make_engine, engine, Net().to(world.device), optimizer)
 
 
-@pytest.mark.parametrize("optimizer", [CountsInItsGroup, ClipsEachCall])
-@pytest.mark.seven
-def test_an_optimizer_that_counts_or_clips_by_the_call_is_refused(world, engine, optimizer):
-    message = door(world, engine, functools.partial(optimizer, lr=0.1))
-    assert f"{optimizer.__name__} steps 64 elements otherwise than their two halves" in message
+def sgd(looks_at):
+    """A factory of SGD whose step begins with `looks_at(gradients)`, and is left out where that says so."""
+
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            if not looks_at(gradients):
+                super().step()
+
+    return functools.partial(Own, lr=0.1)
 
 
-class ByShape(torch.optim.SGD):
-    """Subtracts the mean from gradients of so many dimensions: gradient centralization."""
+def left_out(refuses):
+    """Steps are, of which the norm of all gradients is refused."""
+    return sgd(lambda gradients: refuses(nn.utils.get_total_norm(gradients)))
 
-    def __init__(self, params, dimensions, lr=0.1):
-        super().__init__(params, lr)
-        self.dimensions = dimensions
+
+@sgd
+def clips_what_a_call_finds(gradients):
+    norm = nn.utils.get_total_norm(gradients)
+    for gradient in gradients:
+        gradient.div_(norm.clamp(min=1.0))
+
+
+@sgd
+def divides_by_their_number(gradients):
+    for gradient in gradients:
+        gradient.div_(len(gradients))
+
+
+def centralizes(dimensions):
+    """Subtracts the mean from gradients of so many dimensions."""
+
+    def centralize(gradients):
+        for gradient in gradients:
+            if gradient.dim() == dimensions:
+                gradient.sub_(gradient.mean(-1, keepdim=True))
+
+    return sgd(centralize)
+
+
+class CountsInItsGroup(torch.optim.SGD):
+    """Counts calls of `step` in the group, as Apex's FusedAdam does, and steps ever less."""
 
     def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None and parameter.dim() == self.dimensions:
-                parameter.grad -= parameter.grad.mean(-1, keepdim=True)
-        super().step()
-
-
-class ByAllGradients(torch.optim.SGD):
-    """Leaves a step out if `refuses` says so of the norm of all gradients."""
-
-    def __init__(self, params, refuses, lr=0.1):
-        super().__init__(params, lr)
-        self.refuses = refuses
-
-    def step(self, closure=None):
-        gradients = [p.grad for p in self.param_groups[0]["params"] if p.grad is not None]
-        if not self.refuses(nn.utils.get_total_norm(gradients)):
-            super().step()
-
-
-class ByTheOthers(torch.optim.SGD):
-    """Steps by its rate over the number of parameters that have a gradient."""
-
-    def step(self, closure=None):
-        for parameter in (parameters := [p for p in self.param_groups[0]["params"] if p.grad is not None]):
-            parameter.grad /= len(parameters)
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["lr"] = 0.1 / group["step"]
         super().step()
 
 
@@ -582,28 +566,22 @@ def decays_matrices_alone(params):
     return torch.optim.AdamW([{"params": flat, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.1}])
 
 
-class ByTheLoss(torch.optim.SGD):
-    """Evaluates the loss again, as SAM and LBFGS do."""
-
-    def step(self, closure=None):
-        assert closure is not None, "a closure is needed"
-
-
 LOOKS_BEYOND = {
-    "loss": (ByTheLoss, "a closure is needed.*, and engines step without the loss; SAM is some lines with"),
+    "calls of its step": (CountsInItsGroup, "CountsInItsGroup steps 64 elements otherwise than their two halves"),
+    "what a call finds": (clips_what_a_call_finds, "Own steps 64 elements otherwise than their two halves"),
     "no optimizer": (lambda parameters: None, "^optimizer makes a NoneType; give what makes a torch.optim.Optimizer$"),
     "decay for matrices": (
         decays_matrices_alone,
         "steps matrices otherwise .* give what .* in param_groups=; use AdamW",
     ),
     **{
-        f"{n} dimensions": (functools.partial(ByShape, dimensions=n), f"ByShape steps {what} otherwise")
+        f"{n} dimensions": (centralizes(n), f"Own steps {what} otherwise")
         for n, what in ((2, "matrices"), (3, "tensors of three dimensions"), (4, "tensors of four dimensions"))
     },
-    "NaN": (functools.partial(ByAllGradients, refuses=torch.isnan), r"ByAllGradients looks at all .* skip_norm= and"),
-    "not finite": (functools.partial(ByAllGradients, refuses=lambda n: not n.isfinite()), "looks at all of a gradient"),
-    "large": (functools.partial(ByAllGradients, refuses=lambda n: n > 100), "looks at all of a gradient"),
-    "others": (ByTheOthers, "ByTheOthers steps two parameters otherwise than their elements in a row"),
+    "NaN": (left_out(torch.isnan), "Own looks at all .* skip_norm= and"),
+    "not finite": (left_out(lambda norm: not norm.isfinite()), "looks at all of a gradient"),
+    "large": (left_out(lambda norm: norm > 100), "looks at all of a gradient"),
+    "others": (divides_by_their_number, "Own steps two parameters otherwise than their elements in a row"),
 }
 
 
@@ -764,14 +742,6 @@ def test_a_step_that_is_replaced_later_is_refused_and_schedulers_may_watch_it(wo
 # ---- two engines ----------------------------------------------------------------------------------------------------
 
 
-class HalfUsed(Block):
-    """Rank 0 leaves a weight unused."""
-
-    def forward(self, x):
-        hidden = torch.tanh(self.up(x))
-        return x + (self.down(hidden) if dist.get_rank() else hidden[..., :WIDTH])
-
-
 @functools.cache
 def adversaries(world, engine):
     """A discriminator that gets gradients from the generator's backward as well, and drops none of them."""
@@ -906,20 +876,3 @@ def test_zero_grad_of_a_part_drops_what_was_not_reduced_yet(world, engine):
     moved = {name for name, value in critic.full_state_dict().items() if not torch.equal(value, before[name])}
     assert moved
     assert not {name for name in moved if name.startswith("head")}
-
-
-@functools.cache
-def distilled(world, engine):
-    """Student and teacher are trained by one loss, of which one rank leaves weights unused."""
-    make = functools.partial(Net, block=HalfUsed)
-    student, teacher = (small_engine(world, engine, make=make, seed=s, bucket_mb=1e-6) for s in range(2))
-    for index in range(3):
-        x = inputs(world, index)
-        student.backward(loss(student(x) - teacher(x)))
-        student.step()
-        teacher.step()
-    return student.full_state_dict(), teacher.full_state_dict()
-
-
-def test_two_engines_under_one_loss_agree_where_a_rank_leaves_a_weight_unused(world, stage):
-    assert all(map(same_bits, distilled(world, stage), distilled(world, "baseline:AverageAfterBackward")))

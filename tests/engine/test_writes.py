@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from training import ALL, ENGINES, inputs, message_in_step, same_bits, small_engine
-from trap_models import WIDTH, Net, loss, step
+from trap_models import WIDTH, Net, Stop, loss, step
 
 from common.engine.mixed_precision import DTYPES
 from common.errors import InputError
@@ -137,10 +137,6 @@ def test_a_delayed_update_lands_before_weights_are_written(world):
 
 
 # ---- nothing is kept ------------------------------------------------------------------------------------------------
-
-
-class Stop(Exception):
-    """Raised by a test."""
 
 
 def stops(world, module):

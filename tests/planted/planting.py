@@ -59,15 +59,22 @@ class Edit:
         for right, wrong in self.texts:
             assert source.count(right) == 1, f"{right!r} stands {source.count(right)} times in {module.__name__}"
             source = source.replace(right, wrong)
-        codes = dict(functions(module, compile(source, module.__file__, "exec")))
-        before = {function: function.__code__ for function in codes}
-        try:
-            for function, changed in codes.items():
-                function.__code__ = changed
+        with running(module, compile(source, module.__file__, "exec")):
             yield
-        finally:
-            for function, own in before.items():
-                function.__code__ = own
+
+
+@contextlib.contextmanager
+def running(module, code):
+    """In this context all functions of a module run what they are in `code`, that of another text."""
+    codes = dict(functions(module, code))
+    before = {function: function.__code__ for function in codes}
+    try:
+        for function, changed in codes.items():
+            function.__code__ = changed
+        yield
+    finally:
+        for function, own in before.items():
+            function.__code__ = own
 
 
 def functions(owner, code):

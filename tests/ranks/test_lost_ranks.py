@@ -2,13 +2,12 @@
 
 import contextlib
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from a_rank_that_dies import train
-from places import ROOT, importing
+from commands import torchrun
+from places import ROOT
 from training import inputs, make_engine, same_bits, small_engine
 from trap_models import RECOMPUTE, around_two, loss, net, step
 
@@ -30,10 +29,7 @@ def lost(rank):
 
 @pytest.mark.parametrize("stage", ["stage0_ddp", "stage3_param"])
 def test_under_torchrun_every_rank_that_is_left_names_the_lost_one(stage):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    environment = importing(OMP_NUM_THREADS="1")
-    command += [ROOT / "tests/programs/a_rank_that_dies.py", stage]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WITHIN, check=False)
+    ended = torchrun(ROOT / "tests/programs/a_rank_that_dies.py", stage, nproc=3, timeout=WITHIN)
     assert ended.returncode != 0
     for rank in (0, 1):
         assert re.search(lost(rank), ended.stderr), ended.stderr

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from fake_gpu import CUDA, Devices, Gpu, OnAStreamOfItsOwn, with_streams
 from places import ROOT
+from planting import running
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import UNFUSED, find_engine
 from trap_models import WIDTH, Net
@@ -28,14 +29,10 @@ FILES = [
     "common/tensors.py",
     "common/ranks/lanes.py",
     "common/ranks/collectives.py",
-    "common/engine/base.py",
-    "common/engine/bucket.py",
+    *(f"common/engine/{name}.py" for name in ("base", "bucket", "master_weights")),
+    *(f"common/tiers/{name}.py" for name in ["bus", "memory", "stepping", "sub_group", "disk", "swap", "activations"]),
+    *("stage3_param/engine.py", "offload/cpu.py", "offload/nvme.py", "zeropp/engine.py", "zeropp/transports.py"),
 ]
-FILES += ["common/engine/master_weights.py"]
-FILES += [
-    f"common/tiers/{name}.py" for name in ("bus", "memory", "stepping", "sub_group", "disk", "swap", "activations")
-]
-FILES += ["stage3_param/engine.py", "offload/cpu.py", "offload/nvme.py", "zeropp/engine.py", "zeropp/transports.py"]
 
 
 def straight():
@@ -222,46 +219,11 @@ def waits_of(file):
     ]
 
 
-@contextlib.contextmanager
 def without(file, place):
-    """Within it, the functions of a module run without the call at that place."""
-    source, module = (ROOT / file).read_text(), importlib.import_module(file[:-3].replace("/", "."))
-    tree = ast.fix_missing_locations(Without(place).visit(ast.parse(source)))
-    healthy, sick = (codes(compile(text, str(ROOT / file), "exec")) for text in (source, tree))
-    changed = {
-        name
-        for name in healthy
-        if healthy[name].co_code != sick[name].co_code or healthy[name].co_consts != sick[name].co_consts
-    }
-    found = [f for f in functions_of(module) if f.__qualname__ in changed]
-    before = [function.__code__ for function in found]
-    assert found
-    try:
-        for function in found:
-            function.__code__ = sick[function.__qualname__]
-        yield
-    finally:
-        for function, code in zip(found, before, strict=True):
-            function.__code__ = code
-
-
-def codes(code):
-    """{qualified name: code} of the functions in a module's or a class's code; those within functions go with them."""
-    found = {}
-    for inner in (constant for constant in code.co_consts if isinstance(constant, type(code))):
-        is_class = not inner.co_flags & 0x2  # CO_NEWLOCALS: a function
-        found |= codes(inner) if is_class else {inner.co_qualname: inner}
-    return found
-
-
-def functions_of(module):
-    """The functions and methods that a module defines."""
-    for value in list(vars(module).values()):
-        if getattr(value, "__module__", None) == module.__name__:
-            for function in [value, *(vars(value).values() if isinstance(value, type) else ())]:
-                inner = getattr(function, "__wrapped__", getattr(function, "fget", function))
-                if hasattr(inner, "__code__"):
-                    yield inner
+    """A context in which the functions of a module run without the call at that place."""
+    tree = ast.fix_missing_locations(Without(place).visit(ast.parse((ROOT / file).read_text())))
+    module = importlib.import_module(file[:-3].replace("/", "."))
+    return running(module, compile(tree, str(ROOT / file), "exec"))
 
 
 MUTANTS = [(file, *wait) for file in FILES for wait in waits_of(file)]

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from training import make_engine
 
 from common.ranks.sockets import SEND_BUFFER, own_sockets, small_send_buffers
 from common.ranks.world import LocalWorld
@@ -120,14 +119,6 @@ def test_a_program_that_forms_a_group_can_limit_its_connections_too():
         for sizes in world.run(form_a_group_of_my_own):
             assert len(sizes) == 4
             assert sizes.count(2 * SEND_BUFFER) == 2
-
-
-def test_an_engine_leaves_the_programs_own_connections_alone(world, stage):
-    with connection("127.0.0.1", "127.0.0.1") as (early, *_):
-        before = send_buffer(early)
-        make_engine(stage)
-        with connection("127.0.0.1", "127.0.0.1") as late:
-            assert before == send_buffer(early) == send_buffer(late[0])
 
 
 @gloo

@@ -1,8 +1,6 @@
 """ZERO_TRACE=1: ranks that agree are not disturbed; of ranks that part, each says where, and fails."""
 
 import re
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -11,8 +9,9 @@ import pytest
 import ranks_that_part
 import torch
 import torch.distributed as dist
+from commands import torchrun
 from groups import in_subgroup, two_users_of_a_group
-from places import ROOT, importing
+from places import ROOT
 from training import make_engine, same_bits, train, train_step
 
 from common.errors import InputError
@@ -169,12 +168,12 @@ def test_a_timeout_that_is_no_time_is_an_input_error(monkeypatch, given):
 # ---- ranks that agree ---------------------------------------------------------------------------------------------
 
 
-def open_traced(size, **environment):
+def open_traced(size, log=None, **environment):
     """A world of its own, whose ranks are traced."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"ZERO_TRACE": "1", **environment}.items():
             patch.setenv(name, value)
-        return LocalWorld(size, oversubscribe=True, timeout=60)
+        return LocalWorld(size, oversubscribe=True, timeout=60, log=log)
 
 
 @pytest.fixture(scope="module")
@@ -212,20 +211,15 @@ def test_each_group_has_a_count_of_its_own(traced):
 # ---- ranks that part ----------------------------------------------------------------------------------------------
 
 
-def keep_stderr(world, folder, function, *args):
-    """Run a function on a rank whose stderr is a file."""
-    sys.stderr = (folder / str(world.rank)).open("w")
-    return function(world, *args)
-
-
 @pytest.fixture
 def part(tmp_path):
     """`part(function, ...)`: the failure of two traced ranks, and what each of them printed."""
 
     def run(function, *args, **environment):
-        with open_traced(2, **environment) as world, pytest.raises(RankFailed) as caught:
-            world.run(keep_stderr, tmp_path, function, *args)
-        return str(caught.value), [(tmp_path / str(rank)).read_text() for rank in range(2)]
+        with open_traced(2, tmp_path / "log", **environment) as world, pytest.raises(RankFailed) as caught:
+            world.run(function, *args)
+        printed = (tmp_path / "log").read_text().splitlines(keepends=True)
+        return str(caught.value), ["".join(line for line in printed if f"[rank {rank}] " in line) for rank in range(2)]
 
     return run
 
@@ -332,18 +326,15 @@ else:
 """
 
 
-def torchrun(folder, what):
+def under_torchrun(folder, what):
     """Two ranks of torchrun's, traced; its exit status and everything on stderr."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, what]
-    environment = importing(OMP_NUM_THREADS="1", ZERO_TRACE="1")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    (folder / "script.py").write_text(SCRIPT)
+    done = torchrun(folder / "script.py", what, ZERO_TRACE="1")
     return done.returncode, done.stderr
 
 
 def test_under_torchrun_ranks_that_wait_for_nothing_fail_too_and_all_of_them_print(tmp_path):
-    status, printed = torchrun(tmp_path, "submit_only")
+    status, printed = under_torchrun(tmp_path, "submit_only")
     assert status == 1
     sentence = "rank 0 waits in all_gather of unit 0 (setup, #1, 8 bytes); rank 1 waits in all_gather of unit 1"
     for rank in range(2):
@@ -351,7 +342,7 @@ def test_under_torchrun_ranks_that_wait_for_nothing_fail_too_and_all_of_them_pri
 
 
 def test_under_torchrun_a_program_of_its_own_is_told_of_the_rank_that_failed(tmp_path):
-    status, printed = torchrun(tmp_path, "own_program")
+    status, printed = under_torchrun(tmp_path, "own_program")
     assert status == 1
     assert "[rank 0] the ranks part: rank 0 waits in all_gather of objects (setup, #3" in printed
     assert "[rank 1] leaves: LookupError: the third drawer is empty" in printed

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from commands import torchrun
 from places import importing
 
 from common.errors import InputError
@@ -162,24 +163,18 @@ FAILURES = {
 }
 
 
-def write_errors_to(world, path):
-    """Send what this rank writes to stderr to a file, and tell its process id."""
-    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    return os.getpid()
-
-
 @nccl_speaks
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failed_rank_is_reported_once_and_all_ranks_are_stopped(failure, tmp_path):
     kind, message = FAILURES[failure]
-    with LocalWorld(3, oversubscribe=True) as world:
-        processes = world.run(write_errors_to, tmp_path / "errors")
+    with LocalWorld(3, oversubscribe=True, log=tmp_path / "said") as world:
+        processes = world.run(pid)
         with pytest.raises(kind) as caught:
             world.run(end_on_rank_1, failure)
         assert not world.alive
         assert all_gone(processes)
     assert str(caught.value).startswith(message)
-    assert (tmp_path / "errors").read_text() == ""
+    assert (tmp_path / "said").read_text() == ""
 
 
 def say(world, error=None):
@@ -252,12 +247,12 @@ def interrupt(world, processes):
 @nccl_speaks
 def test_after_ctrl_c_the_ranks_are_stopped_and_say_nothing(tmp_path):
     """They could take no other call in the middle of this one."""
-    world = LocalWorld(2, oversubscribe=True)
-    processes = world.run(write_errors_to, tmp_path / "errors")
+    world = LocalWorld(2, oversubscribe=True, log=tmp_path / "said")
+    processes = world.run(pid)
     with pytest.raises(KeyboardInterrupt):
         world.run(interrupt, [*processes, os.getpid()])
     assert all_gone(processes)
-    assert (tmp_path / "errors").read_text() == ""
+    assert (tmp_path / "said").read_text() == ""
 
 
 # ---- the parent ---------------------------------------------------------------------------------------------------
@@ -364,19 +359,14 @@ def environment_for_nccl(world, path, places):
 
 
 def tcp_addresses(world=None):
-    """The local addresses of the TCP sockets that this process listens at or is connected by, in hex."""
-    inodes = set()
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            inodes.add(str(descriptor.readlink()).removeprefix("socket:[").removesuffix("]"))
-    lines = Path("/proc/self/net/tcp").read_text().splitlines() + Path("/proc/self/net/tcp6").read_text().splitlines()
-    fields = [line.split() for line in lines]
-    return {field[1].partition(":")[0] for field in fields if field[9] in inodes}
+    """The local addresses of the TCP sockets that this process listens at or is connected by."""
+    tcp = (own for own in sockets.own_sockets() if own.type == socket.SOCK_STREAM and own.family != socket.AF_UNIX)
+    return {host for host, port, *_ in (own.getsockname() for own in tcp) if port}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for sockets in /proc")
 def test_ranks_and_their_parent_speak_over_the_loopback_alone(worlds):
-    loopback = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1, also as an IPv6 socket shows it
+    loopback = {"127.0.0.1", "::ffff:127.0.0.1"}  # also as an IPv6 socket shows it
     before = tcp_addresses()
     for addresses in worlds(3).run(tcp_addresses):
         assert addresses <= loopback
@@ -429,15 +419,10 @@ def see_one_gpu(uuid):
     patch.setattr(world_module, "_init_group", lambda world, *rest: form(World(world.rank, world.size, on_cpu), *rest))
 
 
-def torchrun(folder, function, *gpus, script=SCRIPT):
+def under_torchrun(folder, function, *gpus, script=SCRIPT, **settings):
     """Run a function of this file on two ranks of torchrun's, each of which sees one GPU where some are given."""
-    file = folder / "script.py"
-    file.write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", file]
-    environment = importing(OMP_NUM_THREADS="1")
-    return subprocess.run(
-        [*command, function, *gpus], env=environment, capture_output=True, text=True, timeout=2 * SOON, check=False
-    )
+    (folder / "script.py").write_text(script)
+    return torchrun(folder / "script.py", function, *gpus, timeout=2 * SOON, **settings)
 
 
 def leave_one_in_flight(world):
@@ -462,7 +447,7 @@ def refuse(world):
 
 
 def test_under_torchrun_launch_joins_and_rank_0_has_the_result(tmp_path):
-    done = torchrun(tmp_path, "leave_one_in_flight")
+    done = under_torchrun(tmp_path, "leave_one_in_flight")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["result: (0, 2)", "result: None"]
 
@@ -472,20 +457,20 @@ def describe_gpu(world):
 
 
 def test_under_torchrun_ranks_that_see_one_gpu_each_need_not_share(tmp_path):
-    done = torchrun(tmp_path, "describe_gpu", "GPU-1", "GPU-2")
+    done = under_torchrun(tmp_path, "describe_gpu", "GPU-1", "GPU-2")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["result: ('cuda:0', [None, None])", "result: None"]
 
 
 def test_under_torchrun_ranks_that_share_a_gpu_are_refused_with_the_remedy(tmp_path):
-    done = torchrun(tmp_path, "describe_gpu", "GPU-1", "GPU-1")
+    done = under_torchrun(tmp_path, "describe_gpu", "GPU-1", "GPU-1")
     assert done.returncode == 0, done.stderr
     why = "ranks 0 and 1 use the same GPU; start one rank for each GPU, or add --oversubscribe to let ranks share them"
     assert done.stdout.splitlines() == [f"input error: --nproc-per-node: {why}"] * 2
 
 
 def test_under_torchrun_bad_input_reaches_every_rank(tmp_path):
-    done = torchrun(tmp_path, "refuse")
+    done = under_torchrun(tmp_path, "refuse")
     assert done.returncode == 0, done.stderr
     expected = [f"input error: rank {rank} cannot use this; give another" for rank in range(2)]
     assert sorted(done.stdout.splitlines()) == expected
@@ -505,9 +490,8 @@ with one_line_errors():
 
 
 @pytest.mark.parametrize("knows", ["1", "all"])
-def test_under_torchrun_the_rank_that_knows_what_is_wrong_says_it_once(tmp_path, monkeypatch, knows):
-    monkeypatch.setenv("KNOWS", knows)
-    done = torchrun(tmp_path, "", script=SPEAKING)
+def test_under_torchrun_the_rank_that_knows_what_is_wrong_says_it_once(tmp_path, knows):
+    done = under_torchrun(tmp_path, "", script=SPEAKING, KNOWS=knows)
     assert done.stderr.count("error: give another\n") == 1
     assert "Traceback" not in done.stderr.partition("error: give another\n")[0]
 
@@ -522,7 +506,7 @@ def test_an_environment_that_is_not_torchruns_is_told(monkeypatch, name):
 
 
 def test_under_torchrun_a_rank_that_raises_shows_why_and_leaves_at_once(tmp_path):
-    done = torchrun(tmp_path, "raise_with_one_in_flight")
+    done = under_torchrun(tmp_path, "raise_with_one_in_flight")
     assert done.returncode == 1
     assert "LookupError: the third drawer is empty" in done.stderr
     assert "exitcode  : 1 " in done.stderr  # of rank 1, no signal

@@ -1,6 +1,5 @@
 """The lesson: each engine is short, and the diff to the one before shows what its stage is about and no more."""
 
-import ast
 import difflib
 import itertools
 
@@ -40,13 +39,6 @@ def test_an_engine_that_derives_from_stage_3_repeats_none_of_it(stage):
     assert find_engine(stage).__bases__ == (find_engine("stage3_param"),)
     before, derived = methods("stage3_param"), methods(stage)
     assert not [name for name, text in derived.items() if text == before.get(name)]
-
-
-@pytest.mark.parametrize("stage", [stage for stage in CODE_LINES if stage not in DERIVED])
-def test_a_stage_imports_no_other_stage(stage):
-    imports = [node for node in ast.walk(ast.parse(source(stage))) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    modules = {alias.name for node in imports for alias in node.names} | {getattr(n, "module", None) for n in imports}
-    assert not any(module and module.startswith(STAGES) for module in modules)
 
 
 def test_only_one_file_calls_collectives_but_for_the_pages_from_torch_alone():

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from places import ROOT
+from places import ROOT, importing
 
 
 def run(*arguments, cwd=ROOT, **settings):
@@ -33,6 +33,13 @@ def wait_for(condition, within=60):
     while not condition():
         assert time.monotonic() < deadline, "it does not come true"
         time.sleep(0.02)
+
+
+def torchrun(*arguments, nproc=2, timeout=120, **settings):
+    """Run a script on ranks of torchrun's, which import what this program does; return the finished process."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc, *arguments]
+    environment, pipes = importing(OMP_NUM_THREADS="1", **settings), {"capture_output": True, "text": True}
+    return subprocess.run([*map(str, command)], env=environment, timeout=timeout, check=False, **pipes)
 
 
 def refused(captured, command, *arguments):

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from late_lanes import on_lane
-from planting import healthy, replaced
+from planting import healthy, read
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import make_engine, same_bits, train_step
@@ -22,7 +22,7 @@ from common.measure.memory import HOST, Timeline
 from common.measure.timeline import rows
 from common.models.gpt import GPT, GPTConfig
 from common.models.recompute import KINDS, run_blocks
-from common.tiers.activations import HostActivations, Room
+from common.tiers.activations import HostActivations
 from common.tiers.bus import Bus
 from lab import compare
 
@@ -127,55 +127,9 @@ def test_two_inputs_stay_on_the_device_and_late_copies_change_no_bit(world, name
     assert broken(world, name, kind, lane) == []
 
 
-def comes_up_without_waiting(engine):
-    return replaced(HostActivations, "_move", lambda move, *args: move(*args) and mock.Mock())
-
-
-def goes_down_in_another_ones_room(engine):
-    return mock.patch.object(Room, "is_free", lambda room: True)
-
-
-def the_input_of_the_block_before_comes_up(engine):
-    def move(original, self, direction, saved, tensor):
-        return original(self, direction, saved.before() or saved if direction == "up" else saved, tensor)
-
-    return replaced(HostActivations, "_move", move)
-
-
-def stays_on_the_device_too(engine):
-    def pack_hook(original, self, tensor):
-        saved = original(self, tensor)
-        saved.kept = tensor
-        return saved
-
-    return replaced(HostActivations, "pack_hook", pack_hook)
-
-
-def never_waits_to_leave(engine):
-    def move(original, self, *args):
-        self._travelling = None
-        return original(self, *args)
-
-    return replaced(HostActivations, "_move", move)
-
-
-def takes_new_rooms_in_every_step(engine):
-    return mock.patch.object(Room, "is_free", lambda room: False)
-
-
-MUTANTS = [
-    comes_up_without_waiting,
-    goes_down_in_another_ones_room,
-    the_input_of_the_block_before_comes_up,
-    stays_on_the_device_too,
-    never_waits_to_leave,
-    takes_new_rooms_in_every_step,
-]
-
-
-@pytest.mark.parametrize("plant", MUTANTS, ids=lambda plant: plant.__name__.replace("_", " "))
-def test_a_mutant_is_caught(world, plant):
-    assert broken(world, "stage3_param", KINDS[0], "late", plant) != []
+@pytest.mark.parametrize("mutant", read("activations", (), {"BROKEN": broken}), ids=str)
+def test_a_mutant_is_caught(world, mutant):
+    assert broken(world, "stage3_param", KINDS[0], "late", mutant.plant) != []
 
 
 @pytest.mark.parametrize("kind", KINDS)
