@@ -241,7 +241,7 @@ def _idea_of_sent(name, collective, many, few):
 
 def rounded(case, found):
     """Numbers that were quantized, block by block: how far off they come back."""
-    block = dict(case.options)["block"]
+    block = case.options["block"]
     for bits, (largest, values, back, divides_by_zero) in found.items():
         if divides_by_zero:
             return Finding("zeros", f"In {bits} bits, a block of zeros is divided by zero.")
