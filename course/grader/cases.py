@@ -73,6 +73,10 @@ class Case:
         written: freed weights are written to.
         foreign: gradients come by another backward than the engine's.
         rounded: no training, but numbers that are quantized and come back.
+        off: the idea, a key of hints.toml, that weights which are off are about where their values tell nothing more.
+        nan: the idea that they are about where they are NaN.
+        raises: the idea that it is about when something is raised, whatever that is: the smaller cases before it were
+            right; "" where the error says it.
         points: that the promise is worth.
         stages: those it is about, by the keys of their exercises.
     """
@@ -93,6 +97,9 @@ class Case:
     written: bool = False
     foreign: bool = False
     rounded: bool = False
+    off: str = "differs"
+    nan: str = "reads nothing"
+    raises: str = ""
     points: int = 1
     stages: tuple = ("stage1_os", "stage2_grad", "stage3_param")
 
