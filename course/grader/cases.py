@@ -123,7 +123,6 @@ def _case(run="in_a_row", optimizer="sgd", **row):
     return Case(run=RUNS[run], optimizer=OPTIMIZERS[optimizer], **row)
 
 
-# Smallest first. The first that fails is what a student reads about.
 CASES = {
     name: _case(**row)
     for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
