@@ -129,7 +129,7 @@ def hints_of(idea, exercise=""):
 
 def _model(case):
     """A case in words."""
-    options = ", ".join(f"{name}={value}" for name, value in case.options)
+    options = ", ".join(f"{name}={value}" for name, value in case.options.items())
     extras = [options] if options else []
     if case.backwards > 1:
         extras.append(f"{case.backwards} backwards a step")

@@ -24,24 +24,6 @@ HANGS = 2  # after so many cases without an answer the rest is not tried
 # Findings about the file itself, which every case would show.
 OF_THE_FILE = ("import", "solution", "past the meter", "open ")
 
-# What weights that are off are about in some cases, where their values tell nothing more.
-IDEAS = {
-    "late": "not waited for",
-    "three": "two ranks only",
-    "elsewhere": "elsewhere",
-    "unused": "unused",
-    "repeated": "sent twice",
-    "computed again": "recomputation",
-    "early": "gathered too early",
-    "in two": "placement",
-    "delayed": "not waited for",
-    "two hops": "pieces",
-    "second shards": "second shards",
-    "three places": "nodes and places",
-    "hops beside": "not waited for",
-}
-# And where they are NaN; the plain training had none.
-IDEAS_OF_NAN = {"clipped": "padding", "unused": "unused", "computed again": "recomputation"}
 LOOKS = {  # what is compared of a rank, in the order of a training: what is said where it differs, and the idea
     "tables": (
         "Of {0} rank {rank} of {ranks} owns as {1} the elements {given[0]} to {given[1]}, where the stage owns "
@@ -241,7 +223,7 @@ def _idea_of_sent(name, collective, many, few):
 
 def rounded(case, found):
     """Numbers that were quantized, block by block: how far off they come back."""
-    block = dict(case.options)["block"]
+    block = case.options["block"]
     for bits, (largest, values, back, divides_by_zero) in found.items():
         if divides_by_zero:
             return Finding("zeros", f"In {bits} bits, a block of zeros is divided by zero.")
@@ -300,20 +282,21 @@ def _where(step, rank, name, found, expected):
 
 def _idea_of_weights(name, step, found, expected, own):
     """What kind of difference it is. All weights are laid end to end, and each rank's own shards told from the rest."""
+    case = CASES[name]
     ours, stages = ([_flat(seen["weights"][step]) for seen in side] for side in (found, expected))
     mine = [_flat(seen["owners"]) == rank for rank, seen in enumerate(expected)]
     off = [one != other for one, other in zip(ours, stages, strict=True)]
     if any(one.isnan().any() for one in ours):
-        return IDEAS_OF_NAN.get(name, "reads nothing")
+        return case.nan
     if _swapped(step, ours, stages, expected):
         return "another shard"
     if name in ("three", "elsewhere", "three places", "in two"):  # the same training was right before
-        return IDEAS[name]
-    if CASES[name].classes and any(one["sent"] != other["sent"] for one, other in zip(found, expected, strict=True)):
+        return case.off
+    if case.classes and any(one["sent"] != other["sent"] for one, other in zip(found, expected, strict=True)):
         return "one hop"
     sends = [[sum(seen["sent"].values()) for seen in side] for side in (found, expected)]
     own_are_right = not any((wrong & own).any() for wrong, own in zip(off, mine, strict=True))
-    idea, start = IDEAS.get(name, "differs"), _flat(expected[0]["weights"][0])
+    idea, start = case.off, _flat(expected[0]["weights"][0])
     if own_are_right and name != "late":
         idea = _idea_of_old_values(found, expected, mine)
     elif any(few < many for few, many in zip(*sends, strict=True)):

@@ -168,7 +168,7 @@ def built(world, make, case):
     choose_exact_kernels(world.device)
     torch.manual_seed(0)
     model = Blocks(case.run, case.blocks).to(world.device)
-    return make(model, case.optimizer, deterministic=True, **dict(case.options)), model
+    return make(model, case.optimizer, deterministic=True, **case.options), model
 
 
 def make_tensors_elsewhere(engine):

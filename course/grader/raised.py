@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from course.grader.cases import CASES
+
 FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
 ERROR = re.compile(r"^[\w.]+(?:Error|Exception|Exit|Interrupt|Imported).*", re.MULTILINE)
 
@@ -28,14 +30,6 @@ SAID = (
     (r"TypeError: .*(argument|takes|callable|unpack)", "call"),
     ("(?i)size|shape|length|dimension|expanded|elements", "lengths"),
 )
-
-# What a failure of some cases is about, whatever is raised: the smaller ones before them were right.
-IDEAS = {
-    "computed again": "recomputation",
-    "owned by three": "two ranks only",
-    "three": "two ranks only",
-    "elsewhere": "elsewhere",
-}
 
 
 @dataclass(frozen=True)
@@ -94,4 +88,4 @@ def _open_parts(where):
 
 def _idea_of(error, name):
     idea = next((idea for said, idea in SAID if re.search(said, error)), "crash")
-    return idea if idea in ("import", "solution", "past the meter") else IDEAS.get(name, idea)
+    return idea if idea in ("import", "solution", "past the meter") else CASES[name].raises or idea

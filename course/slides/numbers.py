@@ -7,6 +7,7 @@ from html import escape
 
 from common.measure.tables import show_bytes
 from course.lessons import chart
+from course.lessons.sentences import STATES
 from course.slides.code import ROOT
 from lab.plan.formulas import Rank, Shape, Way
 from lab.readme import IDEAS
@@ -16,7 +17,6 @@ BEYOND = {"offload": "ZeRO-Offload", "offload.nvme": "ZeRO-Infinity", "zeropp": 
 NAMES = {name: f"Stage {number}" for number, name in enumerate(STAGES)} | BEYOND
 DEMO = "{model}, {parameters:,} parameters, {precision}, {world_size} ranks; counted by make demo on {hardware}"
 PSI, GPUS = 7.5e9, 64  # the paper's example: parameters, and ranks
-STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer states"}
 SHARDED = {"stage1_os": ("optimizer",), "stage2_grad": ("gradients", "optimizer"), "stage3_param": STATES}
 
 
