@@ -1,8 +1,8 @@
 """`python -m lab.gpu_counts`: what a step asks of a GPU beyond the model's own work, counted without one.
 
-Each engine trains a GPT of 12 blocks as one of 8 ranks on torch's fake process group, over NCCL's paths: collectives are
-issued and move nothing, and tensors are a CPU's. Every operation of the third step is counted as it is dispatched. The
-same is counted of a loop without any engine, and taken off. torch's DDP and FSDP2 train on two real ranks, over gloo.
+Each engine trains a GPT of 12 blocks as one of 8 ranks on torch's fake process group, over NCCL's paths: collectives
+are issued and move nothing, and tensors are a CPU's. Every operation of the third step is counted as it is dispatched.
+What a loop without any engine dispatches is taken off. torch's DDP and FSDP2 train on two real ranks, over gloo.
 
     collectives   by kind; DDP's all-reduces and FSDP2's reduce-scatters among them
     launches      operations that write memory: copies, additions, the optimizer's; views and empty tensors are none

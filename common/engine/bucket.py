@@ -11,7 +11,7 @@ from common.engine.layout import Run
 from common.engine.master_weights import Piece
 from common.errors import InputError
 from common.measure.memory import storage_id
-from common.tensors import end_to_end, host_value, length, let_go, within
+from common.tensors import end_to_end, length, let_go, within
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,11 @@ class Bucket(Run, Piece):
         return self.parameters if self.full is None else self.full
 
     def sum_of_bits(self):
-        """A number that tells whether something was written to whole parameters, at the cost of reading them once."""
-        return host_value(self.at_hand.view(torch.int64).sum(), 0)
+        """A number that tells whether something was written to whole parameters, at the cost of reading them once.
+
+        It stays on the device, as an int64 scalar tensor: the host need not wait for it.
+        """
+        return self.at_hand.view(torch.int64).sum()
 
     def values_at_hand(self):
         """A context in which this rank's part of the values can be read: here it always can."""

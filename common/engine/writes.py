@@ -92,9 +92,21 @@ class Writes:
                     f"them, and no other rank hears of it; {HOW}, and what each step is to do in step() of the "
                     "optimizer that the factory makes"
                 )
-            if bucket.bits is not None and not self.open and bucket.bits != bucket.sum_of_bits():
-                first = next(iter(bucket.members))
-                raise InputError(f"{first!r} or another weight of {bucket.name} was written past the engine; {HOW}")
+        watched = [] if self.open else [bucket for bucket in self._buckets if bucket.bits is not None]
+        for bucket in changed({bucket: bucket.bits for bucket in watched}):
+            first = next(iter(bucket.members))
+            raise InputError(f"{first!r} or another weight of {bucket.name} was written past the engine; {HOW}")
+
+
+def changed(before):
+    """The buckets with other bits than `before`, {bucket: its `sum_of_bits`}. The host waits once for all of them."""
+    if not before:
+        return []
+    now = torch.stack([bucket.sum_of_bits() for bucket in before])
+    differ = now != torch.stack(list(before.values()))
+    if not host_value(differ.any(), False):
+        return []
+    return [bucket for bucket, differs in zip(before, differ.tolist(), strict=True) if differs]
 
 
 @contextlib.contextmanager
@@ -121,7 +133,7 @@ def gathered(engine, *modules, write=False):
             engine.writes.accept(parameter for _, _, parameter in members)
             changes, before = engine.writes.changes, {bucket: bucket.sum_of_bits() for bucket in buckets}
             yield
-            unseen = [b for b in buckets if changes == engine.writes.changes and before[b] != b.sum_of_bits()]
+            unseen = changed(before) if changes == engine.writes.changes else []
             _check_read_only(engine.writes, members, unseen)
 
 
