@@ -5,8 +5,8 @@
 # make test-gpu   what concerns GPUs of the suite, on this machine's, with NCCL,
 #                 by the Python that has torch: PYTHON=python3. Up to four ranks
 #                 share a GPU where there are too few. Untried: none was at hand
-# make gpu-check  try this machine's GPUs, in forty minutes: common/GPUS.md. Writes
-#                 gpu-check.md, a page to post. PYTHON=python3 has torch. Untried
+# make gpu-check  try this machine's GPUs, in forty minutes: common/GPUS.md. It
+#                 writes gpu-check.md, a page to post. PYTHON=python3. Untried
 # make papers     run the papers' numbers: each beside what the engines count
 # make soak       kill runs of every engine at random moments, 50 times each, to
 #                 see that they go on to the same bits; some 40 minutes
@@ -163,6 +163,7 @@ record-zeropp: $(INSTALLED)
 
 record-simulated: $(INSTALLED)
 	$(BIN)/python -m lab.plan.scaling --json results/scaling.json
+	$(BIN)/python -m lab.gpu_counts --json results/gpu_counts.json
 
 record-museum: $(INSTALLED)
 	$(BIN)/python -m interop.museum --json results/museum.json

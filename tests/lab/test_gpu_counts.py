@@ -6,7 +6,7 @@ from training import ALL
 from lab import gpu_counts
 from lab.gpu_check import CHECKS, checked, page
 
-# Offload looks at the bits of what has come up, in forward and in step; Infinity's ranks ask each other for their disks.
+# Offload looks at the bits of what has come up, in forward and in step; Infinity asks for the disks of all ranks.
 SYNCS = {"offload": 2, "offload.nvme": 2}
 
 
