@@ -201,7 +201,8 @@ def cuda_peak(run):
 
 def test_the_timeline_agrees_with_the_allocators_events(world, stage):
     """The peak of a forward and backward over its start."""
-    engine = make_engine(stage, "gpt-tiny")
+    model = "gpt-mini" if world.device.type == "cuda" else "gpt-tiny"  # CUDA's rounds each tensor up to 512 bytes
+    engine = make_engine(stage, model)
     for step in range(2):
         train_step(engine, world, step)
     engine.synchronize()
