@@ -4,16 +4,18 @@ Each check is a row of common/GPUS.md, which says what to expect and what it mea
 before them found, and one report has the commands, how they ended and what they printed last: `make gpu-check`.
 """
 
+import gc
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,18 +24,18 @@ import torch
 from common import models
 from common.engines import ENGINES, STAGES, find_engine
 from common.errors import InputError
-from common.loop import train_step
+from common.loop import finish, train_step
 from common.measure.hardware import commit, hardware
 from common.measure.memory import Timeline
-from common.outputs import ROOT, one_line_errors, parser_of, write_text
+from common.outputs import ROOT, check_output, one_line_errors, parser_of, write_text
 from common.ranks.world import LocalWorld, RankFailed
 
-MODEL = "gpt-tiny"
-LAST = 3000  # characters of what a check printed that stand in the report
+MODEL, LARGER = "gpt-tiny", "gpt-mini"  # the second so that its tensors outweigh what libraries take
+LAST = 3000  # characters of what a command printed that stand in the report
 WATCHED = {"NCCL_DEBUG": "WARN", "PYTHONFAULTHANDLER": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 WATCHED |= {"TORCH_FR_BUFFER_SIZE": "2000"}
 SOON = 70  # seconds in which all ranks are to end when one has
-ends_of = {}  # (ranks, way) -> {engine: digest}, of the last run
+plain = {}  # way -> {engine: digest} of one rank, without anything that helps
 WAYS = {"fp32": [], "bf16": ["--precision", "bf16"], "fp16": ["--precision", "fp16"], "clipped": ["--clip-norm", "1"]}
 
 
@@ -47,8 +49,14 @@ def main(arguments=None):
     names = options.only.split(",") if options.only else list(CHECKS)
     if unknown := sorted(set(names) - set(CHECKS)):
         raise InputError(f"--only {unknown[0]}: there is no such check; choose of: {', '.join(CHECKS)}")
-    found = [checked(name) for name in names]
-    write_text(options.report, page(found))
+    check_output("--report", options.report)
+    if not torch.cuda.is_available():
+        raise InputError("torch finds no GPU here, so there is nothing to check")
+    os.environ.update(WATCHED)  # and so of all ranks
+    found = []
+    for name in names:
+        found.append(checked(name))
+        write_text(options.report, page(found))  # of the checks so far
     print(f"the report is {options.report}")
     if not all(check["passed"] for check in found):
         sys.exit(1)
@@ -62,7 +70,7 @@ def checked(name):
         passed, said = CHECKS[name]()
     except Exception as error:  # the others run all the same
         said = f"{type(error).__name__}: {error}"
-    found = {"name": name, "passed": passed, "seconds": time.monotonic() - began, "said": said[-LAST:]}
+    found = {"name": name, "passed": passed, "seconds": time.monotonic() - began, "said": said}
     print(f"{name}: {'passed' if passed else 'FAILED'}, {found['seconds']:.0f} s", flush=True)
     return found
 
@@ -80,21 +88,14 @@ def page(found):
 
 def ran(*command, minutes=10, **environment):
     """Run a command of Python's: whether it ended with status 0, and what it printed."""
-    environment = {**os.environ, **WATCHED, **environment}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    running = subprocess.Popen([sys.executable, *command], cwd=ROOT, env={**os.environ, **environment}, **output)
     try:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=60 * minutes,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as late:
-        return False, f"no end in {minutes} minutes\n{(late.stdout or b'').decode(errors='replace')}"
-    return done.returncode == 0, f"$ python {' '.join(command)}\n{done.stdout}"
+        said, late = running.communicate(timeout=60 * minutes)[0], ""
+    except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGKILL)  # its ranks, too
+        said, late = running.communicate()[0], f"no end in {minutes} minutes\n"
+    return running.returncode == 0, f"$ python {' '.join(command)}\n{late}{said[-LAST:]}"
 
 
 # ---- the checks: each returns whether it passed, and what to show ---------------------------------------------------
@@ -103,16 +104,20 @@ def ran(*command, minutes=10, **environment):
 def versions():
     """What this machine is."""
     said = [platform.platform(), f"Python {platform.python_version()}, torch {torch.__version__}"]
-    if torch.cuda.is_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        said.append(f"CUDA {torch.version.cuda}, NCCL {nccl}, cuDNN {torch.backends.cudnn.version()}")
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    said.append(f"CUDA {torch.version.cuda}, NCCL {nccl}, cuDNN {torch.backends.cudnn.version()}")
+    with suppress(FileNotFoundError):  # some containers have none
         said.append(subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False).stdout)
-    return torch.cuda.is_available(), "\n".join(said)
+    return True, "\n".join(said)
 
 
 def digests(nproc, **environment):
-    """All engines, five steps in each precision: they keep their promises, one digest among them."""
-    passed, said = True, []
+    """All engines, five steps in each precision: they keep their promises, one digest among them.
+
+    Returns:
+        Whether they do, what to show, and {way: {engine: digest}}.
+    """
+    passed, said, ends = True, [], {}
     for way, options in WAYS.items():
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "all.json")
@@ -120,18 +125,25 @@ def digests(nproc, **environment):
             trained = ["--model", MODEL, "--batch", "8", "--steps", "5"]
             kept, printed = ran(*command, *trained, "--json", str(file), **environment)
             rows = json.loads(file.read_text())["rows"] if file.exists() else []
-        ends = {row["engine"]: row["param_sha256"][:12] for row in rows}
-        passed &= kept and len(ends) == len(ENGINES)
-        said.append(f"{way}: {ends}" if kept else f"{way}:\n{printed}")
-        ends_of[nproc, way] = ends
-    return passed, "\n".join(said)
+        ends[way] = {row["engine"]: row["param_sha256"][:12] for row in rows}
+        passed &= kept and len(ends[way]) == len(ENGINES)
+        said.append(f"{way}: {ends[way]}" if kept else f"{way}:\n{printed}")
+    return passed, "\n".join(said), ends
+
+
+def of_one_rank():
+    """The digests that others are held to."""
+    passed, said, ends = digests(1)
+    plain.update(ends)
+    return passed, said
 
 
 def alike(**environment):
     """The digests of one rank once more, in an environment that brings a missing wait to light: none changes."""
-    before = {way: ends_of.get((1, way)) for way in WAYS}
-    passed, said = digests(1, **environment)
-    differ = [way for way in WAYS if before[way] is not None and before[way] != ends_of[1, way]]
+    if not plain:
+        of_one_rank()
+    passed, said, ends = digests(1, **environment)
+    differ = [way for way in WAYS if plain[way] != ends[way]]
     return passed and not differ, f"{environment}\n{said}" + (f"\nnot as without: {differ}" if differ else "")
 
 
@@ -141,11 +153,11 @@ def in_a_world(function, size=1):
         return world.run(function, timeout=600)[0]
 
 
-def made(name, **options):
-    """An engine over the model, and its micro-batch."""
+def made(name, model=MODEL):
+    """An engine over a model, and a micro-batch."""
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
-    module = models.build(MODEL)
-    engine = find_engine(name)(module, adamw, init=models.initial_values(0), **options)
+    module = models.build(model)
+    engine = find_engine(name)(module, adamw, init=models.initial_values(0))
     windows = torch.randint(256, (4, module.window), dtype=torch.uint8, device=engine.comm.device)
     return engine, module.inputs_and_targets(windows)
 
@@ -161,16 +173,19 @@ def count_syncs(world):
                 torch.cuda.set_sync_debug_mode("warn" if step == 2 else "default")
                 train_step(engine, [batch])
                 torch.cuda.set_sync_debug_mode("default")
-        said[name] = [str(warning.message) for warning in heard if "synchronizing CUDA" in str(warning.message)]
-    return not any(said.values()), json.dumps({name: len(syncs) for name, syncs in said.items()})
+        of_cuda = [warning for warning in heard if "synchronizing CUDA" in str(warning.message)]
+        said[name] = [f"{warning.filename}:{warning.lineno}" for warning in of_cuda]
+    return not any(said.values()), "\n".join(f"{name}: {len(syncs)} {syncs}" for name, syncs in said.items())
 
 
 def look_at_memory(world):
     """The allocator after 5 and after 50 steps, and its peak beside the timeline's."""
     said, passed = [], True
     for name in ENGINES:
-        engine, batch = made(name)
-        after = {}
+        engine = batch = timeline = None
+        gc.collect()
+        before, after = torch.cuda.memory_allocated(), {}
+        engine, batch = made(name, LARGER)
         for step in range(1, 51):
             torch.cuda.reset_peak_memory_stats()
             timeline = Timeline(engine) if step == 50 else nullcontext()
@@ -178,8 +193,9 @@ def look_at_memory(world):
                 train_step(engine, [batch])
             stats = torch.cuda.memory_stats()
             after[step] = {key: stats[key] for key in ("num_alloc_retries", "segment.all.current")}
-        peaks = f"live bytes {timeline.peak_bytes():,}, allocated {torch.cuda.max_memory_allocated():,}"
-        passed &= after[5] == after[50]
+        allocated = torch.cuda.max_memory_allocated() - before
+        peaks = f"live bytes {timeline.peak_bytes():,}, allocated {allocated:,}"
+        passed &= after[5] == after[50] and not after[50]["num_alloc_retries"]
         said.append(f"{name}: after 5 steps {after[5]}, after 50 {after[50]}; {peaks}")
     return passed, "\n".join(said)
 
@@ -193,36 +209,37 @@ def step_or_end(world, how):
                 raise LookupError("the third drawer is empty")
             if how == "is killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(10)  # or calls less often than others
-            return
+            return  # calls less often than others
         train_step(engine, [batch])
+        finish(world.device)  # or the host would run ahead of a collective that hangs
 
 
 def drills():
     """A rank raises, is killed, or leaves the others waiting: all end soon, and somebody names it."""
     said, passed = [], True
     for how in ("raises", "is killed", "leaves"):
-        began = time.monotonic()
         try:
             with LocalWorld(2, oversubscribe=True, timeout=30) as world:
-                world.run(step_or_end, how, timeout=SOON)
+                began = time.monotonic()
+                world.run(step_or_end, how, timeout=2 * SOON)
             said.append(f"{how}: nothing was said")
+            passed = False
         except RankFailed as failure:
             told, took = str(failure).strip().splitlines(), time.monotonic() - began
-            passed &= took < SOON and "rank" in str(failure)
+            passed &= took < SOON and re.match(r"rank \d (failed|died)", told[0]) is not None
             said.append(f"{how}: {took:.0f} s, {told[0]} ... {told[-1]}")
     return passed, "\n".join(said)
 
 
 SUITE = ["tests/any_engine", "tests/engine", "tests/zeropp", "tests/offload"]
-BENCH = ["--models", "gpt-124m", "--precisions", "bf16", "--batch", "8", "--nproc", "1", "--worlds", "1"]
-BENCH += ["--peers", "TorchDDP"]
+BENCH = ["--models", "gpt-124m", "--precisions", "bf16", "--batch", "8", "--nproc", "1", "--peers", "TorchDDP"]
+BENCH += ["--engines", ",".join(STAGES), "--worlds", "1", "--rounds", "11"]
 CHECKS = {
     "versions": versions,
-    "digests": partial(digests, 1),
+    "digests": of_one_rank,
     "sanitizer": partial(alike, TORCH_CUDA_SANITIZER="1"),
     "blocking": partial(alike, CUDA_LAUNCH_BLOCKING="1"),
-    "two-ranks": partial(digests, 2),
+    "two-ranks": lambda: digests(2)[:2],
     "syncs": partial(in_a_world, count_syncs),
     "memory": partial(in_a_world, look_at_memory),
     "drills": drills,

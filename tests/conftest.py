@@ -12,6 +12,7 @@ import torch
 from browsing import chromium
 from matrix import CELLS, CROSSINGS, OPTIONS, QUICK, ZOO
 from places import LOCAL, RECORDS
+from sampling import sample
 from scores import EQUIVALENCE, REDUCTION, SCORE, as_text, summarize
 from training import ALL, ENGINES, SEVEN, STAGES
 from trap_models import CASES
@@ -162,16 +163,20 @@ def ranks_of(item):
     """The ranks of a test's world, as far as its parameters say."""
     given = item.callspec.params if hasattr(item, "callspec") else {}
     cell = given.get("cell", given.get("crossing"))
-    return max([getattr(cell, "world_size", 1), *(given.get(name, 1) for name in ("world", "size", "world_size"))])
+    sizes = [getattr(cell, "world_size", 1), *(given.get(name) for name in ("world", "size", "world_size"))]
+    return max(size for size in sizes if isinstance(size, int))
 
 
 def passed_by(items):
-    """The cases of tests marked `one_in(n)` that are no n-th one."""
-    cases = defaultdict(list)
+    """The cases that `make test` leaves out of tests marked `one_in(n)`."""
+    cases, left_out = defaultdict(list), []
     for item in items:
-        cases[item.path, getattr(item, "originalname", item.name)].append(item)
-    marked = [(found, found[0].get_closest_marker("one_in")) for found in cases.values()]
-    return [item for found, mark in marked if mark for item in found if found.index(item) % mark.args[0]]
+        if (mark := item.get_closest_marker("one_in")) and not item.get_closest_marker("exhaustive"):
+            cases[item.path, item.originalname, mark.args[0]].append(item)
+    for (_, _, n), found in cases.items():
+        chosen = sample(found, n)
+        left_out += [item for item in found if item not in chosen]
+    return left_out
 
 
 def is_of_offload(item):

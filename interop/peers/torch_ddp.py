@@ -93,7 +93,7 @@ class Replicated(Peer):
         norm, gradients = None, [master.grad for master in self.masters.values()]
         if self.loss_scaler is not None:
             scale = self.loss_scaler.scale
-            largest = torch.nn.utils.get_total_norm(gradients, torch.inf)  # one wait for all
+            largest = torch.nn.utils.get_total_norm([g for g in gradients if g.numel()], torch.inf)  # one wait for all
             overflow = not host_value(largest.isfinite(), True)
             self.loss_scaler.update(overflow)
             if overflow:

@@ -78,7 +78,6 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.one_in(3)
 def test_a_run_that_is_asked_to_stop_saves_says_where_and_goes_on_to_the_same_bits(tmp_path, undisturbed, number):
     folder, path = tmp_path / "run", tmp_path / "run.json"
     options = ("--nproc", 2, "--steps", 150)

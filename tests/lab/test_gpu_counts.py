@@ -3,8 +3,8 @@
 import pytest
 from training import ALL
 
-from lab import gpu_counts
-from lab.gpu_check import CHECKS, checked, page
+from lab import bench, gpu_counts
+from lab.gpu_check import BENCH, CHECKS, checked, page
 
 # Offload looks at the bits of what has come up, in forward and in step; Infinity asks for the disks of all ranks.
 SYNCS = {"offload": 2, "offload.nvme": 2}
@@ -27,3 +27,10 @@ def test_a_check_that_raises_is_one_that_failed_and_the_others_run(monkeypatch):
     found = [checked(name) for name in ("versions", "syncs")]
     assert [check["passed"] for check in found] == [False, True]
     assert "| versions | **failed** |" in page(found) and "ZeroDivisionError: division by zero" in page(found)
+
+
+def test_the_bench_among_the_checks_is_one_that_bench_takes(monkeypatch):
+    monkeypatch.setattr(bench, "bench", bench.check)
+    monkeypatch.setattr(bench, "tables", lambda results: [])
+    monkeypatch.setattr(bench, "publish", lambda *_: None)
+    bench.main(BENCH)

@@ -13,6 +13,7 @@ from places import ROOT
 from planting import Edit, broken_promises, healthy, read
 
 from common.engine import EngineBase
+from common.engines import find_engine
 
 SHARED = vars(stage_mutants.probes) | vars(stage_mutants)
 LISTS = [
@@ -55,6 +56,13 @@ def label(value):
     if isinstance(value, functools.partial):
         return f"{label(value.func)}, {value.args[0]}"
     return value.__name__.replace("_", " ") if callable(value) else str(value)
+
+
+def test_every_fault_finds_the_text_that_it_changes():
+    for mutant, name in CASES:
+        if isinstance(mutant.plant, Edit):
+            with mutant.plant(find_engine(name)):
+                pass
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="some faults are planted in gloo's paths, or show by its timing")
