@@ -97,7 +97,7 @@ def train(gpu, name, options, checkpoint, micro_batches=2, precision="fp32", bes
         if step == 1:
             interrupt(gpu, engine)
             with torch.no_grad():
-                engine(torch.randn(2, 3, WIDTH).to(CUDA))
+                assert engine(torch.randn(2, 3, WIDTH)).device == CUDA  # as DDP, it moves what a loader gives
         if step == 2 and engine.comm.size == 1:  # there, one rank's files are all
             engine.save(checkpoint)
             engine.load(checkpoint)
