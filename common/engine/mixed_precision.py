@@ -191,6 +191,8 @@ def _chunks(bucket, shards):
                     missing = min(size, bucket.shard_numel - start)
                 parts.append(mean[begin : begin + missing])
                 begin, missing = begin + len(parts[-1]), missing - len(parts[-1])
+                if missing > 0 and begin == len(mean):  # it goes on in the next piece, which may take this one's buffer
+                    parts[-1] = parts[-1].clone()
                 if missing == 0:
                     yield shard, end_to_end(parts, parts[0].device if len(bucket.pieces) == 1 else "cpu")
                     parts = []

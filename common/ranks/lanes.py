@@ -134,12 +134,14 @@ class StreamLane:
     def __init__(self, name=""):
         # Before what computes: a collective's few blocks run at once, and who waits for it waits less.
         self._stream, self._callers = torch.cuda.Stream(priority=-1), set()
+        self._lock = threading.Lock()  # the caller's thread and the host's both use the bus
 
     def submit(self, work, *buffers):
-        self.follow()
-        for stream in self._callers:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with self._lock:
+            callers, self._callers = self._callers, set()
+        for stream in callers:
             self._stream.wait_stream(stream)
-        self._callers.clear()
         with torch.cuda.stream(self._stream):
             work()
             done = torch.cuda.Event()
@@ -155,7 +157,8 @@ class StreamLane:
 
     def follow(self):
         """Have the next work wait for the caller's stream, too: for each gradient, as backward may run on several."""
-        self._callers.add(torch.cuda.current_stream())
+        with self._lock:
+            self._callers.add(torch.cuda.current_stream())
 
     def finish(self):
         """Return when all is done: not only what the caller runs next, but the caller itself waits."""

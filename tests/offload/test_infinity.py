@@ -162,8 +162,8 @@ def test_elements_of_any_width_are_trained_saved_and_loaded(world, tmp_path, dty
     assert ended == expected
 
 
-def norms_and_buffers(world, engine, precision):
-    """Three steps over shards of 25 sub-groups, whose squares are added in chunks that end within these.
+def norms_and_buffers(world, engine, precision, chunk):
+    """Three steps over shards of 25 sub-groups, whose squares are added in chunks that end within these, or none.
 
     Returns:
         The norms; how many staging buffers were made, and are foreseen.
@@ -172,7 +172,7 @@ def norms_and_buffers(world, engine, precision):
     model = GPT(GPTConfig(layers=1, width=128, heads=2, sequence=32))
     made = make_engine(engine, model, clip_norm=0.5, precision=precision)
     norms = []
-    with mock.patch.object(mixed_precision, "CHUNK", 10_000):
+    with mock.patch.object(mixed_precision, "CHUNK", chunk):
         for step in range(3):
             inputs, targets = batch(made.module, world, step, global_batch=4)
             made.backward(models.loss(made(inputs), targets))
@@ -181,10 +181,11 @@ def norms_and_buffers(world, engine, precision):
     return norms, staging and (len(staging.made), staging.number)
 
 
+@pytest.mark.parametrize("chunk", [10_000, mixed_precision.CHUNK])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_norm_and_overflow_look_at_a_sub_group_at_a_time(world, precision):
-    norms, buffers = norms_and_buffers(world, "offloaded:OnDisk", precision)
-    assert norms == norms_and_buffers(world, "stage3_param", precision)[0]
+def test_norm_and_overflow_look_at_a_sub_group_at_a_time(world, precision, chunk):
+    norms, buffers = norms_and_buffers(world, "offloaded:OnDisk", precision, chunk)
+    assert norms == norms_and_buffers(world, "stage3_param", precision, chunk)[0]
     assert buffers[0] <= buffers[1] == 15
 
 
