@@ -7,6 +7,7 @@ import zlib
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.utils.rnn import PackedSequence
 
 fake_tensors = FakeTensorMode  # a context without values; torch has no public name for it
 
@@ -41,7 +42,9 @@ def map_tensors(function, value):
         items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     else:
         return value
-    changed = {key: new for key, item in items.items() if (new := map_tensors(function, item)) is not item}
+    stays = 1 if isinstance(value, PackedSequence) else None  # its batch sizes, which are the host's
+    new = {key: map_tensors(function, item) for key, item in items.items() if key != stays}
+    changed = {key: item for key, item in new.items() if item is not items[key]}
     if not changed:
         return value
     if isinstance(value, (list, tuple)):

@@ -101,9 +101,9 @@ def train():
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # one for each rank
-            torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}")
         dist.init_process_group()  # of NCCL's between GPUs, of gloo's between CPUs
+        if torch.cuda.device_count() >= dist.get_world_size():  # a GPU for each rank
+            torch.set_default_device(f"cuda:{dist.get_rank()}")
         train()
         dist.destroy_process_group()
     else:

@@ -112,15 +112,17 @@ def write(comm, path, snapshot):
     try:
         with together(comm, failure):
             entry = {"name": file.name, "sha256": snapshot.write(file)}
-        everyones = comm.gather_objects((entry, socket.gethostname()), "the checkpoint")
-        files = [entry for entry, _ in everyones]
+        everyones = comm.gather_objects((entry, socket.gethostname(), file.stat().st_size), "the checkpoint")
+        files = [entry for entry, *_ in everyones]
         with together(comm, failure):
             if rank == 0:
                 here = f"{str(folder)!r} on node {socket.gethostname()!r}"
-                for number, (entry, node) in enumerate(everyones):
-                    name = entry["name"]  # which no other file has: its number is new on every node
-                    missing = f"{name}, which rank {number} wrote on node {node!r}, is not in {here}"
+                for number, (entry, node, nbytes) in enumerate(everyones):
+                    name, who = entry["name"], f"which rank {number} wrote on node {node!r}"
+                    missing = f"{name}, {who}, is not in {here}"
                     see(lambda name=name: name in os.listdir(folder), missing)  # listdir asks a file server anew
+                    if (folder / name).stat().st_size != nbytes:
+                        raise InputError(f"{name}, {who}, is another file in {here}")
                 replace_index(folder, {**snapshot.index, "files": files})
     except InputError:
         with contextlib.suppress(OSError):

@@ -26,7 +26,7 @@ from common.engine.buffers import Buffers
 from common.engine.door import BATCH_NORMS
 from common.engine.gradients import gradients
 from common.engine.hooks import Hook
-from common.engine.master_weights import alone
+from common.engine.master_weights import alone, groups_of
 from common.engine.misuse import Guards, NoModule, engine_of
 from common.engine.mixed_precision import LossScaler, decide, dtype_of
 from common.engine.reentrant import Uses, mark_gradients_in_parts
@@ -79,6 +79,7 @@ class EngineBase(Files, NoModule):
     own_options = ()  # names of what a stage takes besides, and has set as attributes
     is_plain = True  # with them its numbers are those of stage 0
     bucket, books = Bucket, Accounts
+    watches = ()  # over units, in stage 3 and after it
 
     def __init__(
         self,
@@ -157,7 +158,7 @@ class EngineBase(Files, NoModule):
         self.buffers = Buffers(model, self.comm, broadcast_buffers)
         self.uses, self.guards, self.accounts = Uses(self), Guards(self), self.books(self)
         self.optimizer = optimizer(building.shards_of(self.buckets, self.param_groups, param_groups is None))
-        self._group_of = building.groups_of(self.optimizer)
+        self._group_of = groups_of(self.optimizer)
         building.adopt_states(self.optimizer, self.buckets)
         self.guards.take_optimizer()
         self.writes = Writes(self.buckets + self.frozen)
@@ -250,6 +251,7 @@ class EngineBase(Files, NoModule):
         """
         if self._failed:
             self.zero_grad()
+        self.guards.end_lone_runs()
         self.guards.check_parameters()
         self.guards.check_step()
         self.require_gradients("step")
@@ -310,6 +312,7 @@ class EngineBase(Files, NoModule):
 
     def zero_grad(self):
         """Drop the gradients since the last step, as `zero_grad` of the optimizer and of the whole module do."""
+        self.guards.end_lone_runs()
         self.guards.finish_failed_backward()
         if self._failed:  # half way through a step
             self.writes.accept_all()

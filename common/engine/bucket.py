@@ -179,6 +179,10 @@ class Bucket(Run, Piece):
         """The whole run of parameters where this rank has it: flat, and with anything in it while it is freed."""
         return self.parameters if self.full is None else self.full
 
+    def allocated(self, parts):
+        """What a state is allocated in, [(elements, tier)], of the parts of a shard: a tensor for each of them."""
+        return parts
+
     def sum_of_bits(self):
         """A number that tells whether something was written to whole parameters, at the cost of reading them once.
 

@@ -113,11 +113,6 @@ def shards_of(buckets, param_groups, are_one):
     )
 
 
-def groups_of(optimizer):
-    """{what an optimizer steps: the number of its group}."""
-    return {shard: number for number, group in enumerate(optimizer.param_groups) for shard in group["params"]}
-
-
 def adopt_states(optimizer, buckets):
     """Move the states that an optimizer makes with its first breath, such as Adagrad's, to where their pieces lie."""
     for piece in (piece for bucket in buckets for piece in bucket.pieces):

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 import torch
 from torch import nn
 
-from common.engine.master_weights import alone
+from common.engine.master_weights import alone, groups_of
 from common.engine.misuse import check_hooks, engine_of
 from common.engine.mixed_precision import DTYPES
 from common.engine.readers import Freed
@@ -130,7 +130,7 @@ def _probed(optimizer, values, gradients, *shapes, together=False):
         for part, piece in zip(parts, gradient.split(sizes), strict=True):
             part.grad = piece.clone().view_as(part)
             if not together:
-                with alone(probe, part):
+                with alone(probe, part, groups_of(probe)[part]):
                     probe.step()
                 part.grad = None
         if together:

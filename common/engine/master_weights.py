@@ -61,7 +61,7 @@ class Piece:
 
     def take_state(self, name, fill):
         """Read one of the optimizer's states, by `fill(target)`; return what stands for it in the optimizer."""
-        like = torch.empty_like if self.tier is None else self.tier.empty_like
+        like = torch.empty_like if self.tier is None or self.tier.pins else self.tier.empty_like  # as optimizers do
         values = like(self.master.detach(), dtype=torch.float32)
         fill(values)
         return values
@@ -86,8 +86,13 @@ class Piece:
             self.carried = None
 
 
+def groups_of(optimizer):
+    """{what an optimizer steps: the number of its group}."""
+    return {weights: number for number, group in enumerate(optimizer.param_groups) for weights in group["params"]}
+
+
 @contextlib.contextmanager
-def alone(optimizer, weights, group=0):
+def alone(optimizer, weights, group):
     """In this context the optimizer has these weights alone, in one group: that of the number, to which they belong.
 
     So a `step` that clips gradients by value or clamps weights does to each shard what it would do to the whole.

@@ -105,6 +105,11 @@ class Guards:
         if not self._engine.buckets:
             raise InputError("no parameter was trainable when the engine was built: it serves forwards alone")
 
+    def end_lone_runs(self):
+        """Let go of units that are held for modules whose run an exception ended."""
+        for watch in self._engine.watches:
+            watch.give_up()
+
     def finish_failed_backward(self):
         """Each rank may have met its exception elsewhere: send what others wait for, and see that all met one."""
         engine = self._engine

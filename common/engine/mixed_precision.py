@@ -152,7 +152,7 @@ def gradient_norm(buckets, comm, norm_type=2.0):
     for bucket in buckets:
         for shard, chunk in _chunks(bucket, held):
             if norm_type == math.inf:
-                shards[shard] = torch.maximum(shards[shard], chunk.abs().max().double())
+                shards[shard] = torch.maximum(shards[shard], torch.linalg.vector_norm(chunk, math.inf).double())
             else:
                 shards[shard] += _sum_of_squares(chunk)
     if held < comm.size:

@@ -39,17 +39,19 @@ class Reader:
             self.engine.handles.append(self.module.register_forward_hook(LeafHook(self.after)))
 
     def before(self, module, args):
-        if self.alone:  # it calls itself
-            self.alone += 1
-        elif not (self.unit.whole and (self.unit.depth or self.unit.pins or inside_backward())):
-            if torch.is_grad_enabled() and any(t.requires_grad for t in [*module.parameters(), *tensors_in(args)]):
+        unit, own = self.unit, bool(self.alone)  # `own`: the unit is held for this module, which calls itself
+        outside = not (unit.whole and (unit.depth or unit.pins > own or inside_backward()))
+        if outside or own:
+            read = [*module.parameters(), *tensors_in(args)] if outside and torch.is_grad_enabled() else ()
+            if any(tensor.requires_grad for tensor in read):
                 raise RuntimeError(
-                    f"{self.path!r} runs outside the forward of {self.unit.name or 'the model'!r}, to which its "
+                    f"{self.path!r} runs outside the forward of {unit.name or 'the model'!r}, to which its "
                     "parameters belong, and backward would miss them: call that module, use torch.no_grad(), or hold "
                     "it by engine.gathered() until backward ends"
                 )
-            self.engine.hold(self.unit)
-            self.alone = 1
+            if not own:
+                self.engine.hold(unit)
+            self.alone += 1
 
     def after(self, module, args, output):
         if self.alone:
@@ -60,7 +62,7 @@ class Reader:
         return output
 
     def give_up(self):
-        """Release what a run holds that never ended: Ctrl-C passes by hooks."""
+        """Release what a run holds that an exception ended: torch calls no hook after one."""
         if self.alone:
             self.alone = 0
             self.engine.release(self.unit)

@@ -10,6 +10,7 @@ of them is in the graph of the loss. So a model without such checkpoints runs wi
 import functools
 import weakref
 
+import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -84,6 +85,7 @@ def _noting(forward):
     return run
 
 
+@torch.compiler.disable  # or a compiled block would take today's notes for a constant
 def _note(module, args):
     for uses in list(_all):
         uses.note(module)

@@ -71,6 +71,7 @@ def restore(engine, snapshot, optimizer=True):
         raise InputError("this snapshot was taken without the optimizer; write restore(snapshot, optimizer=False)")
     if optimizer:
         engine.zero_grad()
+    engine.guards.end_lone_runs()
     engine.synchronize()
     engine.begin_load()
     for bucket, values in zip(engine.buckets + engine.frozen, snapshot.weights, strict=True):

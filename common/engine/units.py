@@ -210,13 +210,17 @@ class _Watch:
 
         And be the first and the last of the module's hooks: those that others have added since may read the weights.
         """
-        for reader in self.readers:
-            reader.give_up()
+        self.give_up()
         if self.engine.recording and not self.engine.accounts.backwards and not self.engine.turns.forwards:
             self.unit.forward_gathers = self.unit.backward_gathers = 0
         # torch has a public way to be the first when a hook is registered, and none to stay it.
         self.unit.module._forward_pre_hooks.move_to_end(self.first.id, last=False)
         self.unit.module._forward_hooks.move_to_end(self.last.id)
+
+    def give_up(self):
+        """End the runs of parts of the unit that an exception ended."""
+        for reader in self.readers:
+            reader.give_up()
 
     def before(self, module, args):
         # In backward, checkpoints run forwards again and stop them half way: there only the gathering matters.

@@ -45,7 +45,7 @@ def commit():
 
 def _cpu_name():
     info = Path("/proc/cpuinfo")
-    name = re.search(r"^model name\s*:\s*(.+)$", info.read_text() if info.exists() else "", re.MULTILINE)
+    name = re.search(r"^model name[ \t]*:[ \t]*(.+)$", info.read_text() if info.exists() else "", re.MULTILINE)
     return name[1].strip() if name else platform.processor() or platform.machine()
 
 

@@ -316,7 +316,8 @@ class Collectives:
         NCCL's own average multiplies every piece by 1/N before it adds, and so rounds each of them.
         """
         dtype = self.reduced_in(tensor.dtype)
-        source, mean = tensor.to(dtype), result.to(dtype)  # themselves, if they are in it
+        source = tensor.to(dtype)  # itself, if it is in it
+        mean = result if dtype == result.dtype else torch.empty_like(result, dtype=dtype)
         if dtype == torch.float16:
             source.div_(self.size)
         if result is tensor:

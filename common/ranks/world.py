@@ -22,6 +22,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -371,7 +372,7 @@ def check_size(size, oversubscribe, option="--nproc"):
 
 
 def _tell_gpus(world, store):
-    """The GPU that each rank uses, in rank order, as (host, UUID, place on the PCI bus); without GPUs nothing.
+    """The GPU that each rank uses, in rank order, as (machine, UUID, place on the PCI bus); without GPUs nothing.
 
     Ranks tell each other, as none can count by itself: Slurm may show each process one GPU, and not the same one.
     """
@@ -379,7 +380,9 @@ def _tell_gpus(world, store):
         return []
     gpu = torch.cuda.get_device_properties(world.device)
     on_bus = [getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]  # older torch has none
-    store.set(f"gpu of rank {world.rank}", json.dumps([socket.gethostname(), str(gpu.uuid), on_bus]))
+    boot = Path("/proc/sys/kernel/random/boot_id")  # containers of several machines may have one name
+    machine = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    store.set(f"gpu of rank {world.rank}", json.dumps([machine, str(gpu.uuid), on_bus]))
     told = store.multi_get([f"gpu of rank {rank}" for rank in range(world.size)])  # waits for all
     return [json.loads(gpu) for gpu in told]
 
@@ -412,7 +415,7 @@ def _prepare_environment(world, local_size, gpus, ranks_per_node=None):
         # NCCL refuses two ranks on one GPU of one host. With a host id each, it talks over sockets.
         host_id = f"{socket.gethostname()}-rank{world.rank}"
         os.environ.update(NCCL_HOSTID=host_id, NCCL_NET="Socket", NCCL_IB_DISABLE="1")
-        if len({host for host, *_ in gpus}) == 1:
+        if len({machine for machine, *_ in gpus}) == 1:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", _loopback())
     if ranks_per_node is not None:  # as torchrun would tell it
         os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)

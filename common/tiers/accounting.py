@@ -128,15 +128,14 @@ def predicted_in(tier, engine, buckets, summed=()):
         placed, each = engine.placed(bucket), bucket.kind.dtype.itemsize
         kept, per_tensor = state_bytes(bucket, engine) if bucket.kind.trainable else ([], 0)
         for state in STATES if bucket.kind.trainable else ["parameters"]:
-            for part, there in placed[state]:
-                if there.name == tier:
-                    apart = bucket.sixteen_bit or there.delayed or there is not placed["parameters"][0][1]
-                    widths = {
-                        "parameters": [each],
-                        "gradients": [each] * (1 + there.delayed) + [4] * (bucket in summed and bucket.sixteen_bit),
-                        "optimizer": [4] * apart,
-                    }
-                    predicted[state] += sum(takes(length(part) * width) for width in widths[state])
-                    if state == "optimizer":
-                        predicted[state] += sum(made(length(part) * width) for width in kept) + per_tensor
+            parts = [(length(part), there) for part, there in placed[state] if there.name == tier]
+            for numel, there in bucket.allocated(parts):
+                apart = bucket.sixteen_bit or there.delayed or there is not placed["parameters"][0][1]
+                widths = {"parameters": [each], "gradients": [each] * (1 + there.delayed), "optimizer": [4] * apart}
+                predicted[state] += sum(takes(numel * width) for width in widths[state])
+            if state == "gradients" and bucket in summed and bucket.sixteen_bit:
+                predicted[state] += sum(takes(numel * 4) for numel, _ in parts)
+            if state == "optimizer":
+                predicted[state] += sum(made(numel * width) for numel, _ in parts for width in kept)
+                predicted[state] += per_tensor * len(parts)
     return predicted

@@ -150,9 +150,8 @@ class Disk(Host):
         nbytes, real = numel * dtype.itemsize, not self._comm.simulated
         pinned = real and self._comm.device.type == "cuda"
         with torch.inference_mode(False):  # in which it may be asked for first
-            room = torch.empty(padded(nbytes), dtype=torch.uint8, pin_memory=pinned)
-            if real and room.data_ptr() % PAGE:  # pinned memory begins with a page, and one more could double it
-                room = torch.empty(padded(nbytes) + PAGE, dtype=torch.uint8, pin_memory=pinned)
+            # Pinned memory begins with a page, and one more could double what is taken.
+            room = torch.empty(padded(nbytes) + PAGE * (not pinned), dtype=torch.uint8, pin_memory=pinned)
             begin = -room.data_ptr() % PAGE if real else 0
             return room[begin : begin + nbytes].view(dtype)
 

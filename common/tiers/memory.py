@@ -34,10 +34,11 @@ class Device:
     Attributes:
         lane: what steps the tier's pieces: here the caller.
         on_host: whether what goes there and comes from there crosses the bus.
+        pins: what `empty` gives is pinned memory.
     """
 
     name = "device"
-    on_host = False
+    on_host = pins = False
 
     def __init__(self, comm, *, delayed=False):
         self._comm, self.delayed, self.lane = comm, delayed, InlineLane()
@@ -48,7 +49,7 @@ class Device:
 
     def takes(self, nbytes):
         """The bytes that `empty` takes for a tensor of so many."""
-        return nbytes
+        return taken(nbytes) if self.pins else nbytes
 
     def empty_like(self, tensor, dtype=None):
         """A tensor as long as a flat one, with anything in it."""
@@ -82,7 +83,7 @@ class Host(Device):
 
     def __init__(self, comm, *, delayed=False):
         super().__init__(comm, delayed=delayed)
-        self.room = None
+        self.room, self.pins = None, comm.device.type == "cuda"
         self.lane = lane_of(comm.group, comm.backend, "host")
 
     def empty(self, numel, dtype):
@@ -93,13 +94,9 @@ class Host(Device):
         """
         if self._comm.simulated:
             return torch.empty(numel, dtype=dtype)
-        if self._comm.device.type == "cuda":
+        if self.pins:
             return torch.empty(numel, dtype=dtype, pin_memory=True)
         return shared(numel, dtype)
-
-    def takes(self, nbytes):
-        """The bytes that `empty` takes for a tensor of so many."""
-        return taken(nbytes) if self._comm.device.type == "cuda" else nbytes
 
     def scratch(self, numel, dtype):
         """A tensor [numel] with anything in it, until the lane's next step."""
@@ -114,7 +111,7 @@ class Host(Device):
 
     def adopt(self, states):
         """Move into shared mappings what an optimizer has made in private memory: {name: state}."""
-        if self._comm.simulated or self._comm.device.type == "cuda":  # where any memory of the CPU is beside the device
+        if self._comm.simulated or self.pins:  # where any memory of the CPU is beside the device
             return
         for name, value in states.items():
             if torch.is_tensor(value) and value.dim() and value.untyped_storage().resizable():  # a mapping is not

@@ -52,6 +52,10 @@ class TieredBucket(Bucket):
             self.masters_at.store(slice(0, numel), values)
         self.cut_into = [SubGroup(self, part, shard.start, optimizer) for part in self.parts]
 
+    def allocated(self, parts):
+        """See `Bucket.allocated`: the whole shard is one, whatever is stepped at a time."""
+        return [(sum(numel for numel, _ in parts), parts[0][1])] if parts else []
+
     def forget(self):
         """Drop every gradient since the last step."""
         for piece in self.cut_into:

@@ -371,6 +371,17 @@ def test_a_folder_that_nodes_do_not_share_is_no_place_for_a_checkpoint(world, tm
     assert list(folder.iterdir()) == []
 
 
+def test_a_file_of_another_run_in_the_place_of_a_ranks_own_is_noticed(world, tmp_path):
+    folder = tmp_path / str(world.rank)
+    if world.rank == 0:
+        folder.mkdir()
+        (folder / "000001-rank-00001.safetensors").write_bytes(b"another run's")
+    with mock.patch.object(checkpoint, "_files_in", lambda folder: {}):  # it came later
+        complaint = message_of(make_engine("stage2_grad", "mlp").save, folder)
+    assert "000001-rank-00001.safetensors, which rank 1 wrote on node" in complaint
+    assert f"is another file in '{tmp_path / '0'}'" in complaint
+
+
 def cyclic():
     state = {"again": [(1, "a")] * 2}  # twice the same is no cycle
     state["again"].append((state,))

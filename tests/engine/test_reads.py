@@ -209,6 +209,21 @@ def raises_inside(made, x):
     step(made, x)
 
 
+def raises_before_a_step(made, x):
+    """And again, after which nothing is held: a load begins by seeing to that."""
+    made.backward(loss(made(x)))
+    for _ in range(2):
+        with torch.no_grad(), contextlib.suppress(RuntimeError):
+            made.module.blocks[1].down(x[..., :1])
+    made.step()
+    with torch.no_grad(), contextlib.suppress(RuntimeError):
+        made.module.blocks[1].down(x[..., :1])
+    made.restore(made.snapshot(), optimizer=False)
+    with torch.no_grad(), contextlib.suppress(RuntimeError):
+        made.module.blocks[1].down(x[..., :1])
+    made.load_weights(made.full_state_dict())
+
+
 def interrupted_inside(made, x):
     def stop(*_):
         raise KeyboardInterrupt
@@ -240,6 +255,7 @@ def frozen_alone(made, x):
 
 SITUATIONS = {
     "after an exception": (Net, raises_inside),
+    "after an exception, in a step and a load": (Net, raises_before_a_step),
     "after Ctrl-C": (Placed, interrupted_inside),
     "between forward and backward": (Net, alone_before_backward),
     "between forward and backward, untraced": (net(run_appending, block=Appending), alone_before_backward),

@@ -148,6 +148,7 @@ NESTS = {
     "tuple": lambda x: (1, x),
     "list": lambda x: [x, [x]],
     "named tuple": lambda x: Point(None, x),
+    "packed sequence": lambda x: nn.utils.rnn.pack_sequence([x]),  # whose batch sizes stay what and where they are
     "dict": lambda x: {"a": x, "b": 2},
     "ordered dict": lambda x: OrderedDict(a=[x]),
     "frozen dataclass": lambda x: Pair(x, "other"),

@@ -23,6 +23,7 @@ It is no GPU: kernels, NCCL and the real allocator have rules that are not writt
 import contextlib
 import ctypes
 import functools
+import mmap
 import os
 import sys
 import threading
@@ -481,11 +482,19 @@ class Devices(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__" and asked in ANSWERS:
             return ANSWERS[asked](self.gpu.device_of(args[0]) if self.gpu.on_gpu(args[0]) else HOST)
         pinned, device = kwargs.pop("pin_memory", False), kwargs.get("device")
+        if pinned and func is torch.empty:
+            return self.pinned(*args, **kwargs)
         with contextlib.ExitStack() as asked_for:
             if (device is not None or pinned) and torch.device(device or HOST).type != "meta":
                 kwargs["device"] = HOST
                 asked_for.enter_context(self.gpu.asked_for(torch.device(device or HOST), pinned))
             return func(*args, **kwargs)
+
+    def pinned(self, numel, dtype):
+        """Pinned memory begins with a page."""
+        tensor = torch.frombuffer(mmap.mmap(-1, max(1, numel) * dtype.itemsize), dtype=dtype, count=numel)
+        self.gpu.block(tensor, HOST, True)
+        return tensor
 
     def as_numpy(self, tensor, **kwargs):
         if self.gpu.on_gpu(tensor):
