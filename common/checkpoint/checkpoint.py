@@ -112,7 +112,8 @@ def write(comm, path, snapshot):
     try:
         with together(comm, failure):
             entry = {"name": file.name, "sha256": snapshot.write(file)}
-        everyones = comm.gather_objects((entry, socket.gethostname(), file.stat().st_size), "the checkpoint")
+            nbytes = file.stat().st_size
+        everyones = comm.gather_objects((entry, socket.gethostname(), nbytes), "the checkpoint")
         files = [entry for entry, *_ in everyones]
         with together(comm, failure):
             if rank == 0:
