@@ -23,6 +23,8 @@ import torch
 # Elements at a time. On a CPU what lies between them and their codes stays in the cache, on a GPU it is 64 MB or so for
 # each of a few kernels.
 CHUNK, GPU_CHUNK = 2**17, 2**24
+# The compiler divides as eager kernels do, to the last bit; torch 2.11 has no such option.
+DIVISION = {name: True for name in torch._inductor.list_options() if name == "eager_numerics.division_rounding"}
 
 
 class Blocks:
@@ -32,11 +34,15 @@ class Blocks:
         bits: 8 or 4, of a code.
         block: elements that share a scale, an even number.
         chunk: elements at a time.
+        compiled: let torch.compile fuse the arithmetic, with the same bits. On a GPU two kernels take the place of ten.
     """
 
-    def __init__(self, bits, block=256, chunk=CHUNK):
+    def __init__(self, bits, block=256, chunk=CHUNK, compiled=False):
         self.bits, self.block, self.chunk = bits, block, chunk
         self.largest = {8: 127, 4: 7}[bits]
+        if compiled:
+            self._steps = torch.compile(self._steps, dynamic=True, options=DIVISION)
+            self._values = torch.compile(self._values, dynamic=True, options=DIVISION)
 
     def nbytes(self, numel):
         """The bytes of a message of so many elements."""
@@ -48,17 +54,9 @@ class Blocks:
 
         A block with an infinity or a NaN arrives as NaN throughout: nothing is raised, and a loss scaler sees it.
         """
-        for elements, scales, codes in self._parts(message, values):
-            part = elements.float()
-            top = part.abs().amax(dim=-1)
-            # Steps of the smallest normal number do for denormal values, and no division overflows.
-            scale = (top / self.largest).clamp_(min=torch.finfo(torch.float32).tiny)
-            scales.copy_(torch.where(top.isfinite(), scale, torch.nan))
-            steps = (part / scale[..., None]).round_().clamp_(-self.largest, self.largest)
-            if self.bits == 4:
-                first, second = steps.tensor_split([codes.shape[-1]], dim=-1)
-                steps = first.contiguous()
-                steps[..., : second.shape[-1]].add_(second, alpha=16)
+        for part, scales, codes in self._parts(message, values):
+            found, steps = self._steps(part.float())
+            scales.copy_(found)
             codes.copy_(steps)
 
     def unpack(self, message, values):
@@ -74,14 +72,27 @@ class Blocks:
             for _, scales, codes in others:
                 part += self._values(scales, codes, part)
 
+    def _steps(self, part):
+        """The scales [...] and the codes [..., bytes], as fp32, of fp32 values [..., elements]."""
+        top = part.abs().amax(dim=-1)
+        # Steps of the smallest normal number do for denormal values, and no division overflows.
+        scale = (top / self.largest).clamp_(min=torch.finfo(torch.float32).tiny)
+        scales = torch.where(top.isfinite(), scale, torch.nan)
+        steps = (part / scale[..., None]).round_().clamp_(-self.largest, self.largest)
+        if self.bits == 4:
+            first, second = steps.tensor_split([-(-part.shape[-1] // 2)], dim=-1)
+            steps = first.contiguous()
+            steps[..., : second.shape[-1]].add_(second, alpha=16)
+        return scales, steps
+
     def _values(self, scales, codes, part):
         """fp32 values, in the shape of `part` [..., elements], from scales [...] and codes [..., bytes]."""
-        steps = codes.float()
+        steps = torch.empty_like(part, dtype=torch.float32)
+        first, second = steps.tensor_split([codes.shape[-1]], dim=-1)
+        first.copy_(codes)
         if self.bits == 4:
-            both, steps = steps, steps.new_empty(part.shape)
-            first, second = steps.tensor_split([codes.shape[-1]], dim=-1)
-            tens = torch.mul(both, 1 / 16).round_()
-            torch.sub(both, tens, alpha=16, out=first)
+            tens = torch.mul(first, 1 / 16).round_()
+            first.sub_(tens, alpha=16)
             second.copy_(tens[..., : second.shape[-1]])
         # What was the largest finite number may have become an infinity by rounding; NaN stays.
         largest = torch.finfo(part.dtype).max

@@ -326,8 +326,8 @@ class Ways:
     def __init__(self, comm, dtype, *, quantize_weights, hierarchical, quantize_gradients, error_feedback, block):
         self.dtype = dtype
         inside, across = comm.by_nodes()
-        chunk = CHUNK if comm.point_to_point else GPU_CHUNK
-        coarse, fine = Blocks(4, block, chunk), Blocks(8, block, chunk)
+        how = (block, CHUNK if comm.point_to_point else GPU_CHUNK, comm.device.type == "cuda")
+        coarse, fine = Blocks(4, *how), Blocks(8, *how)
         self.exact = self.plain = self.quantized = AllGather(comm)
         if quantize_weights:
             self.quantized = QuantizedAllGather(comm, fine)

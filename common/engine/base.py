@@ -137,7 +137,7 @@ class EngineBase(Files, NoModule):
         self.bucket_bytes = bucket_mb * 2**20
 
         self.buckets, self.frozen = [], []  # of trainable and of frozen parameters
-        self.bucket_of = {}  # parameter -> bucket
+        self.bucket_of, self.filling = {}, set()  # parameter -> bucket; those with gradients that are not sealed
         self.handles = []  # of the hooks on the model, which go with the engine; others may be added later
         weakref.finalize(self, lambda handles: [handle.remove() for handle in handles], self.handles).atexit = False
         self.holders = weakref.WeakSet()  # what else keeps `tensors` on the host for it

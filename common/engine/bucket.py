@@ -39,6 +39,7 @@ class Bucket(Run, Piece):
             not.
         storages: what its parameters lie in, as `storage_id` has it.
         bits: `sum_of_bits` of parameters that have come from masters elsewhere; None where that is not looked at.
+        filling: the engine's set of buckets that hold gradients and have not been sealed.
         strays: names of parameters that were found to lie elsewhere, after `parameter.data = tensor`.
     """
 
@@ -51,7 +52,7 @@ class Bucket(Run, Piece):
         self.cut_into = ()  # pieces
         self.parameters = self.gradients = self.local = None
         self.full = self.handle = self.gathering = self._unit = self.views = self.nothing = None
-        self.storages, self.strays = set(), set()
+        self.storages, self.strays, self.filling = set(), set(), set()
         self.fires_in_parts = False  # reentrant checkpoints give a weight they share its gradient in parts
         self.forget()
 
@@ -69,6 +70,7 @@ class Bucket(Run, Piece):
             return
         self.part, self.stepped = owned.optimizer, self.parameters[within(owned.optimizer, owned.parameters)]
         self.gradients = torch.zeros(length(owned.gradients), dtype=dtype, device=whole.device)
+        self.filling = engine.filling
         self.master = nn.Parameter(whole[owned.optimizer].clone() if self.sixteen_bit else self.stepped)
         self.reduced = self.gradients[within(owned.optimizer, owned.gradients)]
 
@@ -76,6 +78,7 @@ class Bucket(Run, Piece):
         """Drop every gradient since the last step."""
         self.reported = set()  # names whose gradient came in this backward
         self._filled = set()  # names whose place in `local` holds a gradient
+        self.filling.discard(self)
         self.sums = {}  # name -> fp32 sum of what earlier backwards left in `local`, and has not travelled
         self.has_gradient = False
         self.handle = None
@@ -230,6 +233,7 @@ class Bucket(Run, Piece):
             self._sum_up(name, place)
             place.copy_(gradient)
         self._filled.add(name)
+        self.filling.add(self)
         self.reported.add(name)
         self.scales.add((name, Bucket.scale_of_backward))
 
@@ -243,6 +247,7 @@ class Bucket(Run, Piece):
     def seal(self):
         """Make `local` what travels: sums rounded once to its dtype, zeros where no gradient came, and as padding."""
         self._make_room()
+        self.filling.discard(self)
         for name in self.sums:
             self._sum_up(name, self._places[name])
             self._places[name].copy_(self.sums[name])

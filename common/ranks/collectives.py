@@ -311,21 +311,23 @@ class Collectives:
             mean_in_rank_order(self._collect(parts, received), mean)
 
     def _reduce_in_nccls_order(self, tensor, result):
-        """Sum by NCCL and divide once: fp16 before the sum, which could overflow, others after it, as gloo's path.
+        """Average by NCCL, which multiplies every piece by 1/N before it adds: exact if N is a power of two.
 
-        NCCL's own average multiplies every piece by 1/N before it adds, and so rounds each of them.
+        For any other N, sum and divide once: fp16 before the sum, which could overflow, others after it.
         """
         dtype = self.reduced_in(tensor.dtype)
         source = tensor.to(dtype)  # itself, if it is in it
         mean = result if dtype == result.dtype else torch.empty_like(result, dtype=dtype)
-        if dtype == torch.float16:
+        averages = self.backend == "nccl" and self.size & (self.size - 1) == 0
+        operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        if not averages and dtype == torch.float16:
             source.div_(self.size)
         if result is tensor:
             mean = source
-            dist.all_reduce(source, group=self.group)
+            dist.all_reduce(source, operation, group=self.group)
         else:
-            REDUCE_SCATTER(mean, source, group=self.group)
-        if dtype != torch.float16:
+            REDUCE_SCATTER(mean, source, operation, group=self.group)
+        if not averages and dtype != torch.float16:
             mean.div_(self.size)
         _put(mean, result)
 

@@ -36,8 +36,7 @@ def measure(elements, rounds):
     values = torch.randn(elements, generator=torch.Generator().manual_seed(0))
     contestants, arrived = {}, {}
     for bits in (8, 4):
-        eager, compiled = Blocks(bits), Blocks(bits)
-        compiled._values = torch.compile(compiled._values)
+        eager, compiled = Blocks(bits), Blocks(bits, compiled=True)
         message = torch.empty(eager.nbytes(elements), dtype=torch.uint8)
         eager.pack(values, message)
         contestants[f"int{bits}, packed"] = (eager.pack, values, torch.empty_like(message))

@@ -1,4 +1,4 @@
-"""Exercise. From stage2_grad/engine.py 12 lines are missing, in 3 parts.
+"""Exercise. From stage2_grad/engine.py 11 lines are missing, in 3 parts.
 
 Write them all, and ask as often as you like; from then on the answers are about what is wrong:
 
@@ -35,6 +35,8 @@ At hand:
                                                     `shard`
     self.comm.all_gather(shard, tensor, label)      -> Handle; all ranks' shards, in `tensor`
     self.comm.device                                where tensors live
+    self.filling                                    a set: the buckets that hold gradients and have not been
+                                                    sealed
     self.travelling                                 a list, empty when backward begins, and yours to fill: the
                                                     handles of buckets that have left, the oldest first, until
                                                     somebody has waited for them
@@ -106,7 +108,7 @@ class Engine(EngineBase):
 
     def take_room(self, bucket):
         """Room for a bucket's gradients, from the first of them to the reduction. One other may have room by then."""
-        # PART 2 of 3, 5 lines here. `bucket.local` gets a tensor, unless it has one. Two of them at most are alive
+        # PART 2 of 3, 4 lines here. `bucket.local` gets a tensor, unless it has one. Two of them at most are alive
         # at once.
         raise NotImplementedError("part 2, take_room, is still open")
 

@@ -285,8 +285,7 @@ class Engine(EngineBase):
     def take_room(self, bucket):
         """Room for a bucket's gradients, from the first of them to the reduction. One other may have room by then."""
         if bucket.local is None:
-            filling = sum(other.local is not None for other in self.buckets)
-            while self.travelling and len(self.travelling) + filling > 1:
+            while self.travelling and len(self.travelling) + len(self.filling) > 1:
                 self.travelling.pop(0).wait()
             bucket.local = torch.empty(bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device)
 

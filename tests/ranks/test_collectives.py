@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from groups import SHARD, in_subgroup, of_rank, two_users_of_a_group
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import SEVEN, make_engine, train_step
 
 from common.errors import InputError
@@ -117,6 +118,7 @@ def test_the_maximum_is_the_same_on_every_rank_and_nan_where_any_is(world):
     assert comm.traffic.by_collective() == {"all_gather": (world.size - 1) * 3 * 4}
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     ("dtype", "value"),
     [
@@ -125,7 +127,7 @@ def test_the_maximum_is_the_same_on_every_rank_and_nan_where_any_is(world):
         pytest.param(torch.float32, 2.0**-149, id="fp32 after it"),
     ],
 )
-def test_a_sum_in_nccls_order_is_divided_once(world, dtype, value):
+def test_a_sum_in_nccls_order_is_divided_once_where_ranks_are_no_power_of_two(world, dtype, value):
     """By the backend's own reductions, of a value that all ranks bring."""
     comm = Collectives()
     comm.ordered = False
@@ -133,7 +135,26 @@ def test_a_sum_in_nccls_order_is_divided_once(world, dtype, value):
     shard = torch.empty(1, dtype=dtype, device=world.device)
     comm.reduce_scatter(reduced.clone(), shard).wait()
     comm.all_reduce(reduced).wait()
-    assert [*reduced.tolist(), *shard.tolist()] == [value] * 3
+    assert {*reduced.tolist(), *shard.tolist()} == {value}
+
+
+@pytest.mark.parametrize(("size", "averages"), [(1, True), (2, True), (3, False), (8, True)])
+def test_nccl_averages_where_that_rounds_no_piece(monkeypatch, size, averages):
+    """Where the number of ranks is a power of two, 1/N times a piece is exact, and no kernel divides afterwards."""
+    operations = []
+    for module, name in ((collectives.dist, "all_reduce"), (collectives, "REDUCE_SCATTER")):
+        monkeypatch.setattr(module, name, lambda *args, group: operations.append(args[-1]))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        comm, reduced, shard = Collectives(), torch.ones(size), torch.ones(1)
+        comm.backend = "nccl"
+        comm.all_reduce(reduced).wait()
+        comm.reduce_scatter(torch.ones(size), shard).wait()
+    finally:
+        dist.destroy_process_group()
+    assert operations == [dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM] * 2
+    divided = torch.ones(1) / (1 if averages else size)
+    assert {*reduced.tolist(), *shard.tolist()} == {divided.item()}
 
 
 @pytest.mark.ranks(3)

@@ -426,6 +426,7 @@ class Gpu:
             (torch.cuda, "stream"): self.on,
             (torch.cuda, "current_device"): lambda: self.device,
             (torch.cuda, "set_device"): self.choose,
+            (torch, "compile"): lambda function, **options: function,  # each kernel alone, in the same order
             (torch.Tensor, "record_stream"): lambda tensor, stream: self.block(tensor).recorded.add(stream),
             (torch.UntypedStorage, "resize_"): lambda storage, nbytes: self.resize(resize, storage, nbytes),
             (collectives, "backend_of"): lambda group: "nccl",

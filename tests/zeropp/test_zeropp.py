@@ -106,6 +106,20 @@ def test_sums_are_added_in_order_in_fp32():
     assert torch.equal(added, total)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_torch_compile_packs_and_unpacks_has_the_same_bits(bits):
+    values, results = torch.randn(2, 3, 1001), []
+    values[0, 0, 3], values[1, 0, 5] = torch.inf, torch.nan
+    for blocks in (Blocks(bits, 64), Blocks(bits, 64, compiled=True)):
+        messages, total = torch.zeros(2, 3, blocks.nbytes(1001), dtype=torch.uint8), torch.empty(3, 1001)
+        blocks.pack(values, messages)
+        blocks.add_up(messages, total)
+        results.append((messages, total.nan_to_num(nan=9.0)))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rows_are_packed_as_each_alone_however_many_at_a_time(bits):
     values = torch.randn(3, 2, 1001).transpose(0, 1)
