@@ -32,7 +32,7 @@ from common.engine import EngineBase, Owned, layout
 from common.engine.door import check_elementwise
 from common.errors import InputError
 from common.tensors import length
-from common.tiers.accounting import TieredAccounts
+from common.tiers.accounting import Move, TieredAccounts
 from common.tiers.bus import Bus
 from common.tiers.memory import Device, Host
 from common.tiers.opening import check_room
@@ -88,15 +88,15 @@ class OffloadEngine(EngineBase):
         shard = [(part, tier) for part, tier in shard if length(part)]
         return {"parameters": [(bucket.whole(), self.tier["device"])], "gradients": shard, "optimizer": shard}
 
-    def sends(self, bucket, backwards):
-        """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""
-        return {"reduce_scatter": backwards, "all_gather": self.landed} if bucket.kind.trainable else {}
+    def sends(self, bucket, reductions):
+        """The traffic table: how often a step of so many reductions runs each collective over a bucket."""
+        return {"reduce_scatter": reductions, "all_gather": self.landed} if bucket.kind.trainable else {}
 
-    def moves(self, bucket, backwards):
-        """The table of moves in a step of so many backwards that reduce: (times, from, to, bytes)."""
+    def moves(self, bucket, reductions):
+        """The table of copies between tiers in a step of so many reductions, a `Move` each."""
         on_host = sum(length(part) for part, tier in self.placed(bucket)["optimizer"] if tier.on_host)
         nbytes = on_host * bucket.kind.dtype.itemsize if bucket.kind.trainable else 0
-        return [(backwards, "device", "cpu", nbytes), (self.landed, "cpu", "device", nbytes)]
+        return [Move(reductions, "device", "cpu", nbytes), Move(self.landed, "cpu", "device", nbytes)]
 
     def partition(self):
         """Before training: open the tiers, cut the parameters into buckets, and make each a view of its place there."""

@@ -34,7 +34,7 @@ import stage3_param
 from common.engine import accounting, units
 from common.engine.door import check_elementwise, check_swapped
 from common.errors import InputError
-from common.tiers.accounting import STATES, TIERS, TieredAccounts
+from common.tiers.accounting import STATES, TIERS, Move, TieredAccounts
 from common.tiers.bus import Bus
 from common.tiers.disk import Disks
 from common.tiers.opening import open_tiers
@@ -86,31 +86,38 @@ class InfinityEngine(stage3_param.Engine):
         parts = [slice(at, min(shard.stop, at + size)) for at in range(shard.start, shard.stop, size)]
         return {state: [(part, self.tier[self.tiers[state]]) for part in parts] for state in STATES}
 
-    def moves(self, bucket, backwards):
-        """The table of moves in a step of so many backwards that reduce: (times, from, to, bytes).
+    def moves(self, bucket, reductions):
+        """The table of copies between tiers in a step of so many reductions, a `Move` each.
 
-        Between "device" and another tier lies the bus, "nvme" is read and written. The step happens where the optimizer
-        is or, if that is the disk, beside it.
+        What moves between "device" and another tier crosses the bus; "nvme" is read and written. The step runs where
+        the optimizer states lie or, if that is the disk, on the host.
         """
-        p, g, o = (self.tiers[state] for state in STATES)
-        beside, more = "device" if o == "device" else "cpu", backwards - 1
-        each, exact = bucket.shard_numel * bucket.kind.dtype.itemsize, bucket.shard_numel * 4
-        moves = [(self.sends(bucket, backwards)["all_gather"], p, "device", each)]
+        parameters, gradients, optimizer = (self.tiers[state] for state in STATES)
+        steps_on = "device" if optimizer == "device" else "cpu"
+        shard, in_fp32 = bucket.shard_numel * bucket.kind.dtype.itemsize, bucket.shard_numel * 4
+        moves = [Move(self.sends(bucket, reductions)["all_gather"], parameters, "device", shard)]
         if bucket.kind.trainable:
-            mean = exact if more or self.accounts.became_fp32(bucket) else each  # of several backwards it is a sum
-            moves += [(1, "device", g, each), (1, g, beside, mean)]
-            moves += [(more, "device", "cpu" if g == "nvme" else g, each)]
-            if g == "nvme":
-                looked_at = self.takes_norm + (self.loss_scaler is not None)
-                moves += [(more, "cpu", g, exact), (min(more, 1), g, "cpu", each), (max(more - 1, 0), g, "cpu", exact)]
-                moves += [(looked_at, g, "cpu", mean), *self.accounts.looks_on_disk(bucket)]
-            if o == "nvme":
-                for width in (4, *accounting.state_bytes(bucket, self)[0]):  # master weights, and what is kept of each
+            is_sum = reductions > 1 or self.accounts.became_fp32(bucket)
+            mean = in_fp32 if is_sum else shard
+            moves += [Move(1, "device", gradients, shard), Move(1, gradients, steps_on, mean)]
+            moves += self.moves_of_sums(gradients, reductions - 1, shard, in_fp32)
+            if gradients == "nvme":
+                looks = self.takes_norm + (self.loss_scaler is not None)
+                moves += [Move(looks, gradients, "cpu", mean), *self.accounts.looks_on_disk(bucket)]
+            if optimizer == "nvme":
+                for width in (4, *accounting.state_bytes(bucket, self)[0]):  # master weights, and each state
                     nbytes = bucket.shard_numel * width
-                    moves += [(1, o, beside, nbytes), (1, beside, o, nbytes)]
+                    moves += [Move(1, optimizer, steps_on, nbytes), Move(1, steps_on, optimizer, nbytes)]
             if bucket.masters_are_apart:
-                moves += [(1, beside, p, each)]
+                moves += [Move(1, steps_on, parameters, shard)]
         return moves
+
+    def moves_of_sums(self, gradients, further, shard, in_fp32):
+        """What the backwards after a step's first move, which add to the gradients: in fp32, and where these lie."""
+        if gradients != "nvme":
+            return [Move(further, "device", gradients, shard)]
+        read = [Move(min(further, 1), gradients, "cpu", shard), Move(max(further - 1, 0), gradients, "cpu", in_fp32)]
+        return [Move(further, "device", "cpu", shard), *read, Move(further, "cpu", gradients, in_fp32)]
 
     def make_units(self):
         """Cut the model into units, and open the tiers that they are to lie in."""

@@ -26,9 +26,9 @@ class Engine(EngineBase):
         everything = bucket.whole()
         return Owned(parameters=everything, gradients=everything, optimizer=everything)
 
-    def sends(self, bucket, backwards):
-        """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""
-        return {"all_reduce": backwards} if bucket.kind.trainable else {}
+    def sends(self, bucket, reductions):
+        """The traffic table: how often a step of so many reductions runs each collective over a bucket."""
+        return {"all_reduce": reductions} if bucket.kind.trainable else {}
 
     def partition(self):
         """Before training: cut the parameters into buckets, and make each a view of its place in a bucket."""

@@ -28,9 +28,9 @@ class Engine(EngineBase):
         everything, shard = bucket.whole(), bucket.shard(self.rank)
         return Owned(parameters=everything, gradients=everything, optimizer=shard)
 
-    def sends(self, bucket, backwards):
-        """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""
-        return {"reduce_scatter": backwards, "all_gather": 1} if bucket.kind.trainable else {}
+    def sends(self, bucket, reductions):
+        """The traffic table: how often a step of so many reductions runs each collective over a bucket."""
+        return {"reduce_scatter": reductions, "all_gather": 1} if bucket.kind.trainable else {}
 
     def partition(self):
         """Before training: cut the parameters into buckets, and make each a view of its place in a bucket."""

@@ -48,11 +48,11 @@ class Engine(EngineBase):
         shard = bucket.shard(self.rank)
         return Owned(parameters=shard, gradients=shard, optimizer=shard)
 
-    def sends(self, bucket, backwards):
-        """The traffic table: the collectives that a step of so many backwards that reduce runs over a bucket."""
+    def sends(self, bucket, reductions):
+        """The traffic table: how often a step of so many reductions runs each collective over a bucket."""
         unit = bucket.unit
         gathers = unit.forward_gathers + unit.backward_gathers
-        return {"all_gather": gathers, "reduce_scatter": backwards * bucket.kind.trainable}
+        return {"all_gather": gathers, "reduce_scatter": reductions * bucket.kind.trainable}
 
     def partition(self):
         """Before training: cut the parameters into units and each unit into shards, of which this rank keeps one."""

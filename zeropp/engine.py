@@ -82,9 +82,9 @@ class Engine(stage3_param.Engine):
         residuals = bucket.goes_by.residuals(bucket) if bucket.kind.trainable else ()
         return OwnedBesides(**vars(super().owned(bucket)), second=second, residuals=residuals)
 
-    def sends(self, bucket, backwards):
+    def sends(self, bucket, reductions):
         """The traffic table: stage 3's collectives over a bucket, each as the ways have it."""
-        times = super().sends(bucket, backwards)
+        times = super().sends(bucket, reductions)
         gathers, reductions = times["all_gather"], times["reduce_scatter"]
         return {**bucket.comes_by.sends(bucket, gathers), **bucket.goes_by.sends(bucket, reductions)}
 

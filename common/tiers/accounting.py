@@ -1,6 +1,7 @@
 """The books of an engine whose states lie each in a tier of its own: bytes held there, and moved between them."""
 
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 
 import torch
 
@@ -12,6 +13,16 @@ from common.tensors import length
 from common.tiers.memory import taken
 
 STATES, TIERS = ("parameters", "gradients", "optimizer"), ("device", "cpu", "nvme")
+
+
+@dataclass(frozen=True)
+class Move:
+    """A row of an engine's table `moves`: how often in a step, from which of TIERS to which, and how many bytes."""
+
+    times: int
+    source: str
+    target: str
+    nbytes: int
 
 
 class TieredAccounts(Accounts):
@@ -58,22 +69,22 @@ class TieredAccounts(Accounts):
         """Bytes of a step by direction, summed from the engine's table `moves`."""
         engine, moved = self._engine, Counter()
         for bucket in engine.buckets + engine.frozen:
-            for times, source, target, nbytes in engine.moves(bucket, self._last_step[1]):
-                moved["down"] += times * nbytes * (source == "device" != target)
-                moved["up"] += times * nbytes * (target == "device" != source)
-                moved["read"] += times * padded(nbytes) * (source == "nvme")
-                moved["write"] += times * padded(nbytes) * (target == "nvme")
+            for move in engine.moves(bucket, self._last_step[1]):
+                moved["down"] += move.times * move.nbytes * (move.source == "device" != move.target)
+                moved["up"] += move.times * move.nbytes * (move.target == "device" != move.source)
+                moved["read"] += move.times * padded(move.nbytes) * (move.source == "nvme")
+                moved["write"] += move.times * padded(move.nbytes) * (move.target == "nvme")
         return moved
 
     def looks_on_disk(self, bucket):
-        """The moves of what the last step's `gradients` read of a bucket on disk, and wrote there; see `moves`."""
-        each, exact = bucket.shard_numel * bucket.kind.dtype.itemsize, bucket.shard_numel * 4
+        """A `Move` for what the last step's `gradients` read of a bucket on disk, and for what it wrote there."""
+        shard, in_fp32 = bucket.shard_numel * bucket.kind.dtype.itemsize, bucket.shard_numel * 4
         for what, looked_at, number in self._last_looks:
             if looked_at is bucket and what == "read":
-                yield 1, "nvme", "cpu", bucket.shard_numel * number
+                yield Move(1, "nvme", "cpu", bucket.shard_numel * number)
             elif looked_at is bucket:
-                yield from [(number, "nvme", "cpu", each), (number, "cpu", "nvme", exact)]  # as it became fp32
-                yield from [(1, "nvme", "cpu", exact), (1, "cpu", "nvme", exact)]
+                yield from [Move(number, "nvme", "cpu", shard), Move(number, "cpu", "nvme", in_fp32)]  # it became fp32
+                yield from [Move(1, "nvme", "cpu", in_fp32), Move(1, "cpu", "nvme", in_fp32)]
 
     def became_fp32(self, bucket):
         """Whether the last step's `gradients` left fp32 of a bucket in the place of 16-bit."""
