@@ -15,5 +15,6 @@ engine's page, and every number and every event is recorded from the engines whe
     notes.py         a note for each changed method: why, what it saves, sends and moves
     numbers.py       the table at the head of a page, and its terms, from terms.toml
     chart.py         the memory timelines
-    page.py          all of it in one HTML file: lesson.html, filled
+    page.py          all of it in one HTML file by lesson.html, a template
+    templates.py     how templates are filled
 """

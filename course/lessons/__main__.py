@@ -6,6 +6,7 @@ from common.errors import InputError
 from common.outputs import one_line_errors, parser_of, try_folder
 from course.lessons import page, recording
 from course.lessons.sources import Source
+from course.lessons.templates import render
 
 # (the engine before, the engine after)
 INCREMENTS = [
@@ -71,8 +72,8 @@ def write(out, increments, recorded):
     about = described(recorded)
     sources = {pair: [Source(name) for name in pair] for pair in increments}
     links = [(file_of(pair), page.title(before, after)) for pair, (before, after) in sources.items()]
-    leads = [page.inline(after.paragraphs[0]) for _, after in sources.values()]
-    pages = {"index.html": page.index(links, leads, about)}
+    leads = [(*link, after.paragraphs[0]) for link, (_, after) in zip(links, sources.values(), strict=True)]
+    pages = {"index.html": render("index.html", title="ZeRO, increment by increment", lessons=leads, about=about)}
     for pair in increments:
         pages[file_of(pair)] = page.lesson(sources[pair], [recorded[name] for name in pair], links, about)
     for name, text in pages.items():

@@ -3,8 +3,6 @@
 import difflib
 from dataclasses import dataclass
 
-LONG = 8  # equal lines in a row, within a section that differs, from which on they are folded
-
 
 @dataclass(frozen=True)
 class Hunk:
@@ -32,6 +30,11 @@ class Pair:
     before: object
     after: object
     hunks: list
+
+    @property
+    def section(self):
+        """That of the second file or, where it has none, of the first."""
+        return self.after or self.before
 
 
 def pairs(before, after):

@@ -31,7 +31,7 @@ def note(pair, before, after, reasons):
     Returns:
         {"Why": a line, "Saves": a line, "Sends": a line} and, where something moves, {"Moves": a line}.
     """
-    docstring = (pair.after or pair.before).docstring
+    docstring = pair.section.docstring
     why = reasons.get(pair.name) or PREFIX.sub("", docstring) or docstring
     if pair.name in (*TABLES, *KEEPS):  # read or run before training
         lines = {"Saves": NOTHING, "Sends": NOTHING, "Moves": NOTHING} | _foreseen(pair.name, before, after)

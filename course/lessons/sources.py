@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.engine import EngineBase
 from common.engines import find_engine
+from course.lessons.templates import numbered
 from lab.readme import PAGES
 
 TABLE = re.compile(r"^Phases of a step.*?\n\n(.+?)\n\n", re.MULTILINE | re.DOTALL)
@@ -34,17 +35,22 @@ class Section:
     docstring: str = ""
     is_method: bool = False
 
+    @property
+    def size(self):
+        """How many lines it has."""
+        return self.last - self.first + 1
+
 
 class Source:
     """An engine's file.
 
     Attributes:
-        file: its path.
+        file, path: where it is, and what a reader is told of that: stage1_os/engine.py.
         page: the page that belongs to it.
         lines: its text.
         sections: [Section], in the file's order.
         paragraphs: the docstring of the module, each in one line.
-        label: how it begins, "Stage 1".
+        label, named: how it begins, "Stage 1"; and within a sentence, "stage 1".
         engine: its class.
         base: the Source of the engine that it derives from, or None.
         table: the table of phases, as the docstring has it.
@@ -55,6 +61,7 @@ class Source:
     def __init__(self, name):
         self.engine = engine = find_engine(name)
         self.file = Path(inspect.getsourcefile(engine))
+        self.path = _path(self.file)
         base = engine.__base__
         self.base = None if base is EngineBase else Source(base.__module__.removesuffix(".engine"))
         self.page = self.file.parents[1] / PAGES.get(name, f"{self.file.parent.name}/README.md")
@@ -64,6 +71,7 @@ class Source:
         self.sections = sorted(self._sections(module), key=lambda section: section.first)
         self.paragraphs = [" ".join(part.split()) for part in docstring.split("\n\n")]
         self.label = re.match(r"[^:,]+", docstring)[0]
+        self.named = self.label.replace("Stage", "stage")
         self.table = textwrap.dedent(TABLE.search(docstring)[1])
         self.schedule = {section.name for section in self.sections if NAMED.match(section.docstring)}
         self.schedule.update(name for names in PHASE.findall(self.table) for name in names.split(", "))
@@ -103,16 +111,31 @@ class Source:
         return {name: why for what, why in reversed(self.changes) for name in re.findall(r"`(\w+)`", what)}
 
     def remarks(self):
-        """[(what, why)], of the changes: what is no method of the engine's, a switch for instance."""
-        return [(what, why) for what, why in self.changes if not any(map(self.method, re.findall(r"`(\w+)`", what)))]
+        """What is no method of the engine's, of the changes: a switch for instance; with the classes that do it.
 
-    def class_of(self, name):
-        """(file, line numbers) of a class in the engine's folder; None where there is none."""
+        Returns:
+            [(what, why, [(path, lines of a class as `numbered` has them)])].
+        """
+        return [
+            (
+                what,
+                why,
+                [found for name in dict.fromkeys(re.findall(r"`([A-Z]\w+)`", why)) for found in self._class(name)],
+            )
+            for what, why in self.changes
+            if not any(map(self.method, re.findall(r"`(\w+)`", what)))
+        ]
+
+    def _class(self, name):
+        """The class of this name in the engine's folder, if there is one."""
         for file in sorted(self.file.parent.glob("*.py")):
             for node in ast.parse(file.read_text()).body:
                 if isinstance(node, ast.ClassDef) and node.name == name:
-                    return file, range(_start(node), node.end_lineno + 1)
-        return None
+                    yield _path(file), numbered(file.read_text().splitlines())[_start(node) - 1 : node.end_lineno]
+
+
+def _path(file):
+    return f"{file.parent.name}/{file.name}"
 
 
 def _start(node):
