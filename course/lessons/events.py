@@ -21,12 +21,13 @@ host's thread moves by itself counts when the engine has waited for it.
 
 import inspect
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 
+from common.checkpoint.pages import padded
 from common.engine import EngineBase
 from common.engine.bucket import Bucket
 from common.measure.memory import storage_bytes
@@ -34,10 +35,10 @@ from common.measure.timeline import parts, watch
 from common.measure.traffic import BUS, DISK, Traffic
 from common.ranks.collectives import Collectives
 from common.ranks.lanes import Handle, ThreadLane
+from common.tensors import length
 from common.tiers.bus import Bus
 from common.tiers.disk import Disk, OnDisk
-from common.tiers.sub_group import TieredBucket
-from course.lessons.held import Held
+from course.lessons.held import NEW, UNDER_WAY, Held
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 MERGED = ("forward", "backward", "pack", "read", "write")  # several of these in a row are one event
@@ -82,9 +83,8 @@ class Recorder:
     Attributes:
         held: a `Held`.
         events: [Event].
-        bytes: {method: {(what, by): bytes}}, of the methods that ran, what each did and those that it called: "takes"
+        did: {method: {(what, by): [bytes]}}, of the methods that ran, what each did and those that it called: "takes"
             and "gives" of what is held, or a collective or a way; and the method whose own doing it was.
-        times: {method: {(what, by): how often}}, of collectives and ways.
     """
 
     def __init__(self, engine):
@@ -92,22 +92,23 @@ class Recorder:
         mro = type(engine).__mro__
         classes = mro[: mro.index(EngineBase)]  # the engine's, and those of engines that it derives from
         self.files = [inspect.getsourcefile(one) for one in classes]
-        self.events, self.bytes, self.times = [], defaultdict(Counter), defaultdict(Counter)
+        self.events, self.did = [], defaultdict(partial(defaultdict, list))
         self._pending = None  # an event whose state shows when the line that caused it is over
         self._within, self._about = [], []  # the methods that run, and the bucket that each was called with, or None
         ways = (BUS if "host" in self.held.areas else ()) + (DISK if "disk" in self.held.areas else ())
         self._total = dict.fromkeys(("sent", "left", *ways), 0)  # bytes in this step
         self._before = 0  # bytes held when a method last began or ended
-        self._awaited = {}  # Handle -> (bucket, what is under way for it)
-        self._given, self._moved = {}, defaultdict(list)  # what the host is given to do, and has moved for a bucket
+        self._awaited, self._given = (
+            {},
+            {},
+        )  # Handle -> (bucket, what is under way for it); what the host will have done
         self._host = self.held.tiers["host"].lane if "host" in self.held.tiers else None
         watched = {getattr(type(engine), name): self._method for name in (*own_methods(classes), *BASE)}
         watched |= {getattr(Collectives, name): self._collective for name in COLLECTIVES}
-        watched[Bus.carry] = self._copy
-        watched |= dict.fromkeys((OnDisk._read, OnDisk._write), self._disk)
-        watched |= dict.fromkeys((OnDisk.drop, OnDisk.put_back), self._given_back)
         watched |= {Collectives.work: self._work, Traffic.record: self._record, Bucket.pack: self._pack}
-        watched |= {Handle.wait: self._wait, ThreadLane.submit: self._submit, Disk.finish: self._finish}
+        watched |= {Bus.carry: self._copy, ThreadLane.submit: self._submit, Handle.wait: self._wait}
+        watched |= {OnDisk._read: self._disk, OnDisk._write: self._disk, Disk.finish: self._finish}
+        watched |= {OnDisk.drop: self._given_back, OnDisk.put_back: self._given_back}
         self._watched = {inspect.unwrap(function).__code__: watcher for function, watcher in watched.items()}
         self._running, self._hooks = {}, []  # frame -> its watcher
 
@@ -115,22 +116,14 @@ class Recorder:
         self.engine.comm.traffic.reset()
         self._before = storage_bytes(self.held.states())
         self.note("start", phase="before")
-        self._look_on(self._look, self._look_at_host)
+        sys.setprofile(self._look)
         return self
 
     def __exit__(self, *error):
-        self._look_on(None, None)
+        sys.setprofile(None)
         self.flush()
         for hook in self._hooks:
             hook.remove()
-
-    def _look_on(self, here, on_host):
-        sys.setprofile(None)
-        if self._host is not None:
-            self._host.submit(lambda: sys.setprofile(on_host)).wait()
-        sys.setprofile(here)
-
-    # ---- what is looked at: what a function has been called with, and at `yield` what it returns -----------------
 
     def _look(self, frame, what, result):
         """What `sys.setprofile` calls on this thread."""
@@ -142,13 +135,7 @@ class Recorder:
             with suppress(StopIteration):
                 self._running.pop(frame).send(result)
 
-    def _look_at_host(self, frame, what, result):
-        """The same on the host's thread, where a mean is brought down and on to disk."""
-        if what == "call" and frame.f_code is Traffic.record.__code__:
-            moved = frame.f_locals["collective"], frame.f_locals["sent"]
-            while frame.f_code is not TieredBucket._to_disk.__code__:
-                frame = frame.f_back
-            self._moved[frame.f_locals["self"].name].append(moved)
+    # ---- what is looked at: what a function has been called with, and at `yield` what it returns -----------------
 
     def _method(self, name, called):
         self._boundary()
@@ -156,8 +143,8 @@ class Recorder:
         if name == "step_shard":
             self._steps(getattr(subject, "bucket", subject).name, [subject])
         self._within.append(name)
-        self._about.append(next((about for about, bucket in self.held.buckets.items() if bucket is subject), None))
-        self.bytes[name], self.times[name]  # of what does nothing, too
+        self._about.append(subject.name if isinstance(subject, Bucket) else None)
+        self.did[name]  # of what does nothing, too
         result = yield
         if isinstance(result, Handle):
             self._await(result, self._about[-1])
@@ -202,12 +189,23 @@ class Recorder:
     def _submit(self, name, called):
         """What the host is given to do: to step a bucket or, in backward, to bring a mean down and on to disk."""
         if called.self is self._host:
-            about, within, steps = self._about[-1], list(self._within), self.phase == "step"
-            if not steps:
+            about, pieces = self._about[-1], self.held.buckets[self._about[-1]].pieces
+            if self.phase == "step":
+                self.note("host_step", about)
+                over = partial(self._steps, about, pieces)
+            else:
                 self.held.begins(about, "down")
-            self.note("host_step" if steps else "down", about)
+                self.note("down", about)
+                over = partial(self._lies_on_disk, pieces, list(self._within))
             handle = yield
-            self._given[handle] = about, within, steps
+            self._given[handle] = over
+
+    def _lies_on_disk(self, pieces, within):
+        """The host has brought a mean down, piece by piece, and written it in whole pages."""
+        for piece in pieces:
+            nbytes = length(piece.own) * piece.bucket.kind.dtype.itemsize
+            self._count("down", nbytes, 0, within)
+            self._count("write", padded(nbytes), 0, within)
 
     def _await(self, handle, about):
         """When the engine first waits for it, what is under way for a bucket has arrived."""
@@ -215,11 +213,7 @@ class Recorder:
 
     def _wait(self, name, called):
         yield
-        about, within, steps = self._given.pop(called.self, (None, (), False))
-        for kind, nbytes in self._moved.pop(about, ()):
-            self._count(kind, nbytes, 0, within)
-        if steps:
-            self._steps(about, self.held.buckets[about].pieces)
+        self._given.pop(called.self, lambda: None)()
         about, under_way = self._awaited.get(called.self, (None, None))
         if under_way and under_way is self.held.begun.get(about):
             kinds = self.held.arrives(about)
@@ -240,7 +234,7 @@ class Recorder:
         if called.self in self.held.places:
             kind, (about, state) = name.strip("_"), self.held.places[called.self]
             self.flush()
-            self.held.passes(kind, about, state)
+            (self.held.lent if kind == "read" else self.held.written)[about, state] = UNDER_WAY
             yield
             self.note(kind, about, [state])
 
@@ -249,8 +243,9 @@ class Recorder:
         self.held.lent.pop(self.held.places.get(called.self), None)
 
     def _finish(self, name, called):
+        """The disk has all that it was to write."""
         yield
-        self.held.has_written()
+        self.held.written = dict.fromkeys(self.held.written, NEW)
         self.note("arrive", None, ["write"])
 
     # ---- what is noted ----------------------------------------------------------------------------------------
@@ -287,10 +282,9 @@ class Recorder:
 
     def _note_change(self):
         """A method returns, and holds other things than before: that is an event, if none has told of it."""
-        event, before = Event("change", self.phase, method=self._within[-1]), self.events[-1].cells
-        event.within = tuple(self._within)
+        event = Event("change", self.phase, method=self._within[-1], within=tuple(self._within))
         self._complete(event)
-        event.names = [name for name in event.cells if event.cells[name] != before[name]]
+        event.names = [name for name, cells in event.cells.items() if cells != self.events[-1].cells[name]]
         if event.names:
             self.events.append(event)
 
@@ -300,17 +294,17 @@ class Recorder:
     def _count(self, kind, nbytes, left, within):
         self._total[kind if kind in BUS + DISK else "sent"] += nbytes
         self._total["left"] += left
+        self._does(kind, nbytes, within)
+
+    def _does(self, what, nbytes, within):
         for name in set(within):
-            self.bytes[name][kind, within[-1]] += nbytes
-            self.times[name][kind, within[-1]] += 1
+            self.did[name][what, within[-1]].append(nbytes)
 
     def _boundary(self):
         """A method begins or ends: what changed since the last time is the doing of the one that ran."""
         self.flush()
         held = storage_bytes(self.held.states())
-        for name in set(self._within):
-            self.bytes[name]["takes", self._within[-1]] += max(0, held - self._before)
-            self.bytes[name]["gives", self._within[-1]] += max(0, self._before - held)
+        self._does("takes" if held > self._before else "gives", abs(held - self._before), self._within)
         self._before = held
 
 

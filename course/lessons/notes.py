@@ -78,7 +78,7 @@ def _foreseen(name, before, after):
 def _beside(pair, said, before, after):
     """What is said of the method in the second engine and, where that is something else, in the first."""
     now, then = (
-        None if section is None else said(pair.name, one) if pair.name in one["bytes"] else OUTSIDE
+        None if section is None else said(pair.name, one) if pair.name in one["did"] else OUTSIDE
         for section, one in ((pair.after, after), (pair.before, before))
     )
     if now is None:
@@ -90,9 +90,9 @@ def _taken(name, one):
     """Bytes and, where it was another method's doing, whose: "gives back 1.34 MB through `free` and 447 kB"."""
     gives, takes = (
         " and ".join(
-            show_bytes(size) + ("" if by == name else f" through `{by}`")
-            for (kind, by), size in one["bytes"][name].items()
-            if size and kind == what
+            show_bytes(sum(sizes)) + ("" if by == name else f" through `{by}`")
+            for (kind, by), sizes in one["did"][name].items()
+            if kind == what and sum(sizes)
         )
         for what in ("gives", "takes")
     )
@@ -103,15 +103,12 @@ def _taken(name, one):
 def _counted(name, one, moved=False):
     """Bytes that a method sent or, if `moved`, moved otherwise; how often, and where it was another's doing, whose."""
     found = []
-    for (kind, by), times in one["times"][name].items():
-        if (kind in WAYS) == moved:
-            way = (
-                f"{WAYS[kind]}, in {times} part{'s' * (times > 1)}"
-                if moved
-                else f"in {times} {collectives(kind, times)}"
-            )
+    for (kind, by), sizes in one["did"][name].items():
+        if kind not in ("gives", "takes") and (kind in WAYS) == moved:
+            parts = f"{len(sizes)} part{'s' * (len(sizes) > 1)}"
+            way = f"{WAYS[kind]}, in {parts}" if moved else f"in {len(sizes)} {collectives(kind, len(sizes))}"
             through = "" if by == name else f", through `{by}`"
-            found.append(f"{show_bytes(one['bytes'][name][kind, by])} {way}{through}")
+            found.append(f"{show_bytes(sum(sizes))} {way}{through}")
     return "; ".join(found) or NOTHING
 
 

@@ -11,10 +11,10 @@ from common.data import Batches, load_text
 from common.engines import find_engine
 from common.loop import train_step
 from common.measure.hardware import hardware
-from common.measure.memory import Timeline
+from common.measure.memory import HOST, Timeline, storage_bytes
 from common.ranks.world import LocalWorld
 from course.lessons.events import Recorder
-from course.lessons.held import HOST, live
+from course.lessons.held import live, on_host
 
 RANKS, PER_NODE = 4, 2  # told that they live on two nodes, which one engine makes something of
 MODEL, BATCH, BUCKET_MB = "gpt-nano", 4, 0.5  # small, and yet of several buckets and units
@@ -58,17 +58,12 @@ def record(world, name):
     engine.comm.traffic.phase = "forward"
     with Timeline(SimpleNamespace(comm=engine.comm, live=partial(live, engine))) as timeline:
         train_step(engine, last)
-    samples = {area: [] for area in areas}
-    for phase, now in timeline.samples:
-        on_host = {name.removeprefix(HOST): size for name, size in now.items() if name.startswith(HOST)}
-        device = {name: size for name, size in now.items() if not name.startswith(HOST)}
-        held = {"device": device, "host": on_host, "disk": measured.get("disk_state_bytes")}  # taken once
-        for area in areas:
-            samples[area].append((phase, held[area]))
+    device = [(phase, {name: size for name, size in now.items() if name != HOST}) for phase, now in timeline.samples]
+    host = {name: storage_bytes(tensors) for name, tensors in on_host(engine).items()}
+    there = {"host": host, "disk": measured.get("disk_state_bytes")}  # taken once, before the step or in it
     return {
         "events": recorder.events,
-        "bytes": recorder.bytes,
-        "times": recorder.times,
+        "did": recorder.did,
         "measured": measured,
         "predicted": predicted,
         "areas": areas,
@@ -83,7 +78,7 @@ def record(world, name):
             }
             for bucket in engine.buckets
         ],
-        "samples": samples,
+        "samples": {"device": device} | {area: [("step", there[area])] for area in areas[1:]},
         "parameters": models.count(module),
         "hardware": hardware(world.device),
     }
