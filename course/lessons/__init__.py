@@ -8,12 +8,10 @@ engine's page, and every number and every event is recorded from the engines whe
     sources.py       an engine's file: its methods, its table of phases, the reasons for its changes
     diff.py          two files side by side, unchanged stretches folded
     events.py        what an engine does in one step, event by event
-    sentences.py     the same in words, by sentences.toml
+    sentences.py     the same in words, by sentences.toml; and which events of two engines belong together
     held.py          what a rank holds meanwhile, on the device, the host and the disk
-    moments.py       which events of two engines belong together
     recording.py     ranks that train the engines and record them
-    notes.py         a note for each changed method: why, what it saves, sends and moves
-    numbers.py       the table at the head of a page, and its terms, from terms.toml
+    notes.py         a note for each changed method: why, what it saves, sends and moves; the table of a page
     chart.py         the memory timelines
     page.py          all of it in one HTML file by lesson.html, a template
     templates.py     how templates are filled

@@ -56,7 +56,8 @@ class Event:
         about: the bucket's name; None where no bucket is meant, or several are.
         names: the parts that compute, the parameters whose gradients are packed, what has arrived, the states that are
             read or written, or the buckets that a change is about.
-        method, line: where in the engine's file; None outside of it.
+        method, lines: where in the engine's file, the first line and the last: one, or of a change all of the method;
+            None and zeros outside of it.
         inherited: this file is that of the engine which it derives from.
         within: the engine's methods that run now, the outermost first.
         bytes: what this rank has sent in this step, what of that left its node, and what it has moved each way:
@@ -70,7 +71,7 @@ class Event:
     about: str | None = None
     names: list = field(default_factory=list)
     method: str | None = None
-    line: int | None = None
+    lines: tuple = (0, 0)
     inherited: bool = False
     within: tuple = ()
     bytes: dict = field(default_factory=dict)
@@ -286,6 +287,10 @@ class Recorder:
         self._complete(event)
         event.names = [name for name, cells in event.cells.items() if cells != self.events[-1].cells[name]]
         if event.names:
+            function = inspect.unwrap(getattr(type(self.engine), event.method))
+            if (file := inspect.getsourcefile(function)) in self.files:
+                lines, first = inspect.getsourcelines(function)
+                event.lines, event.inherited = (first, first + len(lines) - 1), file != self.files[0]
             self.events.append(event)
 
     def _complete(self, event):
@@ -309,13 +314,13 @@ class Recorder:
 
 
 def _place(files):
-    """The method and line that run now, the innermost, of the first file or of the others; and whether of those."""
+    """The method and lines that run now, the innermost, of the first file or of the others; and whether of those."""
     frame = sys._getframe()
     while frame is not None and (frame.f_code.co_filename not in files or frame.f_code.co_name[0] == "<"):
         frame = frame.f_back
     if frame is None:
-        return None, None, False
-    return frame.f_code.co_name, frame.f_lineno, frame.f_code.co_filename != files[0]
+        return None, (0, 0), False
+    return frame.f_code.co_name, (frame.f_lineno, frame.f_lineno), frame.f_code.co_filename != files[0]
 
 
 def own_methods(classes):

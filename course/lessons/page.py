@@ -5,22 +5,8 @@ from functools import partial
 
 from common.measure.tables import show_bytes
 from course.lessons import chart, diff, notes
-from course.lessons.moments import moments
-from course.lessons.numbers import has_nodes, rows, terms_of
-from course.lessons.sentences import sentence
+from course.lessons.sentences import moments, sentence
 from course.lessons.templates import inline, numbered, render
-
-METERS = {  # of an event, in the order that they are shown
-    "sent": "sent so far",
-    "left": "left the node",
-    "held": "held now",
-    "down": "down the bus",
-    "up": "up the bus",
-    "read": "read from disk",
-    "write": "written",
-    "host": "on the host",
-    "disk": "on disk",
-}
 
 
 def lesson(sources, recorded, pages, about):
@@ -33,7 +19,7 @@ def lesson(sources, recorded, pages, about):
         about: how all this was recorded, in one line.
     """
     before, after = sources
-    nodes, events = has_nodes(recorded), [event for one in recorded for event in one["events"]]
+    events, nodes = [event for one in recorded for event in one["events"]], recorded[1]["per_node"]
     samples = [found for one in recorded for found in one["samples"].values()]
     top = 1.08 * max(sum(chart.peak(found).values()) for found in samples)
     # The schedule: what the phases name, and where an event of the step comes from.
@@ -41,6 +27,10 @@ def lesson(sources, recorded, pages, about):
     groups = {"core": [], "edges": [], "same": [], "inherited": []}
     for pair in diff.pairs(before, after):
         groups.get(pair.status, groups["core" if pair.name in schedule else "edges"]).append(pair)
+    steps = {side: step(*one, nodes) for side, *one in zip(("before", "after"), sources, recorded, strict=True)}
+    counted = {kind for event in events for kind in event.bytes}
+    steps["most"] = {kind: max(event.bytes.get(kind, 0) for event in events) for kind in sorted(counted)}
+    steps["moments"] = moments(*(one["events"] for one in recorded))
     return render(
         "lesson.html",
         title=title(before, after),
@@ -50,8 +40,7 @@ def lesson(sources, recorded, pages, about):
         after=after,
         areas=recorded[1]["areas"],
         nodes=nodes,
-        terms=terms_of(recorded),
-        rows=rows(recorded),
+        rows=notes.rows(recorded),
         exact=all(one["measured"] == one["predicted"] for one in recorded),
         tables=[name for name in notes.TABLES if hasattr(after.engine, name)],
         own_tables=[name for name in notes.TABLES if after.method(name)],
@@ -65,7 +54,7 @@ def lesson(sources, recorded, pages, about):
         letters={
             letter for event in events for rank in event.cells for row in rank.values() for letter in "".join(row)
         },
-        steps=_steps(sources, recorded, nodes),
+        steps=steps,
         **groups,
     )
 
@@ -75,66 +64,34 @@ def title(before, after):
     return f"{before.label} to {after.named}"
 
 
-def _steps(sources, recorded, nodes):
-    """The steps of both engines for page.js, whose meters have one scale."""
-    before, after = (step(source, one, nodes) for source, one in zip(sources, recorded, strict=True))
-    events = [event.bytes for one in recorded for event in one["events"]]
-    meters = [
-        meter for meter in [[key, said] for key, said in METERS.items()] if meter in before["meters"] + after["meters"]
-    ]
-    most = {key: max(counts.get(key, 0) for counts in events) for key, _ in meters}
-    both = {"before": before | {"meters": meters}, "after": after | {"meters": meters}}
-    return {**both, "most": most, "moments": moments(*(one["events"] for one in recorded))}
-
-
-def step(source, one, nodes=None):
+def step(source, one, per_node=None):
     """A step as page.js takes it, plain values for JSON: its events, and the buckets that they are about.
 
     Args:
         source: of the engine.
         one: what `recording.record_all` has of it.
-        nodes: whether to show which ranks share a node; None where the engine makes something of it.
+        per_node: the ranks that are shown to share a node, or 0; None is what the engine makes something of.
     """
-    nodes = has_nodes([one]) if nodes is None else nodes
     nbytes = {bucket["name"]: bucket["nbytes"] for bucket in one["buckets"]}
-    events, before = [], None
-    for event in one["events"]:
-        own = source.method(event.method) if event.line is None else not event.inherited
-        first, last, code = _where(source if own or source.base is None else source.base, event)
+    events, buckets = [], []
+    for event, before in zip(one["events"], [None, *one["events"]], strict=False):
+        file, first = source.base if event.inherited else source, event.lines[0]
         events.append(
             {
                 "phase": event.phase,
                 "about": event.names if event.kind == "change" else [event.about],
                 "text": inline(sentence(event, before, nbytes)),
-                "lines": [first, last],
-                "inherited": bool(first) and not own,
+                "lines": event.lines,
+                "inherited": event.inherited,
                 "method": event.method or "",
-                "code": code,
+                "code": file.lines[first - 1].strip() if first else "",
                 **event.bytes,
                 "cells": event.cells,
             }
         )
-        before = event
-    buckets = []
     for bucket in one["buckets"]:  # with the parts of the model that each is of, where its name does not say so
         parts = list(dict.fromkeys(re.match(r"[^.]+(\.\d+)?", member)[0] for member in bucket["members"]))
         named = "" if parts == [bucket["name"]] else ", ".join(parts)
         buckets.append([bucket["name"], show_bytes(bucket["nbytes"]), named])
-    return {
-        "events": events,
-        "buckets": buckets,
-        "areas": one["areas"],
-        "meters": [[key, said] for key, said in METERS.items() if key in before.bytes and (nodes or key != "left")],
-        "perNode": one["per_node"] if nodes else 0,
-    }
-
-
-def _where(source, event):
-    """The lines that an event comes from, and the first of them: one, or a whole method; (0, 0, "") where none does."""
-    if event.line is not None:
-        return event.line, event.line, source.lines[event.line - 1].strip()
-    method = source.method(event.method)
-    if method is None:
-        return 0, 0, ""
-    begins = next(line for line in source.text(method) if line.lstrip().startswith("def "))
-    return method.first, method.last, begins.strip()
+    per_node = one["per_node"] if per_node is None else per_node
+    return {"events": events, "buckets": buckets, "areas": one["areas"], "perNode": per_node}

@@ -14,7 +14,7 @@ from common.measure.hardware import hardware
 from common.measure.memory import HOST, Timeline, storage_bytes
 from common.ranks.world import LocalWorld
 from course.lessons.events import Recorder
-from course.lessons.held import live, on_host
+from course.lessons.held import live, on_host, second_shards
 
 RANKS, PER_NODE = 4, 2  # told that they live on two nodes, which one engine makes something of
 MODEL, BATCH, BUCKET_MB = "gpt-nano", 4, 0.5  # small, and yet of several buckets and units
@@ -67,7 +67,7 @@ def record(world, name):
         "measured": measured,
         "predicted": predicted,
         "areas": areas,
-        "per_node": engine.comm.ranks_per_node,
+        "per_node": engine.comm.ranks_per_node if second_shards(engine) else 0,  # where it makes something of nodes
         "buckets": [
             {
                 "name": bucket.name,

@@ -19,9 +19,8 @@ from common.errors import InputError
 from course.lessons import chart, diff, notes, recording
 from course.lessons.__main__ import INCREMENTS, chosen, file_of, write
 from course.lessons.events import Recorder
-from course.lessons.moments import moments
 from course.lessons.page import inline
-from course.lessons.sentences import sentence
+from course.lessons.sentences import moments, sentence
 from course.lessons.sources import Source
 
 PAIRS = pytest.mark.parametrize("pair", INCREMENTS, ids=lambda pair: pair[1])
@@ -314,7 +313,7 @@ def test_every_event_has_a_sentence_and_most_a_line_of_code(recorded, name):
         assert "is done with" not in said  # what is said of a change that nothing else fits
         if event.kind in ("pack", "all_reduce", "reduce_scatter", "all_gather", "arrive", "stepped"):
             section = (source.base if event.inherited else source).method(event.method)
-            assert section.first <= event.line <= section.last
+            assert section.first <= event.lines[0] <= section.last
         before = event
 
 
@@ -522,7 +521,7 @@ def test_an_event_leads_to_its_line_in_the_code_above(opened, recorded):
     page = opened(file_of(INCREMENTS[0]))
     number, event = events_of(recorded, "stage1_os", "pack")[0]
     page.locator("[data-side=after] input").fill(str(number))
-    line = page.locator(f"#after-{event.line}")
+    line = page.locator(f"#after-{event.lines[0]}")
     assert "now" in line.get_attribute("class").split()
     assert not line.is_visible()  # within unchanged lines, which are folded
     page.locator("[data-side=after] .cause a").click()
