@@ -23,25 +23,14 @@ def main(arguments=None):
     """Parse the arguments, record, write the pages and name them."""
     parser = parser_of("course.lessons", __doc__)
     parser.add_argument("--out", default="results/local/lessons", help="a folder (default: %(default)s)")
-    parser.add_argument("--only", metavar="ENGINE", help="the page that leads to this engine, stage1_os for instance")
+    leads = "the page that leads to this engine: %(choices)s"
+    parser.add_argument("--only", metavar="ENGINE", choices=[after for _, after in INCREMENTS], help=leads)
     options = parser.parse_args(arguments)
     with one_line_errors():
-        increments, out = chosen(options.only), opened(options.out)
+        out, increments = opened(options.out), [pair for pair in INCREMENTS if options.only in (None, pair[1])]
         recorded = recording.record_all(dict.fromkeys(name for pair in increments for name in pair))
         for path in write(out, increments, recorded):
             print(path)
-
-
-def chosen(only):
-    """The increments whose pages are to be written.
-
-    Raises:
-        InputError: none leads to the engine `only`.
-    """
-    found = [pair for pair in INCREMENTS if only in (None, pair[1])]
-    if not found:
-        raise InputError(f"--only {only}: no page leads there; choose one of {', '.join(b for _, b in INCREMENTS)}")
-    return found
 
 
 def opened(out):
@@ -69,11 +58,10 @@ def write(out, increments, recorded):
     Returns:
         The files, the index first.
     """
-    about = described(recorded)
-    sources = {pair: [Source(name) for name in pair] for pair in increments}
+    about, sources = described(recorded), {pair: [Source(name) for name in pair] for pair in increments}
     links = [(file_of(pair), page.title(before, after)) for pair, (before, after) in sources.items()]
-    leads = [(*link, after.paragraphs[0]) for link, (_, after) in zip(links, sources.values(), strict=True)]
-    pages = {"index.html": render("index.html", title="ZeRO, increment by increment", lessons=leads, about=about)}
+    leads = [after.paragraphs[0] for _, after in sources.values()]
+    pages = {"index.html": render("index.html", lessons=zip(links, leads, strict=True), about=about)}
     for pair in increments:
         pages[file_of(pair)] = page.lesson(sources[pair], [recorded[name] for name in pair], links, about)
     for name, text in pages.items():

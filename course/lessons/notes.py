@@ -1,4 +1,4 @@
-"""A note for each method that differs between two engines, and the table at the head of a page.
+"""A note for each method that differs between two engines: why, what it saves, what it sends and what it moves.
 
 Why, is what the code and the engine's page say of it. What it saves, sends and moves is what the engines' tables say of
 this model and what was counted in the recorded step.
@@ -7,13 +7,12 @@ this model and what was counted in the recorded step.
 import re
 
 from common.measure.tables import show_bytes
-from course.lessons.chart import peak
 from course.lessons.sentences import STATES, listed
+from course.lessons.sources import TABLES
 
 MOVED = ("bus_bytes_per_step", "disk_bytes_per_step")
 NOTHING = "nothing"
 OUTSIDE = "nothing: the recorded step does not call it"
-TABLES = ("owned", "placed", "sends", "moves")
 WAYS = {"down": "down the bus", "up": "up the bus", "read": "read from disk", "write": "written to disk"}
 WHERE = {"host": "on the host", "disk": "on disk"}
 PREFIX = re.compile(r"^(Phase \d+\.|The [\w ]+ table:|See `[\w.]+`[.;]) *")  # what a docstring says of its place
@@ -110,33 +109,3 @@ def collectives(name, times=2):
     """A collective in words, as the meter calls it: all-gathers in the node."""
     kind, *where = name.replace("_", "-").split(" ", 1)
     return " ".join([kind + "s" * (times > 1), *where])
-
-
-def rows(recorded):
-    """The rows of the page's table: [(what, of the engine before, of the one after)], from the engines' books."""
-    books, areas = [one["measured"] for one in recorded], recorded[1]["areas"]
-    device = " on the device" if "host" in areas else ""
-    found = {}  # what -> (the name of a count, of which class, collective or way; None for all)
-    for state, said in STATES.items():
-        found[said + device] = "model_state_bytes", state
-    found[f"model states{device}"] = "model_state_bytes", None
-    for area in areas[1:]:
-        for state, nbytes in books[1][f"{area}_state_bytes"].items():
-            if nbytes:
-                found[f"{STATES[state]} {WHERE[area]}"] = f"{area}_state_bytes", state
-    found["sent in a step"] = "wire_bytes_per_step", None
-    for collective in dict.fromkeys(collective for book in books for collective in book["wire_bytes_per_step"]):
-        found[f"of that in {collectives(collective)}"] = "wire_bytes_per_step", collective
-    if recorded[1]["per_node"]:
-        found["left the node in a step"] = "internode_bytes_per_step", None
-    for name in MOVED:
-        for way in books[1].get(name, {}):
-            found[f"{WAYS[way]} in a step"] = name, way
-    peaks = [show_bytes(sum(peak(one["samples"]["device"]).values())) for one in recorded]
-    counted = [(said, *(_counted(book, *which) for book in books)) for said, which in found.items()]
-    return [*counted, (f"peak of live bytes{device}", *peaks)]
-
-
-def _counted(book, name, kind):
-    counts = book.get(name, {})
-    return show_bytes(sum(counts.values()) if counts and kind is None else counts.get(kind))

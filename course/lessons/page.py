@@ -19,7 +19,7 @@ def lesson(sources, recorded, pages, about):
         about: how all this was recorded, in one line.
     """
     before, after = sources
-    events, nodes = [event for one in recorded for event in one["events"]], recorded[1]["per_node"]
+    events = [event for one in recorded for event in one["events"]]
     samples = [found for one in recorded for found in one["samples"].values()]
     top = 1.08 * max(sum(chart.peak(found).values()) for found in samples)
     # The schedule: what the phases name, and where an event of the step comes from.
@@ -27,10 +27,12 @@ def lesson(sources, recorded, pages, about):
     groups = {"core": [], "edges": [], "same": [], "inherited": []}
     for pair in diff.pairs(before, after):
         groups.get(pair.status, groups["core" if pair.name in schedule else "edges"]).append(pair)
+    nodes = recorded[1]["per_node"]
     steps = {side: step(*one, nodes) for side, *one in zip(("before", "after"), sources, recorded, strict=True)}
     counted = {kind for event in events for kind in event.bytes}
     steps["most"] = {kind: max(event.bytes.get(kind, 0) for event in events) for kind in sorted(counted)}
     steps["moments"] = moments(*(one["events"] for one in recorded))
+    letters = {letter for event in events for rank in event.cells for row in rank.values() for letter in "".join(row)}
     return render(
         "lesson.html",
         title=title(before, after),
@@ -38,22 +40,14 @@ def lesson(sources, recorded, pages, about):
         about=about,
         before=before,
         after=after,
-        areas=recorded[1]["areas"],
-        nodes=nodes,
-        rows=notes.rows(recorded),
-        exact=all(one["measured"] == one["predicted"] for one in recorded),
-        tables=[name for name in notes.TABLES if hasattr(after.engine, name)],
-        own_tables=[name for name in notes.TABLES if after.method(name)],
-        code=[numbered(source.lines) for source in sources],
-        remarks=after.remarks(),
+        recorded=recorded,
+        chart=chart,
+        words=notes,
         note=partial(notes.note, before=recorded[0], after=recorded[1], reasons=after.reasons()),
+        code=[numbered(source.lines) for source in sources],
         legend=chart.legend(*samples),
-        timelines=[
-            chart.timeline(source.label, one["samples"], top) for source, one in zip(sources, recorded, strict=True)
-        ],
-        letters={
-            letter for event in events for rank in event.cells for row in rank.values() for letter in "".join(row)
-        },
+        top=top,
+        letters=letters,
         steps=steps,
         **groups,
     )

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from types import SimpleNamespace
 
 import torch
@@ -45,13 +46,12 @@ def record(world, name):
     engine = find_engine(name)(module, adamw, init=models.initial_values(0), bucket_mb=BUCKET_MB)
     batches = Batches(load_text(), module.window, BATCH, 0)
 
-    # One more than the steps to warm up is recorded, the last runs under the timeline.
-    *first, recorded, last = (
-        [module.inputs_and_targets(batches.of(number, world.rank, world.size).to(world.device))]
-        for number in range(WARM_UP + 2)
-    )
-    for batch in first:
-        train_step(engine, batch)
+    def batch(number):
+        return [module.inputs_and_targets(batches.of(number, world.rank, world.size).to(world.device))]
+
+    *first, recorded, last = map(batch, range(WARM_UP + 2))
+    for before in first:
+        train_step(engine, before)
     with Recorder(engine) as recorder:
         train_step(engine, recorded)
     measured, predicted, areas = engine.accounts.measured(), engine.accounts.predicted(), recorder.held.areas
@@ -90,13 +90,11 @@ def together(everyone):
     Raises:
         AssertionError: the ranks did not go through the same events.
     """
-    first = everyone[0]
-    for rank, other in enumerate(everyone):
-        assert len(other["events"]) == len(first["events"]), f"rank {rank} has another number of events than rank 0"
-        for mine, theirs in zip(first["events"], other["events"], strict=True):
-            same = replace(mine, bytes={}, cells={}) == replace(theirs, bytes={}, cells={})
-            assert same, f"rank {rank}: {theirs}, rank 0: {mine}"
-    cells = [[event.cells for event in other["events"]] for other in everyone]
-    first["events"] = [replace(event, cells=list(of)) for event, *of in zip(first["events"], *cells, strict=True)]
+    first, events = everyone[0], []
+    for same in zip_longest(*(other["events"] for other in everyone)):
+        for rank, event in enumerate(same):
+            alike = event and replace(event, bytes={}, cells={}) == replace(same[0], bytes={}, cells={})
+            assert alike, f"rank {rank}: {event}, rank 0: {same[0]}"
+        events.append(replace(same[0], cells=[event.cells for event in same]))
     first["owned"] = [{bucket["name"]: bucket["owned"] for bucket in other["buckets"]} for other in everyone]
-    return first
+    return first | {"events": events}

@@ -12,6 +12,7 @@ from common.engines import find_engine
 from course.lessons.templates import numbered
 from lab.readme import PAGES
 
+TABLES = ("owned", "placed", "sends", "moves")  # methods that say what is kept, where it lies and what travels
 TABLE = re.compile(r"^Phases of a step.*?\n\n(.+?)\n\n", re.MULTILINE | re.DOTALL)
 PHASE = re.compile(r"^ *(?:\d\. +)?([a-z_]+(?:, [a-z_]+)*) {2,}(?:forward|backward|step) ", re.MULTILINE)
 NAMED = re.compile(r"(Phase \d+\.|The \w+ table:|The table of )")  # how the docstring of a phase, or of a table, begins
@@ -36,17 +37,16 @@ class Section:
     is_method: bool = False
 
     @property
-    def size(self):
-        """How many lines it has."""
-        return self.last - self.first + 1
+    def numbers(self):
+        """Those of its lines."""
+        return range(self.first, self.last + 1)
 
 
 class Source:
     """An engine's file.
 
     Attributes:
-        file, path: where it is, and what a reader is told of that: stage1_os/engine.py.
-        page: the page that belongs to it.
+        path: what a reader is told of where it is, stage1_os/engine.py.
         lines: its text.
         sections: [Section], in the file's order.
         paragraphs: the docstring of the module, each in one line.
@@ -54,29 +54,31 @@ class Source:
         engine: its class.
         base: the Source of the engine that it derives from, or None.
         table: the table of phases, as the docstring has it.
-        schedule: the names of the methods that this table or their own docstring calls a phase, and of the two tables.
-        changes: [(what, why)], the list in the section "What changes from" of the engine's page.
+        schedule: the names of the methods that this table or their own docstring calls a phase, and of the tables.
+        tables, own_tables: those of TABLES that the engine has, and that stand in this file.
     """
 
     def __init__(self, name):
         self.engine = engine = find_engine(name)
-        self.file = Path(inspect.getsourcefile(engine))
-        self.path = _path(self.file)
+        file = Path(inspect.getsourcefile(engine))
         base = engine.__base__
         self.base = None if base is EngineBase else Source(base.__module__.removesuffix(".engine"))
-        self.page = self.file.parents[1] / PAGES.get(name, f"{self.file.parent.name}/README.md")
-        self.lines = self.file.read_text().splitlines()
-        module = ast.parse(self.file.read_text())
-        docstring = ast.get_docstring(module)
+        self.path, self._folder, text = _path(file), file.parent, file.read_text()
+        self.lines, module = text.splitlines(), ast.parse(text)
         self.sections = sorted(self._sections(module), key=lambda section: section.first)
+        docstring = ast.get_docstring(module)
         self.paragraphs = [" ".join(part.split()) for part in docstring.split("\n\n")]
         self.label = re.match(r"[^:,]+", docstring)[0]
         self.named = self.label.replace("Stage", "stage")
         self.table = textwrap.dedent(TABLE.search(docstring)[1])
         self.schedule = {section.name for section in self.sections if NAMED.match(section.docstring)}
         self.schedule.update(name for names in PHASE.findall(self.table) for name in names.split(", "))
-        changes = CHANGES.search(self.page.read_text() + "\n\n")
-        self.changes = [(what, " ".join(why.split())) for what, why in CHANGE.findall(changes[1] if changes else "")]
+        self.tables = [name for name in TABLES if hasattr(engine, name)]
+        self.own_tables = [name for name in TABLES if self.method(name)]
+        page = file.parents[1] / PAGES.get(name, f"{file.parent.name}/README.md")
+        changes = CHANGES.search(page.read_text() + "\n\n")
+        # [(what, why)], the list in the section "What changes from" of the engine's page.
+        self._changes = [(what, " ".join(why.split())) for what, why in CHANGE.findall(changes[1] if changes else "")]
 
     def _sections(self, module):
         functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
@@ -98,23 +100,19 @@ class Source:
         numbers = [number for number in range(after + 1, before) if self.lines[number - 1].strip()]
         return Section(name, numbers[0], numbers[-1])
 
-    def text(self, section):
-        """The lines of a section."""
-        return self.lines[section.first - 1 : section.last]
-
     def method(self, name):
         """The section of a method; None where there is none."""
         return next((s for s in self.sections if s.is_method and s.name == name), None)
 
     def reasons(self):
-        """{method: why it changed}."""
-        return {name: why for what, why in reversed(self.changes) for name in re.findall(r"`(\w+)`", what)}
+        """{method: why it changed}, as the engine's page says."""
+        return {name: why for what, why in reversed(self._changes) for name in re.findall(r"`(\w+)`", what)}
 
     def remarks(self):
-        """What is no method of the engine's, of the changes: a switch for instance; with the classes that do it.
+        """What the page says of other changes than the engine's methods: of a switch for instance.
 
         Returns:
-            [(what, why, [(path, lines of a class as `numbered` has them)])].
+            [(what, why, [(path, lines)])], with the classes that do it, their lines as `numbered` has them.
         """
         return [
             (
@@ -122,13 +120,13 @@ class Source:
                 why,
                 [found for name in dict.fromkeys(re.findall(r"`([A-Z]\w+)`", why)) for found in self._class(name)],
             )
-            for what, why in self.changes
+            for what, why in self._changes
             if not any(map(self.method, re.findall(r"`(\w+)`", what)))
         ]
 
     def _class(self, name):
         """The class of this name in the engine's folder, if there is one."""
-        for file in sorted(self.file.parent.glob("*.py")):
+        for file in sorted(self._folder.glob("*.py")):
             for node in ast.parse(file.read_text()).body:
                 if isinstance(node, ast.ClassDef) and node.name == name:
                     yield _path(file), numbered(file.read_text().splitlines())[_start(node) - 1 : node.end_lineno]
