@@ -22,8 +22,7 @@ class Held:
 
     Attributes:
         buckets: {name: bucket}.
-        tiers: {area: tier}, of engines that have tiers.
-        areas: "device" and, of those engines, "host" and "disk".
+        areas: "device" and, of engines that have tiers, "host" and "disk".
         places: {place on disk: (bucket, state)}.
         begun: {bucket: [kinds]}, the collectives and copies under way.
         lent: {(bucket, state): letter}, what of the disk stands in the host's buffers.
@@ -33,8 +32,8 @@ class Held:
     def __init__(self, engine):
         self.engine, self.ranks = engine, range(engine.world_size)
         self.buckets = {bucket.name: bucket for bucket in engine.buckets}
-        self.tiers = {AREAS[tier.name]: tier for tier in getattr(engine, "tier", {}).values() if tier is not None}
-        self.areas = list(self.tiers) or ["device"]
+        tiers = getattr(engine, "tier", {"device": engine})
+        self.areas = [AREAS[name] for name, tier in tiers.items() if tier is not None]
         self.places = {
             place: (bucket.name, state)
             for bucket in (engine.buckets if "disk" in self.areas else ())
@@ -89,7 +88,7 @@ class Held:
 
     def _area_of(self, bucket, state):
         """Where a state of a bucket lies between its uses."""
-        return AREAS[self.engine.placed(bucket)[state][0][1].name] if self.tiers else "device"
+        return AREAS[self.engine.placed(bucket)[state][0][1].name] if len(self.areas) > 1 else "device"
 
     def _kept(self, bucket, state):
         """The shards of a state that this rank keeps on the device."""

@@ -11,21 +11,11 @@ STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "op
 
 
 class Told(dict):
-    """The fields of a sentence; what is no field is another list of sentences.
+    """The fields of a sentence, and the facts that decide between sentences; another key is a list of those."""
 
-    Args:
-        facts: what decides between sentences.
-    """
-
-    def __init__(self, facts, fields):
-        super().__init__(fields)
-        self.facts = facts
-
-    def say(self, kind):
+    def __missing__(self, kind):
         """The first sentence of a kind whose facts all hold."""
-        return next(text for *when, text in SENTENCES[kind] if self.facts.issuperset(when)).format_map(self)
-
-    __missing__ = say
+        return next(text for *when, text in SENTENCES[kind] if self["facts"].issuperset(when)).format_map(self)
 
 
 def sentence(event, before, nbytes):
@@ -65,7 +55,7 @@ def sentence(event, before, nbytes):
             "rounded": sent < plain,
         }
         facts |= {fact for fact, holds in decides.items() if holds}
-    return Told(facts, fields).say(event.kind)
+    return Told(fields, facts=facts)[event.kind]
 
 
 def _first(name):

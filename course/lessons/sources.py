@@ -26,20 +26,14 @@ class Section:
 
     Attributes:
         name: of the method or function; else "the docstring", "the imports", "the class" or "the end".
-        first, last: line numbers, from 1.
+        numbers: those of its lines, from 1, as a range.
         docstring: of a method, its first paragraph, if need be of the one that it overrides; "" where it has none.
     """
 
     name: str
-    first: int
-    last: int
+    numbers: range
     docstring: str = ""
     is_method: bool = False
-
-    @property
-    def numbers(self):
-        """Those of its lines."""
-        return range(self.first, self.last + 1)
 
 
 class Source:
@@ -63,9 +57,9 @@ class Source:
         file = Path(inspect.getsourcefile(engine))
         base = engine.__base__
         self.base = None if base is EngineBase else Source(base.__module__.removesuffix(".engine"))
-        self.path, self._folder, text = _path(file), file.parent, file.read_text()
+        self.path, self._folder, text = f"{file.parent.name}/{file.name}", file.parent, file.read_text()
         self.lines, module = text.splitlines(), ast.parse(text)
-        self.sections = sorted(self._sections(module), key=lambda section: section.first)
+        self.sections = sorted(self._sections(module), key=lambda section: section.numbers.start)
         docstring = ast.get_docstring(module)
         self.paragraphs = [" ".join(part.split()) for part in docstring.split("\n\n")]
         self.label = re.match(r"[^:,]+", docstring)[0]
@@ -85,20 +79,21 @@ class Source:
         (engine,) = (node for node in module.body if getattr(node, "name", None) == self.engine.__name__)
         methods = [node for node in engine.body if isinstance(node, ast.FunctionDef)]
         last, begin = module.body[-1], module.body[0].end_lineno
-        yield Section("the docstring", 1, begin)
-        yield self._section("the imports", begin, min(map(_start, [engine, *functions])))
-        yield self._section("the class", _start(engine) - 1, _start(methods[0]))
+        yield self._section("the docstring", 0, begin + 1)
+        first = _numbers(engine).start
+        yield self._section("the imports", begin, min([first, *(_numbers(node).start for node in functions)]))
+        yield self._section("the class", first - 1, _numbers(methods[0]).start)
         for node in functions + methods:
             # The docstring is that which it inherits if it has none.
             said = ast.get_docstring(node) or inspect.getdoc(getattr(self.engine, node.name, None)) or ""
-            yield Section(node.name, _start(node), node.end_lineno, " ".join(said.split("\n\n")[0].split()), True)
+            yield Section(node.name, _numbers(node), " ".join(said.split("\n\n")[0].split()), is_method=True)
         if last not in functions and last is not engine:
-            yield Section("the end", last.lineno, last.end_lineno)
+            yield Section("the end", range(last.lineno, last.end_lineno + 1))
 
     def _section(self, name, after, before):
         """A section between two lines, without the blank ones at its ends."""
         numbers = [number for number in range(after + 1, before) if self.lines[number - 1].strip()]
-        return Section(name, numbers[0], numbers[-1])
+        return Section(name, range(numbers[0], numbers[-1] + 1))
 
     def method(self, name):
         """The section of a method; None where there is none."""
@@ -114,28 +109,26 @@ class Source:
         Returns:
             [(what, why, [(path, lines)])], with the classes that do it, their lines as `numbered` has them.
         """
-        return [
-            (
-                what,
-                why,
-                [found for name in dict.fromkeys(re.findall(r"`([A-Z]\w+)`", why)) for found in self._class(name)],
-            )
-            for what, why in self._changes
-            if not any(map(self.method, re.findall(r"`(\w+)`", what)))
-        ]
+        found = []
+        for what, why in self._changes:
+            if not any(map(self.method, re.findall(r"`(\w+)`", what))):
+                names = dict.fromkeys(re.findall(r"`([A-Z]\w+)`", why))
+                found.append((what, why, [lines for name in names for lines in self._class(name)]))
+        return found
 
     def _class(self, name):
         """The class of this name in the engine's folder, if there is one."""
         for file in sorted(self._folder.glob("*.py")):
-            for node in ast.parse(file.read_text()).body:
+            text = file.read_text()
+            for node in ast.parse(text).body:
                 if isinstance(node, ast.ClassDef) and node.name == name:
-                    yield _path(file), numbered(file.read_text().splitlines())[_start(node) - 1 : node.end_lineno]
+                    lines = _numbers(node)
+                    yield (
+                        f"{file.parent.name}/{file.name}",
+                        numbered(text.splitlines())[lines.start - 1 : lines.stop - 1],
+                    )
 
 
-def _path(file):
-    return f"{file.parent.name}/{file.name}"
-
-
-def _start(node):
-    """The first line of a function or a class, its decorators included."""
-    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+def _numbers(node):
+    """The lines of a function or a class, its decorators included."""
+    return range(min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]), node.end_lineno + 1)
