@@ -59,7 +59,7 @@ def write(out, increments, recorded):
         The files, the index first.
     """
     about, sources = described(recorded), {pair: [Source(name) for name in pair] for pair in increments}
-    links = [(file_of(pair), page.title(before, after)) for pair, (before, after) in sources.items()]
+    links = [(file_of(pair), f"{before.label} to {after.named}") for pair, (before, after) in sources.items()]
     leads = [after.paragraphs[0] for _, after in sources.values()]
     pages = {"index.html": render("index.html", lessons=zip(links, leads, strict=True), about=about)}
     for pair in increments:

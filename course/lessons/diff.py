@@ -16,19 +16,13 @@ class Hunk:
 
 @dataclass(frozen=True)
 class Pair:
-    """A section of both files.
-
-    Attributes:
-        name: of the section.
-        status: "same", "changed", "new" or "gone". Where the second engine derives from the first: "inherited"; and
-            "extended" of a method that calls the one it overrides, which then is not gone.
-        before, after: Sections; None where one of the files has none.
-        hunks: [Hunk].
-    """
+    """A section of both files."""
 
     name: str
+    # "same", "changed", "new" or "gone". Where the second engine derives from the first: "inherited"; and "extended" of
+    # a method that calls the one it overrides, which then is not gone.
     status: str
-    before: object
+    before: object  # Sections; None where one of the files has none
     after: object
     hunks: list
 

@@ -47,34 +47,23 @@ NOT_OF_A_STEP = {"__init__", "partition", "make_units", "owned", "sends", "place
 
 @dataclass
 class Event:
-    """A moment of a step.
+    """A moment of a step."""
 
-    Attributes:
-        kind: see above.
-        phase: forward, backward or step; "before" for what is held between steps.
-        about: the bucket's name; None where no bucket is meant, or several are.
-        names: the parts that compute, the parameters whose gradients are packed, what has arrived, the states that are
-            read or written, or the buckets that a change is about.
-        method, lines: where in the engine's file, the first line and the last: one, or of a change all of the method;
-            None and zeros outside of it.
-        inherited: this file is that of the engine which it derives from.
-        within: the engine's methods that run now, the outermost first.
-        bytes: what this rank has sent in this step, what of that left its node, and what it has moved each way:
-            "sent", "left", "down", "up", "read", "write"; and what it has: on the device "held", activations aside, on
-            the "host" and on the "disk". Those that the engine has.
-        cells: {bucket: (parameters, gradients, optimizer states)}; see `Held.cells`.
-    """
-
-    kind: str
-    phase: str
-    about: str | None = None
+    kind: str  # see above
+    phase: str  # forward, backward or step; "before" for what is held between steps
+    about: str | None = None  # the bucket's name; None where no bucket is meant, or several are
+    # The parts that compute, the parameters whose gradients are packed, what has arrived, the states that are read or
+    # written, or the buckets that a change is about.
     names: list = field(default_factory=list)
+    # Where in the engine's file, the first line and the last: one, or of a change all of the method; else zeros.
     method: str | None = None
     lines: tuple = (0, 0)
-    inherited: bool = False
-    within: tuple = ()
+    inherited: bool = False  # that file is the one of the engine which it derives from
+    within: tuple = ()  # the engine's methods that run now, the outermost first
+    # What this rank has sent in this step, what of that left its node, what it has moved each way: "sent", "left",
+    # "down", "up", "read", "write"; and what it has on the device, "held", activations aside, on "host" and "disk".
     bytes: dict = field(default_factory=dict)
-    cells: dict = field(default_factory=dict)
+    cells: dict = field(default_factory=dict)  # see `Held.cells`
 
 
 class Recorder:

@@ -18,35 +18,29 @@ REDUCTIONS = ("all_reduce", "reduce_scatter", "all_to_all")
 
 
 class Held:
-    """What a rank holds of an engine. The recorder tells it what begins, arrives and is stepped.
-
-    Attributes:
-        buckets: {name: bucket}.
-        areas: "device" and, of engines that have tiers, "host" and "disk".
-        places: {place on disk: (bucket, state)}.
-        begun: {bucket: [kinds]}, the collectives and copies under way.
-        lent: {(bucket, state): letter}, what of the disk stands in the host's buffers.
-        written: {(bucket, state): letter}, what this step has begun to write there.
-    """
+    """What a rank holds of an engine. The recorder tells it what begins, arrives and is stepped."""
 
     def __init__(self, engine):
         self.engine, self.ranks = engine, range(engine.world_size)
         self.buckets = {bucket.name: bucket for bucket in engine.buckets}
         tiers = getattr(engine, "tier", {"device": engine})
         self.areas = [AREAS[name] for name, tier in tiers.items() if tier is not None]
-        self.places = {
+        on_disk = "disk" in self.areas
+        self.places = {  # place on disk -> (bucket, state)
             place: (bucket.name, state)
-            for bucket in (engine.buckets if "disk" in self.areas else ())
+            for bucket in (engine.buckets if on_disk else ())
             for state, _, place in bucket.at_rest(engine.optimizer)
             if isinstance(place, OnDisk)
         }
-        # What is read ahead by the step before stands there already.
+        self.begun = {}  # bucket -> kinds of the collectives and copies under way
+        # (bucket, state) -> letter: what of the disk stands in the host's buffers, where what is read ahead by the step
+        # before stands already; and what this step has begun to write there.
         self.lent = {whose: UNDER_WAY for place, whose in self.places.items() if place._lent}
-        self.begun, self.written = {}, {}
+        self.written = {}
         self._buffers = defaultdict(list)  # bucket -> tensors that its collectives use until they arrive
         self._fresh, self._stepped = {}, set()  # shards whose parameters are new; buckets whose states are
         # Places there are taken once; what is read from them stands in the optimizer for a while.
-        self._on_disk = {"disk": sum(engine.accounts.held("nvme").values())} if "disk" in self.areas else {}
+        self._on_disk = {"disk": sum(engine.accounts.held("nvme").values())} if on_disk else {}
 
     # ---- what happens ------------------------------------------------------------------------------------------
 
@@ -140,9 +134,8 @@ class Held:
 
     def _second(self, bucket):
         current = bucket in getattr(bucket.comes_by, "current", ())
-        letter = (ROUNDED if self._rounds(bucket) else HERE) if current else STALE
-        if "all_gather" in self.begun.get(bucket.name, ()):
-            letter = UNDER_WAY
+        letter = STALE if not current else ROUNDED if self._rounds(bucket) else HERE
+        letter = UNDER_WAY if "all_gather" in self.begun.get(bucket.name, ()) else letter
         return self._row(
             bucket, "second", dict.fromkeys(shards(bucket, self.engine.owned(bucket).second), letter), ABSENT
         )
@@ -184,10 +177,9 @@ def on_host(engine):
     Staging buffers, through which everything from a disk passes, are pinned memory of the host where there is a GPU. A
     CPU rank has them in private memory; they are shown with the host all the same.
     """
-    if not hasattr(engine, "tier"):
-        return {}
-    found = {state: tensors for (state, tier), tensors in engine.accounts._at_rest().items() if tier == "cpu"}
-    tiers = [tier for tier in engine.tier.values() if tier is not None and tier.name != "device"]
+    tiers = [tier for name, tier in getattr(engine, "tier", {}).items() if name != "device" and tier is not None]
+    at_rest = engine.accounts._at_rest().items() if tiers else ()
+    found = {state: tensors for (state, tier), tensors in at_rest if tier == "cpu"}
     found["staging buffers"] = [room for tier in tiers for room in tier.rooms()]
     return {name: tensors for name, tensors in found.items() if tensors}
 

@@ -6,7 +6,7 @@ from functools import partial
 from common.measure.tables import show_bytes
 from course.lessons import chart, diff, notes
 from course.lessons.sentences import moments, sentence
-from course.lessons.templates import inline, numbered, render
+from course.lessons.templates import inline, render
 
 
 def lesson(sources, recorded, pages, about):
@@ -33,29 +33,10 @@ def lesson(sources, recorded, pages, about):
     steps["most"] = {kind: max(event.bytes.get(kind, 0) for event in events) for kind in sorted(counted)}
     steps["moments"] = moments(*(one["events"] for one in recorded))
     letters = {letter for event in events for rank in event.cells for row in rank.values() for letter in "".join(row)}
-    return render(
-        "lesson.html",
-        title=title(before, after),
-        pages=pages,
-        about=about,
-        before=before,
-        after=after,
-        recorded=recorded,
-        chart=chart,
-        words=notes,
-        note=partial(notes.note, before=recorded[0], after=recorded[1], reasons=after.reasons()),
-        code=[numbered(source.lines) for source in sources],
-        legend=chart.legend(*samples),
-        top=top,
-        letters=letters,
-        steps=steps,
-        **groups,
-    )
-
-
-def title(before, after):
-    """What a page is called: Stage 0 to stage 1."""
-    return f"{before.label} to {after.named}"
+    books = {"before": before, "after": after, "recorded": recorded, "chart": chart, "words": notes, "top": top}
+    note = partial(notes.note, before=recorded[0], after=recorded[1], reasons=after.reasons())
+    more = {"legend": chart.legend(*samples), "letters": letters, "steps": steps, "note": note}
+    return render("lesson.html", pages=pages, about=about, **books, **groups, **more)
 
 
 def step(source, one, per_node=None):
@@ -70,19 +51,13 @@ def step(source, one, per_node=None):
     events, buckets = [], []
     for event, before in zip(one["events"], [None, *one["events"]], strict=False):
         file, first = source.base if event.inherited else source, event.lines[0]
-        events.append(
-            {
-                "phase": event.phase,
-                "about": event.names if event.kind == "change" else [event.about],
-                "text": inline(sentence(event, before, nbytes)),
-                "lines": event.lines,
-                "inherited": event.inherited,
-                "method": event.method or "",
-                "code": file.lines[first - 1].strip() if first else "",
-                **event.bytes,
-                "cells": event.cells,
-            }
-        )
+        said = {
+            "about": event.names if event.kind == "change" else [event.about],
+            "text": inline(sentence(event, before, nbytes)),
+            "code": file.lines[first - 1].strip() if first else "",
+        }
+        kept = {name: getattr(event, name) for name in ("phase", "lines", "inherited", "method", "cells")}
+        events.append(kept | event.bytes | said)
     for bucket in one["buckets"]:  # with the parts of the model that each is of, where its name does not say so
         parts = list(dict.fromkeys(re.match(r"[^.]+(\.\d+)?", member)[0] for member in bucket["members"]))
         named = "" if parts == [bucket["name"]] else ", ".join(parts)

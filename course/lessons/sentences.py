@@ -27,23 +27,19 @@ def sentence(event, before, nbytes):
         nbytes: {bucket: bytes of the whole bucket's parameters}.
     """
     about, names = event.names[0] if event.kind == "change" else event.about, event.names
-    fields, facts = {"about": about, "method": event.method, "count": len(names)}, {event.phase, *event.within}
-    facts |= {area for area in ("host", "disk") if area in event.bytes} | {f"{kind} has come" for kind in names}
+    fields, sizes = {"about": about, "method": event.method, "count": len(names)}, {}
+    facts = {event.phase, *event.within, *({"host", "disk"} & event.bytes.keys())}
+    facts |= {f"{kind} has come" for kind in names} | ({"one"} if len(names) == 1 else set())
     if names:
         fields |= {"first": names[0], "last": names[-1], "names": listed(names), "Names": _first(listed(names))}
         fields["states"] = listed([STATES.get(name, name) for name in names])
-    if len(names) == 1:
-        facts.add("one")
     if before:
         facts.add(f"after {before.kind}")
-        sent, moved, written = (
-            event.bytes.get(kind, 0) - before.bytes.get(kind, 0) for kind in ("sent", event.kind, "write")
-        )
-        fields |= {"sent": show_bytes(sent), "moved": show_bytes(moved), "written": show_bytes(written)}
+        more = {kind: count - before.bytes[kind] for kind, count in event.bytes.items()}
+        sizes = {"sent": more["sent"], "moved": more.get(event.kind, 0), "written": more.get("write", 0)}
     if about in nbytes:
         size, ranks, now, then = nbytes[about], len(event.cells), event.cells[0][about], before.cells[0][about]
-        plain = size * (ranks - 1) // ranks
-        fields |= {"size": show_bytes(size), "shard": show_bytes(size // ranks), "plain": show_bytes(plain)}
+        sizes |= {"size": size, "shard": size // ranks, "plain": size * (ranks - 1) // ranks}
         fields["About"] = _first(about)
         absent = [[letters[kind][:ranks].count(ABSENT) for letters in (then, now)] for kind in (0, 1)]
         decides = {
@@ -52,9 +48,10 @@ def sentence(event, before, nbytes):
             "second shards": len(now) > 3,
             "out of date": STALE in "".join(now[3:]),
             "one shard": now[2].count(NEW) < len(now[2]),
-            "rounded": sent < plain,
+            "rounded": sizes["sent"] < sizes["plain"],
         }
         facts |= {fact for fact, holds in decides.items() if holds}
+    fields |= {name: show_bytes(size) for name, size in sizes.items()}
     return Told(fields, facts=facts)[event.kind]
 
 

@@ -22,53 +22,35 @@ CHANGE = re.compile(r"^- (`.+?): (.+?)(?=^- |\Z)", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True)
 class Section:
-    """A stretch of an engine's file: a method, a function, or what stands before them. Headings between are none.
+    """A stretch of an engine's file: a method, a function, or what stands before them. Headings between are none."""
 
-    Attributes:
-        name: of the method or function; else "the docstring", "the imports", "the class" or "the end".
-        numbers: those of its lines, from 1, as a range.
-        docstring: of a method, its first paragraph, if need be of the one that it overrides; "" where it has none.
-    """
-
-    name: str
-    numbers: range
-    docstring: str = ""
+    name: str  # of the method or function; else "the docstring", "the imports", "the class" or "the end"
+    numbers: range  # of its lines, from 1
+    docstring: str = ""  # of a method, the first paragraph, if need be of the one that it overrides
     is_method: bool = False
 
 
 class Source:
-    """An engine's file.
-
-    Attributes:
-        path: what a reader is told of where it is, stage1_os/engine.py.
-        lines: its text.
-        sections: [Section], in the file's order.
-        paragraphs: the docstring of the module, each in one line.
-        label, named: how it begins, "Stage 1"; and within a sentence, "stage 1".
-        engine: its class.
-        base: the Source of the engine that it derives from, or None.
-        table: the table of phases, as the docstring has it.
-        schedule: the names of the methods that this table or their own docstring calls a phase, and of the tables.
-        tables, own_tables: those of TABLES that the engine has, and that stand in this file.
-    """
+    """An engine's file, and the page that belongs to it."""
 
     def __init__(self, name):
         self.engine = engine = find_engine(name)
         file = Path(inspect.getsourcefile(engine))
+        self.path, self._folder, text = f"{file.parent.name}/{file.name}", file.parent, file.read_text()
         base = engine.__base__
         self.base = None if base is EngineBase else Source(base.__module__.removesuffix(".engine"))
-        self.path, self._folder, text = f"{file.parent.name}/{file.name}", file.parent, file.read_text()
         self.lines, module = text.splitlines(), ast.parse(text)
-        self.sections = sorted(self._sections(module), key=lambda section: section.numbers.start)
         docstring = ast.get_docstring(module)
-        self.paragraphs = [" ".join(part.split()) for part in docstring.split("\n\n")]
-        self.label = re.match(r"[^:,]+", docstring)[0]
-        self.named = self.label.replace("Stage", "stage")
-        self.table = textwrap.dedent(TABLE.search(docstring)[1])
+        self.paragraphs = [" ".join(part.split()) for part in docstring.split("\n\n")]  # each in one line
+        self.label = re.match(r"[^:,]+", docstring)[0]  # how it begins: "Stage 1"
+        self.named = self.label.replace("Stage", "stage")  # within a sentence
+        self.sections = sorted(self._sections(module), key=lambda section: section.numbers.start)
+        self.tables = [name for name in TABLES if hasattr(engine, name)]
+        self.own_tables = [name for name in TABLES if self.method(name)]  # that stand in this file
+        self.table = textwrap.dedent(TABLE.search(docstring)[1])  # of phases
+        # What this table or their own docstring calls a phase or a table.
         self.schedule = {section.name for section in self.sections if NAMED.match(section.docstring)}
         self.schedule.update(name for names in PHASE.findall(self.table) for name in names.split(", "))
-        self.tables = [name for name in TABLES if hasattr(engine, name)]
-        self.own_tables = [name for name in TABLES if self.method(name)]
         page = file.parents[1] / PAGES.get(name, f"{file.parent.name}/README.md")
         changes = CHANGES.search(page.read_text() + "\n\n")
         # [(what, why)], the list in the section "What changes from" of the engine's page.

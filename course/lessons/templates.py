@@ -48,13 +48,11 @@ def render(name, **fields):
     return Markup(TEMPLATES.get_template(name).render(fields))
 
 
-TEMPLATES = Environment(
-    loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-)
+TEMPLATES = Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined)
+TEMPLATES.trim_blocks = TEMPLATES.lstrip_blocks = True
 TEMPLATES.filters |= {"inline": inline, "listed": listed, "bytes": show_bytes}
-TEMPLATES.globals |= {
-    "colors": (*PALETTE, HOST_COLOR, DISK_COLOR),  # of the classes of memory
-    "file": lambda name: Markup((HERE / name).read_text()),
-}
+TEMPLATES.globals["numbered"] = numbered
+TEMPLATES.globals["file"] = lambda name: Markup((HERE / name).read_text())
+TEMPLATES.globals["colors"] = (*PALETTE, HOST_COLOR, DISK_COLOR)  # of the classes of memory
 TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
 PARTS = TEMPLATES.get_template("parts.html").module  # its macros, as functions
