@@ -48,16 +48,7 @@ def opened(out):
 
 
 def write(out, increments, recorded):
-    """Write the pages of some increments into a folder.
-
-    Args:
-        out: its path.
-        increments: some of INCREMENTS.
-        recorded: what `recording.record_all` has of their engines.
-
-    Returns:
-        The files, the index first.
-    """
+    """Write the pages of some increments into a folder, of what `recording.record_all` has; return their paths."""
     about, sources = described(recorded), {pair: [Source(name) for name in pair] for pair in increments}
     links = [(file_of(pair), f"{before.label} to {after.named}") for pair, (before, after) in sources.items()]
     leads = [after.paragraphs[0] for _, after in sources.values()]

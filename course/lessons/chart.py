@@ -12,31 +12,23 @@ COLUMNS = 240  # drawn of a step; each is that of its operations which holds mos
 WIDTH, HEIGHT = 960, 400  # units of the drawing, which is stretched to its place
 
 
-def highest(samples):
-    """The sample in which a rank holds most, (phase, {class: bytes})."""
-    return max(samples, key=lambda sample: sum(sample[1].values()))
-
-
 def peak(samples):
     """The most bytes that a rank held at once, by class: {class: bytes}."""
-    return highest(samples)[1]
+    return max((now for _, now in samples), key=lambda now: sum(now.values()))
 
 
 def timeline(title, samples, top):
-    """A figure of live bytes by class through one step.
+    """A figure of live bytes by class through one step. The axes' numbers stand beside it, as text that keeps its size.
 
     Args:
         title: what it shows.
         samples: {area: [(phase, {class: bytes})]}, of the device as `common.measure.memory.Timeline` has them; those of
             the host and the disk are drawn beside it on the same axis.
         top: bytes at the top of the axis, so that several figures have the same.
-
-    Returns:
-        HTML. The axes' numbers stand beside the drawing, as text that keeps its size.
     """
     step = next(size for power in range(12) for size in (10**power, 2 * 10**power, 5 * 10**power) if top / size < 6)
     look = {"top": top, "ticks": range(0, int(top) + 1, step), "box": f"0 0 {WIDTH} {HEIGHT}", "phases": PHASES}
-    return render("timeline.html", title=title, samples=samples, highest=highest, outlines=outlines, **look)
+    return render("timeline.html", title=title, samples=samples, peak=peak, outlines=outlines, **look)
 
 
 def legend(*timelines):

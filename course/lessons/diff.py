@@ -33,11 +33,7 @@ class Pair:
 
 
 def pairs(before, after):
-    """Pair the sections of two Sources, in the order of the second; what is gone stands where it stood.
-
-    Returns:
-        [Pair].
-    """
+    """The Pairs of two Sources' sections, in the order of the second; what is gone stands where it stood."""
     old, new = ({section.name: section for section in source.sections} for source in (before, after))
     order = list(new)
     for previous, name in pairwise(old):

@@ -67,30 +67,24 @@ class Event:
 
 
 class Recorder:
-    """Records one step of an engine: a context manager around its forward, backward and step.
-
-    Attributes:
-        held: a `Held`.
-        events: [Event].
-        did: {method: {(what, by): [bytes]}}, of the methods that ran, what each did and those that it called: "takes"
-            and "gives" of what is held, or a collective or a way; and the method whose own doing it was.
-    """
+    """Records one step of an engine: a context manager around its forward, backward and step."""
 
     def __init__(self, engine):
         self.engine, self.held, self.traffic = engine, Held(engine), engine.comm.traffic
         mro = type(engine).__mro__
         classes = mro[: mro.index(EngineBase)]  # the engine's, and those of engines that it derives from
         self.files = [inspect.getsourcefile(one) for one in classes]
-        self.events, self.did = [], defaultdict(partial(defaultdict, list))
+        self.events, self._hooks = [], []
+        # {method: {(what, by): [bytes]}}, of the methods that ran, what each did and those that it called: "takes" and
+        # "gives" of what is held, or a collective or a way; and the method whose own doing it was.
+        self.did = defaultdict(partial(defaultdict, list))
         self._pending = None  # an event whose state shows when the line that caused it is over
         self._within, self._about = [], []  # the methods that run, and the bucket that each was called with, or None
         ways = (BUS if "host" in self.held.areas else ()) + (DISK if "disk" in self.held.areas else ())
         self._total = dict.fromkeys(("sent", "left", *ways), 0)  # bytes in this step
         self._before = 0  # bytes held when a method last began or ended
-        self._awaited, self._given = (
-            {},
-            {},
-        )  # Handle -> (bucket, what is under way for it); what the host will have done
+        self._awaited = {}  # Handle -> (bucket, what is under way for it)
+        self._given = {}  # Handle -> what is to be noted when the host has done what it was given
         self._host = engine.tier["cpu"].lane if "host" in self.held.areas else None
         names = {name for one in classes for name, found in vars(one).items() if inspect.isfunction(found)}
         methods = [getattr(type(engine), name) for name in names - NOT_OF_A_STEP | BASE]
@@ -109,7 +103,6 @@ class Recorder:
             for what, watched in (("call", begins), ("return", ends))
             for function, watcher in watched.items()
         }
-        self._hooks = []
 
     def __enter__(self):
         self.traffic.reset()
@@ -249,14 +242,12 @@ class Recorder:
     def flush(self):
         """Complete the event that waits for its state."""
         event, self._pending = self._pending, None
-        if event is None:
-            return
-        self._complete(event)
-        last = self.events[-1] if self.events else None
-        if last and event.kind in MERGED and (last.kind, last.about) == (event.kind, event.about):
-            event.names = list(dict.fromkeys(last.names + event.names))
-            self.events.pop()
-        self.events.append(event)
+        if event is not None:
+            self._complete(event)
+            last = self.events[-1] if self.events else event
+            if last is not event and event.kind in MERGED and (last.kind, last.about) == (event.kind, event.about):
+                event.names = list(dict.fromkeys(self.events.pop().names + event.names))
+            self.events.append(event)
 
     def _note_change(self, name):
         """A method returns, and holds other things than before: that is an event, if none has told of it."""

@@ -5,6 +5,7 @@ this model and what was counted in the recorded step.
 """
 
 import re
+from functools import partial
 
 from common.measure.tables import show_bytes
 from course.lessons.sentences import STATES, listed
@@ -34,7 +35,7 @@ def note(pair, before, after, reasons):
     if pair.name in (*TABLES, "partition"):  # read or run before training
         lines = dict.fromkeys(("Saves", "Sends", "Moves"), NOTHING) | _foreseen(pair.name, before, after)
     else:
-        how = {"Saves": _taken, "Sends": _sent, "Moves": _moved}
+        how = {"Saves": _taken, "Sends": partial(_counted, False), "Moves": partial(_counted, True)}
         lines = {what: _beside(pair, said, before, after) for what, said in how.items()}
     if len(after["areas"]) == 1 or lines["Moves"] in (NOTHING, OUTSIDE):
         del lines["Moves"]
@@ -90,7 +91,7 @@ def _taken(name, did):
     return (f"gives back {gives}" if gives else NOTHING) + (f"; takes {takes}" if takes else "")
 
 
-def _sent(name, did, moved=False):
+def _counted(moved, name, did):
     """Bytes that a method sent or, if `moved`, moved otherwise; how often, and where it was another's doing, whose."""
     found = []
     for (kind, by), sizes in did.items():
@@ -99,10 +100,6 @@ def _sent(name, did, moved=False):
             way = f"{WAYS[kind]}, in {parts}" if moved else f"in {len(sizes)} {collectives(kind, len(sizes))}"
             found.append(f"{show_bytes(sum(sizes))} {way}" + ("" if by == name else f", through `{by}`"))
     return "; ".join(found) or NOTHING
-
-
-def _moved(name, did):
-    return _sent(name, did, moved=True)
 
 
 def collectives(name, times=2):

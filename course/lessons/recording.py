@@ -23,24 +23,13 @@ WARM_UP = 2  # steps before: the optimizer then has its states, and stage 3 know
 
 
 def record_all(names):
-    """Train engines on ranks of this machine, one after the other.
-
-    Returns:
-        {name: what rank 0 recorded, with the cells of all ranks in its events}.
-
-    Raises:
-        AssertionError: the ranks did not go through the same events.
-    """
+    """Train engines on ranks of this machine, one after the other: {name: what `together` has of it}."""
     with LocalWorld(RANKS, oversubscribe=True, ranks_per_node=PER_NODE) as world:
         return {name: together(world.run(record, name)) for name in names}
 
 
 def record(world, name):
-    """Train one engine on this rank: two steps, one that is recorded, one under the memory timeline.
-
-    Returns:
-        A dict, as `page` takes it.
-    """
+    """Train one engine on this rank: two steps, one that is recorded, one under the memory timeline."""
     module = models.build(MODEL)
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
     engine = find_engine(name)(module, adamw, init=models.initial_values(0), bucket_mb=BUCKET_MB)
@@ -85,16 +74,16 @@ def record(world, name):
 
 
 def together(everyone):
-    """One recording from those of all ranks: events have the same order on each, and the cells of all.
+    """One recording from those of all ranks, that of rank 0: its events, of the same order on each, with all cells.
 
     Raises:
         AssertionError: the ranks did not go through the same events.
     """
-    first, events = everyone[0], []
+    events = []
     for same in zip_longest(*(other["events"] for other in everyone)):
+        alike = [event and replace(event, bytes={}, cells={}) for event in same]
         for rank, event in enumerate(same):
-            alike = event and replace(event, bytes={}, cells={}) == replace(same[0], bytes={}, cells={})
-            assert alike, f"rank {rank}: {event}, rank 0: {same[0]}"
+            assert alike[rank] == alike[0], f"rank {rank}: {event}, rank 0: {same[0]}"
         events.append(replace(same[0], cells=[event.cells for event in same]))
-    first["owned"] = [{bucket["name"]: bucket["owned"] for bucket in other["buckets"]} for other in everyone]
-    return first | {"events": events}
+    owned = [{bucket["name"]: bucket["owned"] for bucket in other["buckets"]} for other in everyone]
+    return everyone[0] | {"events": events, "owned": owned}

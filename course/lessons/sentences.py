@@ -66,10 +66,7 @@ def listed(names):
 
 
 def moments(before, after):
-    """The moments that two engines both go through, so that a page can step them together: the same part computes.
-
-    Args:
-        before, after: the events of the two, as `recording.record_all` has them.
+    """Moments that two engines both go through, by their events: the same part computes. A page steps both by them.
 
     Returns:
         [{"said": in words, "before": the number of an event of the first, "after": one of the second}], in order.

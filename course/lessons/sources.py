@@ -86,11 +86,7 @@ class Source:
         return {name: why for what, why in reversed(self._changes) for name in re.findall(r"`(\w+)`", what)}
 
     def remarks(self):
-        """What the page says of other changes than the engine's methods: of a switch for instance.
-
-        Returns:
-            [(what, why, [(path, lines)])], with the classes that do it, their lines as `numbered` has them.
-        """
+        """What the page says of other changes, of a switch say, and the classes that do it: [(what, why, classes)]."""
         found = []
         for what, why in self._changes:
             if not any(map(self.method, re.findall(r"`(\w+)`", what))):
@@ -99,7 +95,7 @@ class Source:
         return found
 
     def _class(self, name):
-        """The class of this name in the engine's folder, if there is one."""
+        """The class of this name in the engine's folder, if there is one: (path, lines as `numbered` has them)."""
         for file in sorted(self._folder.glob("*.py")):
             text = file.read_text()
             for node in ast.parse(text).body:
