@@ -7,8 +7,9 @@ from pathlib import Path
 
 from common.outputs import one_line_errors, parser_of
 from course.explorer.page import TITLE, explorer
-from course.lessons import page, recording
+from course.lessons import recording
 from course.lessons.__main__ import INCREMENTS, described, opened, write
+from course.lessons.templates import inline, render
 
 
 def main(arguments=None):
@@ -29,8 +30,8 @@ def main(arguments=None):
 
 def index(about):
     """The page that leads to the others."""
-    body = Path(__file__).with_suffix(".html").read_text().strip().format(about=page.inline(about), explorer=TITLE)
-    return page.document("ZeRO, stage by stage", body, [])
+    body = Path(__file__).with_suffix(".html").read_text().strip().format(about=inline(about), explorer=TITLE)
+    return render("document.html", title="ZeRO, stage by stage", body=body)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common.engine.mixed_precision import DTYPES
-from course.lessons import page
+from course.lessons.page import step
 from course.lessons.sources import Source
+from course.lessons.templates import PARTS, inline, render
 from lab.figures.style import DISK_COLOR, HOST_COLOR
 from lab.plan import __main__ as plan
 from lab.plan import formulas
@@ -23,22 +24,22 @@ def explorer(recorded, about):
         about: how that was recorded, in one line.
     """
     sources = {name: Source(name) for name in recorded}
-    steps = {name: page.step(sources[name], one) for name, one in recorded.items()}
+    steps = {name: step(sources[name], one) for name, one in recorded.items()}
     steps["most"] = {
         key: max(event.bytes[key] for one in recorded.values() for event in one["events"]) for key in ("sent", "held")
     }
     body = (HERE / "body.html").read_text()
     for place, text in {
-        "legend": page.states_legend(),
-        "steppers": "\n".join(page.stepper(name, source) for name, source in sources.items()),
-        "about": page.inline(about),
-        "plan": page.data("plan", constants()),
-        "steps": page.data("recorded", steps),
+        "legend": PARTS.states(),
+        "steppers": "\n".join(PARTS.stepper(name, source.label) for name, source in sources.items()),
+        "about": inline(about),
+        "plan": PARTS.data("plan", constants()),
+        "steps": PARTS.data("recorded", steps),
     }.items():
         body = body.replace(f"<!-- {place} -->", text)
     style = f":root{{--host:{HOST_COLOR};--disk:{DISK_COLOR}}}\n" + (HERE / "explorer.css").read_text()
     scripts = "\n".join((HERE / name).read_text() for name in ("formulas.js", "explorer.js"))
-    return page.document(TITLE, body, [], style, scripts)
+    return render("document.html", title=TITLE, body=body, style=style, script=scripts)
 
 
 def constants():

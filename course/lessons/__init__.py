@@ -3,17 +3,7 @@
     python -m course.lessons     write results/local/lessons/index.html and a page for each increment
 
 Nothing on a page is written by hand: the code is the engines' own, the reasons are the section "What changes" of an
-engine's page, and every number and every event is recorded from the engines when the pages are made.
-
-    sources.py       an engine's file: its methods, its table of phases, the reasons for its changes
-    diff.py          two files side by side, unchanged stretches folded
-    events.py        what an engine does in one step, event by event
-    sentences.py     the same in words, by sentences.toml
-    held.py          what a rank holds meanwhile, on the device, the host and the disk
-    moments.py       which events of two engines belong together
-    recording.py     ranks that train the engines and record them
-    notes.py         a note for each changed method: why, what it saves, sends and moves
-    numbers.py       the table at the head of a page, and its terms, from terms.toml
-    chart.py         the memory timelines
-    page.py          all of it in one HTML file: lesson.html, filled
+engine's page, and every number and every event is recorded from the engines when the pages are made: recording.py runs
+them, events.py looks on, held.py knows what a rank has meanwhile. The other modules read the engines' files and put all
+of it in words; *.html are the templates that they fill, sentences.toml is what is said of an event.
 """

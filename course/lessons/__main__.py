@@ -6,6 +6,7 @@ from common.errors import InputError
 from common.outputs import one_line_errors, parser_of, try_folder
 from course.lessons import page, recording
 from course.lessons.sources import Source
+from course.lessons.templates import render
 
 # (the engine before, the engine after)
 INCREMENTS = [
@@ -22,25 +23,14 @@ def main(arguments=None):
     """Parse the arguments, record, write the pages and name them."""
     parser = parser_of("course.lessons", __doc__)
     parser.add_argument("--out", default="results/local/lessons", help="a folder (default: %(default)s)")
-    parser.add_argument("--only", metavar="ENGINE", help="the page that leads to this engine, stage1_os for instance")
+    leads = "the page that leads to this engine: %(choices)s"
+    parser.add_argument("--only", metavar="ENGINE", choices=[after for _, after in INCREMENTS], help=leads)
     options = parser.parse_args(arguments)
     with one_line_errors():
-        increments, out = chosen(options.only), opened(options.out)
+        out, increments = opened(options.out), [pair for pair in INCREMENTS if options.only in (None, pair[1])]
         recorded = recording.record_all(dict.fromkeys(name for pair in increments for name in pair))
         for path in write(out, increments, recorded):
             print(path)
-
-
-def chosen(only):
-    """The increments whose pages are to be written.
-
-    Raises:
-        InputError: none leads to the engine `only`.
-    """
-    found = [pair for pair in INCREMENTS if only in (None, pair[1])]
-    if not found:
-        raise InputError(f"--only {only}: no page leads there; choose one of {', '.join(b for _, b in INCREMENTS)}")
-    return found
 
 
 def opened(out):
@@ -58,21 +48,11 @@ def opened(out):
 
 
 def write(out, increments, recorded):
-    """Write the pages of some increments into a folder.
-
-    Args:
-        out: its path.
-        increments: some of INCREMENTS.
-        recorded: what `recording.record_all` has of their engines.
-
-    Returns:
-        The files, the index first.
-    """
-    about = described(recorded)
-    sources = {pair: [Source(name) for name in pair] for pair in increments}
-    links = [(file_of(pair), page.title(before, after)) for pair, (before, after) in sources.items()]
-    leads = [page.inline(after.paragraphs[0]) for _, after in sources.values()]
-    pages = {"index.html": page.index(links, leads, about)}
+    """Write the pages of some increments into a folder, of what `recording.record_all` has; return their paths."""
+    about, sources = described(recorded), {pair: [Source(name) for name in pair] for pair in increments}
+    links = [(file_of(pair), f"{before.label} to {after.named}") for pair, (before, after) in sources.items()]
+    leads = [after.paragraphs[0] for _, after in sources.values()]
+    pages = {"index.html": render("index.html", lessons=zip(links, leads, strict=True), about=about)}
     for pair in increments:
         pages[file_of(pair)] = page.lesson(sources[pair], [recorded[name] for name in pair], links, about)
     for name, text in pages.items():

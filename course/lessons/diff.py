@@ -2,8 +2,7 @@
 
 import difflib
 from dataclasses import dataclass
-
-LONG = 8  # equal lines in a row, within a section that differs, from which on they are folded
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -17,54 +16,44 @@ class Hunk:
 
 @dataclass(frozen=True)
 class Pair:
-    """A section of both files.
-
-    Attributes:
-        name: of the section.
-        status: "same", "changed", "new" or "gone". Where the second engine derives from the first: "inherited"; and
-            "extended" of a method that calls the one it overrides, which then is not gone.
-        before, after: Sections; None where one of the files has none.
-        hunks: [Hunk].
-    """
+    """A section of both files."""
 
     name: str
+    # "same", "changed", "new" or "gone". Where the second engine derives from the first: "inherited"; and "extended" of
+    # a method that calls the one it overrides, which then is not gone.
     status: str
-    before: object
+    before: object  # Sections; None where one of the files has none
     after: object
     hunks: list
 
+    @property
+    def section(self):
+        """That of the second file or, where it has none, of the first."""
+        return self.after or self.before
+
 
 def pairs(before, after):
-    """Pair the sections of two Sources, in the order of the second; what is gone stands where it stood.
-
-    Returns:
-        [Pair].
-    """
-    old = {section.name: section for section in before.sections}
-    new = {section.name: section for section in after.sections}
+    """The Pairs of two Sources' sections, in the order of the second; what is gone stands where it stood."""
+    old, new = ({section.name: section for section in source.sections} for source in (before, after))
     order = list(new)
-    names = list(old)
-    for place, name in enumerate(names):
+    for previous, name in pairwise(old):
         if name not in new:
-            order.insert(order.index(names[place - 1]) + 1, name)
-    return [_pair(name, before, old.get(name), after, new.get(name)) for name in order]
+            order.insert(order.index(previous) + 1, name)
+    return [_pair(name, before, after, old.get(name), new.get(name)) for name in order]
 
 
-def _pair(name, before, old, after, new):
-    derives = after.base is not None
+def _pair(name, before, after, old, new):
+    derives, here, there = after.base is not None, old.numbers if old else range(0), new.numbers if new else range(0)
+    one, other = [before.lines[n - 1] for n in here], [after.lines[n - 1] for n in there]
+    hunks = [Hunk(derives and new is None, here, there)]
     if new is None:
-        return Pair(name, "inherited" if derives else "gone", old, None, [Hunk(derives, _lines(old), range(0))])
-    if old is None:
-        return Pair(name, "new", None, new, [Hunk(False, range(0), _lines(new))])
-    one, other = before.text(old), after.text(new)
-    if derives and any(f"super().{name}(" in line for line in other):
-        return Pair(name, "extended", old, new, [Hunk(False, _lines(old), _lines(new))])
-    matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
-    hunks = [
-        Hunk(tag == "equal", _lines(old)[i1:i2], _lines(new)[j1:j2]) for tag, i1, i2, j1, j2 in matcher.get_opcodes()
-    ]
-    return Pair(name, "same" if one == other else "changed", old, new, hunks)
-
-
-def _lines(section):
-    return range(section.first, section.last + 1)
+        status = "inherited" if derives else "gone"
+    elif old is None:
+        status = "new"
+    elif derives and any(f"super().{name}(" in line for line in other):
+        status = "extended"
+    else:
+        status = "same" if one == other else "changed"
+        opcodes = difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes()
+        hunks = [Hunk(tag == "equal", here[i1:i2], there[j1:j2]) for tag, i1, i2, j1, j2 in opcodes]
+    return Pair(name, status, old, new, hunks)

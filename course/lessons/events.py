@@ -21,12 +21,12 @@ host's thread moves by itself counts when the engine has waited for it.
 
 import inspect
 import sys
-from collections import Counter, defaultdict
-from contextlib import suppress
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 
+from common.checkpoint.pages import padded
 from common.engine import EngineBase
 from common.engine.bucket import Bucket
 from common.measure.memory import storage_bytes
@@ -34,147 +34,120 @@ from common.measure.timeline import parts, watch
 from common.measure.traffic import BUS, DISK, Traffic
 from common.ranks.collectives import Collectives
 from common.ranks.lanes import Handle, ThreadLane
+from common.tensors import length
 from common.tiers.bus import Bus
 from common.tiers.disk import Disk, OnDisk
-from common.tiers.sub_group import TieredBucket
-from course.lessons.held import Held
+from course.lessons.held import NEW, UNDER_WAY, Held
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 MERGED = ("forward", "backward", "pack", "read", "write")  # several of these in a row are one event
-BASE = ("begin_forward", "step_shard", "zero_grad")  # methods of a step that engines need not have themselves
-NOT_OF_A_STEP = ("__init__", "partition", "make_units", "owned", "sends", "placed", "moves")
+BASE = {"begin_forward", "step_shard", "zero_grad"}  # methods of a step that engines need not have themselves
+NOT_OF_A_STEP = {"__init__", "partition", "make_units", "owned", "sends", "placed", "moves"}
 
 
 @dataclass
 class Event:
-    """A moment of a step.
+    """A moment of a step."""
 
-    Attributes:
-        kind: see above.
-        phase: forward, backward or step; "before" for what is held between steps.
-        about: the bucket's name; None where no bucket is meant, or several are.
-        names: the parts that compute, the parameters whose gradients are packed, what has arrived, the states that are
-            read or written, or the buckets that a change is about.
-        method, line: where in the engine's file; None outside of it.
-        inherited: this file is that of the engine which it derives from.
-        within: the engine's methods that run now, the outermost first.
-        bytes: what this rank has sent in this step, what of that left its node, and what it has moved each way:
-            "sent", "left", "down", "up", "read", "write"; and what it has: on the device "held", activations aside, on
-            the "host" and on the "disk". Those that the engine has.
-        cells: {bucket: (parameters, gradients, optimizer states)}; see `Held.cells`.
-    """
-
-    kind: str
-    phase: str
-    about: str | None = None
+    kind: str  # see above
+    phase: str  # forward, backward or step; "before" for what is held between steps
+    about: str | None = None  # the bucket's name; None where no bucket is meant, or several are
+    # The parts that compute, the parameters whose gradients are packed, what has arrived, the states that are read or
+    # written, or the buckets that a change is about.
     names: list = field(default_factory=list)
+    # Where in the engine's file, the first line and the last: one, or of a change all of the method; else zeros.
     method: str | None = None
-    line: int | None = None
-    inherited: bool = False
-    within: tuple = ()
+    lines: tuple = (0, 0)
+    inherited: bool = False  # that file is the one of the engine which it derives from
+    within: tuple = ()  # the engine's methods that run now, the outermost first
+    # What this rank has sent in this step, what of that left its node, what it has moved each way: "sent", "left",
+    # "down", "up", "read", "write"; and what it has on the device, "held", activations aside, on "host" and "disk".
     bytes: dict = field(default_factory=dict)
-    cells: dict = field(default_factory=dict)
+    cells: dict = field(default_factory=dict)  # see `Held.cells`
 
 
 class Recorder:
-    """Records one step of an engine: a context manager around its forward, backward and step.
-
-    Attributes:
-        held: a `Held`.
-        events: [Event].
-        bytes: {method: {(what, by): bytes}}, of the methods that ran, what each did and those that it called: "takes"
-            and "gives" of what is held, or a collective or a way; and the method whose own doing it was.
-        times: {method: {(what, by): how often}}, of collectives and ways.
-    """
+    """Records one step of an engine: a context manager around its forward, backward and step."""
 
     def __init__(self, engine):
-        self.engine, self.held = engine, Held(engine)
+        self.engine, self.held, self.traffic = engine, Held(engine), engine.comm.traffic
         mro = type(engine).__mro__
         classes = mro[: mro.index(EngineBase)]  # the engine's, and those of engines that it derives from
         self.files = [inspect.getsourcefile(one) for one in classes]
-        self.events, self.bytes, self.times = [], defaultdict(Counter), defaultdict(Counter)
+        self.events, self._hooks = [], []
+        # {method: {(what, by): [bytes]}}, of the methods that ran, what each did and those that it called: "takes" and
+        # "gives" of what is held, or a collective or a way; and the method whose own doing it was.
+        self.did = defaultdict(partial(defaultdict, list))
         self._pending = None  # an event whose state shows when the line that caused it is over
         self._within, self._about = [], []  # the methods that run, and the bucket that each was called with, or None
         ways = (BUS if "host" in self.held.areas else ()) + (DISK if "disk" in self.held.areas else ())
         self._total = dict.fromkeys(("sent", "left", *ways), 0)  # bytes in this step
         self._before = 0  # bytes held when a method last began or ended
         self._awaited = {}  # Handle -> (bucket, what is under way for it)
-        self._given, self._moved = {}, defaultdict(list)  # what the host is given to do, and has moved for a bucket
-        self._host = self.held.tiers["host"].lane if "host" in self.held.tiers else None
-        watched = {getattr(type(engine), name): self._method for name in (*own_methods(classes), *BASE)}
-        watched |= {getattr(Collectives, name): self._collective for name in COLLECTIVES}
-        watched[Bus.carry] = self._copy
-        watched |= dict.fromkeys((OnDisk._read, OnDisk._write), self._disk)
-        watched |= dict.fromkeys((OnDisk.drop, OnDisk.put_back), self._given_back)
-        watched |= {Collectives.work: self._work, Traffic.record: self._record, Bucket.pack: self._pack}
-        watched |= {Handle.wait: self._wait, ThreadLane.submit: self._submit, Disk.finish: self._finish}
-        self._watched = {inspect.unwrap(function).__code__: watcher for function, watcher in watched.items()}
-        self._running, self._hooks = {}, []  # frame -> its watcher
+        self._given = {}  # Handle -> what is to be noted when the host has done what it was given
+        self._host = engine.tier["cpu"].lane if "host" in self.held.areas else None
+        names = {name for one in classes for name, found in vars(one).items() if inspect.isfunction(found)}
+        methods = [getattr(type(engine), name) for name in names - NOT_OF_A_STEP | BASE]
+        collectives = [getattr(Collectives, name) for name in COLLECTIVES]
+        begins = {Collectives.work: self._work, OnDisk._read: self._asks, OnDisk._write: self._asks}
+        begins |= dict.fromkeys(methods, self._method_begins)
+        begins |= dict.fromkeys([*collectives, Bus.carry], lambda name, called, _: self.flush())
+        ends = {Bus.carry: self._copy, ThreadLane.submit: self._submit, Handle.wait: self._wait}
+        ends |= {OnDisk._read: self._asked, OnDisk._write: self._asked, Disk.finish: self._finish}
+        ends |= dict.fromkeys([OnDisk.drop, OnDisk.put_back], self._given_back)
+        ends[Traffic.record] = lambda name, called, _: self._count(called.collective, called.sent, called.left)
+        ends[Bucket.pack] = lambda name, called, _: self.note("pack", called.self.name, [called.name])
+        ends |= dict.fromkeys(collectives, self._collective) | dict.fromkeys(methods, self._method_ends)
+        self._watched = {
+            (what, inspect.unwrap(function).__code__): watcher
+            for what, watched in (("call", begins), ("return", ends))
+            for function, watcher in watched.items()
+        }
 
     def __enter__(self):
-        self.engine.comm.traffic.reset()
+        self.traffic.reset()
         self._before = storage_bytes(self.held.states())
         self.note("start", phase="before")
-        self._look_on(self._look, self._look_at_host)
+        sys.setprofile(self._look)
         return self
 
     def __exit__(self, *error):
-        self._look_on(None, None)
+        sys.setprofile(None)
         self.flush()
         for hook in self._hooks:
             hook.remove()
 
-    def _look_on(self, here, on_host):
-        sys.setprofile(None)
-        if self._host is not None:
-            self._host.submit(lambda: sys.setprofile(on_host)).wait()
-        sys.setprofile(here)
-
-    # ---- what is looked at: what a function has been called with, and at `yield` what it returns -----------------
-
     def _look(self, frame, what, result):
         """What `sys.setprofile` calls on this thread."""
-        if what == "call" and frame.f_code in self._watched:
-            name, arguments = frame.f_code.co_name, SimpleNamespace(**frame.f_locals)
-            self._running[frame] = self._watched[frame.f_code](name, arguments)
-            next(self._running[frame], None)
-        elif what == "return" and frame in self._running:
-            with suppress(StopIteration):
-                self._running.pop(frame).send(result)
+        if watcher := self._watched.get((what, frame.f_code)):
+            watcher(frame.f_code.co_name, SimpleNamespace(**frame.f_locals), result)
 
-    def _look_at_host(self, frame, what, result):
-        """The same on the host's thread, where a mean is brought down and on to disk."""
-        if what == "call" and frame.f_code is Traffic.record.__code__:
-            moved = frame.f_locals["collective"], frame.f_locals["sent"]
-            while frame.f_code is not TieredBucket._to_disk.__code__:
-                frame = frame.f_back
-            self._moved[frame.f_locals["self"].name].append(moved)
+    # ---- what is looked at: a function's name, what it has been called with and, if it ends, what it returns ------
 
-    def _method(self, name, called):
+    def _method_begins(self, name, called, _):
         self._boundary()
         subject = [*vars(called).values(), None][1]  # its first argument
         if name == "step_shard":
             self._steps(getattr(subject, "bucket", subject).name, [subject])
         self._within.append(name)
-        self._about.append(next((about for about, bucket in self.held.buckets.items() if bucket is subject), None))
-        self.bytes[name], self.times[name]  # of what does nothing, too
-        result = yield
+        self._about.append(subject.name if isinstance(subject, Bucket) else None)
+        self.did[name]  # of what does nothing, too
+
+    def _method_ends(self, name, called, result):
         if isinstance(result, Handle):
             self._await(result, self._about[-1])
         if name not in COLLECTIVES:  # whose note waits until the caller has the handle
             self._boundary()
-            self._note_change()
+            self._note_change(name)
         if name == "begin_forward":  # hooks behind the engine's, so that what these do comes before the part runs
+            begins, marks = (lambda part, kind=kind: self.note(kind, names=[part]) for kind in ("forward", "backward"))
             for label, part in parts(self.engine._module):
-                computes = partial(self._computes, "forward"), lambda label: None, partial(self._computes, "backward")
-                self._hooks += watch(label, part, *computes)
+                self._hooks += watch(label, part, begins, lambda part: None, marks)
         self._within.pop()
         self._about.pop()
 
-    def _collective(self, name, called):
+    def _collective(self, name, called, handle):
         """A collective begins; one that is about no bucket is an agreement."""
-        self.flush()
-        handle = yield
         if called.label in self.held.buckets:
             kind = name + called.self._where
             self.held.begins(called.label, kind, vars(called).values())
@@ -183,43 +156,43 @@ class Recorder:
         else:
             self.note("agree")
 
-    def _work(self, name, called):
+    def _work(self, name, called, _):
         """Plain work between collectives uses messages and sums."""
         if self._about and self._about[-1] is not None:
             self.held.uses(self._about[-1], called.buffers)
-        yield
 
-    def _copy(self, name, called):
+    def _copy(self, name, called, handle):
         """A copy over the bus begins."""
-        self.flush()
-        handle = yield
-        way, about = called.direction, called.name
-        self.held.begins(about, way)
-        self.note(way, about)
-        if way == "down":  # what goes up has a gather behind it
-            self._await(handle, about)
+        self.held.begins(called.name, called.direction)
+        self.note(called.direction, called.name)
+        if called.direction == "down":  # what goes up has a gather behind it
+            self._await(handle, called.name)
 
-    def _submit(self, name, called):
+    def _submit(self, name, called, handle):
         """What the host is given to do: to step a bucket or, in backward, to bring a mean down and on to disk."""
         if called.self is self._host:
-            about, within, steps = self._about[-1], list(self._within), self.phase == "step"
-            if not steps:
+            about, pieces = self._about[-1], self.held.buckets[self._about[-1]].pieces
+            if self.traffic.phase == "step":
+                self.note("host_step", about)
+                self._given[handle] = partial(self._steps, about, pieces)
+            else:
                 self.held.begins(about, "down")
-            self.note("host_step" if steps else "down", about)
-            handle = yield
-            self._given[handle] = about, within, steps
+                self.note("down", about)
+                self._given[handle] = partial(self._lies_on_disk, pieces, list(self._within))
+
+    def _lies_on_disk(self, pieces, within):
+        """The host has brought a mean down, piece by piece, and written it in whole pages."""
+        for piece in pieces:
+            nbytes = length(piece.own) * piece.bucket.kind.dtype.itemsize
+            self._count("down", nbytes, within=within)
+            self._count("write", padded(nbytes), within=within)
 
     def _await(self, handle, about):
         """When the engine first waits for it, what is under way for a bucket has arrived."""
         self._awaited.setdefault(handle, (about, self.held.begun.get(about)))
 
-    def _wait(self, name, called):
-        yield
-        about, within, steps = self._given.pop(called.self, (None, (), False))
-        for kind, nbytes in self._moved.pop(about, ()):
-            self._count(kind, nbytes, 0, within)
-        if steps:
-            self._steps(about, self.held.buckets[about].pieces)
+    def _wait(self, name, called, _):
+        self._given.pop(called.self, lambda: None)()
         about, under_way = self._awaited.get(called.self, (None, None))
         if under_way and under_way is self.held.begun.get(about):
             kinds = self.held.arrives(about)
@@ -227,107 +200,82 @@ class Recorder:
             if not any(kind.startswith("all_gather") for kind in kinds):  # the method may take other room
                 self.flush()
 
-    def _record(self, name, called):
-        yield
-        self._count(called.collective, called.sent, called.left, self._within)
-
-    def _pack(self, name, called):
-        yield
-        self.note("pack", called.self.name, [called.name])
-
-    def _disk(self, name, called):
-        """The disk begins to read or to write what lies in a place."""
+    def _asks(self, name, called, _):
+        """The disk is about to read or to write what lies in a place."""
         if called.self in self.held.places:
-            kind, (about, state) = name.strip("_"), self.held.places[called.self]
             self.flush()
-            self.held.passes(kind, about, state)
-            yield
-            self.note(kind, about, [state])
+            letters = self.held.lent if name == "_read" else self.held.written
+            letters[self.held.places[called.self]] = UNDER_WAY
 
-    def _given_back(self, name, called):
-        yield
+    def _asked(self, name, called, _):
+        if called.self in self.held.places:
+            about, state = self.held.places[called.self]
+            self.note(name.strip("_"), about, [state])
+
+    def _given_back(self, name, called, _):
         self.held.lent.pop(self.held.places.get(called.self), None)
 
-    def _finish(self, name, called):
-        yield
-        self.held.has_written()
+    def _finish(self, name, called, _):
+        """The disk has all that it was to write."""
+        self.held.written = dict.fromkeys(self.held.written, NEW)
         self.note("arrive", None, ["write"])
-
-    # ---- what is noted ----------------------------------------------------------------------------------------
-
-    @property
-    def phase(self):
-        return self.engine.comm.traffic.phase
-
-    def _computes(self, kind, label):
-        self.note(kind, names=[label])
 
     def _steps(self, about, pieces):
         for piece in pieces:
             self.held.steps(about, piece)
         self.note("stepped", about)
 
+    # ---- what is noted ----------------------------------------------------------------------------------------
+
     def note(self, kind, about=None, names=(), phase=None):
         """Enter an event. Its state is taken when the next one comes, or a method begins or ends."""
         self.flush()
-        place = _place(self.files)
-        self._pending = Event(kind, phase or self.phase, about, list(names), *place, tuple(self._within))
+        frame = sys._getframe()  # of the method that runs now, the innermost
+        while frame and (frame.f_code.co_filename not in self.files or frame.f_code.co_name[0] == "<"):
+            frame = frame.f_back
+        event = Event(kind, phase or self.traffic.phase, about, list(names), within=tuple(self._within))
+        if frame:
+            event.method, event.lines = frame.f_code.co_name, (frame.f_lineno, frame.f_lineno)
+            event.inherited = frame.f_code.co_filename != self.files[0]
+        self._pending = event
 
     def flush(self):
         """Complete the event that waits for its state."""
         event, self._pending = self._pending, None
-        if event is None:
-            return
-        self._complete(event)
-        last = self.events[-1] if self.events else None
-        if last and event.kind in MERGED and (last.kind, last.about) == (event.kind, event.about):
-            event.names = list(dict.fromkeys(last.names + event.names))
-            self.events.pop()
-        self.events.append(event)
+        if event is not None:
+            self._complete(event)
+            last = self.events[-1] if self.events else event
+            if last is not event and event.kind in MERGED and (last.kind, last.about) == (event.kind, event.about):
+                event.names = list(dict.fromkeys(self.events.pop().names + event.names))
+            self.events.append(event)
 
-    def _note_change(self):
+    def _note_change(self, name):
         """A method returns, and holds other things than before: that is an event, if none has told of it."""
-        event, before = Event("change", self.phase, method=self._within[-1]), self.events[-1].cells
-        event.within = tuple(self._within)
+        event = Event("change", self.traffic.phase, method=name, within=tuple(self._within))
         self._complete(event)
-        event.names = [name for name in event.cells if event.cells[name] != before[name]]
+        event.names = [bucket for bucket, cells in event.cells.items() if cells != self.events[-1].cells[bucket]]
         if event.names:
+            function = inspect.unwrap(getattr(type(self.engine), name))
+            if (file := inspect.getsourcefile(function)) in self.files:
+                lines, first = inspect.getsourcelines(function)
+                event.lines, event.inherited = (first, first + len(lines) - 1), file != self.files[0]
             self.events.append(event)
 
     def _complete(self, event):
         event.bytes, event.cells = self._total | self.held.bytes(), self.held.cells()
 
-    def _count(self, kind, nbytes, left, within):
+    def _count(self, kind, nbytes, left=0, within=None):
         self._total[kind if kind in BUS + DISK else "sent"] += nbytes
         self._total["left"] += left
+        self._does(kind, nbytes, within or self._within)
+
+    def _does(self, what, nbytes, within):
         for name in set(within):
-            self.bytes[name][kind, within[-1]] += nbytes
-            self.times[name][kind, within[-1]] += 1
+            self.did[name][what, within[-1]].append(nbytes)
 
     def _boundary(self):
         """A method begins or ends: what changed since the last time is the doing of the one that ran."""
         self.flush()
         held = storage_bytes(self.held.states())
-        for name in set(self._within):
-            self.bytes[name]["takes", self._within[-1]] += max(0, held - self._before)
-            self.bytes[name]["gives", self._within[-1]] += max(0, self._before - held)
+        self._does("takes" if held > self._before else "gives", abs(held - self._before), self._within)
         self._before = held
-
-
-def _place(files):
-    """The method and line that run now, the innermost, of the first file or of the others; and whether of those."""
-    frame = sys._getframe()
-    while frame is not None and (frame.f_code.co_filename not in files or frame.f_code.co_name[0] == "<"):
-        frame = frame.f_back
-    if frame is None:
-        return None, None, False
-    return frame.f_code.co_name, frame.f_lineno, frame.f_code.co_filename != files[0]
-
-
-def own_methods(classes):
-    """The names of the methods that run in a step: those an engine's classes have themselves, tables aside."""
-    return [
-        name
-        for name in dict.fromkeys(name for one in classes for name in vars(one))
-        if inspect.isfunction(getattr(classes[0], name)) and name not in NOT_OF_A_STEP
-    ]

@@ -8,45 +8,39 @@ from collections import defaultdict
 
 import torch
 
-from common.measure.memory import HOST as EVERYTHING_ON_HOST
-from common.measure.memory import storage_bytes
+from common.measure.memory import HOST, storage_bytes
+from common.tiers.disk import OnDisk
 
 # What a rank has of a shard of parameters, gradients or optimizer states.
 ABSENT, ROOM, OWN, UNDER_WAY, HERE, NEW, ROUNDED, STALE = ".rothnqs"
 AREAS = {"device": "device", "cpu": "host", "nvme": "disk"}  # tiers, as the pages call them
-HOST = "host: "  # before the classes of a timeline that are the host's
 REDUCTIONS = ("all_reduce", "reduce_scatter", "all_to_all")
 
 
 class Held:
-    """What a rank holds of an engine. The recorder tells it what begins, arrives and is stepped.
-
-    Attributes:
-        buckets: {name: bucket}.
-        tiers: {area: tier}, of engines that have tiers.
-        areas: "device" and, of those engines, "host" and "disk".
-        places: {place on disk: (bucket, state)}.
-        begun: {bucket: [kinds]}, the collectives and copies under way.
-        lent: {(bucket, state): letter}, what of the disk stands in the host's buffers.
-    """
+    """What a rank holds of an engine. The recorder tells it what begins, arrives and is stepped."""
 
     def __init__(self, engine):
-        self.engine = engine
+        self.engine, self.ranks = engine, range(engine.world_size)
         self.buckets = {bucket.name: bucket for bucket in engine.buckets}
-        self.tiers = {AREAS[tier.name]: tier for tier in getattr(engine, "tier", {}).values() if tier is not None}
-        self.areas = list(self.tiers) or ["device"]
-        self.places = {}
-        for bucket in engine.buckets if "disk" in self.areas else ():
-            for state, _, place in bucket.at_rest(engine.optimizer):
-                if place is not None and not torch.is_tensor(place):
-                    self.places.setdefault(place, (bucket.name, state))
-        # What is read ahead by the step before stands there already.
+        tiers = getattr(engine, "tier", {"device": engine})
+        self.areas = [AREAS[name] for name, tier in tiers.items() if tier is not None]
+        on_disk = "disk" in self.areas
+        self.places = {  # place on disk -> (bucket, state)
+            place: (bucket.name, state)
+            for bucket in (engine.buckets if on_disk else ())
+            for state, _, place in bucket.at_rest(engine.optimizer)
+            if isinstance(place, OnDisk)
+        }
+        self.begun = {}  # bucket -> kinds of the collectives and copies under way
+        # (bucket, state) -> letter: what of the disk stands in the host's buffers, where what is read ahead by the step
+        # before stands already; and what this step has begun to write there.
         self.lent = {whose: UNDER_WAY for place, whose in self.places.items() if place._lent}
-        self.begun, self._written = {}, {}
+        self.written = {}
         self._buffers = defaultdict(list)  # bucket -> tensors that its collectives use until they arrive
         self._fresh, self._stepped = {}, set()  # shards whose parameters are new; buckets whose states are
         # Places there are taken once; what is read from them stands in the optimizer for a while.
-        self._on_disk = {"disk": sum(engine.accounts.held("nvme").values())} if "disk" in self.areas else {}
+        self._on_disk = {"disk": sum(engine.accounts.held("nvme").values())} if on_disk else {}
 
     # ---- what happens ------------------------------------------------------------------------------------------
 
@@ -57,31 +51,23 @@ class Held:
 
     def uses(self, name, buffers):
         """What is under way for a bucket uses these, and its own gradients."""
-        found = [*buffers, self.buckets[name].local]
-        self._buffers[name] += [buffer for buffer in found if torch.is_tensor(buffer)]
+        self._buffers[name] += filter(torch.is_tensor, [*buffers, self.buckets[name].local])
 
     def arrives(self, name):
         """All of that is over. Returns what it was."""
         kinds = self.begun.pop(name)
         self._buffers.pop(name, None)
         if self.engine.comm.traffic.phase == "step" and "all_gather" in kinds:
-            self._fresh[name] = range(self.engine.world_size)
+            self._fresh[name] = self.ranks
         return kinds
 
     def steps(self, name, piece):
         """The optimizer steps a piece of a bucket: what was read for it stands ready."""
+        bucket = self.buckets[name]
         self._stepped.add(name)
-        if self.area_of(self.buckets[name], "parameters") == self.area_of(self.buckets[name], "optimizer"):
-            self._fresh[name] = shards(self.buckets[name], piece.part)
+        if self._area_of(bucket, "parameters") == self._area_of(bucket, "optimizer"):
+            self._fresh[name] = shards(bucket, piece.part)
         self.lent |= {whose: HERE for whose in self.lent if whose[0] == name}
-
-    def passes(self, kind, name, state):
-        """A read from disk is on its way, or a write of what was stepped."""
-        (self.lent if kind == "read" else self._written)[name, state] = UNDER_WAY
-
-    def has_written(self):
-        """The disk has all of it."""
-        self._written = dict.fromkeys(self._written, NEW)
 
     # ---- letters -----------------------------------------------------------------------------------------------
 
@@ -91,75 +77,68 @@ class Held:
         Each is a string: a letter for each shard on the device, one for this rank's own on the host, one on disk.
         """
         of = [self._parameters, self._gradients, self._states]
-        of += [self._second] if any(map(has_second, self.buckets.values())) else []
+        of += [self._second] if second_shards(self.engine) else []
         return {name: tuple(letters(bucket) for letters in of) for name, bucket in self.buckets.items()}
 
-    def area_of(self, bucket, state):
+    def _area_of(self, bucket, state):
         """Where a state of a bucket lies between its uses."""
-        return AREAS[self.engine.placed(bucket)[state][0][1].name] if self.tiers else "device"
+        return AREAS[self.engine.placed(bucket)[state][0][1].name] if len(self.areas) > 1 else "device"
 
     def _kept(self, bucket, state):
         """The shards of a state that this rank keeps on the device."""
-        on_device = self.area_of(bucket, state) == "device"
+        on_device = self._area_of(bucket, state) == "device"
         return shards(bucket, getattr(self.engine.owned(bucket), state)) if on_device else ()
 
-    def _row(self, bucket, state, letter_of, at_rest):
-        """The letters of a state: `letter_of` each shard on the device, and beside it `at_rest` where it lies.
+    def _row(self, bucket, state, letters, at_rest):
+        """The letters of a state: `letters` of shards on the device, and beside it `at_rest` where it lies.
 
         The host has meanwhile what is read from disk.
         """
         passing = self.lent.get((bucket.name, state), ABSENT)
         if passing == HERE and bucket.name in self._stepped and state != "gradients":
             passing = NEW
-        beside = {"host": passing, "disk": ABSENT, self.area_of(bucket, state): at_rest}
-        return "".join([*map(letter_of, range(self.engine.world_size)), *(beside[area] for area in self.areas[1:])])
+        beside = {"host": passing, "disk": ABSENT, self._area_of(bucket, state): at_rest}
+        on_device = [letters.get(shard, ABSENT) for shard in self.ranks]
+        return "".join([*on_device, *(beside[area] for area in self.areas[1:])])
 
     def _parameters(self, bucket):
-        begun, fresh = self.begun.get(bucket.name, ()), self._fresh.get(bucket.name, ())
-        kept = self._kept(bucket, "parameters")
+        fresh, coming = self._fresh.get(bucket.name, ()), bucket.gathering is not None
         whole = bucket.full is not None and bucket.full.untyped_storage().nbytes() > 0
-
-        def letter_of(shard):
-            if "up" in begun if shard == self.engine.rank else bucket.gathering is not None:
-                return UNDER_WAY
-            if whole and bucket.gathering is None and self._rounds(bucket):
-                return ROUNDED
-            if shard in kept or whole:
-                return NEW if shard in fresh else HERE
-            return ABSENT
-
-        return self._row(bucket, "parameters", letter_of, self._written.get((bucket.name, "parameters"), HERE))
+        held = self.ranks if whole else self._kept(bucket, "parameters")
+        letters = {shard: NEW if shard in fresh else HERE for shard in held}
+        if whole and not coming and self._rounds(bucket):
+            letters = dict.fromkeys(self.ranks, ROUNDED)
+        if coming:
+            letters |= {shard: UNDER_WAY for shard in self.ranks if shard != self.engine.rank}
+        if "up" in self.begun.get(bucket.name, ()):
+            letters[self.engine.rank] = UNDER_WAY
+        return self._row(bucket, "parameters", letters, self.written.get((bucket.name, "parameters"), HERE))
 
     def _gradients(self, bucket):
         arrived = bucket.has_gradient or bucket.handle is not None
         # Whether they are on their way to the mean.
         leaves = any(kind.partition(" ")[0] in REDUCTIONS for kind in self.begun.get(bucket.name, ()))
-        room = range(self.engine.world_size) if bucket.local is not None else self._kept(bucket, "gradients")
-        mean = [k for piece in bucket.pieces for k in shards(bucket, piece.part)] if arrived else ()
-        own = set() if arrived else {k for name in bucket.reported for k in shards(bucket, bucket.slots[name])}
-
-        def letter_of(shard):
-            if leaves:
-                return UNDER_WAY
-            if shard not in room:
-                return ABSENT
-            return HERE if shard in mean else OWN if shard in own else ROOM
-
-        return self._row(bucket, "gradients", letter_of, HERE if arrived and not leaves else ROOM)
+        if arrived:
+            found = {shard: HERE for piece in bucket.pieces for shard in shards(bucket, piece.part)}
+        else:
+            found = {shard: OWN for name in bucket.reported for shard in shards(bucket, bucket.slots[name])}
+        room = self.ranks if bucket.local is not None else self._kept(bucket, "gradients")
+        letters = dict.fromkeys(self.ranks, UNDER_WAY) if leaves else {k: found.get(k, ROOM) for k in room}
+        return self._row(bucket, "gradients", letters, HERE if arrived and not leaves else ROOM)
 
     def _states(self, bucket):
-        kept, letter = self._kept(bucket, "optimizer"), NEW if bucket.name in self._stepped else HERE
-        on_disk = self.area_of(bucket, "optimizer") == "disk"
-        at_rest = self._written.get((bucket.name, "optimizer"), HERE if on_disk else letter)
-        return self._row(bucket, "optimizer", lambda shard: letter if shard in kept else ABSENT, at_rest)
+        letter = NEW if bucket.name in self._stepped else HERE
+        at_rest = HERE if self._area_of(bucket, "optimizer") == "disk" else letter
+        letters = dict.fromkeys(self._kept(bucket, "optimizer"), letter)
+        return self._row(bucket, "optimizer", letters, self.written.get((bucket.name, "optimizer"), at_rest))
 
     def _second(self, bucket):
-        kept = shards(bucket, self.engine.owned(bucket).second)
         current = bucket in getattr(bucket.comes_by, "current", ())
-        letter = (ROUNDED if self._rounds(bucket) else HERE) if current else STALE
-        if "all_gather" in self.begun.get(bucket.name, ()):
-            letter = UNDER_WAY
-        return "".join(letter if shard in kept else ABSENT for shard in range(self.engine.world_size))
+        letter = STALE if not current else ROUNDED if self._rounds(bucket) else HERE
+        letter = UNDER_WAY if "all_gather" in self.begun.get(bucket.name, ()) else letter
+        return self._row(
+            bucket, "second", dict.fromkeys(shards(bucket, self.engine.owned(bucket).second), letter), ABSENT
+        )
 
     def _rounds(self, bucket):
         """Whether its parameters come rounded: to look at them, and not to compute, they would not be."""
@@ -187,30 +166,26 @@ def shards(bucket, part):
     return range(begin // bucket.shard_numel, -(-end // bucket.shard_numel))
 
 
+def second_shards(engine):
+    """The second shards of parameters that a rank keeps for its node, of engines whose ranks do."""
+    return [bucket.second for bucket in engine.buckets if getattr(bucket, "second", None) is not None]
+
+
 def on_host(engine):
     """The tensors that an engine has on the host: {state: [...], "staging buffers": [...]}; {} where it has no host.
 
     Staging buffers, through which everything from a disk passes, are pinned memory of the host where there is a GPU. A
     CPU rank has them in private memory; they are shown with the host all the same.
     """
-    if not hasattr(engine, "tier"):
-        return {}
-    found = {state: tensors for (state, tier), tensors in engine.accounts._at_rest().items() if tier == "cpu"}
-    tiers = [tier for tier in engine.tier.values() if tier is not None and tier.name != "device"]
+    tiers = [tier for name, tier in getattr(engine, "tier", {}).items() if name != "device" and tier is not None]
+    at_rest = engine.accounts._at_rest().items() if tiers else ()
+    found = {state: tensors for (state, tier), tensors in at_rest if tier == "cpu"}
     found["staging buffers"] = [room for tier in tiers for room in tier.rooms()]
     return {name: tensors for name, tensors in found.items() if tensors}
 
 
 def live(engine):
-    """What `engine.live()` has, for a timeline: the host's classes apart, with HOST before their names."""
-    found = engine.live()
-    found.pop(EVERYTHING_ON_HOST, None)
-    beside = {HOST + name: tensors for name, tensors in on_host(engine).items()}
-    second = [bucket.second for bucket in engine.buckets if has_second(bucket)]
+    """What `engine.live()` has, for a timeline: all of the host apart, and second shards."""
+    beside = {HOST: [tensor for tensors in on_host(engine).values() for tensor in tensors]}
     # A storage counts in the first class that names it.
-    return {**beside, **({"second shards": second} if second else {}), **found}
-
-
-def has_second(bucket):
-    """Whether a rank keeps a second shard of a bucket."""
-    return getattr(bucket, "second", None) is not None
+    return {**beside, "second shards": second_shards(engine)} | {**engine.live(), **beside}

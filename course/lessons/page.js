@@ -28,6 +28,10 @@ const SAID = {
   ".": "not held", r: "room, still empty", o: "its own gradients", t: "on its way", h: "held", n: "held, stepped",
   q: "held, rounded", s: "out of date",
 };
+const METERS = [ // of an event, in the order that they are shown
+  ["sent", "sent so far"], ["left", "left the node"], ["held", "held now"], ["down", "down the bus"],
+  ["up", "up the bus"], ["read", "read from disk"], ["write", "written"], ["host", "on the host"], ["disk", "on disk"],
+];
 const PAUSE = 1500; // milliseconds between events that play by themselves
 
 function start(steps) {
@@ -95,8 +99,11 @@ class Stepper {
   constructor(place, steps) {
     this.place = place;
     this.side = place.dataset.side;
-    Object.assign(this, steps[this.side]); // events, buckets, areas, meters, perNode
+    Object.assign(this, steps[this.side]); // events, buckets, areas, perNode
     this.most = { ...steps.most };
+    // What it counts itself, or the engine beside it: so that both have the same meters.
+    const counts = (what) => (what in this.most || what in this.events[0]) && (this.perNode || what !== "left");
+    this.meters = METERS.filter(([what]) => counts(what));
     for (const [what] of this.meters) this.most[what] ??= Math.max(...this.events.map((event) => event[what]));
     this.part(".meters").innerHTML = this.meters.map(([what, said]) =>
       `<span>${said} <b class="${what}"></b></span><progress class="${what}" max="1"></progress>`).join("");

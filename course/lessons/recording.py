@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from types import SimpleNamespace
 
 import torch
@@ -11,10 +12,10 @@ from common.data import Batches, load_text
 from common.engines import find_engine
 from common.loop import train_step
 from common.measure.hardware import hardware
-from common.measure.memory import Timeline
+from common.measure.memory import HOST, Timeline, storage_bytes
 from common.ranks.world import LocalWorld
 from course.lessons.events import Recorder
-from course.lessons.held import HOST, live
+from course.lessons.held import live, on_host, second_shards
 
 RANKS, PER_NODE = 4, 2  # told that they live on two nodes, which one engine makes something of
 MODEL, BATCH, BUCKET_MB = "gpt-nano", 4, 0.5  # small, and yet of several buckets and units
@@ -22,57 +23,40 @@ WARM_UP = 2  # steps before: the optimizer then has its states, and stage 3 know
 
 
 def record_all(names):
-    """Train engines on ranks of this machine, one after the other.
-
-    Returns:
-        {name: what rank 0 recorded, with the cells of all ranks in its events}.
-
-    Raises:
-        AssertionError: the ranks did not go through the same events.
-    """
+    """Train engines on ranks of this machine, one after the other: {name: what `together` has of it}."""
     with LocalWorld(RANKS, oversubscribe=True, ranks_per_node=PER_NODE) as world:
         return {name: together(world.run(record, name)) for name in names}
 
 
 def record(world, name):
-    """Train one engine on this rank: two steps, one that is recorded, one under the memory timeline.
-
-    Returns:
-        A dict, as `page` takes it.
-    """
+    """Train one engine on this rank: two steps, one that is recorded, one under the memory timeline."""
     module = models.build(MODEL)
     adamw = partial(torch.optim.AdamW, lr=1e-3, fused=True)
     engine = find_engine(name)(module, adamw, init=models.initial_values(0), bucket_mb=BUCKET_MB)
     batches = Batches(load_text(), module.window, BATCH, 0)
 
-    # One more than the steps to warm up is recorded, the last runs under the timeline.
-    *first, recorded, last = (
-        [module.inputs_and_targets(batches.of(number, world.rank, world.size).to(world.device))]
-        for number in range(WARM_UP + 2)
-    )
-    for batch in first:
-        train_step(engine, batch)
+    def batch(number):
+        return [module.inputs_and_targets(batches.of(number, world.rank, world.size).to(world.device))]
+
+    *first, recorded, last = map(batch, range(WARM_UP + 2))
+    for before in first:
+        train_step(engine, before)
     with Recorder(engine) as recorder:
         train_step(engine, recorded)
     measured, predicted, areas = engine.accounts.measured(), engine.accounts.predicted(), recorder.held.areas
     engine.comm.traffic.phase = "forward"
     with Timeline(SimpleNamespace(comm=engine.comm, live=partial(live, engine))) as timeline:
         train_step(engine, last)
-    samples = {area: [] for area in areas}
-    for phase, now in timeline.samples:
-        on_host = {name.removeprefix(HOST): size for name, size in now.items() if name.startswith(HOST)}
-        device = {name: size for name, size in now.items() if not name.startswith(HOST)}
-        held = {"device": device, "host": on_host, "disk": measured.get("disk_state_bytes")}  # taken once
-        for area in areas:
-            samples[area].append((phase, held[area]))
+    device = [(phase, {name: size for name, size in now.items() if name != HOST}) for phase, now in timeline.samples]
+    host = {name: storage_bytes(tensors) for name, tensors in on_host(engine).items()}
+    there = {"host": host, "disk": measured.get("disk_state_bytes")}  # taken once, before the step or in it
     return {
         "events": recorder.events,
-        "bytes": recorder.bytes,
-        "times": recorder.times,
+        "did": recorder.did,
         "measured": measured,
         "predicted": predicted,
         "areas": areas,
-        "per_node": engine.comm.ranks_per_node,
+        "per_node": engine.comm.ranks_per_node if second_shards(engine) else 0,  # where it makes something of nodes
         "buckets": [
             {
                 "name": bucket.name,
@@ -83,25 +67,23 @@ def record(world, name):
             }
             for bucket in engine.buckets
         ],
-        "samples": samples,
+        "samples": {"device": device} | {area: [("step", there[area])] for area in areas[1:]},
         "parameters": models.count(module),
         "hardware": hardware(world.device),
     }
 
 
 def together(everyone):
-    """One recording from those of all ranks: events have the same order on each, and the cells of all.
+    """One recording from those of all ranks, that of rank 0: its events, of the same order on each, with all cells.
 
     Raises:
         AssertionError: the ranks did not go through the same events.
     """
-    first = everyone[0]
-    for rank, other in enumerate(everyone):
-        assert len(other["events"]) == len(first["events"]), f"rank {rank} has another number of events than rank 0"
-        for mine, theirs in zip(first["events"], other["events"], strict=True):
-            same = replace(mine, bytes={}, cells={}) == replace(theirs, bytes={}, cells={})
-            assert same, f"rank {rank}: {theirs}, rank 0: {mine}"
-    cells = [[event.cells for event in other["events"]] for other in everyone]
-    first["events"] = [replace(event, cells=list(of)) for event, *of in zip(first["events"], *cells, strict=True)]
-    first["owned"] = [{bucket["name"]: bucket["owned"] for bucket in other["buckets"]} for other in everyone]
-    return first
+    events = []
+    for same in zip_longest(*(other["events"] for other in everyone)):
+        alike = [event and replace(event, bytes={}, cells={}) for event in same]
+        for rank, event in enumerate(same):
+            assert alike[rank] == alike[0], f"rank {rank}: {event}, rank 0: {same[0]}"
+        events.append(replace(same[0], cells=[event.cells for event in same]))
+    owned = [{bucket["name"]: bucket["owned"] for bucket in other["buckets"]} for other in everyone]
+    return everyone[0] | {"events": events, "owned": owned}

@@ -1,4 +1,4 @@
-"""Events in words: one plain sentence for each, from what was recorded and from sentences.toml."""
+"""Events in words: a plain sentence for each, from what was recorded and from sentences.toml; and shared moments."""
 
 import tomllib
 from pathlib import Path
@@ -10,6 +10,14 @@ SENTENCES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding
 STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer states"}
 
 
+class Told(dict):
+    """The fields of a sentence, and the facts that decide between sentences; another key is a list of those."""
+
+    def __missing__(self, kind):
+        """The first sentence of a kind whose facts all hold."""
+        return next(text for *when, text in SENTENCES[kind] if self["facts"].issuperset(when)).format_map(self)
+
+
 def sentence(event, before, nbytes):
     """What happens in an event.
 
@@ -18,56 +26,33 @@ def sentence(event, before, nbytes):
         before: the one before it; None for the first.
         nbytes: {bucket: bytes of the whole bucket's parameters}.
     """
-    about = event.names[0] if event.kind == "change" else event.about
-    fields, sizes, facts = {"about": about, "method": event.method}, {}, {event.phase, *event.within}
-    facts |= {area for area in ("host", "disk") if area in event.bytes}
-    if len(event.names) == 1:
-        facts.add("one")
-    if event.names:
-        fields |= {"count": len(event.names), "first": event.names[0], "last": event.names[-1]}
-        fields |= {"names": listed(event.names), "Names": _first(listed(event.names))}
-        fields["states"] = listed([STATES.get(name, name) for name in event.names])
-    if event.kind == "arrive":
-        facts |= {f"{kind} has come" for kind in event.names}
+    about, names = event.names[0] if event.kind == "change" else event.about, event.names
+    fields, sizes = {"about": about, "method": event.method, "count": len(names)}, {}
+    facts = {event.phase, *event.within, *({"host", "disk"} & event.bytes.keys())}
+    facts |= {f"{kind} has come" for kind in names} | ({"one"} if len(names) == 1 else set())
+    if names:
+        fields |= {"first": names[0], "last": names[-1], "names": listed(names), "Names": _first(listed(names))}
+        fields["states"] = listed([STATES.get(name, name) for name in names])
     if before:
         facts.add(f"after {before.kind}")
         more = {kind: count - before.bytes[kind] for kind, count in event.bytes.items()}
         sizes = {"sent": more["sent"], "moved": more.get(event.kind, 0), "written": more.get("write", 0)}
     if about in nbytes:
-        size, ranks = nbytes[about], len(event.cells)
+        size, ranks, now, then = nbytes[about], len(event.cells), event.cells[0][about], before.cells[0][about]
         sizes |= {"size": size, "shard": size // ranks, "plain": size * (ranks - 1) // ranks}
         fields["About"] = _first(about)
-        facts |= _facts_of_cells(event.cells[0][about], before.cells[0][about], ranks)
-        if sizes["sent"] < sizes["plain"]:
-            facts.add("rounded")
-    return Told(facts, fields | {name: show_bytes(size) for name, size in sizes.items()}).say(event.kind)
-
-
-def _facts_of_cells(now, before, ranks):
-    """What decides between sentences in the cells of a bucket, beside those before."""
-    absent = [[letters[kind][:ranks].count(ABSENT) for letters in (now, before)] for kind in (0, 1)]
-    facts = {
-        "less parameters": absent[0][0] > absent[0][1],
-        "more gradients": absent[1][0] < absent[1][1],
-        "second shards": len(now) > 3,
-        "out of date": STALE in "".join(now[3:]),
-        "one shard": now[2].count(NEW) < len(now[2]),
-    }
-    return {fact for fact, holds in facts.items() if holds}
-
-
-class Told(dict):
-    """The fields of a sentence; what is no field is another list of sentences."""
-
-    def __init__(self, facts, fields):
-        super().__init__(fields)
-        self.facts = facts
-
-    def say(self, kind):
-        """The first sentence of a kind whose facts all hold."""
-        return next(text for *when, text in SENTENCES[kind] if self.facts.issuperset(when)).format_map(self)
-
-    __missing__ = say
+        absent = [[letters[kind][:ranks].count(ABSENT) for letters in (then, now)] for kind in (0, 1)]
+        decides = {
+            "less parameters": absent[0][0] < absent[0][1],
+            "more gradients": absent[1][0] > absent[1][1],
+            "second shards": len(now) > 3,
+            "out of date": STALE in "".join(now[3:]),
+            "one shard": now[2].count(NEW) < len(now[2]),
+            "rounded": sizes["sent"] < sizes["plain"],
+        }
+        facts |= {fact for fact, holds in decides.items() if holds}
+    fields |= {name: show_bytes(size) for name, size in sizes.items()}
+    return Told(fields, facts=facts)[event.kind]
 
 
 def _first(name):
@@ -78,3 +63,32 @@ def _first(name):
 def listed(names):
     """Names in a sentence: wte, wpe and blocks.0."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def moments(before, after):
+    """Moments that two engines both go through, by their events: the same part computes. A page steps both by them.
+
+    Returns:
+        [{"said": in words, "before": the number of an event of the first, "after": one of the second}], in order.
+    """
+    first, second = _numbers(before), _numbers(after)
+    shared = {}  # (number, number) -> (kind, names): one event may be about several parts
+    for (kind, name), number in second.items():
+        if (kind, name) in first:
+            shared.setdefault((first[kind, name], number), (kind, []))[1].append(name)
+    return [
+        {"said": SENTENCES["moments"][kind].format(listed(names)), "before": one, "after": other}
+        for (one, other), (kind, names) in shared.items()
+    ]
+
+
+def _numbers(events):
+    """{(kind, name): the number of the first event of that kind that is about the part or the bucket}."""
+    found = {("start", ""): 0}
+    for number, event in enumerate(events):
+        if event.phase == "step":
+            found.setdefault(("step", ""), number)
+        if event.kind in SENTENCES["moments"]:
+            for name in event.names or [event.about]:
+                found.setdefault((event.kind, name), number)
+    return {**found, ("end", ""): len(events) - 1}

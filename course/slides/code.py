@@ -4,7 +4,7 @@ import ast
 import difflib
 
 from common.outputs import ROOT
-from course.lessons.page import highlighted
+from course.lessons.templates import highlighted
 
 LINES = 20  # of code on a slide, at most: what the last row can read
 

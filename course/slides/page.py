@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from course.lessons.page import frame
+from course.lessons.templates import render
 from course.slides.code import listing
 from course.slides.numbers import placeholders
 from lab.figures.style import DISK_COLOR, HOST_COLOR
@@ -48,7 +48,8 @@ def document(deck):
     """Slides as one HTML file."""
     sections = "\n".join(_section(slide, number, len(deck)) for number, slide in enumerate(deck, 1))
     style = f":root{{--host:{HOST_COLOR};--disk:{DISK_COLOR}}}\n" + (HERE / "deck.css").read_text()
-    return frame("ZeRO, stage by stage", style, sections, (HERE / "deck.js").read_text())
+    script = (HERE / "deck.js").read_text()
+    return render("page.html", title="ZeRO, stage by stage", style=style, body=sections, script=script)
 
 
 def _section(slide, number, count):

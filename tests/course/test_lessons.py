@@ -15,13 +15,12 @@ from training import STAGES as FOUR_STAGES
 from training import batch, make_engine, same_bits
 from training import train_step as train_one_step
 
-from common.errors import InputError
+from common.measure.tables import show_bytes
 from course.lessons import chart, diff, notes, recording
-from course.lessons.__main__ import INCREMENTS, chosen, file_of, write
+from course.lessons.__main__ import INCREMENTS, file_of, main, write
 from course.lessons.events import Recorder
-from course.lessons.moments import moments
 from course.lessons.page import inline
-from course.lessons.sentences import sentence
+from course.lessons.sentences import moments, sentence
 from course.lessons.sources import Source
 
 PAIRS = pytest.mark.parametrize("pair", INCREMENTS, ids=lambda pair: pair[1])
@@ -117,10 +116,15 @@ def test_the_schedule_is_open_and_the_edges_are_folded(recorded, pages, pair):
         assert {"__init__", "hold", "release", "before_recomputation", "begin_load", "at_hand"} < edges
 
 
-def test_a_page_that_is_not_there_is_refused():
-    assert chosen("stage2_grad") == [("stage1_os", "stage2_grad")]
-    with pytest.raises(InputError, match="stage0_ddp"):
-        chosen("stage0_ddp")
+def test_one_page_is_written_alone_and_one_that_is_not_there_is_refused(recorded, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recording, "record_all", lambda names: {name: recorded[name] for name in names})
+    main(["--only", "stage2_grad", "--out", str(tmp_path)])
+    assert {file.name for file in tmp_path.iterdir()} == {"index.html", "stage1_os-stage2_grad.html"}
+    with pytest.raises(SystemExit):
+        main(["--only", "stage0_ddp", "--out", str(tmp_path)])
+    told = capsys.readouterr().err
+    assert "stage0_ddp" in told
+    assert all(after in told for _, after in INCREMENTS)
 
 
 # ---- the events ---------------------------------------------------------------------------------------------------
@@ -207,15 +211,15 @@ def test_the_table_of_a_page_shows_the_books_of_both_engines(recorded, pages, pa
     for where, name in (("on the host", "host_state_bytes"), ("on disk", "disk_state_bytes")):
         for state, nbytes in books[1].get(name, {}).items():
             if nbytes:
-                assert shown[f"{notes.STATES[state]} {where}"] == ["-", chart.show_bytes(nbytes)]
+                assert shown[f"{notes.STATES[state]} {where}"] == ["-", show_bytes(nbytes)]
     for name in ("bus_bytes_per_step", "disk_bytes_per_step"):
         for way, nbytes in books[1].get(name, {}).items():
-            assert shown[f"{notes.WAYS[way]} in a step"] == ["-", chart.show_bytes(nbytes)]
+            assert shown[f"{notes.WAYS[way]} in a step"] == ["-", show_bytes(nbytes)]
     device = " on the device" if "host_state_bytes" in books[1] else ""
     for said, name in ((f"model states{device}", "model_state_bytes"), ("sent in a step", "wire_bytes_per_step")):
-        assert shown[said] == [chart.show_bytes(sum(book[name].values())) for book in books]
+        assert shown[said] == [show_bytes(sum(book[name].values())) for book in books]
     if pair[1] == "zeropp":
-        left = [chart.show_bytes(sum(book["internode_bytes_per_step"].values())) for book in books]
+        left = [show_bytes(sum(book["internode_bytes_per_step"].values())) for book in books]
         assert shown["left the node in a step"] == left
 
 
@@ -314,7 +318,7 @@ def test_every_event_has_a_sentence_and_most_a_line_of_code(recorded, name):
         assert "is done with" not in said  # what is said of a change that nothing else fits
         if event.kind in ("pack", "all_reduce", "reduce_scatter", "all_gather", "arrive", "stepped"):
             section = (source.base if event.inherited else source).method(event.method)
-            assert section.first <= event.line <= section.last
+            assert event.lines[0] in section.numbers
         before = event
 
 
@@ -437,7 +441,7 @@ def test_the_stepper_steps_by_click_and_by_slider(opened, recorded, pair):
         stepper.locator("[data-go=last]").click()
         counted = recorded[name]["events"][-1].bytes
         for what in counted.keys() & {"sent", *notes.WAYS}:
-            assert stepper.locator(f"b.{what}").inner_text() == chart.show_bytes(counted[what])
+            assert stepper.locator(f"b.{what}").inner_text() == show_bytes(counted[what])
 
 
 def test_the_stepper_steps_by_keys_and_plays(opened):
@@ -509,20 +513,20 @@ def test_every_picture_says_what_it_shows(opened, recorded, pair):
     for chart_says, name in zip(charts, pair, strict=True):
         highest = sum(chart.peak(recorded[name]["samples"]["device"]).values())
         assert re.match(r"img[\w+ -]+: live bytes .* peak in (for|back)ward with ", chart_says)
-        assert chart.show_bytes(highest) in chart_says
+        assert show_bytes(highest) in chart_says
     beside = page.locator(".narrow svg").evaluate_all(says)
     areas = recorded[pair[1]]["areas"][1:]
     assert len(beside) == len(areas)
     for area_says, area in zip(beside, areas, strict=True):
         books = recorded[pair[1]]["measured"][f"{area}_state_bytes"]
-        assert all(chart.show_bytes(nbytes) in area_says for nbytes in books.values() if nbytes)
+        assert all(show_bytes(nbytes) in area_says for nbytes in books.values() if nbytes)
 
 
 def test_an_event_leads_to_its_line_in_the_code_above(opened, recorded):
     page = opened(file_of(INCREMENTS[0]))
     number, event = events_of(recorded, "stage1_os", "pack")[0]
     page.locator("[data-side=after] input").fill(str(number))
-    line = page.locator(f"#after-{event.line}")
+    line = page.locator(f"#after-{event.lines[0]}")
     assert "now" in line.get_attribute("class").split()
     assert not line.is_visible()  # within unchanged lines, which are folded
     page.locator("[data-side=after] .cause a").click()
