@@ -39,21 +39,13 @@ TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 
 @dataclass(frozen=True)
 class Question:
-    """A question of a sheet.
+    """A question of a sheet."""
 
-    Attributes:
-        name: the key in the file.
-        ask: what is asked.
-        right: a number, or one of `names`.
-        hints: [(a wrong answer, what to think of)].
-        names: of which one is to be chosen; () where a number is asked for.
-    """
-
-    name: str
+    name: str  # the key in the file
     ask: str
-    right: float | str
-    hints: list
-    names: tuple
+    right: float | str  # a number, or one of `names`
+    hints: list  # [(a wrong answer, what to think of)]
+    names: tuple  # of which one is to be chosen; () where a number is asked for
 
 
 def main(arguments=None):

@@ -15,15 +15,10 @@ MISTAKES = tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text(enc
 
 @dataclass(frozen=True)
 class Form:
-    """What an answer has to be.
+    """What an answer has to be."""
 
-    Attributes:
-        told: in words, and an example.
-        fits: whether an answer is that.
-    """
-
-    told: str
-    fits: Callable
+    told: str  # in words, and an example
+    fits: Callable  # whether an answer is that
 
 
 def is_number(answer):

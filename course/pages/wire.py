@@ -25,15 +25,10 @@ TIMES = ("compute", "copies", "optimizer", "waiting", "between operations")
 
 @dataclass(frozen=True)
 class Moved:
-    """What a rank sent in one call.
+    """What a rank sent in one call."""
 
-    Attributes:
-        to: bytes that went to each rank [N], by the kernel; None where it cannot be asked.
-        metered: bytes in all, by the meter; 0 for what does not pass `common.ranks.collectives`.
-    """
-
-    to: list | None
-    metered: int
+    to: list | None  # bytes that went to each rank [N], by the kernel; None where it cannot be asked
+    metered: int  # bytes in all, by the meter; 0 for what does not pass `common.ranks.collectives`
 
 
 class Sockets:
@@ -110,21 +105,13 @@ def leaving_nodes(matrix, per_node):
 
 @dataclass(frozen=True)
 class Message:
-    """A collective as it was issued.
+    """A collective as it was issued."""
 
-    Attributes:
-        phase: forward, backward or step.
-        collective: its name.
-        label: who asked, "blocks.3" for instance.
-        nbytes: of the whole tensor.
-        sent: bytes that this rank sends in it, by the meter.
-    """
-
-    phase: str
-    collective: str
-    label: str
-    nbytes: int
-    sent: int
+    phase: str  # forward, backward or step
+    collective: str  # its name
+    label: str  # who asked, "blocks.3" for instance
+    nbytes: int  # of the whole tensor
+    sent: int  # bytes that this rank sends in it, by the meter
 
 
 @contextlib.contextmanager
