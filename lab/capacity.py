@@ -219,19 +219,6 @@ def parameters(layers):
     return models.count(build(layers)) if layers else 0
 
 
-def make_engine(engine, precision, layers, **options):
-    """An engine over a new model."""
-    adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
-    init = models.initial_values(seed=0)
-    return find_engine(engine)(build(layers), adamw, precision=precision, bucket_mb=BUCKET_MB, init=init, **options)
-
-
-def take_step(engine):
-    """Train one step from one sample of random bytes."""
-    windows = torch.randint(256, (1, engine.module.window), dtype=torch.uint8, device=engine.comm.device)
-    train_step(engine, [engine.module.inputs_and_targets(windows)])
-
-
 # ---- predicted ------------------------------------------------------------------------------------------------
 
 
@@ -296,7 +283,7 @@ def attempt(engine, precision, layers, cap, world_size, digest=False):
         RankFailed: a rank failed by something else than a lack of memory.
     """
     small, asked = (engine, precision, 1, False), (engine, precision, layers, digest)
-    held_before, kept = trial(_train_under, small, asked, cap, world_size)
+    held_before, kept = trial(train_under, small, asked, cap, world_size)
     if kept is None:
         return Attempt(False, held_before)
     on_host, on_disk, digests = zip(*kept, strict=True)
@@ -333,19 +320,28 @@ def warm_up(world, train_under, small):
     return held(world.device)
 
 
-def _train_under(world, cap, engine, precision, layers, digest):
+def train_under(world, cap, engine, precision, layers, digest):
     """Train under the cap; return the bytes kept on the host and on disk, and a digest of the weights or None."""
     if digest:
         choose_exact_kernels(world.device)
-    with hard_limit(world.device, cap):
-        torch.manual_seed(0)  # of the sample
-        made = make_engine(engine, precision, layers, deterministic=digest)
-        for _ in range(2):
-            take_step(made)
-        made.synchronize()
+    made = trained_under(world.device, cap, engine, precision, layers, deterministic=digest)
     counted = made.accounts.measured()
     kept = [sum(counted.get(name, {}).values()) for name in ("host_state_bytes", "disk_state_bytes")]
     return *kept, sha256(made.full_state_dict()) if digest else None
+
+
+def trained_under(device, cap, engine, precision, layers, **options):
+    """An engine that has trained two steps of one sample of random bytes under the cap: the second holds everything."""
+    with hard_limit(device, cap):
+        torch.manual_seed(0)  # of the sample
+        adamw, init = partial(torch.optim.AdamW, lr=1e-4, fused=True), models.initial_values(seed=0)
+        how = {"precision": precision, "bucket_mb": BUCKET_MB, "init": init, **options}
+        made = find_engine(engine)(build(layers), adamw, **how)
+        for _ in range(2):
+            windows = torch.randint(256, (1, made.module.window), dtype=torch.uint8, device=device)
+            train_step(made, [made.module.inputs_and_targets(windows)])
+        made.synchronize()
+        return made
 
 
 def give_back_freed_memory():

@@ -45,7 +45,7 @@ NAME = Form("a name in quotes", lambda answer: isinstance(answer, str))
 
 
 class Unfit(Exception):
-    """An answer has another form."""
+    """An answer is open, or has another form."""
 
 
 def asks(form, say=print):
@@ -75,6 +75,13 @@ def asks(form, say=print):
         return checked
 
     return of
+
+
+def given(answer):
+    """The answer, where a check has nothing to say of an open one: it ends there."""
+    if answer is None:
+        raise Unfit("not solved yet")
+    return answer
 
 
 def unfit(answer, form):

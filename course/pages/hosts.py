@@ -4,7 +4,6 @@ The answers stand here so that no question's cell shows them: do not read on bef
 its verdict.
 """
 
-import gc
 import itertools
 import mmap
 import time
@@ -21,10 +20,9 @@ from common.measure.traffic import BUS, DISK
 from common.ranks.world import RankFailed
 from common.tiers.memory import HERE
 from common.tiers.swap import SwapFile
-from course.pages.answers import NUMBER, Form, asks, judged, numbers
+from course.pages.answers import NUMBER, Form, asks, given, judged, numbers
 from course.pages.recording import ADAMW, batch
 from lab import capacity
-from lab.capacity import give_back_freed_memory, hard_limit, held, ran_out_of_memory
 
 WITHIN = 0.005  # that an answer may be off: padding
 LAYERS = 4  # of the GPT whose steps are counted, as wide as that of `lab.capacity`
@@ -101,21 +99,14 @@ def trains(ranks, engine, precision, layers, room):
     try:
         return ranks.run(_train_behind_a_wall, engine, precision, layers, room)[0]
     except (RankFailed, InputError) as failure:
-        if not ran_out_of_memory(failure):
+        if not capacity.ran_out_of_memory(failure):
             raise
         return None
 
 
 def _train_behind_a_wall(world, engine, precision, layers, room):
-    give_back_freed_memory()
-    capacity.take_step(capacity.make_engine(engine, precision, layers=1))  # libraries load what they need
-    gc.collect()
-    with hard_limit(world.device, held(world.device) + room):
-        made = capacity.make_engine(engine, precision, layers)
-        for _ in range(2):  # the second holds everything: the first makes Adam's moments on its way
-            capacity.take_step(made)
-        made.synchronize()
-    return by_tier(made)
+    held = capacity.warm_up(world, capacity.train_under, (engine, precision, 1, False))
+    return by_tier(capacity.trained_under(world.device, held + room, engine, precision, layers))
 
 
 # ---- a disk -----------------------------------------------------------------------------------------------------
@@ -247,10 +238,7 @@ def check_ahead(formula, events):
     found = [one for one in under_way(events) if one[0] == "forward"]
     order = [unit for _, unit, _, _ in found]
     for i, (_, unit, gathered, read) in enumerate(found[:-3]):  # the last ones have no three behind them
-        answer = formula(order, i)
-        if answer is None:
-            print("not solved yet")
-            return
+        answer = given(formula(order, i))
         if ([answer[0]], sorted(answer[1])) == (gathered, sorted(read)):
             continue
         hint = f"while {unit} computes, {', '.join(gathered)} is gathered, and {' and '.join(read)} read"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from common.measure.timeline import PHASES, rows
 from common.ranks.collectives import Collectives
 from common.ranks.sockets import own_sockets
-from course.pages.answers import NUMBER, TRUTH, asks, judge, judged
+from course.pages.answers import NUMBER, TRUTH, asks, given, judge, judged
 from lab.sockets import bytes_sent_by
 
 COPIES = ("aten::copy_", "aten::cat", "aten::_foreach_copy_", "aten::fill_", "aten::zero_")
@@ -267,10 +267,7 @@ def check_leaving(formula, counts, nbytes):
 def check_ring_time(formula, medians, n):
     """Hold `formula(n, m)`, seconds, against medians {bytes: seconds}: the smallest and the largest gave α and β."""
     smallest, *between, largest = sorted(medians)
-    answers = {size: formula(n, size) for size in medians}
-    if None in answers.values():
-        print("not solved yet")
-        return
+    answers = {size: given(formula(n, size)) for size in medians}
     for size in (smallest, largest):
         if (said := judged("ring_time", answers[size], medians[size], within=0.1, unit=MB, n=n)) != "solved":
             print(f"{size / 1e6:g} MB: {said}")
@@ -290,10 +287,7 @@ def check_apart(answer, ratio, interval):
     """Whether a difference is more than noise: the interval of the ratio (low, high) does not hold 1."""
     truth = not interval[0] <= 1 <= interval[1]
     said = f"the ratio is {ratio:.2f}, its interval {interval[0]:.2f} to {interval[1]:.2f}, and 1 lies "
-    if answer is None:
-        print("not solved yet")
-    else:
-        print(("solved: " if answer == truth else "not yet: ") + said + ("outside" if truth else "within"))
+    print(("solved: " if given(answer) == truth else "not yet: ") + said + ("outside" if truth else "within"))
 
 
 @asks(NUMBER)
@@ -317,13 +311,10 @@ def check_batch(formula, medians):
     """Hold `formula(batch)`, seconds of a step, against medians {batch: seconds}, the last of which it did not know."""
     *known, last = sorted(medians)
     for batch in known:
-        said = judge(formula(batch), medians[batch], within=0.05, unit=(1e-3, "ms"))
+        said = judge(given(formula(batch)), medians[batch], within=0.05, unit=(1e-3, "ms"))
         if said != "solved":
-            print(said if said == "not solved yet" else f"batch {batch}: {said}; your line should pass through it")
+            print(f"batch {batch}: {said}; your line should pass through it")
             return
-    answer, truth = formula(last), medians[last]
-    if answer is None:
-        print("not solved yet")
-        return
+    answer, truth = given(formula(last)), medians[last]
     print(f"batch {last}: predicted {1000 * answer:.0f} ms, measured {1000 * truth:.0f} ms")
     print("solved" if truth / 1.5 < answer < 1.5 * truth else "not yet: more than half of it off; measure again")
