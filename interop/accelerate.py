@@ -11,6 +11,7 @@ this is its class, with the methods replaced that touch the model and the optimi
 
 import contextlib
 import os
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -154,15 +155,9 @@ class Accelerator(accelerate.Accelerator):
         self.engine.load(os.path.join(input_dir, CHECKPOINT))
         self._stepping.share()
 
-    @contextlib.contextmanager
     def _others(self):
-        """In this context Accelerate knows the rest, and not the model and the optimizer of the engine."""
-        kept = self._models, self._optimizers
-        self._models, self._optimizers = [], []
-        try:
-            yield
-        finally:
-            self._models, self._optimizers = kept
+        """A context in which Accelerate knows the rest, and not the model and the optimizer of the engine."""
+        return mock.patch.multiple(self, _models=[], _optimizers=[])
 
 
 def trains(thing):

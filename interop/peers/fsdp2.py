@@ -62,11 +62,7 @@ class FSDP2(Peer):
         self.mesh = self.mesh_of(group)
         self.module, self.clip_norm, self.norm_type = model, clip_norm, norm_type
         names = {parameter: name for name, parameter in model.named_parameters()}
-        how = {
-            "mesh": self.mesh,
-            "mp_policy": POLICIES[precision],
-            "reshard_after_forward": self.reshard_after_forward,
-        }
+        how = {"mesh": self.mesh, "mp_policy": POLICIES[precision], "reshard_after_forward": self.reshard_after_forward}
         norms = [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
         in_fp32 = {**how, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
         self.units = [fully_shard(norm, **in_fp32) for norm in norms]  # torch runs them with fp32 statistics only
