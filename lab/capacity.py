@@ -81,14 +81,9 @@ def main(arguments=None):
 
 
 def survey(options):
-    """Find the largest model of every engine in every precision.
+    """Find the largest model of every engine in every precision: the JSON of `lab.capacity`.
 
-    Returns:
-        The JSON of `lab.capacity`. Parameters are of the largest model, 0 where not even one layer fits.
-
-    Raises:
-        InputError: the options cannot be used.
-        RankFailed: a trial failed by something else than a lack of memory.
+    Parameters are of the largest model, 0 where not even one layer fits. Options that cannot be used are an InputError.
     """
     if options.up_to < 1:
         raise InputError(f"--up-to {options.up_to}: at least 1 layer is needed")
@@ -274,14 +269,7 @@ class Attempt:
 
 
 def attempt(engine, precision, layers, cap, world_size, digest=False):
-    """Train a model of so many layers for two steps, each rank under the cap if there is one, in a world of its own.
-
-    Returns:
-        Attempt.
-
-    Raises:
-        RankFailed: a rank failed by something else than a lack of memory.
-    """
+    """Train a model of so many layers for two steps, each rank under the cap if there is one: an Attempt."""
     small, asked = (engine, precision, 1, False), (engine, precision, layers, digest)
     held_before, kept = trial(train_under, small, asked, cap, world_size)
     if kept is None:
@@ -294,7 +282,8 @@ def trial(train_under, small, asked, cap, world_size):
     """Train a small model without a limit, then the one that is asked for under the cap, in a world of its own.
 
     `train_under` is called on every rank with the World, the cap or None, and what `small` and `asked` hold. Returned
-    are the most bytes that a rank held in between, and what all ranks answered: None where one ran out of memory.
+    are the most bytes that a rank held in between, and what all ranks answered: None where one ran out of memory. What
+    else fails is a RankFailed.
     """
     with LocalWorld(world_size, oversubscribe=True) as world:
         held_before = max(world.run(warm_up, train_under, small, timeout=TRIAL_SECONDS))

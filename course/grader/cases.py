@@ -56,9 +56,9 @@ def computed_again(blocks, x, step):
 class Case:
     """A training, or what can be asked without one. An idea is a key of hints.toml."""
 
-    promise: str  # what it shows
     run: object  # how the model calls its blocks; in cases.toml the name of one of the functions above
     optimizer: object  # a factory; there "sgd", which is the default, or "adamw"
+    promise: str  # what it shows
     model: str = "three blocks of two linear layers"  # what is trained, in words
     blocks: int = 3
     ranks: int = 2
@@ -93,12 +93,7 @@ OPTIMIZERS = {
 }
 
 
-def _case(run="in_a_row", optimizer="sgd", **row):
-    """The Case of a row of cases.toml, in which what it calls has names."""
-    return Case(run=RUNS[run], optimizer=OPTIMIZERS[optimizer], **row)
-
-
 CASES = {
-    name: _case(**row)
+    name: Case(RUNS[row.pop("run", "in_a_row")], OPTIMIZERS[row.pop("optimizer", "sgd")], **row)
     for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
 }

@@ -33,9 +33,7 @@ VALIDATED = 16  # batches of it
 OFF = {"quantize_weights": False, "hierarchical": False, "quantize_gradients": False}
 RUNS = {  # what is compared: (engine, its options)
     "stage 3": ("stage3_param", {}),
-    "quantize_weights": ("zeropp", OFF | {"quantize_weights": True}),
-    "hierarchical": ("zeropp", OFF | {"hierarchical": True}),
-    "quantize_gradients": ("zeropp", OFF | {"quantize_gradients": True}),
+    **{switch: ("zeropp", OFF | {switch: True}) for switch in OFF},
     "all three": ("zeropp", {}),
     "quantize_gradients, error_feedback": ("zeropp", OFF | {"quantize_gradients": True, "error_feedback": True}),
     "all three, error_feedback": ("zeropp", {"error_feedback": True}),
