@@ -92,10 +92,9 @@ def export_folder(checkpoint, folder, form):
 
 @contextlib.contextmanager
 def _exported(checkpoint, place, make):
-    """In this context a checkpoint is read, and a place beside `place` is written, which takes its name at the end.
+    """In this context a checkpoint is read, and a path beside `place` is written, which takes its name at the end.
 
-    Yields:
-        The index, its tensors as `Pieces`, and the path to write to, which `make` has made.
+    Given are the index, its tensors as `Pieces`, and that path, which `make` has made.
     """
     partial = place.parent / f"{place.name}.partial"
     try:

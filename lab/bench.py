@@ -72,6 +72,10 @@ class Case:
         """The tokens of a step, all ranks together."""
         return self.batch * (models.build(self.model).window - 1)
 
+    @property
+    def parameters(self):
+        return models.count(models.build(self.model))
+
     def world(self, **options):
         """Ranks to train on; `options` are LocalWorld's."""
         preload = ["interop.peers", "lab.figures"]
@@ -83,7 +87,7 @@ class Case:
 
     def label(self):
         """What its rows say."""
-        named = {"model": self.model, "parameters": models.count(models.build(self.model))}
+        named = {"model": self.model, "parameters": self.parameters}
         return named | {"precision": self.precision, "world_size": self.world_size}
 
 

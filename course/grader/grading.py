@@ -129,11 +129,9 @@ def tried(run, where, name, reference, patient):
 
 
 def difference(name, found, expected, own):
-    """What is seen otherwise in a case, first in the order of a training.
+    """What is seen otherwise in a case, first in the order of a training: a Finding, or None.
 
-    Args:
-        found, expected: what `observe` returned of the submission and of the stage, in rank order.
-        own: what `alone` returned.
+    By what `observe` returned of the submission and of the stage, in rank order, and what `alone` returned.
     """
     case = CASES[name]
     if case.rounded:

@@ -27,13 +27,7 @@ def gave_no_answer(said):
 
 
 def raised(name, said, where):
-    """What the message of a RankFailed is about.
-
-    Args:
-        name: of the case.
-        said: the message.
-        where: the file of the submission.
-    """
+    """The Finding that the message of a RankFailed is about, in the case of this name, of the submission in a file."""
     if "NotImplementedError: part" in said:
         return _open_parts(where)
     rank = re.match(r"rank (\d+)", said)

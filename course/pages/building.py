@@ -245,8 +245,7 @@ def _must_wait(unit, name, _):
 def compare(world, make, stage):
     """Train a class of a cell beside the stage's engine.
 
-    Returns:
-        The first fault, a sentence or None; the number of weights; the bytes of model states by the formula.
+    Returned are the first fault, a sentence or None; the number of weights; the bytes of model states by the formula.
     """
     comparison, fault = Comparison(world, make, stage), None
     try:
@@ -260,16 +259,10 @@ def compare(world, make, stage):
 
 
 def check(ranks, make, stage, *parts):
-    """Print whether a class is the stage's engine, bit for bit; else the idea to think about.
+    """Print whether a class, `make`, is the stage's engine, bit for bit, or the idea to think about; return whether.
 
-    Args:
-        ranks: a `Ranks`; its timeout ends a class that hangs.
-        make: the class.
-        stage: a package's name, such as "stage1_os".
-        parts: functions and classes of other cells that it is made of, and that have marked lines too.
-
-    Returns:
-        Whether it is.
+    `ranks` are a `Ranks`, whose timeout ends a class that hangs; `parts` are functions and classes of other cells that
+    it is made of, and that have marked lines too.
     """
     still_open = open_lines(*parts, make)
     if still_open:

@@ -88,13 +88,10 @@ def through_a_step(world, engine, **own):
 
 
 def trains(ranks, engine, precision, layers, room):
-    """Whether ranks train two steps when each may hold `room` bytes more than now; see `06_memory`.
+    """Whether `Ranks` train two steps when each may hold `room` bytes more than now; see `06_memory`.
 
-    Args:
-        ranks: `Ranks`. Where one runs out of memory all of them end, and the next call starts new ones.
-
-    Returns:
-        Bytes of model states of a rank: {tier: {class: bytes}}; None where it ran out of memory.
+    Returned are bytes of model states of a rank, {tier: {class: bytes}}; or None where one ran out of memory. Then all
+    of them end, and the next call starts new ones.
     """
     try:
         return ranks.run(_train_behind_a_wall, engine, precision, layers, room)[0]
@@ -115,8 +112,7 @@ def _train_behind_a_wall(world, engine, precision, layers, room):
 def disk_rounds(nbytes, rounds):
     """Bytes a second that a swap file among the temporary ones is written and read with, in turns.
 
-    Returns:
-        [(written, read)] of each round, and whether that was past the system's cache.
+    [(written, read)] of each round, and whether that was past the system's cache.
     """
     file, data = SwapFile(None), torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)  # on whole pages
     data.fill_(1)
@@ -140,11 +136,8 @@ def disk_rounds(nbytes, rounds):
 def rows_of(trace):
     """What a trace shows of rank 0: its phases and where it waits, and what each lane runs.
 
-    Args:
-        trace: what `common.measure.timeline.merge` made, of CPU ranks.
-
-    Returns:
-        {(0, row): [(begin, end, kind)]} in ms since the first phase began, as `figures.beside` draws them.
+    Of what `common.measure.timeline.merge` made of CPU ranks, {(0, row): [(begin, end, kind)]} in ms since the first
+    phase began, as `figures.beside` draws them.
     """
     found, there = {}, rows(trace)
     for row, kinds in ROWS.items():
@@ -204,13 +197,9 @@ def check_moved(formula, ranks, counted):
 
 
 def under_way(events):
-    """What is gathered and what is read ahead while each unit computes.
+    """What is ahead while each unit computes, by events [(phase, "read", "gather", "use" or "free", unit)].
 
-    Args:
-        events: [(phase, "read", "gather", "use" or "free", unit)], in their order.
-
-    Returns:
-        [(phase, unit that computes, [units gathered ahead], [units read ahead])], for each use.
+    For each use (phase, unit that computes, [units gathered ahead], [units read ahead]).
     """
     state, computing, found = {}, None, []
     for (phase, what, unit), (_, following, _) in itertools.pairwise([*events, (None, "use", None)]):

@@ -23,11 +23,9 @@ PAGE = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"),
 
 
 class Ranks:
-    """Ranks on this machine, started by the first `run` and kept until `close`.
+    """So many ranks on this machine, started by the first `run` and kept until `close`; they share its CPUs.
 
-    Args:
-        size: how many; where there are fewer CPUs they share them.
-        timeout: seconds that a call may take, after which all ranks are ended.
+    A call may take `timeout` seconds, after which all ranks are ended.
     """
 
     def __init__(self, size, *, timeout=120.0):
@@ -73,12 +71,7 @@ def show(alt):
 
 
 class Lines:
-    """What ranks print, beneath the cell that runs them.
-
-    Args:
-        size: number of ranks.
-        folder: holds a file for each rank, named by its number.
-    """
+    """What so many ranks print, beneath the cell that runs them: in `folder` each has a file, named by its number."""
 
     def __init__(self, size, folder):
         self._files = [Path(folder, str(rank)) for rank in range(size)]

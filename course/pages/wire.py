@@ -35,10 +35,7 @@ class Sockets:
     """The connections of this rank to the others of its machine, and what the kernel counted on each.
 
     A collective: ranks tell each other the two ends of their connections. Only Linux can be asked, and only on CPU:
-    NCCL passes shared memory and links, which have no sockets.
-
-    Args:
-        comm: `Collectives` of the ranks, whose meter is read.
+    NCCL passes shared memory and links, which have no sockets. The meter is that of `comm`, their `Collectives`.
     """
 
     def __init__(self, comm):
@@ -148,13 +145,9 @@ def _metered(traffic):
 def step_rows(trace):
     """What a trace of one step shows on each rank's compute row and on that of its collectives.
 
-    Args:
-        trace: what `common.measure.timeline.merge` made, of CPU ranks, where operations run in the thread that calls
-            them.
-
-    Returns:
-        {(rank, "compute" or "collectives"): [(begin, end, kind)]} in ms since the first phase began. The kind is the
-        phase of an operation, "waiting", or the name of a collective.
+    Of what `common.measure.timeline.merge` made of CPU ranks, where operations run in the thread that calls them,
+    {(rank, "compute" or "collectives"): [(begin, end, kind)]} in ms since the first phase began. The kind is the phase
+    of an operation, "waiting", or the name of a collective.
     """
     shown, began = {}, []
     for rank, (events, collectives) in _by_rank(trace).items():

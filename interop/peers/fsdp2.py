@@ -27,10 +27,7 @@ class FSDP2(Peer):
     Every parameter is sharded along its first dimension, padded to a multiple of the world size. In bf16 the shards
     are the fp32 masters, cast when they are gathered, and gradients are reduced in fp32; batch norms are units of their
     own, in fp32. Buffers are each rank's own: FSDP2 does not broadcast them. A meta-device model is sharded first and
-    then filled shard by shard.
-
-    Args:
-        As `EngineBase`; `bucket_mb` and `deterministic` have no meaning here.
+    then filled shard by shard. Takes what `EngineBase` takes; `bucket_mb` and `deterministic` have no meaning here.
 
     Raises:
         NotImplementedError: `precision` is "fp16", or the model leaves parameters unused and torch is too old for it.
