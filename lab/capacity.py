@@ -214,6 +214,19 @@ def parameters(layers):
     return models.count(build(layers)) if layers else 0
 
 
+def make_engine(engine, precision, layers, **options):
+    """An engine over a new model."""
+    adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+    init = models.initial_values(seed=0)
+    return find_engine(engine)(build(layers), adamw, precision=precision, bucket_mb=BUCKET_MB, init=init, **options)
+
+
+def take_step(engine):
+    """Train one step from one sample of random bytes."""
+    windows = torch.randint(256, (1, engine.module.window), dtype=torch.uint8, device=engine.comm.device)
+    train_step(engine, [engine.module.inputs_and_targets(windows)])
+
+
 # ---- predicted ------------------------------------------------------------------------------------------------
 
 
@@ -323,12 +336,9 @@ def trained_under(device, cap, engine, precision, layers, **options):
     """An engine that has trained two steps of one sample of random bytes under the cap: the second holds everything."""
     with hard_limit(device, cap):
         torch.manual_seed(0)  # of the sample
-        adamw, init = partial(torch.optim.AdamW, lr=1e-4, fused=True), models.initial_values(seed=0)
-        how = {"precision": precision, "bucket_mb": BUCKET_MB, "init": init, **options}
-        made = find_engine(engine)(build(layers), adamw, **how)
+        made = make_engine(engine, precision, layers, **options)
         for _ in range(2):
-            windows = torch.randint(256, (1, made.module.window), dtype=torch.uint8, device=device)
-            train_step(made, [made.module.inputs_and_targets(windows)])
+            take_step(made)
         made.synchronize()
         return made
 
