@@ -116,10 +116,7 @@ def commented(text):
 
 
 def check(path):
-    """Hold a file's answers against what is right.
-
-    Returns:
-        {group.name: "right", "open", "not yet: " and a hint, or "no answer: " and what one looks like}
+    """A file's answers: {group.name: "right", "open", "not yet: " and a hint, or "no answer: " and what one is like}.
 
     Raises:
         InputError: there is no such file, or it is no sheet.

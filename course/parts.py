@@ -154,9 +154,6 @@ def waiting(exercise):
     return text
 
 
-# ---- one by one ---------------------------------------------------------------------------------------------------
-
-
 def alone(exercise, text, part):
     """A submission's text in which a part alone is the student's, and the engine has the others.
 
@@ -173,9 +170,6 @@ def alone(exercise, text, part):
         owner = made or re.findall(r"^class (\w+)", exercise.solution, re.MULTILINE)[-1]
         text += f"\n\nclass _Given:\n{source}\n\n\n{owner}.{method} = _Given.{method}\n"
     return text
-
-
-# ---- what stands above --------------------------------------------------------------------------------------------
 
 
 def _task(exercise, taken):

@@ -32,14 +32,9 @@ TOGETHER = "prepare() takes one model that trains, together with its one optimiz
 
 
 class Accelerator(accelerate.Accelerator):
-    """Takes what Accelerate's takes, and besides:
+    """Takes what Accelerate's takes, `engine`, by name, and `engine_options`, such as {"precision": "bf16"}.
 
-    Args:
-        engine: which engine trains.
-        engine_options: what that takes, such as {"precision": "bf16"}.
-
-    Attributes:
-        engine: the engine, once `prepare` has built it; None before.
+    It has the `engine` once `prepare` has built it; None before.
 
     Raises:
         InputError: what is asked for cannot be done by an engine; one line names it.

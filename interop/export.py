@@ -66,12 +66,8 @@ def newest(folder):
 def export(checkpoint, file, dtype=None, allow_overflow=False):
     """Write a checkpoint's model into one safetensors file, outside of its folder. The file is there when it is whole.
 
-    Args:
-        dtype: of all floating parameters; None keeps the one that each was saved in.
-        allow_overflow: let finite values that are too large for `dtype` become infinite.
-
-    Returns:
-        The file's sha256, in hex.
+    `dtype` is that of all floating parameters; None keeps the one that each was saved in. With `allow_overflow` finite
+    values that are too large for it become infinite. Returned is the file's sha256, in hex.
 
     Raises:
         InputError: there is no checkpoint, it is damaged, a value is too large for `dtype`, or nothing can be written.

@@ -170,10 +170,8 @@ def check(options):
 def compare(who, case, options, log):
     """Train all contestants in turns, round by round, and in new worlds again.
 
-    DDP is the reference of the losses: where it does not take part, it trains before the others, and leaves.
-
-    Returns:
-        The reference and the contestants.
+    DDP is the reference of the losses: where it does not take part, it trains before the others, and leaves. Returned
+    are the reference and the contestants.
     """
     contestants = [Contestant(one, log) for one in who if case.world_size == 1 or one is not peers.BareLoop]
     if case.world_size > 1:

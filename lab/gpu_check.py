@@ -111,10 +111,9 @@ def versions():
 
 
 def digests(nproc, **environment):
-    """All engines, five steps in each precision: they keep their promises, one digest among them.
+    """All engines, five steps in each precision: whether they keep their promises, one digest among them.
 
-    Returns:
-        Whether they do, what to show, and {way: {engine: digest}}.
+    Beside that, what to show, and {way: {engine: digest}}.
     """
     passed, said, ends = True, [], {}
     for way, options in WAYS.items():

@@ -16,12 +16,7 @@ TITLE = "The ZeRO explorer"
 
 
 def explorer(recorded, about):
-    """The page.
-
-    Args:
-        recorded: {engine: what `recording.record_all` has of it}.
-        about: how that was recorded, in one line.
-    """
+    """The page, of {engine: what `recording.record_all` has of it}, and of how that was recorded, in one line."""
     sources = {name: Source(name) for name in recorded}
     steps = {name: page.step(sources[name], one) for name, one in recorded.items()}
     steps["most"] = {

@@ -35,7 +35,7 @@ ROWS = {  # of a trace: what is shown on each, by its label
 }
 
 
-# ---- steps, counted ---------------------------------------------------------------------------------------------
+# ---- steps, disks and traces ------------------------------------------------------------------------------------
 
 
 def make(engine, precision="bf16", **own):
@@ -84,9 +84,6 @@ def through_a_step(world, engine, **own):
     return timeline.samples
 
 
-# ---- behind a wall ----------------------------------------------------------------------------------------------
-
-
 def trains(ranks, engine, precision, layers, room):
     """Whether `Ranks` train two steps when each may hold `room` bytes more than now; see `06_memory`.
 
@@ -104,9 +101,6 @@ def trains(ranks, engine, precision, layers, room):
 def _train_behind_a_wall(world, engine, precision, layers, room):
     held = capacity.warm_up(world, capacity.train_under, (engine, precision, 1, False))
     return by_tier(capacity.trained_under(world.device, held + room, engine, precision, layers))
-
-
-# ---- a disk -----------------------------------------------------------------------------------------------------
 
 
 def disk_rounds(nbytes, rounds):
@@ -128,9 +122,6 @@ def disk_rounds(nbytes, rounds):
     finally:
         file.close()
     return found, file.direct
-
-
-# ---- from a trace -----------------------------------------------------------------------------------------------
 
 
 def rows_of(trace):

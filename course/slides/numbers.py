@@ -21,9 +21,7 @@ NAMES = {name: f"Stage {number}" for number, name in enumerate(STAGES)} | BEYOND
 def filled(folder, recorded):
     """The text of a folder's deck.html, with its numbers.
 
-    Args:
-        folder: a Path.
-        recorded: {stage: what `course.lessons.recording` has of it}, for the timelines.
+    `recorded` is {stage: what `course.lessons.recording` has of it}, for the timelines.
     """
     deck = Environment(loader=FileSystemLoader(folder), undefined=StrictUndefined, extensions=["jinja2.ext.do"])
     deck.filters |= {"bytes": show_bytes, "total": total, "mean": statistics.mean, "median": statistics.median}
