@@ -211,8 +211,8 @@ def train_step(engine, world, case, step):
 def foreign_step(engine, world, make, case):
     """Gradients that come by the backward of an engine before this one, and by none's.
 
-    {"foreign sent": bytes of gradients that the engine sent by the time the other's backward is over; "foreign refused":
-    whether a backward without any engine raises}.
+    {"foreign sent": bytes of gradients that the engine sent by the time the other's backward is over; "foreign
+    refused": whether a backward without any engine raises}.
     """
     first, _ = built(world, make, case)
     inputs = batch(world.rank, 0).to(world.device)
