@@ -39,21 +39,13 @@ TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 
 @dataclass(frozen=True)
 class Question:
-    """A question of a sheet.
+    """A question of a sheet."""
 
-    Attributes:
-        name: the key in the file.
-        ask: what is asked.
-        right: a number, or one of `names`.
-        hints: [(a wrong answer, what to think of)].
-        names: of which one is to be chosen; () where a number is asked for.
-    """
-
-    name: str
+    name: str  # the key in the file
     ask: str
-    right: float | str
-    hints: list
-    names: tuple
+    right: float | str  # a number, or one of `names`
+    hints: list  # [(a wrong answer, what to think of)]
+    names: tuple  # of which one is to be chosen; () where a number is asked for
 
 
 def main(arguments=None):
@@ -124,10 +116,7 @@ def commented(text):
 
 
 def check(path):
-    """Hold a file's answers against what is right.
-
-    Returns:
-        {group.name: "right", "open", "not yet: " and a hint, or "no answer: " and what one looks like}
+    """A file's answers: {group.name: "right", "open", "not yet: " and a hint, or "no answer: " and what one is like}.
 
     Raises:
         InputError: there is no such file, or it is no sheet.
@@ -253,18 +242,9 @@ def links(draw):
 # ---- the best split of a machine --------------------------------------------------------------------------------
 
 
-PLUS = {  # what ZeRO++ does with a switch of it, and without
-    "quantize_weights": ("gathers in int8", "gathers in bf16"),
-    "hierarchical": ("keeps a second shard in each node for backward", "keeps no second shards"),
-    "quantize_gradients": ("and reduces in int4 in two hops", "and reduces in bf16, in one ring"),
-}
-TOO_LARGE = "it does not fit: count parameters, gradients and optimizer states one by one, and what comes beside"
-LOWER = "it fits, and so does one before it"
-
-
 def machine(draw):
     """Which offer to take, and how to train there, by the planner: drawn until no two answers lie close together."""
-    names, order = tuple(way.title for way in WAYS), [*ADVISED, 4]  # of equals ZeRO++ comes last
+    names, order, said = [way.title for way in WAYS], [*ADVISED, 4], TEXTS["choices"]  # of equals ZeRO++ comes last
     obvious = draw.choice((False, True))  # the fastest links are the best offer
     off = draw.choice((None, *SWITCHES))
     while True:
@@ -297,10 +277,9 @@ def machine(draw):
     def of_fastest(title):
         row = rows[offer, title]
         if not row["fits"]:
-            return TOO_LARGE
-        if row["takes"] == least:
-            return "it is as fast, but one before it is as well"
-        return f"it fits, but its {max(row['seconds'], key=row['seconds'].get)} take longer than another's"
+            return said["too_large"]
+        slowest = max(row["seconds"], key=row["seconds"].get)
+        return said["as_fast" if row["takes"] == least else "slower"].format(slowest=slowest)
 
     listed = "\n".join(
         f"    {key}  nodes of {p}, which send {rate:g} GB a second each" for key, (p, rate) in offers.items()
@@ -315,10 +294,10 @@ def machine(draw):
     rates = {"inside": gpu.inside / 1e9, "bus": gpu.bus / 1e9, "disk": gpu.disk / 1e9}
     rates["reached"] = gpu.flops[2] * gpu.fraction / 1e12
     words = {"ladder": ", ".join(f'"{names[number]}"' for number in ADVISED), "last": names[4]}
-    words["switches"] = ", ".join(told[switch == off] for switch, told in PLUS.items())
+    words["switches"] = ", ".join(told[switch == off] for switch, told in said["switches"].items())
     choices = {
-        "lowest": {title: LOWER if rows[offer, title]["fits"] else TOO_LARGE for title in names},
-        "offer": dict.fromkeys(offers, "another is faster: what leaves a node, over which link, and what fits?"),
+        "lowest": {title: said["lower" if rows[offer, title]["fits"] else "too_large"] for title in names},
+        "offer": dict.fromkeys(offers, said["slower_offer"]),
         "fastest": {title: of_fastest(title) for title in names},
     }
     return asked("machine", {"lowest": lowest, "offer": offer, "fastest": best}, drawn | sizes | rates | words, choices)

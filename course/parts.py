@@ -17,47 +17,28 @@ OPEN = 'raise NotImplementedError("part {number}, {method}, is still open")'
 
 @dataclass(frozen=True)
 class Part:
-    """What is taken out of an engine, or written otherwise.
+    """What is taken out of an engine, or written otherwise."""
 
-    Attributes:
-        method: whose body it is; of another class than the engine's, "Class.method".
-        task: what to write, without saying how.
-        begin: text of the first line that is taken out; "" for the whole body.
-        until: text of the first line that stays again; "" for the rest of the body.
-        lines: of an edit, what stands there instead; with "" for begin, at the end of the body.
-    """
-
-    method: str
-    task: str = ""
-    begin: str = ""
-    until: str = ""
-    lines: tuple = ()
+    method: str  # whose body it is; of another class than the engine's, "Class.method"
+    task: str = ""  # what to write, without saying how
+    begin: str = ""  # text of the first line that is taken out; "" for the whole body
+    until: str = ""  # text of the first line that stays again; "" for the rest of the body
+    lines: tuple = ()  # of an edit, what stands there instead; with "" for begin, at the end of the body
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """An engine's exercise.
+    """An engine's exercise."""
 
-    Attributes:
-        package: of the engine.
-        held, sent: what a rank keeps, and sends in a step.
-        parts: in the order of the file.
-        at_hand: {what there is: what it does}.
-        sources: the files of the package that it is made of; of several, those classes of which something is taken out.
-        imports: what these need; of one file, its own.
-        edits: where these are, the engine is complete but for the worse, and its parts are to be written anew.
-        name: of the file and of its grading; "" for the package's.
-    """
-
-    package: str
-    held: str
-    sent: str
-    parts: tuple
-    at_hand: dict
-    sources: tuple = ("engine.py",)
-    imports: str = ""
-    edits: tuple = ()
-    name: str = ""
+    package: str  # of the engine
+    held: str  # what a rank keeps
+    sent: str  # and sends in a step
+    parts: tuple  # in the order of the file
+    at_hand: dict  # {what there is: what it does}
+    sources: tuple = ("engine.py",)  # of the package; of several, those classes of which something is taken out
+    imports: str = ""  # what these need; of one file, its own
+    edits: tuple = ()  # where there are any, the engine is complete but for the worse, and parts are to be written anew
+    name: str = ""  # of the file and of its grading; "" for the package's
 
     @property
     def key(self):
@@ -173,9 +154,6 @@ def waiting(exercise):
     return text
 
 
-# ---- one by one ---------------------------------------------------------------------------------------------------
-
-
 def alone(exercise, text, part):
     """A submission's text in which a part alone is the student's, and the engine has the others.
 
@@ -192,9 +170,6 @@ def alone(exercise, text, part):
         owner = made or re.findall(r"^class (\w+)", exercise.solution, re.MULTILINE)[-1]
         text += f"\n\nclass _Given:\n{source}\n\n\n{owner}.{method} = _Given.{method}\n"
     return text
-
-
-# ---- what stands above --------------------------------------------------------------------------------------------
 
 
 def _task(exercise, taken):

@@ -12,7 +12,9 @@ import html
 import re
 import tomllib
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from jinja2 import Template
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -86,17 +88,8 @@ class Quiz:
 
 def page(questions):
     """The quiz in HTML: each choice folded, its answer inside. Without a script, and in the page's own colours."""
-    parts = []
-    for number, question in enumerate(questions, start=1):
-        parts.append(f"<p><b>{number}.</b> {marked_up(question['ask'])}</p>")
-        for choice in question["choice"]:
-            verdict = VERDICTS[choice.get("right", False)]
-            parts.append(
-                f'<details style="margin: 0.3em 0 0.3em 1.5em"><summary style="cursor: pointer">'
-                f"{marked_up(choice['say'])}</summary>"
-                f'<div style="margin: 0.3em 0 0.6em 1.2em"><b>{verdict}</b> {marked_up(choice["why"])}</div></details>'
-            )
-    return f'<div style="max-width: 50em; line-height: 1.5">{"".join(parts)}</div>'
+    template = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    return template.render(questions=questions, marked_up=marked_up, verdicts=VERDICTS)
 
 
 def marked_up(text):

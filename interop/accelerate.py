@@ -11,6 +11,7 @@ this is its class, with the methods replaced that touch the model and the optimi
 
 import contextlib
 import os
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,14 +32,9 @@ TOGETHER = "prepare() takes one model that trains, together with its one optimiz
 
 
 class Accelerator(accelerate.Accelerator):
-    """Takes what Accelerate's takes, and besides:
+    """Takes what Accelerate's takes, `engine`, by name, and `engine_options`, such as {"precision": "bf16"}.
 
-    Args:
-        engine: which engine trains.
-        engine_options: what that takes, such as {"precision": "bf16"}.
-
-    Attributes:
-        engine: the engine, once `prepare` has built it; None before.
+    It has the `engine` once `prepare` has built it; None before.
 
     Raises:
         InputError: what is asked for cannot be done by an engine; one line names it.
@@ -154,15 +150,9 @@ class Accelerator(accelerate.Accelerator):
         self.engine.load(os.path.join(input_dir, CHECKPOINT))
         self._stepping.share()
 
-    @contextlib.contextmanager
     def _others(self):
-        """In this context Accelerate knows the rest, and not the model and the optimizer of the engine."""
-        kept = self._models, self._optimizers
-        self._models, self._optimizers = [], []
-        try:
-            yield
-        finally:
-            self._models, self._optimizers = kept
+        """A context in which Accelerate knows the rest, and not the model and the optimizer of the engine."""
+        return mock.patch.multiple(self, _models=[], _optimizers=[])
 
 
 def trains(thing):

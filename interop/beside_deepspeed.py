@@ -10,6 +10,7 @@ building takes most.
 import itertools
 import json
 import tempfile
+import tomllib
 from pathlib import Path
 
 import torch
@@ -22,21 +23,8 @@ from common.outputs import asked, one_line_errors, parser_of, tell
 from interop.formats.to_universal import RELEASE
 from interop.museum import installed, last, run
 
-ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}}
-SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
-SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 1e-2}}
-WAYS = {  # what a script does -> what it adds to the configuration
-    "plain": {"gradient_clipping": 0.0},
-    "accumulating": {"gradient_accumulation_steps": 2, "scheduler": SCHEDULER, "gradient_clipping": 0.0},
-    "clipping": {"gradient_clipping": 0.1},  # every step's gradient is longer
-    "SGD": {"gradient_clipping": 0.0, "optimizer": SGD},
-}
-CAUSES = {
-    "first weights": "DeepSpeed rounds the model to bf16 and then copies its masters; here these are as it was built",
-    "clipping": "the factor is computed in another order of operations, and rounds otherwise",
-    "micro-batches": "DeepSpeed adds reduced micro-batches in bf16, engines here in fp32",
-    "stage 0": "DeepSpeed makes Adam's states by a step of zero gradients, and so counts a step more",
-}
+TOLD = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+WAYS, CAUSES = TOLD["ways"], TOLD["causes"]
 
 
 @one_line_errors()
@@ -68,8 +56,7 @@ def compared(cases, place, ranks):
 
 def configuration(stage, precision, way):
     """DeepSpeed's JSON of a case."""
-    config = {"train_micro_batch_size_per_gpu": 8, "optimizer": ADAMW, "zero_optimization": {"stage": stage}}
-    return {**config, "bf16": {"enabled": precision == "bf16"}, **WAYS[way]}
+    return {**TOLD["all"], "zero_optimization": {"stage": stage}, "bf16": {"enabled": precision == "bf16"}, **WAYS[way]}
 
 
 def row(case, theirs, ours):

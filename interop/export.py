@@ -66,12 +66,8 @@ def newest(folder):
 def export(checkpoint, file, dtype=None, allow_overflow=False):
     """Write a checkpoint's model into one safetensors file, outside of its folder. The file is there when it is whole.
 
-    Args:
-        dtype: of all floating parameters; None keeps the one that each was saved in.
-        allow_overflow: let finite values that are too large for `dtype` become infinite.
-
-    Returns:
-        The file's sha256, in hex.
+    `dtype` is that of all floating parameters; None keeps the one that each was saved in. With `allow_overflow` finite
+    values that are too large for it become infinite. Returned is the file's sha256, in hex.
 
     Raises:
         InputError: there is no checkpoint, it is damaged, a value is too large for `dtype`, or nothing can be written.
@@ -92,10 +88,9 @@ def export_folder(checkpoint, folder, form):
 
 @contextlib.contextmanager
 def _exported(checkpoint, place, make):
-    """In this context a checkpoint is read, and a place beside `place` is written, which takes its name at the end.
+    """In this context a checkpoint is read, and a path beside `place` is written, which takes its name at the end.
 
-    Yields:
-        The index, its tensors as `Pieces`, and the path to write to, which `make` has made.
+    Given are the index, its tensors as `Pieces`, and that path, which `make` has made.
     """
     partial = place.parent / f"{place.name}.partial"
     try:

@@ -25,11 +25,7 @@ REST = "rest.ckpt"  # what a checkpoint holds besides models and optimizers
 
 
 class ZeroStrategy(DDPStrategy):
-    """Fabric's DDP strategy, but that an engine trains.
-
-    Args:
-        engine: which engine.
-        options: what that takes, such as precision="bf16".
+    """Fabric's DDP strategy, but that an engine trains, with the options that it takes, such as precision="bf16".
 
     Raises:
         InputError: what a script asks for cannot be done by an engine; one line names it.

@@ -32,12 +32,8 @@ REFUSED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())  # argu
 class ByEngine:
     """What makes a Trainer of transformers train by an engine; it stands before the Trainer among the bases.
 
-    Args:
-        engine: which engine trains.
-        engine_options: what that takes, such as {"precision": "bf16"}. `max_grad_norm` of the arguments is what clips.
-
-    Attributes:
-        engine: the engine, from `train` on; None before.
+    It takes `engine`, by name, and `engine_options`, such as {"precision": "bf16"}; `max_grad_norm` of the arguments is
+    what clips. From `train` on it has the `engine`, and None before.
 
     Raises:
         InputError: what the arguments ask for cannot be done by an engine; one line names it.

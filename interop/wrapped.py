@@ -90,13 +90,10 @@ def factory_of(optimizer):
 
 
 def engine_for(name, model, optimizer, options):
-    """Build an engine for a model that has an optimizer already.
+    """Build an engine, by its name, for a model that has an optimizer already; `options` are what it takes besides.
 
-    Args:
-        name: the engine's, such as "stage3_param".
-        model: an nn.Module; it moves to this rank's device and takes rank 0's values, as under DDP.
-        optimizer: one of torch's over the model's parameters. It is built anew, over shards, with its own groups.
-        options: what the engine takes besides.
+    The model moves to this rank's device and takes rank 0's values, as under DDP. The optimizer, one of torch's over
+    its parameters, is built anew, over shards, with its own groups.
 
     Raises:
         InputError: there are no ranks; or the engine cannot train this model, or with this optimizer.
@@ -110,9 +107,7 @@ def engine_for(name, model, optimizer, options):
 class Model(nn.Module):
     """The model that the script built, `module`, by whose forward the engine's runs.
 
-    Args:
-        around: a function that gives a context for every forward, such as autocast.
-        finish: a function of what the forward returns, or None.
+    `around` gives a context for every forward, such as autocast; `finish` is a function of what that returns, or None.
     """
 
     _is_accelerate_prepared = True  # Accelerate neither moves it nor wraps it

@@ -55,8 +55,11 @@ def survey(world, options):
 
     @cache
     def peak(engine, kind, batch):
+        """Live bytes by class at the peak of a step, on the rank where it is highest."""
+        changed = {"checkpoint_activations": kind, "batch": batch * world.size}
         with console.status(f"{engine}, {kind or 'no'} checkpoints, batch {batch}"):
-            return measure(world, engine, kind, batch, options)
+            _, _, samples = train(world, engine, argparse.Namespace(**{**vars(options), **changed}))
+        return max(Collectives().gather_objects(max((now for _, now in samples), key=total)), key=total)
 
     def row(engine, kind, batch):
         now = peak(engine, kind, batch) if batch else None
@@ -78,17 +81,6 @@ def survey(world, options):
         "rows": rows,
         "largest_under_cap": largest,
     }
-
-
-def measure(world, engine, kind, batch, options):
-    """Live bytes by class at the peak of a step, on the rank where it is highest.
-
-    The engine, the kind of activation checkpoints and the samples of each rank take the place of those of the options.
-    """
-    changed = {"checkpoint_activations": kind, "batch": batch * world.size}
-    _, _, samples = train(world, engine, argparse.Namespace(**{**vars(options), **changed}))
-    ours = max((now for _, now in samples), key=total)
-    return max(Collectives(None).gather_objects(ours), key=total)
 
 
 def total(now):

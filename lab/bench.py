@@ -102,9 +102,6 @@ def main(arguments=None):
     parser.add_argument("--models", default="gpt-mini", help="names of the model zoo (default: %(default)s)")
     parser.add_argument("--precisions", default="fp32,bf16", help="(default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="samples of a step on each rank (default: %(default)s)")
-    parser.add_argument(
-        "--bucket-mb", type=float, default=BUCKET_MB, help="MiB of a stage's bucket (default: %(default)s)"
-    )
     small = "give libraries the small send buffers of the stages too"
     parser.add_argument("--small-send-buffers", action="store_true", help=small)
     parser.add_argument("--worlds", type=int, default=3, help="worlds of each, one by one (default: %(default)s)")
@@ -133,7 +130,7 @@ def bench(options):
         "versions": versions,
         "settings": settings,
         "batch_per_rank": options.batch,
-        "bucket_mb": options.bucket_mb,
+        "bucket_mb": BUCKET_MB,
         "small_send_buffers": "everyone" if options.small_send_buffers else "stages",
         "worlds": options.worlds,
         "rounds_per_world": options.rounds,
@@ -158,28 +155,23 @@ def check(options):
     if options.worlds * options.rounds < FEWEST_ROUNDS:
         given = f"--worlds {options.worlds} --rounds {options.rounds}"
         raise InputError(f"{given}: at least {FEWEST_ROUNDS} rounds in all needed")
-    cases, sizes = [], list(map(_number, options.nproc.split(",")))
-    for model, precision, size in itertools.product(options.models.split(","), options.precisions.split(","), sizes):
+    cases, given = [], [getattr(options, name).split(",") for name in ("models", "precisions", "nproc")]
+    for model, precision, number in itertools.product(*given):
+        if not number.isdigit():
+            raise InputError(f"--nproc: {number!r} is no world size; give numbers, such as 2,4")
         dtype_of(precision)
+        size = int(number)
         check_size(size, options.oversubscribe)
-        cases.append(Case(model, precision, size, options.batch * size, options.bucket_mb, options.small_send_buffers))
+        cases.append(Case(model, precision, size, options.batch * size, BUCKET_MB, options.small_send_buffers))
         cases[-1].batches().of(step=0, rank=0, world_size=size)
     return list(dict.fromkeys([*stages, *(known[name] for name in named)])), cases
-
-
-def _number(text):
-    if not text.isdigit():
-        raise InputError(f"--nproc: {text!r} is no world size; give numbers, such as 2,4")
-    return int(text)
 
 
 def compare(who, case, options, log):
     """Train all contestants in turns, round by round, and in new worlds again.
 
-    DDP is the reference of the losses: where it does not take part, it trains before the others, and leaves.
-
-    Returns:
-        The reference and the contestants.
+    DDP is the reference of the losses: where it does not take part, it trains before the others, and leaves. Returned
+    are the reference and the contestants.
     """
     contestants = [Contestant(one, log) for one in who if case.world_size == 1 or one is not peers.BareLoop]
     if case.world_size > 1:
@@ -275,14 +267,10 @@ class Bound(Contestant):
         gradients = models.count(models.build(case.model)) * dtype_of(case.precision).itemsize
         self.nbytes, self.passing = 2 * (case.world_size - 1) * gradients // case.world_size, []
 
-    def enter(self, case, worlds):
-        """Open a world, and build it there."""
-        super().enter(case, worlds)
-        self.passing.append([])
-
     def take_steps(self, first, count):
         """Train some steps, and pass on the bytes of one."""
         super().take_steps(first, count)
+        self.passing += [[] for _ in self.seconds[len(self.passing) :]]  # a new world's
         self.passing[-1].append(max(self.world.run(_pass_on, self.nbytes)))
 
     def with_bytes(self, sent):

@@ -81,14 +81,9 @@ def main(arguments=None):
 
 
 def survey(options):
-    """Find the largest model of every engine in every precision.
+    """Find the largest model of every engine in every precision: the JSON of `lab.capacity`.
 
-    Returns:
-        The JSON of `lab.capacity`. Parameters are of the largest model, 0 where not even one layer fits.
-
-    Raises:
-        InputError: the options cannot be used.
-        RankFailed: a trial failed by something else than a lack of memory.
+    Parameters are of the largest model, 0 where not even one layer fits. Options that cannot be used are an InputError.
     """
     if options.up_to < 1:
         raise InputError(f"--up-to {options.up_to}: at least 1 layer is needed")
@@ -287,16 +282,9 @@ class Attempt:
 
 
 def attempt(engine, precision, layers, cap, world_size, digest=False):
-    """Train a model of so many layers for two steps, each rank under the cap if there is one, in a world of its own.
-
-    Returns:
-        Attempt.
-
-    Raises:
-        RankFailed: a rank failed by something else than a lack of memory.
-    """
+    """Train a model of so many layers for two steps, each rank under the cap if there is one: an Attempt."""
     small, asked = (engine, precision, 1, False), (engine, precision, layers, digest)
-    held_before, kept = trial(_train_under, small, asked, cap, world_size)
+    held_before, kept = trial(train_under, small, asked, cap, world_size)
     if kept is None:
         return Attempt(False, held_before)
     on_host, on_disk, digests = zip(*kept, strict=True)
@@ -307,7 +295,8 @@ def trial(train_under, small, asked, cap, world_size):
     """Train a small model without a limit, then the one that is asked for under the cap, in a world of its own.
 
     `train_under` is called on every rank with the World, the cap or None, and what `small` and `asked` hold. Returned
-    are the most bytes that a rank held in between, and what all ranks answered: None where one ran out of memory.
+    are the most bytes that a rank held in between, and what all ranks answered: None where one ran out of memory. What
+    else fails is a RankFailed.
     """
     with LocalWorld(world_size, oversubscribe=True) as world:
         held_before = max(world.run(warm_up, train_under, small, timeout=TRIAL_SECONDS))
@@ -333,19 +322,25 @@ def warm_up(world, train_under, small):
     return held(world.device)
 
 
-def _train_under(world, cap, engine, precision, layers, digest):
+def train_under(world, cap, engine, precision, layers, digest):
     """Train under the cap; return the bytes kept on the host and on disk, and a digest of the weights or None."""
     if digest:
         choose_exact_kernels(world.device)
-    with hard_limit(world.device, cap):
-        torch.manual_seed(0)  # of the sample
-        made = make_engine(engine, precision, layers, deterministic=digest)
-        for _ in range(2):
-            take_step(made)
-        made.synchronize()
+    made = trained_under(world.device, cap, engine, precision, layers, deterministic=digest)
     counted = made.accounts.measured()
     kept = [sum(counted.get(name, {}).values()) for name in ("host_state_bytes", "disk_state_bytes")]
     return *kept, sha256(made.full_state_dict()) if digest else None
+
+
+def trained_under(device, cap, engine, precision, layers, **options):
+    """An engine that has trained two steps of one sample of random bytes under the cap: the second holds everything."""
+    with hard_limit(device, cap):
+        torch.manual_seed(0)  # of the sample
+        made = make_engine(engine, precision, layers, **options)
+        for _ in range(2):
+            take_step(made)
+        made.synchronize()
+        return made
 
 
 def give_back_freed_memory():

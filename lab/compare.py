@@ -60,10 +60,7 @@ def main(arguments=None):
 
 
 def compare(world, engines, options):
-    """Train every engine and torch's DDP, one after the other.
-
-    Returns:
-        On rank 0 (results, timelines): the JSON of `lab.compare` and {engine: samples}; else None.
+    """Train every engine and torch's DDP: on rank 0 the JSON of `lab.compare` and {engine: samples}, else None.
 
     Raises:
         InputError: torch's DDP cannot train the model in this way.

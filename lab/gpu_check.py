@@ -27,6 +27,7 @@ from common.errors import InputError
 from common.loop import finish, train_step
 from common.measure.hardware import commit, hardware
 from common.measure.memory import Timeline
+from common.measure.tables import Table
 from common.outputs import ROOT, check_output, one_line_errors, parser_of, write_text
 from common.ranks.world import LocalWorld, RankFailed
 
@@ -78,12 +79,10 @@ def checked(name):
 def page(found):
     """The report, in Markdown."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    lines = ["# GPU check", "", f"{hardware(device)}; commit {commit()}. common/GPUS.md tells what each row means.", ""]
-    lines += ["| check | | s |", "| --- | --- | ---: |"]
-    lines += [f"| {f['name']} | {'passed' if f['passed'] else '**failed**'} | {f['seconds']:.0f} |" for f in found]
-    for check in found:
-        lines += ["", f"## {check['name']}", "", "```", check["said"], "```"]
-    return "\n".join(lines) + "\n"
+    title = f"# GPU check\n\n{hardware(device)}; commit {commit()}. common/GPUS.md tells what each row means.\n\n"
+    rows = [(f["name"], "passed" if f["passed"] else "**failed**", f"{f['seconds']:.0f}") for f in found]
+    said = "".join(f"\n## {check['name']}\n\n```\n{check['said']}\n```\n" for check in found)
+    return f"{title}{Table('', ('check', '', 's'), rows, words=(0, 1)).markdown()}\n{said}"
 
 
 def ran(*command, minutes=10, **environment):
@@ -112,10 +111,9 @@ def versions():
 
 
 def digests(nproc, **environment):
-    """All engines, five steps in each precision: they keep their promises, one digest among them.
+    """All engines, five steps in each precision: whether they keep their promises, one digest among them.
 
-    Returns:
-        Whether they do, what to show, and {way: {engine: digest}}.
+    Beside that, what to show, and {way: {engine: digest}}.
     """
     passed, said, ends = True, [], {}
     for way, options in WAYS.items():
@@ -147,9 +145,9 @@ def alike(**environment):
     return passed and not differ, f"{environment}\n{said}" + (f"\nnot as without: {differ}" if differ else "")
 
 
-def in_a_world(function, size=1):
-    """Run a function on the ranks of a world, and show what rank 0 says."""
-    with LocalWorld(size, oversubscribe=True) as world:
+def in_a_world(function):
+    """Run a function on a rank of its own, and show what it says."""
+    with LocalWorld(1) as world:
         return world.run(function, timeout=600)[0]
 
 

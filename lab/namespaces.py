@@ -29,10 +29,7 @@ QUEUE = 10**8  # bytes that wait; so that none is lost, and sent again
 
 
 class TwoNodes:
-    """Two nodes, as a context manager.
-
-    Args:
-        rate: of the link in each direction, such as "100mbit"; None for as fast as it goes.
+    """Two nodes, as a context manager. The link has a rate in each direction, such as "100mbit", unless that is None.
 
     Raises:
         InputError: this machine or user cannot make them, or there is no such rate.

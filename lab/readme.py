@@ -21,9 +21,9 @@ from common.report import MOVED
 from lab.figures import described
 
 AT_RANKS = 4  # of the scores' bytes
-BENCH_CASE = ("gpt-mini", "fp32", 2)  # of the first page
+BENCH_CASE = {"model": "gpt-mini", "precision": "fp32", "world_size": 2}  # of the first page
 TOLD = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-IDEAS = TOLD["ideas"]
+IDEAS, SAID = TOLD["ideas"], TOLD["first_page"]
 MEASURED = {  # on an engine's page
     "model_state_bytes": "{}",
     "wire_bytes_per_step": "{}, sent per step",
@@ -93,43 +93,23 @@ def stages_table(demo):
         source = Path(inspect.getsourcefile(find_engine(stage))).relative_to(ROOT)
         cells = (f"[`{stage}`]({page_of(stage)})", idea, f"{in_fp32}: {held}", in_16_bit, sent)
         rows.append((*cells, f"[{_length(source)}]({source})"))
-    header = (
-        "stage",
-        "what is sharded",
-        "held by a rank, bytes",
-        "in 16-bit",
-        "sent by a rank in a step, elements",
-        "lines",
-    )
-    note = (
-        "Ψ: parameters of the model; N: ranks (processes, one for each GPU); P: ranks of a node. Bytes are counted: "
-        f"{described(demo)}, in nodes of 2; for `offload` and `offload.nvme`, on the device. Lines: of the engine's "
-        "file, as `wc -l` counts them; Infinity and ZeRO++ derive from stage 3's, and ZeRO++ has "
-        f"{_length('zeropp/transports.py') + _length('zeropp/quantize.py')} lines more in `transports.py` and "
-        "`quantize.py`."
-    )
-    return Table("", header, rows, words=(0, 1), note=note).markdown()
+    beside = _length("zeropp/transports.py") + _length("zeropp/quantize.py")
+    note = SAID["note"].format(model=described(demo), beside=beside)
+    return Table("", SAID["header"], rows, words=(0, 1), note=note).markdown()
 
 
 def speed(*benches):
     """How stages' step times compare with those of the libraries, in a sentence."""
-    model, precision, size = BENCH_CASE
-    case = {"model": model, "precision": precision, "world_size": size}
     ratios = [
         ratio["ratio"]
         for record in benches
         for row in record["rows"]
-        if row["engine"] in STAGES and case.items() <= row.items()
+        if row["engine"] in STAGES and BENCH_CASE.items() <= row.items()
         for peer, ratio in row["ratios_to_peers"].items()
         if peer != "the bound"
     ]
     machines = " and ".join(record["hardware"].partition(",")[0] for record in benches)
-    return (
-        f"A step of stages 0 to 3 takes {min(ratios):.2f} to {max(ratios):.2f} times as long as that of the library "
-        "that you would otherwise use (torch's DDP, ZeroRedundancyOptimizer, FSDP2, DeepSpeed): "
-        f"{model}, {precision}, {size} CPU ranks with gloo, on {machines}. "
-        "[All times, with their intervals](results/README.md#how-fast)."
-    )
+    return SAID["speed"].format(least=min(ratios), most=max(ratios), **BENCH_CASE, machines=machines)
 
 
 def path():

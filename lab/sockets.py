@@ -38,12 +38,7 @@ def bytes_sent_by(own):
 def ring(comm, nbytes):
     """A plain TCP connection from each rank of one machine to the next, without a library between. A collective.
 
-    Args:
-        comm: the ranks' `Collectives`.
-        nbytes: what is passed on at a time.
-
-    Returns:
-        A function that sends so many bytes to the next rank, while as many come from the one before.
+    Returned is a function that sends so many bytes to the next rank, while as many come from the one before.
     """
     with socket.create_server(("127.0.0.1", 0)) as listening:
         ports = comm.gather_objects(listening.getsockname()[1], "ports")

@@ -17,12 +17,7 @@ TITLE = "The ZeRO explorer"
 
 
 def explorer(recorded, about):
-    """The page.
-
-    Args:
-        recorded: {engine: what `recording.record_all` has of it}.
-        about: how that was recorded, in one line.
-    """
+    """The page, of {engine: what `recording.record_all` has of it}, and of how that was recorded, in one line."""
     sources = {name: Source(name) for name in recorded}
     steps = {name: step(sources[name], one) for name, one in recorded.items()}
     steps["most"] = {
@@ -45,16 +40,8 @@ def explorer(recorded, about):
 def constants():
     """What formulas.js takes from the planner."""
     return {
-        "block": formulas.BLOCK,
-        "logit": formulas.LOGIT,
-        "bucket": formulas.BUCKET,
-        "scale": formulas.SCALE,
-        "usable": plan.USABLE,
-        "aspect": plan.ASPECT,
-        "sequence": plan.SEQUENCE,
-        "vocabulary": plan.VOCABULARY,
-        "advised": plan.ADVISED,
-        "switches": formulas.SWITCHES,
+        **{name.lower(): getattr(formulas, name) for name in ("BLOCK", "LOGIT", "BUCKET", "SCALE", "SWITCHES")},
+        **{name.lower(): getattr(plan, name) for name in ("USABLE", "ASPECT", "SEQUENCE", "VOCABULARY", "ADVISED")},
         "ways": [{"way": way.title, "engine": way.engine, "own": dict(way.own)} for way in formulas.WAYS],
         "gpus": {name: asdict(machine) for name, machine in PRESETS.items()},
         "widths": {name: dtype.itemsize for name, dtype in DTYPES.items()},

@@ -10,12 +10,9 @@ STATES = ("parameters", "optimizer", "gradients", "gathered units", "receive buf
 
 
 def states_through_a_step(panels, steps, classes=STATES):
-    """Live bytes of some classes after each operation of a step, a panel for each engine, all on one scale.
+    """Live bytes of some classes after each operation of a step, {title: [(phase, {class: bytes})]}, all on one scale.
 
-    Args:
-        panels: an Axes for each engine, in one figure; the legend goes below it.
-        steps: {title: [(phase, {class: bytes})], one for each operation}.
-        classes: the names of what is stacked, the first at the bottom.
+    A panel for each title; they are one figure's, and the legend goes below it. The first class is at the bottom.
     """
     highest = max(sum(now[name] for name in classes) for operations in steps.values() for _, now in operations)
     unit, size = ("MB", 1e6) if highest >= 1e6 else ("kB", 1e3)

@@ -26,12 +26,9 @@ def grid(axes, table, title, right, wrong):
 
 
 def live_through_steps(panels, engines, ends):
-    """Live bytes of all ranks through some steps, a panel for each engine; dotted lines end the steps.
+    """Live bytes after each change, {title: [of each rank]}: a panel for each, which should share their y axis.
 
-    Args:
-        panels: an Axes for each engine. They should share their y axis.
-        engines: {title: [live bytes after each change, of each rank]}.
-        ends: {title: the changes after which a step ended, on rank 0}.
+    Dotted lines end the steps: {title: the changes after which a step ended, on rank 0}.
     """
     for axes, (title, ranks) in zip(panels, engines.items(), strict=True):
         for rank, live in enumerate(ranks):

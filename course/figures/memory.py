@@ -26,12 +26,10 @@ def memory_by_batch(panels, cases):
 
 
 def address_map(panels, plays):
-    """Where blocks lay while a program ran: addresses from left to right, time from top to bottom.
+    """Where blocks lay while a program ran, a panel for each: addresses from left to right, time from top to bottom.
 
-    Args:
-        panels: an Axes for each play. They should share their x axis.
-        plays: {title: (places, moment)}: of each block [start in bytes, bytes, taken at, given back at], the times in
-            moves, the last of them None where it never was; and the move to look at, which is drawn as a line.
+    `plays` is {title: (places, moment)}: of each block [start in bytes, bytes, taken at, given back at], the times in
+    moves, the last of them None where it never was; and the move to look at, which is drawn as a line.
     """
     top = max(start + size for places, _ in plays.values() for start, size, _, _ in places) / MB
     for axes, (title, (places, moment)) in zip(panels, plays.items(), strict=True):
@@ -53,11 +51,9 @@ def address_map(panels, plays):
 
 
 def below_the_wall(axes, room, cases):
-    """Bytes by depth as the formula says, and which trials fitted below the wall.
+    """Bytes by depth, and which trials fitted below the wall, of `room` bytes.
 
-    Args:
-        room: bytes below the wall.
-        cases: {title: (formula, trials)}: bytes as a function of layers, and {layers: whether it trained}.
+    `cases` is {title: (formula, trials)}: bytes as a function of layers, and {layers: whether it trained}.
     """
     deepest = max(layers for _, trials in cases.values() for layers in trials) + 1
     while min(formula(deepest) for formula, _ in cases.values()) < room:  # up to where each line has met the wall

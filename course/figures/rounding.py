@@ -18,9 +18,8 @@ def _clean(axes, **labels):
 def sent_by_switch(axes, counted, places, whole):
     """Stacked bars of what a node sends: to the other node and inside; a diamond is the prediction of the first.
 
-    Args:
-        counted: {switches: what `course.pages.rounding.count` returns}, of one of `places` ranks of a node.
-        whole: M, bytes of all parameters.
+    `counted` is {switches: what `course.pages.rounding.count` returns}, of one of `places` ranks of a node; `whole` is
+    M, bytes of all parameters.
     """
     for position, found in enumerate(counted.values()):
         first = position == 0

@@ -40,11 +40,7 @@ def _stacked(panels, cases, parameters, colors, label):
 
 
 def delayed_losses(panels, runs, over=10):
-    """Losses, each point the mean of `over`: a panel for each title of `runs`.
-
-    Args:
-        runs: {title: (updates before the first delayed one, {"exact": losses, "delayed": losses})}.
-    """
+    """{title: (updates before the first delayed one, {"exact": losses, "delayed": losses})}; a point is a mean."""
     for axes, (title, (warm_up, losses)) in zip(panels, runs.items(), strict=True):
         for color, (name, values) in zip((EXACT, DELAYED), losses.items(), strict=True):
             curve = smoothed(values, over)
@@ -90,12 +86,10 @@ def units_by_event(axes, events):
 
 
 def efficiency_by_bandwidth(axes, formula, intensities, known):
-    """The part of a step that computes, over the bandwidth to what lies beside the device.
+    """The part of a step that computes, 0 to 1, over the bandwidth to what lies beside the device.
 
-    Args:
-        formula: of (bandwidth in bytes a second, operations for each byte), 0 to 1.
-        intensities: {title: operations for each byte}.
-        known: {name: bytes a second}, which are marked.
+    `formula` takes bytes a second and operations for each byte; `intensities` are {title: operations for each byte},
+    `known` {name: bytes a second}, which are marked.
     """
     bandwidths = np.logspace(8, 13, 200)
     for color, (title, intensity) in zip(PALETTE, intensities.items(), strict=False):

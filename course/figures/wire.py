@@ -15,12 +15,9 @@ TIME_COLORS = {"compute": PALETTE[0], "copies": PALETTE[1], "optimizer": PALETTE
 
 
 def moved(counts, laws, per_node=None):
-    """What really moved: a matrix for each collective, rows the senders, columns the receivers.
+    """What really moved, {title: bytes [from, to]}: a matrix for each collective, rows the senders.
 
-    Args:
-        counts: {title: bytes [from, to]}.
-        laws: {title: bytes that each rank sends by the formula}.
-        per_node: ranks of a node; lines part the nodes. None draws none.
+    `laws` are {title: bytes that each rank sends by the formula}. Lines part nodes of so many ranks.
     """
     columns = min(3, len(counts))
     rows = -(-len(counts) // columns)
@@ -51,11 +48,9 @@ def moved(counts, laws, per_node=None):
 
 
 def messages(axes, steps, unit):
-    """Stacked bars of what a rank sends in a step, a part for each message, the first at the bottom.
+    """Stacked bars of what a rank sends, {title: messages in their order}, the first at the bottom; `Message` has them.
 
-    Args:
-        steps: {title: messages in their order}, each with `phase`, `collective` and `sent` (bytes).
-        unit: bytes of (N-1)/N Ψ, in which the axis counts.
+    The axis counts in `unit`, bytes of (N-1)/N Ψ.
     """
     for position, sent in enumerate(steps.values()):
         parts = [(m.sent / unit, {"color": PHASE_COLORS[m.phase], "hatch": HATCHES[m.collective]}) for m in sent]
@@ -119,9 +114,8 @@ def rounds(axes, seconds):
 def beside(steps):
     """What ran beside what in a step: of each rank the compute row above those of its lanes.
 
-    Args:
-        steps: {title: rows}, where rows are {(rank, "compute" or a lane): [(begin, end, kind)]} in ms; the kind is a
-            phase, "waiting", or one of COLLECTIVE_COLORS or MOVE_COLORS.
+    `steps` is {title: {(rank, "compute" or a lane): [(begin, end, kind)]}} in ms. A kind is a phase, "waiting", or one
+    of COLLECTIVE_COLORS or MOVE_COLORS.
     """
     colors = {**PHASE_COLORS, "waiting": GREY, **COLLECTIVE_COLORS, **MOVE_COLORS}
     figure, panels = plt.subplots(

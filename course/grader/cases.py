@@ -54,54 +54,29 @@ def computed_again(blocks, x, step):
 
 @dataclass(frozen=True)
 class Case:
-    """A training, or what can be asked without one.
+    """A training, or what can be asked without one. An idea is a key of hints.toml."""
 
-    Attributes:
-        promise: what it shows.
-        run: how the model calls its blocks; in cases.toml the name of one of the functions above.
-        optimizer: a factory; there "sgd", which is the default, or "adamw".
-        model: what is trained, in words.
-        blocks: how many the model has.
-        ranks: how many train it.
-        options: what else the engine takes.
-        steps, backwards: how many, the latter for each step.
-        lane: when collectives run: "late", as late as they may, or "early", to their end when they are called; "" is
-            beside the computation, as elsewhere.
-        watched: the last step's live bytes are followed.
-        beside: what is under way while something is computed is noted: of a phase, or "all".
-        elsewhere: tensors that are made without a device have no memory.
-        written: freed weights are written to.
-        foreign: gradients come by another backward than the engine's.
-        rounded: no training, but numbers that are quantized and come back.
-        off: the idea, a key of hints.toml, that weights which are off are about where their values tell nothing more.
-        nan: the idea that they are about where they are NaN.
-        raises: the idea that it is about when something is raised, whatever that is: the smaller cases before it were
-            right; "" where the error says it.
-        points: that the promise is worth.
-        stages: those it is about, by the keys of their exercises.
-    """
-
-    promise: str
-    run: object
-    optimizer: object
-    model: str = "three blocks of two linear layers"
+    run: object  # how the model calls its blocks; in cases.toml the name of one of the functions above
+    optimizer: object  # a factory; there "sgd", which is the default, or "adamw"
+    promise: str  # what it shows
+    model: str = "three blocks of two linear layers"  # what is trained, in words
     blocks: int = 3
     ranks: int = 2
-    options: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)  # what else the engine takes
     steps: int = 3
-    backwards: int = 1
-    lane: str = ""
-    watched: bool = False
-    beside: str = ""
-    elsewhere: bool = False
-    written: bool = False
-    foreign: bool = False
-    rounded: bool = False
-    off: str = "differs"
-    nan: str = "reads nothing"
-    raises: str = ""
-    points: int = 1
-    stages: tuple = ("stage1_os", "stage2_grad", "stage3_param")
+    backwards: int = 1  # of each step
+    lane: str = ""  # collectives run "late", as late as they may, or "early", when they are called; "" is as elsewhere
+    watched: bool = False  # the last step's live bytes are followed
+    beside: str = ""  # the phase, or "all", of which is noted what is under way while something is computed
+    elsewhere: bool = False  # tensors that are made without a device have no memory
+    written: bool = False  # freed weights are written to
+    foreign: bool = False  # gradients come by another backward than the engine's
+    rounded: bool = False  # no training, but numbers that are quantized and come back
+    off: str = "differs"  # the idea where weights are off, and their values tell nothing more
+    nan: str = "reads nothing"  # the idea where they are NaN
+    raises: str = ""  # the idea of whatever is raised, as smaller cases were right; "" where the error says it
+    points: int = 1  # that the promise is worth
+    stages: tuple = ("stage1_os", "stage2_grad", "stage3_param")  # those it is about, by the keys of their exercises
 
     @property
     def classes(self):
@@ -118,12 +93,7 @@ OPTIMIZERS = {
 }
 
 
-def _case(run="in_a_row", optimizer="sgd", **row):
-    """The Case of a row of cases.toml, in which what it calls has names."""
-    return Case(run=RUNS[run], optimizer=OPTIMIZERS[optimizer], **row)
-
-
 CASES = {
-    name: _case(**row)
+    name: Case(RUNS[row.pop("run", "in_a_row")], OPTIMIZERS[row.pop("optimizer", "sgd")], **row)
     for name, row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
 }

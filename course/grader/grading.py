@@ -6,7 +6,9 @@ first difference is the answer, and from its shape follows the idea that it is a
 """
 
 import time
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -21,60 +23,21 @@ PATIENCE = 0.5  # of that a rank waits for others, so that it can say where they
 LONGEST = 180.0  # seconds that the stage itself may take
 HANGS = 2  # after so many cases without an answer the rest is not tried
 
+FOUND = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))  # what is looked at, and said
+
 # Findings about the file itself, which every case would show.
 OF_THE_FILE = ("import", "solution", "past the meter", "open ")
 
-LOOKS = {  # what is compared of a rank, in the order of a training: what is said where it differs, and the idea
-    "tables": (
-        "Of {0} rank {rank} of {ranks} owns as {1} the elements {given[0]} to {given[1]}, where the stage owns "
-        "{meant[0]} to {meant[1]}.",
-        "table",
-    ),
-    "norms": ("The norm of step {0} is {given} on rank {rank}, expected {meant}.", "differs"),
-    "foreign sent": (
-        "While another engine's backward runs, the engine behind it sends {given:,} bytes of gradients on rank {rank}, "
-        "before its own step.",
-        "foreign backward",
-    ),
-    "foreign refused": (
-        "Loss.backward() without any engine goes unnoticed on rank {rank}: the stage refuses it.",
-        "foreign backward",
-    ),
-    "on host": ("Rank {rank} {0} {given:,} bytes of {1} on the host, where the engine {0} {meant:,}.", "placement"),
-    "held": (
-        "Just before the update rank {rank} holds {given:,} bytes of {0}, where the stage holds {meant:,}.",
-        "held too little",
-    ),
-    "sent": ("In a step rank {rank} sends {given:,} bytes by {0}, where the stage sends {meant:,}.", "sent too little"),
-    "peaks": (
-        "Where collectives run late, rank {rank} has up to {given:,} bytes of {0}, where the stage has {meant:,}.",
-        "held too much",
-    ),
-    "beside": ("At {0} rank {rank} has no {1} under way, where the stage has one.", "waited for at once"),
-    "nan": ("{1} on rank {rank} is freed and does not read as NaN, {0}.", "not freed"),
-}
-TOO_MUCH = {
-    "gradients": "room kept",
-    "parameters": "not freed",
-    "buckets in flight": "two rooms",
-    "gathered units": "not freed",
-}
 ENGINES = {"overlap": "stage2_grad"}  # of exercises that are not called by their engine's package
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the stage's engine does in a case.
+    """What the stage's engine does in a case."""
 
-    Attributes:
-        seen: what `observe` returned, in rank order.
-        own: what `alone` returned.
-        seconds: that the first took.
-    """
-
-    seen: list
-    own: list
-    seconds: float
+    seen: list  # what `observe` returned, in rank order
+    own: list  # what `alone` returned
+    seconds: float  # that the first took
 
 
 class Reference:
@@ -166,24 +129,22 @@ def tried(run, where, name, reference, patient):
 
 
 def difference(name, found, expected, own):
-    """What is seen otherwise in a case, first in the order of a training.
+    """What is seen otherwise in a case, first in the order of a training: a Finding, or None.
 
-    Args:
-        found, expected: what `observe` returned of the submission and of the stage, in rank order.
-        own: what `alone` returned.
+    By what `observe` returned of the submission and of the stage, in rank order, and what `alone` returned.
     """
     case = CASES[name]
     if case.rounded:
         return rounded(case, found[0]["rounded"])
     if case.steps and (finding := weights(name, found, expected, own)):
         return finding
-    for look, (said, _) in LOOKS.items():
+    for look, about in FOUND["looks"].items():
         for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
             given, meant = _paths(one.get(look, {})), _paths(other.get(look, {}))
             for path in sorted(given.keys() | meant.keys()) if look == "sent" else meant:
                 many, few = given.get(path, 0), meant.get(path, 0)
                 if many != few and (look != "peaks" or many > few):
-                    told = said.format(*path, rank=rank, ranks=case.ranks, given=many, meant=few)
+                    told = about["said"].format(*path, rank=rank, ranks=case.ranks, given=many, meant=few)
                     return Finding(_idea(name, look, path, many, few), told)
     return None
 
@@ -198,14 +159,14 @@ def _paths(seen, *path):
 def _idea(name, look, path, given, meant):
     """What a look that differs is about."""
     if look in ("held", "peaks") and given > meant:
-        return TOO_MUCH.get(path[-1], "held too much")
+        return FOUND["too_much"].get(path[-1], "held too much")
     if look == "sent":
         return _idea_of_sent(name, path[0], given, meant)
     if look == "beside" and path[1] == "all_gather" and "the step of" not in path[0]:
         return "no prefetch"
     if look == "nan" and "written" in path[0]:
         return "freed weights keep what was written"
-    return "two ranks only" if name == "owned by three" else LOOKS[look][1]
+    return "two ranks only" if name == "owned by three" else FOUND["looks"][look]["idea"]
 
 
 def _idea_of_sent(name, collective, many, few):

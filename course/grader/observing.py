@@ -211,9 +211,8 @@ def train_step(engine, world, case, step):
 def foreign_step(engine, world, make, case):
     """Gradients that come by the backward of an engine before this one, and by none's.
 
-    Returns:
-        {"foreign sent": bytes of gradients that the engine sent by the time the other's backward is over; "foreign
-        refused": whether a backward without any engine raises}.
+    {"foreign sent": bytes of gradients that the engine sent by the time the other's backward is over; "foreign
+    refused": whether a backward without any engine raises}.
     """
     first, _ = built(world, make, case)
     inputs = batch(world.rank, 0).to(world.device)
@@ -268,8 +267,7 @@ def tables(submission, engine):
 def places(engine):
     """Of each element of each weight the rank whose shard it lies in, and its number there, which no other bucket has.
 
-    Returns:
-        Twice {name: int64 tensor in the weight's shape}, in the order of the model's weights.
+    Each is {name: int64 tensor in the weight's shape}, in the order of the model's weights.
     """
     owners, within = ({name: None for name, _ in engine._module.named_parameters()} for _ in range(2))
     for number, bucket in enumerate(engine.buckets):

@@ -36,11 +36,7 @@ class Recorded:
 
 
 def record(run, path):
-    """Train all cases by the stages' own engines, and write down what they promise.
-
-    Args:
-        run: as `Reference` takes it.
-        path: of the file.
+    """Train all cases by the stages' own engines, and write into a file what they promise; `run` is as in `Reference`.
 
     Raises:
         InputError: an engine does not get there.

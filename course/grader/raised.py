@@ -1,6 +1,7 @@
 """What a rank's traceback is about: the line of the submission, and the idea behind the error."""
 
 import re
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,40 +10,15 @@ from course.grader.cases import CASES
 FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
 ERROR = re.compile(r"^[\w.]+(?:Error|Exception|Exit|Interrupt|Imported).*", re.MULTILINE)
 
-# What an error says, and the idea that it is about: the first that is found.
-SAID = (
-    ("module 'submission' has no attribute", "import"),
-    ("SolutionImported", "solution"),
-    ("PastTheMeterError", "past the meter"),
-    ("'NoneType' object has no attribute 'wait'", "no handle"),
-    ("outside the forward of", "not marked"),
-    (r"optimizer\.step\(\) has no gradients", "step_shard"),
-    ("finds no gradients there", "step_shard"),
-    ("RecursionError", "calls itself"),
-    ("got a gradient outside of engine.backward", "foreign backward"),
-    (r"without a backward\(\) since the last step", "no handle"),
-    ("has left the engine's storage", "a new tensor"),
-    ("was written past the engine", "not waited for"),  # a copy that lands when the next forward has begun
-    ("out of bounds for storage", "no memory"),
-    ("NoneType", "nothing there"),
-    ("Tensor on device meta|on device meta|meta tensor|from a meta", "elsewhere"),
-    ("NameError|UnboundLocalError|AttributeError", "name"),
-    (r"TypeError: .*(argument|takes|callable|unpack)", "call"),
-    ("(?i)size|shape|length|dimension|expanded|elements", "lengths"),
-)
+SAID = tomllib.loads(Path(__file__).with_name("grading.toml").read_text(encoding="utf-8"))["raised"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong.
+    """What is wrong."""
 
-    Attributes:
-        idea: a key of hints.toml.
-        where: the smallest case that shows it, in sentences.
-    """
-
-    idea: str
-    where: str
+    idea: str  # a key of hints.toml
+    where: str  # the smallest case that shows it, in sentences
 
 
 def gave_no_answer(said):
@@ -51,13 +27,7 @@ def gave_no_answer(said):
 
 
 def raised(name, said, where):
-    """What the message of a RankFailed is about.
-
-    Args:
-        name: of the case.
-        said: the message.
-        where: the file of the submission.
-    """
+    """The Finding that the message of a RankFailed is about, in the case of this name, of the submission in a file."""
     if "NotImplementedError: part" in said:
         return _open_parts(where)
     rank = re.match(r"rank (\d+)", said)
@@ -87,5 +57,5 @@ def _open_parts(where):
 
 
 def _idea_of(error, name):
-    idea = next((idea for said, idea in SAID if re.search(said, error)), "crash")
+    idea = next((idea for said, idea in SAID.items() if re.search(said, error)), "crash")
     return idea if idea in ("import", "solution", "past the meter") else CASES[name].raises or idea

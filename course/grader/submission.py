@@ -39,9 +39,7 @@ class PastTheMeterError(RuntimeError):
 def engine_at(where, classes=()):
     """The class `Engine` or `OffloadEngine` of a file, or of a package by its name.
 
-    Args:
-        where: the file, or the package.
-        classes: names of those that the file has in the place of an engine; within `on_its_own` ZeRO++ gets them.
+    `classes` are names of those that the file has in the place of an engine; within `on_its_own` ZeRO++ gets them.
 
     Raises:
         SolutionImported: a method of it stands in another file.

@@ -15,15 +15,10 @@ MISTAKES = tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text(enc
 
 @dataclass(frozen=True)
 class Form:
-    """What an answer has to be.
+    """What an answer has to be."""
 
-    Attributes:
-        told: in words, and an example.
-        fits: whether an answer is that.
-    """
-
-    told: str
-    fits: Callable
+    told: str  # in words, and an example
+    fits: Callable  # whether an answer is that
 
 
 def is_number(answer):
@@ -50,7 +45,7 @@ NAME = Form("a name in quotes", lambda answer: isinstance(answer, str))
 
 
 class Unfit(Exception):
-    """An answer has another form."""
+    """An answer is open, or has another form."""
 
 
 def asks(form, say=print):
@@ -80,6 +75,13 @@ def asks(form, say=print):
         return checked
 
     return of
+
+
+def given(answer):
+    """The answer, where a check has nothing to say of an open one: it ends there."""
+    if answer is None:
+        raise Unfit("not solved yet")
+    return answer
 
 
 def unfit(answer, form):

@@ -33,16 +33,13 @@ class Mistake(Exception):
 class Page:
     """What is expected of a stage's class.
 
-    Attributes:
-        cut: from a model to groups of its parameters. Each group lies in one flat tensor, padded to N shards of a
-            multiple of 32 elements, and the optimizer steps a shard of each.
-        sharded: of which kinds of model states a rank keeps a shard.
-        whole_at_once: of which kinds the shards and one whole group may be there at once, and no more.
+    Each group of parameters lies in one flat tensor, padded to N shards of a multiple of 32 elements, and the optimizer
+    steps a shard of each.
     """
 
-    cut: object
-    sharded: tuple
-    whole_at_once: tuple = ()
+    cut: object  # from a model to groups of its parameters
+    sharded: tuple  # of which kinds of model states a rank keeps a shard
+    whole_at_once: tuple = ()  # of which kinds the shards and one whole group may be there at once, and no more
 
 
 def by_layer(model):
@@ -56,14 +53,6 @@ PAGES = {
     "stage1_os": Page(lambda model: [list(model.parameters())], KINDS[2:]),
     "stage2_grad": Page(lambda model: [[p] for p in model.parameters()], KINDS[1:], whole_at_once=("gradients",)),
     "stage3_param": Page(by_layer, KINDS, whole_at_once=("gradients", "gathered units")),
-}
-
-
-# What to think about where too little is held.
-TOO_LITTLE = {
-    "parameters": "which of them a rank keeps",
-    "gradients": "where each gradient goes: a lambda reads a loop's variables when it is called, not when it is made",
-    "optimizer states": "what the optimizer steps",
 }
 
 
@@ -158,7 +147,7 @@ class Comparison:
     def _fault_of_bytes(self, held, first):
         for kind, formula in self.formula(first).items():
             if held[kind] != formula:
-                idea = "what may be given back, and when" if held[kind] > formula else TOO_LITTLE[kind]
+                idea = "what may be given back, and when" if held[kind] > formula else SENTENCES[kind]
                 return SENTENCES["held"].format(held=held[kind], kind=kind, formula=formula, idea=idea)
         return None
 
@@ -256,8 +245,7 @@ def _must_wait(unit, name, _):
 def compare(world, make, stage):
     """Train a class of a cell beside the stage's engine.
 
-    Returns:
-        The first fault, a sentence or None; the number of weights; the bytes of model states by the formula.
+    Returned are the first fault, a sentence or None; the number of weights; the bytes of model states by the formula.
     """
     comparison, fault = Comparison(world, make, stage), None
     try:
@@ -271,16 +259,10 @@ def compare(world, make, stage):
 
 
 def check(ranks, make, stage, *parts):
-    """Print whether a class is the stage's engine, bit for bit; else the idea to think about.
+    """Print whether a class, `make`, is the stage's engine, bit for bit, or the idea to think about; return whether.
 
-    Args:
-        ranks: a `Ranks`; its timeout ends a class that hangs.
-        make: the class.
-        stage: a package's name, such as "stage1_os".
-        parts: functions and classes of other cells that it is made of, and that have marked lines too.
-
-    Returns:
-        Whether it is.
+    `ranks` are a `Ranks`, whose timeout ends a class that hangs; `parts` are functions and classes of other cells that
+    it is made of, and that have marked lines too.
     """
     still_open = open_lines(*parts, make)
     if still_open:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from common.engines import find_engine
-from course.pages.answers import NAME, NUMBER, Form, asks, by_name, is_number, judge, unfit
+from course.pages.answers import NAME, NUMBER, Form, asks, by_name, given, is_number, judge, unfit
 
 EVERY = "every rank"
 FOUND = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -126,11 +126,8 @@ NAMES = Form(
 @asks(NAMES, str)
 def check_probes(answer, unnoticed):
     """Whether some probes notice all mutants, and no fewer would, by {mutant: {probe: whether it passes}}."""
-    if answer is None:
-        return "not solved yet"
-
     names = next(iter(unnoticed.values()))
-    if not set(answer) <= names.keys():
+    if not set(given(answer)) <= names.keys():
         return f"not yet: choose from {', '.join(names)}"
 
     def missed(probes):

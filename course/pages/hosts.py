@@ -4,7 +4,6 @@ The answers stand here so that no question's cell shows them: do not read on bef
 its verdict.
 """
 
-import gc
 import itertools
 import mmap
 import time
@@ -21,10 +20,9 @@ from common.measure.traffic import BUS, DISK
 from common.ranks.world import RankFailed
 from common.tiers.memory import HERE
 from common.tiers.swap import SwapFile
-from course.pages.answers import NUMBER, Form, asks, judged, numbers
+from course.pages.answers import NUMBER, Form, asks, given, judged, numbers
 from course.pages.recording import ADAMW, batch
 from lab import capacity
-from lab.capacity import give_back_freed_memory, hard_limit, held, ran_out_of_memory
 
 WITHIN = 0.005  # that an answer may be off: padding
 LAYERS = 4  # of the GPT whose steps are counted, as wide as that of `lab.capacity`
@@ -37,7 +35,7 @@ ROWS = {  # of a trace: what is shown on each, by its label
 }
 
 
-# ---- steps, counted ---------------------------------------------------------------------------------------------
+# ---- steps, disks and traces ------------------------------------------------------------------------------------
 
 
 def make(engine, precision="bf16", **own):
@@ -86,46 +84,29 @@ def through_a_step(world, engine, **own):
     return timeline.samples
 
 
-# ---- behind a wall ----------------------------------------------------------------------------------------------
-
-
 def trains(ranks, engine, precision, layers, room):
-    """Whether ranks train two steps when each may hold `room` bytes more than now; see `06_memory`.
+    """Whether `Ranks` train two steps when each may hold `room` bytes more than now; see `06_memory`.
 
-    Args:
-        ranks: `Ranks`. Where one runs out of memory all of them end, and the next call starts new ones.
-
-    Returns:
-        Bytes of model states of a rank: {tier: {class: bytes}}; None where it ran out of memory.
+    Returned are bytes of model states of a rank, {tier: {class: bytes}}; or None where one ran out of memory. Then all
+    of them end, and the next call starts new ones.
     """
     try:
         return ranks.run(_train_behind_a_wall, engine, precision, layers, room)[0]
     except (RankFailed, InputError) as failure:
-        if not ran_out_of_memory(failure):
+        if not capacity.ran_out_of_memory(failure):
             raise
         return None
 
 
 def _train_behind_a_wall(world, engine, precision, layers, room):
-    give_back_freed_memory()
-    capacity.take_step(capacity.make_engine(engine, precision, layers=1))  # libraries load what they need
-    gc.collect()
-    with hard_limit(world.device, held(world.device) + room):
-        made = capacity.make_engine(engine, precision, layers)
-        for _ in range(2):  # the second holds everything: the first makes Adam's moments on its way
-            capacity.take_step(made)
-        made.synchronize()
-    return by_tier(made)
-
-
-# ---- a disk -----------------------------------------------------------------------------------------------------
+    held = capacity.warm_up(world, capacity.train_under, (engine, precision, 1, False))
+    return by_tier(capacity.trained_under(world.device, held + room, engine, precision, layers))
 
 
 def disk_rounds(nbytes, rounds):
     """Bytes a second that a swap file among the temporary ones is written and read with, in turns.
 
-    Returns:
-        [(written, read)] of each round, and whether that was past the system's cache.
+    [(written, read)] of each round, and whether that was past the system's cache.
     """
     file, data = SwapFile(None), torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)  # on whole pages
     data.fill_(1)
@@ -143,17 +124,11 @@ def disk_rounds(nbytes, rounds):
     return found, file.direct
 
 
-# ---- from a trace -----------------------------------------------------------------------------------------------
-
-
 def rows_of(trace):
     """What a trace shows of rank 0: its phases and where it waits, and what each lane runs.
 
-    Args:
-        trace: what `common.measure.timeline.merge` made, of CPU ranks.
-
-    Returns:
-        {(0, row): [(begin, end, kind)]} in ms since the first phase began, as `figures.beside` draws them.
+    Of what `common.measure.timeline.merge` made of CPU ranks, {(0, row): [(begin, end, kind)]} in ms since the first
+    phase began, as `figures.beside` draws them.
     """
     found, there = {}, rows(trace)
     for row, kinds in ROWS.items():
@@ -213,13 +188,9 @@ def check_moved(formula, ranks, counted):
 
 
 def under_way(events):
-    """What is gathered and what is read ahead while each unit computes.
+    """What is ahead while each unit computes, by events [(phase, "read", "gather", "use" or "free", unit)].
 
-    Args:
-        events: [(phase, "read", "gather", "use" or "free", unit)], in their order.
-
-    Returns:
-        [(phase, unit that computes, [units gathered ahead], [units read ahead])], for each use.
+    For each use (phase, unit that computes, [units gathered ahead], [units read ahead]).
     """
     state, computing, found = {}, None, []
     for (phase, what, unit), (_, following, _) in itertools.pairwise([*events, (None, "use", None)]):
@@ -247,10 +218,7 @@ def check_ahead(formula, events):
     found = [one for one in under_way(events) if one[0] == "forward"]
     order = [unit for _, unit, _, _ in found]
     for i, (_, unit, gathered, read) in enumerate(found[:-3]):  # the last ones have no three behind them
-        answer = formula(order, i)
-        if answer is None:
-            print("not solved yet")
-            return
+        answer = given(formula(order, i))
         if ([answer[0]], sorted(answer[1])) == (gathered, sorted(read)):
             continue
         hint = f"while {unit} computes, {', '.join(gathered)} is gathered, and {' and '.join(read)} read"

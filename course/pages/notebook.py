@@ -4,7 +4,6 @@ A cell defines `hello(world)`, another one runs it on every rank: `Ranks(2).run(
 beneath the cell stand their lines, each rank's in its colour.
 """
 
-import html
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import cloudpickle
 import matplotlib.pyplot as plt
 from IPython.display import HTML, display
+from jinja2 import Template
 
 from common.ranks.world import LocalWorld
 from course.pages import ranks as far_side
@@ -19,14 +19,13 @@ from course.pages.ranks import PROGRESS
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a7d00", "#777777")
 SHOWN = 200  # lines beneath a cell; of more the last
+PAGE = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"), autoescape=True)
 
 
 class Ranks:
-    """Ranks on this machine, started by the first `run` and kept until `close`.
+    """So many ranks on this machine, started by the first `run` and kept until `close`; they share its CPUs.
 
-    Args:
-        size: how many; where there are fewer CPUs they share them.
-        timeout: seconds that a call may take, after which all ranks are ended.
+    A call may take `timeout` seconds, after which all ranks are ended.
     """
 
     def __init__(self, size, *, timeout=120.0):
@@ -72,12 +71,7 @@ def show(alt):
 
 
 class Lines:
-    """What ranks print, beneath the cell that runs them.
-
-    Args:
-        size: number of ranks.
-        folder: holds a file for each rank, named by its number.
-    """
+    """What so many ranks print, beneath the cell that runs them: in `folder` each has a file, named by its number."""
 
     def __init__(self, size, folder):
         self._files = [Path(folder, str(rank)) for rank in range(size)]
@@ -92,7 +86,8 @@ class Lines:
             self._take(rank, file)
         if before == (len(self._lines), self._progress):
             return
-        page = HTML(f'<div style="font-family: monospace; line-height: 1.4">{self._bars()}{self._text()}</div>')
+        shown = {"bars": sorted(self._progress.items()), "before": max(0, len(self._lines) - SHOWN)}
+        page = HTML(PAGE.render(**shown, lines=self._lines[-SHOWN:], colours=COLOURS))
         if self._shown is None:
             self._shown = display(page, display_id=True)
         else:
@@ -109,22 +104,3 @@ class Lines:
                 self._progress[rank] = tuple(map(int, line[1:].split()))
             else:
                 self._lines.append((rank, line))
-
-    def _bars(self):
-        return "".join(
-            f'<div>{_name(rank)}<progress value="{done}" max="{of}" style="accent-color: {COLOURS[rank % 8]}">'
-            f"</progress> {done} of {of}</div>"
-            for rank, (done, of) in sorted(self._progress.items())
-        )
-
-    def _text(self):
-        left_out = len(self._lines) - SHOWN
-        first = f"<div>... {left_out:,} lines before</div>" if left_out > 0 else ""
-        return first + "".join(
-            f'<div style="white-space: pre-wrap">{_name(rank)}{html.escape(line)}</div>'
-            for rank, line in self._lines[-SHOWN:]
-        )
-
-
-def _name(rank):
-    return f'<span style="color: {COLOURS[rank % 8]}; font-weight: bold">rank {rank}&nbsp;▏</span>'

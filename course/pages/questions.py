@@ -5,7 +5,7 @@ verdict. `recorded` is what `course.pages.recording.record_step` returned.
 """
 
 from common.measure.tables import show_bytes
-from course.pages.answers import NUMBER, Form, asks, judge, judged, numbers
+from course.pages.answers import NUMBER, Form, asks, given, judge, judged, numbers
 from course.pages.rounding import HELD as IN_16_BIT
 
 # Bytes for each parameter in fp32 with Adam: (those that every rank holds, those of which it holds an N-th).
@@ -36,10 +36,7 @@ def by_stage(formula, results, measured):
 @asks(STAGE_ON_RANKS)
 def stage_and_ranks(answer):
     """Whether (stage, ranks) fits into 32 GB, sends no more than stage 0, and takes the fewest ranks."""
-    if answer is None:
-        print("not solved yet")
-        return
-    stage, n = answer
+    stage, n = given(answer)
     if gigabytes(stage, n) > 32:
         print(f"not yet: {gigabytes(stage, n):.1f} GB on each rank")
     elif stage == 3:

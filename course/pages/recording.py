@@ -26,11 +26,7 @@ text = functools.cache(load_text)
 
 
 def build(world, make, model=MODEL):
-    """Build a class of a page over a model of the zoo, whose first values are the same on all ranks.
-
-    Returns:
-        The engine and the model.
-    """
+    """An engine, of a class of a page, and its model, one of the zoo, whose first values are the same on all ranks."""
     module = models.build(model)
     models.materialize(module, models.initial_values(0), world.device)
     layers = [module.blocks] if "layers" in inspect.signature(make).parameters else []
@@ -116,14 +112,9 @@ class Recording(Timeline):
 
 
 def train_step(world, engine, module, step=0, size=BATCH, before_update=None, recorded=True):
-    """One step of training.
+    """One step of training: its Recording; that each operation is recorded takes time.
 
-    Args:
-        before_update: called with what is held, after backward.
-        recorded: whether each operation is; it takes time.
-
-    Returns:
-        The Recording.
+    `before_update` is called with what is held, after backward.
     """
     held = Held(engine, module)
     recording = Recording(held, world.size)
@@ -166,8 +157,7 @@ def record_step(world, make, model="gpt-nano"):
 def train_sent(world, stage, micro_batches):
     """Take a step of so many micro-batches by a stage's engine, all but the last under `no_sync`.
 
-    Returns:
-        {collective: bytes that this rank sends}, as the engine's meter has them.
+    Returned are {collective: bytes that this rank sends}, as the engine's meter has them.
     """
     engine = reference_of(stage)
     tokens = batch(world, engine.module, size=2 * world.size * micro_batches)

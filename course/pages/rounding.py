@@ -43,9 +43,8 @@ def make(switches, precision="bf16", optimizer=ADAMW):
 def count(world, switches):
     """Train three steps from one sample for each rank, and count the third: by then the order of units is known.
 
-    Returns:
-        {"numel": Ψ, "out", "inside": bytes that this rank sends to other nodes and within its own, "predicted": those
-        to other nodes by the engine's table, "held": bytes of its model states}
+    {"numel": Ψ, "out", "inside": bytes that this rank sends to other nodes and within its own, "predicted": those to
+    other nodes by the engine's table, "held": bytes of its model states}
     """
     engine = make(switches)
     for step in range(3):
@@ -63,10 +62,9 @@ def count(world, switches):
 
 
 def between_two_nodes(measure):
-    """Stage 3 and ZeRO++ on two nodes of this machine, by `lab.zeropp.two_nodes.on_nodes`; else what is recorded.
+    """Stage 3 and ZeRO++ on two nodes of this machine, or what is recorded; and a word on where it is from.
 
-    Returns:
-        The results, and a word on where they are from.
+    `measure` is `lab.zeropp.two_nodes.on_nodes`.
     """
     rows = "keep_last=False, as the paper counts", "all"
     options = {"model": "gpt-nano", "precision": "bf16", "steps": 3, "block": 256, "only": ";".join(rows)}
@@ -81,10 +79,7 @@ def between_two_nodes(measure):
 
 
 def gradients(world, micro_batches):
-    """Real gradients of one weight of gpt-nano on this rank, one for each micro-batch: fp32 [micro-batches, elements].
-
-    The numbers of 11's sums and of 10's hops.
-    """
+    """Real gradients of one weight of gpt-nano on this rank, for each micro-batch: fp32 [micro-batches, elements]."""
     module = models.build("gpt-nano")
     models.materialize(module, models.initial_values(0), world.device)
     weight, found = module.get_parameter("blocks.0.mlp.up.weight"), []
@@ -97,11 +92,7 @@ def gradients(world, micro_batches):
 
 
 def check_quantizer(rounded):
-    """Whether `rounded(values, bits, block)` rounds block by block as ZeRO++ does; print what it gets wrong first.
-
-    Returns:
-        True where it does.
-    """
+    """Whether `rounded(values, bits, block)` rounds block by block as ZeRO++ does; print what it gets wrong first."""
     verdict = "not solved yet" if Ellipsis in rounded.__code__.co_consts else _first_fault(rounded)
     print(verdict)
     return verdict == "solved"
@@ -153,10 +144,7 @@ def leaves_a_node(formula, ranks, counted):
 
 @asks(NUMBER)
 def second_shards(formula, ranks, counted):
-    """Hold `formula(numel, n, p)`, bytes of model states in 16-bit with second shards, against what was counted.
-
-    And at the paper's 100 billion parameters on 1024 ranks, nodes of 16.
-    """
+    """Hold `formula(numel, n, p)`, bytes of states with second shards, against a count and the paper's own case."""
     for n, p, numel, truth in (
         (ranks, PLACES, counted["numel"], counted["held"]),
         (1024, 16, 100e9, 16 * 100e9 / 1024 + 2 * 100e9 / 16),

@@ -20,11 +20,9 @@ def ways(shape, machine, gpus, *, tensor=1, pipeline=1, batch=1, checkpoints=Tru
     """What each engine holds, sends and moves.
 
     Args:
-        shape: a Shape, of `lab.plan`'s `of_size` or `of_model`.
-        machine: a Hardware.
+        shape, machine: a Shape, of `lab.plan`'s `of_size` or `of_model`, and a Hardware.
         gpus: how many in all; tensor and pipeline degrees divide them.
         batch: samples of a rank's micro-batch.
-        checkpoints: activations are computed again in backward.
         own: switches of ZeRO++ that are off, ["hierarchical=False"].
 
     Returns:

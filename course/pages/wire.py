@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from common.measure.timeline import PHASES, rows
 from common.ranks.collectives import Collectives
 from common.ranks.sockets import own_sockets
-from course.pages.answers import NUMBER, TRUTH, asks, judge, judged
+from course.pages.answers import NUMBER, TRUTH, asks, given, judge, judged
 from lab.sockets import bytes_sent_by
 
 COPIES = ("aten::copy_", "aten::cat", "aten::_foreach_copy_", "aten::fill_", "aten::zero_")
@@ -25,25 +25,17 @@ TIMES = ("compute", "copies", "optimizer", "waiting", "between operations")
 
 @dataclass(frozen=True)
 class Moved:
-    """What a rank sent in one call.
+    """What a rank sent in one call."""
 
-    Attributes:
-        to: bytes that went to each rank [N], by the kernel; None where it cannot be asked.
-        metered: bytes in all, by the meter; 0 for what does not pass `common.ranks.collectives`.
-    """
-
-    to: list | None
-    metered: int
+    to: list | None  # bytes that went to each rank [N], by the kernel; None where it cannot be asked
+    metered: int  # bytes in all, by the meter; 0 for what does not pass `common.ranks.collectives`
 
 
 class Sockets:
     """The connections of this rank to the others of its machine, and what the kernel counted on each.
 
     A collective: ranks tell each other the two ends of their connections. Only Linux can be asked, and only on CPU:
-    NCCL passes shared memory and links, which have no sockets.
-
-    Args:
-        comm: `Collectives` of the ranks, whose meter is read.
+    NCCL passes shared memory and links, which have no sockets. The meter is that of `comm`, their `Collectives`.
     """
 
     def __init__(self, comm):
@@ -110,21 +102,13 @@ def leaving_nodes(matrix, per_node):
 
 @dataclass(frozen=True)
 class Message:
-    """A collective as it was issued.
+    """A collective as it was issued."""
 
-    Attributes:
-        phase: forward, backward or step.
-        collective: its name.
-        label: who asked, "blocks.3" for instance.
-        nbytes: of the whole tensor.
-        sent: bytes that this rank sends in it, by the meter.
-    """
-
-    phase: str
-    collective: str
-    label: str
-    nbytes: int
-    sent: int
+    phase: str  # forward, backward or step
+    collective: str  # its name
+    label: str  # who asked, "blocks.3" for instance
+    nbytes: int  # of the whole tensor
+    sent: int  # bytes that this rank sends in it, by the meter
 
 
 @contextlib.contextmanager
@@ -161,13 +145,9 @@ def _metered(traffic):
 def step_rows(trace):
     """What a trace of one step shows on each rank's compute row and on that of its collectives.
 
-    Args:
-        trace: what `common.measure.timeline.merge` made, of CPU ranks, where operations run in the thread that calls
-            them.
-
-    Returns:
-        {(rank, "compute" or "collectives"): [(begin, end, kind)]} in ms since the first phase began. The kind is the
-        phase of an operation, "waiting", or the name of a collective.
+    Of what `common.measure.timeline.merge` made of CPU ranks, where operations run in the thread that calls them,
+    {(rank, "compute" or "collectives"): [(begin, end, kind)]} in ms since the first phase began. The kind is the phase
+    of an operation, "waiting", or the name of a collective.
     """
     shown, began = {}, []
     for rank, (events, collectives) in _by_rank(trace).items():
@@ -280,10 +260,7 @@ def check_leaving(formula, counts, nbytes):
 def check_ring_time(formula, medians, n):
     """Hold `formula(n, m)`, seconds, against medians {bytes: seconds}: the smallest and the largest gave α and β."""
     smallest, *between, largest = sorted(medians)
-    answers = {size: formula(n, size) for size in medians}
-    if None in answers.values():
-        print("not solved yet")
-        return
+    answers = {size: given(formula(n, size)) for size in medians}
     for size in (smallest, largest):
         if (said := judged("ring_time", answers[size], medians[size], within=0.1, unit=MB, n=n)) != "solved":
             print(f"{size / 1e6:g} MB: {said}")
@@ -303,10 +280,7 @@ def check_apart(answer, ratio, interval):
     """Whether a difference is more than noise: the interval of the ratio (low, high) does not hold 1."""
     truth = not interval[0] <= 1 <= interval[1]
     said = f"the ratio is {ratio:.2f}, its interval {interval[0]:.2f} to {interval[1]:.2f}, and 1 lies "
-    if answer is None:
-        print("not solved yet")
-    else:
-        print(("solved: " if answer == truth else "not yet: ") + said + ("outside" if truth else "within"))
+    print(("solved: " if given(answer) == truth else "not yet: ") + said + ("outside" if truth else "within"))
 
 
 @asks(NUMBER)
@@ -330,13 +304,10 @@ def check_batch(formula, medians):
     """Hold `formula(batch)`, seconds of a step, against medians {batch: seconds}, the last of which it did not know."""
     *known, last = sorted(medians)
     for batch in known:
-        said = judge(formula(batch), medians[batch], within=0.05, unit=(1e-3, "ms"))
+        said = judge(given(formula(batch)), medians[batch], within=0.05, unit=(1e-3, "ms"))
         if said != "solved":
-            print(said if said == "not solved yet" else f"batch {batch}: {said}; your line should pass through it")
+            print(f"batch {batch}: {said}; your line should pass through it")
             return
-    answer, truth = formula(last), medians[last]
-    if answer is None:
-        print("not solved yet")
-        return
+    answer, truth = given(formula(last)), medians[last]
     print(f"batch {last}: predicted {1000 * answer:.0f} ms, measured {1000 * truth:.0f} ms")
     print("solved" if truth / 1.5 < answer < 1.5 * truth else "not yet: more than half of it off; measure again")

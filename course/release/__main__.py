@@ -57,10 +57,7 @@ def main(argv=None):
 
 
 def release(out):
-    """Write the tree, its archive, and the autograder, into a folder.
-
-    Returns:
-        The three paths.
+    """Write the tree, its archive, and the autograder, into a folder; return the three paths.
 
     Raises:
         InputError: this is no checkout of git, or the engines cannot be trained here.

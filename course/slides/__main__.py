@@ -1,10 +1,9 @@
 """`python -m course.slides`: write the deck for a lecture of 90 minutes into one HTML file."""
 
-import argparse
 from pathlib import Path
 
 from common.errors import InputError
-from common.outputs import check_clone, one_line_errors
+from common.outputs import check_clone, one_line_errors, parser_of
 from course.lessons import recording
 from course.slides.numbers import STAGES
 from course.slides.page import document, slides
@@ -12,7 +11,7 @@ from course.slides.page import document, slides
 
 def main(arguments=None):
     """Parse the arguments, record a step of stages 0 to 3, write the deck and name it."""
-    parser = argparse.ArgumentParser(prog="python -m course.slides", description=__doc__)
+    parser = parser_of("course.slides", __doc__)
     parser.add_argument("--out", default="results/local/slides.html", help="the file (default: %(default)s)")
     options = parser.parse_args(arguments)
     with one_line_errors():

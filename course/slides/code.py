@@ -32,26 +32,27 @@ def method(page, name):
     return [lines[0], "    ...", *lines[-int(last) :]] if last else lines
 
 
-def listing(page, names, neighbour=None, near=0, gone=True):
-    """Methods of a page, as HTML.
+def listing(page, names, beside="", near=0, gone=True, size=""):
+    """Methods of a page, as HTML, and the slide's footer, which names the page.
 
     Args:
         page: its path from the root.
-        names: its methods, in the order in which they are shown.
-        neighbour: (its page, {name here: name there}) to compare with; a name that is missing has no counterpart.
+        names: {a method of it: that of the page `beside`, "" if it has no counterpart}, in the order of the slide.
         near: unchanged lines that are shown around a change; the others become an ellipsis.
-        gone: lines that only the neighbour has are shown as well.
+        gone: lines that only the other page has are shown as well.
+        size: "small", or "".
     """
     shown = []
-    for name in names:
+    for name, other in names.items():
         after = method(page, name)
-        if neighbour:
-            marked = _marked(method(neighbour[0], neighbour[1][name]), after, near)
-            shown += [line for line in marked if gone or line[0] != "gone"]
+        if beside:
+            shown += [line for line in _marked(method(beside, other), after, near) if gone or line[0] != "gone"]
         else:
             shown += [("same", line) for line in after]
         shown.append(("space", ""))
-    return f'<pre class="code"><code>{"".join(_line(*line) for line in shown[:-1])}</code></pre>'
+    source = page + (f", beside {beside}" if beside else "")
+    lines = "".join(_line(*line) for line in shown[:-1])
+    return f'<pre class="code {size}"><code>{lines}</code></pre>\n<footer>{source}</footer>'
 
 
 def _marked(before, after, near):

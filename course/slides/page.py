@@ -1,19 +1,17 @@
-"""The deck as an HTML file that needs no other: deck.html with its placeholders filled and code in its place."""
+"""The deck as an HTML file that needs no other: deck.html with its numbers and code in its place."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from course.lessons.templates import render
-from course.slides.code import listing
-from course.slides.numbers import placeholders
+from course.slides.numbers import filled
 from lab.figures.style import DISK_COLOR, HOST_COLOR
 
 HERE = Path(__file__).parent
 SLIDE = re.compile(
     r"<section>\n(?:<h1>(.*?)</h1>\n)?(.*?)(?:<footer>(.*?)</footer>\n)?<aside>(.*?)</aside>\n</section>", re.DOTALL
 )
-CODE = re.compile(r"<pre page=(.*?)>\n(.*?)</pre>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -27,21 +25,8 @@ class Slide:
 
 
 def slides(recorded):
-    """All slides, in order; `recorded` is as `placeholders` takes it."""
-    text = (HERE / "deck.html").read_text().format_map(placeholders(recorded))
-    return [_with_code(*parts) for parts in SLIDE.findall(text)]
-
-
-def _with_code(title, body, source, notes):
-    """The Slide, with lines of a minimal page where it names methods: of the page, and of the one that it is beside."""
-    if found := CODE.search(body):
-        how = dict(re.findall(r'(\w+)="(.*?)"', found[0]))
-        names = dict(line.partition(" =")[::2] for line in found[2].splitlines())
-        neighbour = "beside" in how and (how["beside"], {name: other.strip() for name, other in names.items()})
-        html = listing(how["page"], list(names), neighbour, int(how.get("near", 0)), "gone" not in how)
-        body = body.replace(found[0], html.replace('class="code"', f'class="code {how.get("class", "")}"'))
-        source = how["page"] + (f", beside {how['beside']}" if neighbour else "")
-    return Slide(title, body, source, notes)
+    """All slides, in order; `recorded` is as `filled` takes it."""
+    return [Slide(*parts) for parts in SLIDE.findall(filled(HERE, recorded))]
 
 
 def document(deck):

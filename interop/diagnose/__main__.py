@@ -187,7 +187,9 @@ def found_of(name, runs, compared):
     try:
         other = runs(made, reads=False)
         first, step, found = compared.parts(other)
-        row |= {"first_bit": first, "loss": last_loss(other), "not_taken": other[0]["not_taken"]}
+        losses = [loss for rank in other for loss in rank["steps"][-1]["losses"]]
+        row |= {"first_bit": first, "not_taken": other[0]["not_taken"]}
+        row["loss"] = sum(losses) / len(losses) if losses else None  # of the last step
         if first is None:
             return {**row, "looks_like": causes.EQUAL}, None
         read = runs(made)
@@ -231,12 +233,6 @@ def suspect(parted, runs, compared):
                 del nameless[name]
     for row, other, step, found in nameless.values():
         row["looks_like"] = causes.left(compared, other, step, found)
-
-
-def last_loss(recording):
-    """The mean over ranks of the last step's losses."""
-    losses = [loss for rank in recording for loss in rank["steps"][-1]["losses"]]
-    return sum(losses) / len(losses) if losses else None
 
 
 def table(results):

@@ -22,10 +22,7 @@ def distance(one, other):
 def noises(expected, rounded, before):
     """What rounding alone moves each tensor by in a step: {name: 2-norm}.
 
-    Args:
-        expected: weights after the step.
-        rounded: after the same steps, rounded otherwise.
-        before: before the step; None at first.
+    By the weights after it, those after the same steps rounded otherwise, and those before it, None at first.
     """
     floating = [name for name, tensor in expected.items() if tensor.is_floating_point()]
     noise = {name: distance(rounded[name], expected[name]) for name in floating}

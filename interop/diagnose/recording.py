@@ -54,7 +54,8 @@ def record(world, target, made, steps, folder, *, reads=True, seeded=False, ever
     if seeded:
         seed()
     recorder = Recorder(world, made, steps, Path(folder), reads, every_parameter)
-    with the_script(world, target) as function, a_tidy_end():
+    with the_script(world, target) as function:
+        gc.freeze()  # what was there before need not be looked through
         try:
             function(recorder.make)
             recorder.end()
@@ -62,18 +63,9 @@ def record(world, target, made, steps, folder, *, reads=True, seeded=False, ever
             pass
         finally:
             recorder.engine = None
+            gc.collect()  # what was made, an engine's buffers and files for instance
+            gc.unfreeze()
     return recorder.found
-
-
-@contextlib.contextmanager
-def a_tidy_end():
-    """What a block has made, an engine's buffers and files for instance, is gone when it is left."""
-    gc.freeze()  # what was there before need not be looked through
-    try:
-        yield
-    finally:
-        gc.collect()
-        gc.unfreeze()
 
 
 def seed():

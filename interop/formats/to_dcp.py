@@ -10,12 +10,7 @@ import math
 from functools import partial
 
 import torch
-from torch.distributed.checkpoint import (
-    DefaultSavePlanner,
-    FileSystemWriter,
-    SavePlan,
-    WriteItem,
-)
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan, WriteItem
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType

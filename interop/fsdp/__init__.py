@@ -22,13 +22,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from interop.fsdp.building import clip_grad_norm_, engine_behind
-from interop.fsdp.modules import (
-    FSDPModule,
-    UnshardHandle,
-    fully_shard,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+from interop.fsdp.modules import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
 
 __all__ = [
     "CPUOffloadPolicy",

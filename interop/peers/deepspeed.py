@@ -23,10 +23,7 @@ class DeepSpeed1(Peer):
 
     Its optimizer steps a flat shard, a master copy of the parameters in fp32, in fp32 training too. In bf16 gradients
     travel in bf16, DeepSpeed's default. A meta-device model is filled whole before DeepSpeed shards it. Buffers are
-    each rank's own after the first broadcast.
-
-    Args:
-        As `EngineBase`; `deterministic` has no meaning here.
+    each rank's own after the first broadcast. Takes what `EngineBase` takes; `deterministic` has no meaning here.
 
     Raises:
         NotImplementedError: DeepSpeed is not installed, `process_group` is not the default one, `precision` is "fp16",

@@ -27,10 +27,7 @@ class FSDP2(Peer):
     Every parameter is sharded along its first dimension, padded to a multiple of the world size. In bf16 the shards
     are the fp32 masters, cast when they are gathered, and gradients are reduced in fp32; batch norms are units of their
     own, in fp32. Buffers are each rank's own: FSDP2 does not broadcast them. A meta-device model is sharded first and
-    then filled shard by shard.
-
-    Args:
-        As `EngineBase`; `bucket_mb` and `deterministic` have no meaning here.
+    then filled shard by shard. Takes what `EngineBase` takes; `bucket_mb` and `deterministic` have no meaning here.
 
     Raises:
         NotImplementedError: `precision` is "fp16", or the model leaves parameters unused and torch is too old for it.
@@ -62,11 +59,7 @@ class FSDP2(Peer):
         self.mesh = self.mesh_of(group)
         self.module, self.clip_norm, self.norm_type = model, clip_norm, norm_type
         names = {parameter: name for name, parameter in model.named_parameters()}
-        how = {
-            "mesh": self.mesh,
-            "mp_policy": POLICIES[precision],
-            "reshard_after_forward": self.reshard_after_forward,
-        }
+        how = {"mesh": self.mesh, "mp_policy": POLICIES[precision], "reshard_after_forward": self.reshard_after_forward}
         norms = [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
         in_fp32 = {**how, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
         self.units = [fully_shard(norm, **in_fp32) for norm in norms]  # torch runs them with fp32 statistics only

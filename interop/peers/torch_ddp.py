@@ -147,10 +147,8 @@ class Replicated(Peer):
 class BareLoop(Replicated):
     """A model and an optimizer on each rank, which trains alone; in 16-bit a plain loop over fp32 master weights.
 
-    Of several ranks each trains another model, on its own part of the batch.
-
-    Args:
-        As `EngineBase`; `bucket_mb` and `deterministic` have no meaning here.
+    Of several ranks each trains another model, on its own part of the batch. Takes what `EngineBase` takes; `bucket_mb`
+    and `deterministic` have no meaning here.
     """
 
     name, follows = "bare_loop", "stage0_ddp"
@@ -172,9 +170,8 @@ class BareLoop(Replicated):
 class TorchDDP(Replicated):
     """torch's DistributedDataParallel with an unsharded optimizer.
 
-    Args:
-        As `EngineBase`; `deterministic` has no meaning here.
-        comm_hook: a DDP communication hook that replaces its all-reduce, with signature (state, bucket).
+    Takes what `EngineBase` takes, where `deterministic` has no meaning, and a `comm_hook` of DDP's, with signature
+    (state, bucket), that replaces its all-reduce.
     """
 
     name, follows = "torch_ddp", "stage0_ddp"
@@ -213,9 +210,7 @@ class ZeroRedundancy(TorchDDP):
     """DDP whose optimizer steps on each rank some of the tensors, and broadcasts them.
 
     A tensor is never divided: ranks hold unequal shares, and the largest tensor bounds the largest share from below.
-
-    Args:
-        As `EngineBase`; `deterministic` has no meaning here.
+    Takes what `EngineBase` takes; `deterministic` has no meaning here.
 
     Raises:
         NotImplementedError: `precision` is not "fp32".

@@ -88,11 +88,7 @@ def throughput(axes, rows):
 
 
 def comparison(results):
-    """The picture of a comparison, to be read in a page's column: what a rank holds by state, and what it sends.
-
-    Args:
-        results: what `lab.compare` writes.
-    """
+    """Of what `lab.compare` writes, to be read in a page's column: what a rank holds by state, and what it sends."""
     with plt.rc_context({"font.size": 15}):
         figure, panels = plt.subplots(1, 2, figsize=(13.3, 5.8), sharey=True, layout="constrained")
         for place, row in enumerate(results["rows"]):
@@ -121,12 +117,7 @@ def comparison(results):
 
 
 def timelines(results, samples):
-    """Each engine's step, live bytes by class.
-
-    Args:
-        results: what `lab.compare` writes.
-        samples: {engine: those of its Timeline}.
-    """
+    """Each engine's step, live bytes by class, of what `lab.compare` writes, and {engine: samples of its Timeline}."""
     rows, columns = results["rows"], 4
     shape = -(-len(rows) // columns), columns
     figure, panels = plt.subplots(*shape, figsize=(13.3, 3.6 * shape[0]), sharey=True, layout="constrained")

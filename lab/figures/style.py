@@ -48,13 +48,9 @@ def once(axes, label):
 
 
 def stacked(axes, place, parts, width=0.6, told=None, **look):
-    """A bar of parts, the first at the bottom.
+    """A bar of parts, [(height, how `axes.bar` is to draw it)], the first at the bottom; a label is in the legend once.
 
-    Args:
-        place: of the bar, and its width.
-        parts: [(height, how `axes.bar` is to draw it)]; a label goes to the legend once.
-        told: what stands above it, a format for its height.
-        look: how all parts are drawn.
+    `told` stands above it, a format for its height; `look` is how all parts are drawn.
     """
     bottom = 0
     for height, own in parts:
@@ -66,15 +62,10 @@ def stacked(axes, place, parts, width=0.6, told=None, **look):
 
 
 def live_bytes(axes, samples, classes=CLASSES, unit=1e6):
-    """Live bytes of some classes through a step, stacked, with its phases named.
+    """Live bytes of some classes through a step, stacked, the first at the bottom, with its phases named.
 
-    Args:
-        samples: [(phase, {class: bytes})], one for each operation.
-        classes: the names of what is stacked, the first at the bottom.
-        unit: bytes in which the axis counts.
-
-    Returns:
-        The height of the stack at each operation.
+    `samples` are [(phase, {class: bytes})], one for each operation, and `unit` bytes in which the axis counts. Returned
+    is the height of the stack at each operation.
     """
     heights = [[now.get(name, 0) / unit for _, now in (*samples, samples[-1])] for name in classes]
     places = [*range(len(samples)), MARGIN * len(samples)]

@@ -33,11 +33,9 @@ WARM_UP = 2  # steps that are not timed: in the first nothing is prefetched
 
 
 class SlowLane:
-    """A lane that keeps to a rate, by a token bucket: after so many bytes it is busy until the rate allows for them.
+    """A lane that keeps to a rate, bytes a second, by a token bucket; `lane`, a thread's, runs the copies.
 
-    Args:
-        lane: what runs the copies, a thread's.
-        rate: bytes a second.
+    After so many bytes it is busy until the rate allows for them.
     """
 
     def __init__(self, lane, rate):

@@ -32,7 +32,8 @@ from offload.nvme import InfinityEngine
 PLACED = {"parameters": "nvme", "gradients": "cpu", "optimizer": "nvme"}
 WIDTH = 8192
 STATES = 12  # bytes of a parameter on disk: weight and two moments, in fp32
-WARM_UP = 2  # steps that are not timed: the first makes the states
+SUB_GROUP_MB = 64.0  # of fp32 weights
+WARM_UP, ROUNDS = 2, 7  # turns that are not timed, as the first makes the states; and those that are
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 
@@ -42,13 +43,11 @@ def main(arguments=None):
     parser = parser_of("lab.offload.disk_step", __doc__)
     parser.add_argument("--path", default=tempfile.gettempdir(), help="a folder on the disk (default: %(default)s)")
     parser.add_argument("--elements", type=float, default=2.0**28, help="of the weights (default: 2**28)")
-    parser.add_argument("--sub-group-mb", type=float, default=64.0, help="of fp32 weights (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="timed turns of each (default: %(default)s)")
     options = asked(parser, arguments)
     if shutil.which("fio") is None:
         raise InputError("fio is not installed; it is what the disk is measured by: apt-get install fio")
-    if options.rounds < 1 or not WIDTH <= options.elements < float("inf"):
-        raise InputError(f"--rounds {options.rounds} --elements {options.elements:g}: give at least 1 and {WIDTH}")
+    if not WIDTH <= options.elements < float("inf"):
+        raise InputError(f"--elements {options.elements:g}: give at least {WIDTH}")
     if not os.path.isdir(options.path):
         raise InputError(f"--path {options.path}: there is no such folder; make it first")
     tell(options, launch(measure, options, nproc=1), table)
@@ -62,17 +61,11 @@ def measure(world, options):
     try:
         with torch.device("meta"):
             layer = nn.Linear(WIDTH, rows, bias=False)
-        engine = InfinityEngine(
-            layer,
-            ADAMW,
-            tiers=PLACED,
-            path=folder,
-            sub_group_mb=options.sub_group_mb,
-            init=lambda name, tensor: tensor.fill_(0.01),
-        )
+        how = {"tiers": PLACED, "path": folder, "sub_group_mb": SUB_GROUP_MB}
+        engine = InfinityEngine(layer, ADAMW, init=lambda name, tensor: tensor.fill_(0.01), **how)
         turns = []
         with progress_bar() as bar:
-            for _ in bar.track(range(WARM_UP + options.rounds), description="turns"):
+            for _ in bar.track(range(WARM_UP + ROUNDS), description="turns"):
                 turns.append(_turn(engine, folder, elements))
     finally:
         shutil.rmtree(folder)
@@ -80,7 +73,7 @@ def measure(world, options):
         "hardware": hardware(world.device),
         "threads": torch.get_num_threads(),
         "elements": elements,
-        "sub_group_mb": options.sub_group_mb,
+        "sub_group_mb": SUB_GROUP_MB,
         "direct": engine.tier["nvme"].file.direct,
         "bytes_read_and_written": 2 * STATES * elements,
         "turns": turns[WARM_UP:],

@@ -27,6 +27,7 @@ from lab import capacity
 from offload.nvme import InfinityEngine
 
 BYTES = 16  # on disk, of a parameter: weight, gradient, two moments, in fp32
+SEQUENCE = 64  # tokens of the one sample
 SPARE = 0.05  # of the disk's free room, which stays free
 
 
@@ -36,20 +37,19 @@ def main(arguments=None):
     parser = parser_of("lab.offload.largest", __doc__)
     parser.add_argument("--path", default=tempfile.gettempdir(), help="a folder on the disk (default: %(default)s)")
     parser.add_argument("--width", type=int, default=4096, help="of the layers (default: %(default)s)")
-    parser.add_argument("--sequence", type=int, default=64, help="tokens of the one sample (default: %(default)s)")
     parser.add_argument("--layers", type=int, help="(default: as many as the disk holds)")
     parser.add_argument("--steps", type=int, default=2, help="(default: %(default)s)")
     options = asked(parser, arguments)
     if not os.path.isdir(options.path):
         raise InputError(f"--path {options.path}: there is no such folder; make it first")
-    check_counts(options, "width", "sequence", "steps", "layers")
+    check_counts(options, "width", "steps", "layers")
     tell(options, launch(train, options, nproc=1), table)
 
 
 def build(options, layers):
     """A GPT of so many layers on the meta device, with activation checkpoints."""
     heads = max(1, options.width // 128)
-    return capacity.build(layers, {"width": options.width, "heads": heads, "sequence": options.sequence})
+    return capacity.build(layers, {"width": options.width, "heads": heads, "sequence": SEQUENCE})
 
 
 def layers_on(free, options):
@@ -86,7 +86,7 @@ def train(world, options):
             "hardware": hardware(world.device),
             "width": options.width,
             "layers": layers,
-            "sequence": options.sequence,
+            "sequence": SEQUENCE,
             "parameters": models.count(model),
             "building_seconds": building,
             "steps": steps,

@@ -45,15 +45,7 @@ def main(arguments=None):
 
 
 def survey(options):
-    """Train with every number of tiles.
-
-    Returns:
-        The JSON of `lab.offload.tiling`. What could not be measured is None.
-
-    Raises:
-        InputError: the options cannot be used.
-        RankFailed: a training failed by something else than a lack of memory.
-    """
+    """Train with every number of tiles: the JSON of `lab.offload.tiling`. What could not be measured is None."""
     check_counts(options, "width")
     for tiles in options.tiles:
         build(options.width, tiles)

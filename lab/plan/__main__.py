@@ -72,9 +72,8 @@ def parser():
     parser.add_argument("--pipeline", type=int, default=1, metavar="P", help="pipeline-parallel degree (%(default)s)")
     parser.add_argument("--budget", help="memory of a GPU, such as 40GB (90 %% of what it has)")
     parser.add_argument("--precision", default="bf16", help="fp32, bf16 or fp16 (%(default)s)")
-    parser.add_argument(
-        "--batch", type=int, default=1, metavar="B", help="samples of a rank's micro-batch (%(default)s)"
-    )
+    micro = "samples of a rank's micro-batch (%(default)s)"
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help=micro)
     parser.add_argument("--seq", type=int, metavar="S", help=f"length of a sample (the model's, or {SEQUENCE})")
     parser.add_argument("--no-checkpoints", action="store_true", help="keep all activations")
     parser.add_argument(

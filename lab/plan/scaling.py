@@ -183,12 +183,10 @@ def said(results):
     sentences = []
     for name in SPEEDS:
         rows = [row for row in results["speed"] if row["engine"] == name and row["filled"]]
-        ranks, batches, tera = (
-            [row[of] for row in (rows[0], rows[-1])] for of in ("ranks", "batch", "flops_per_second")
-        )
+        few, many = rows[0], rows[-1]
         sentences.append(
-            f"{name}: a full GPU takes {batches[0]} samples of {ranks[0]}, {batches[1]} of {ranks[1]}, and computes "
-            f"{tera[0] / 1e12:.1f} and {tera[1] / 1e12:.1f} TFLOPS."
+            f"{name}: a full GPU takes {few['batch']} samples of {few['ranks']}, {many['batch']} of {many['ranks']}, "
+            f"and computes {few['flops_per_second'] / 1e12:.1f} and {many['flops_per_second'] / 1e12:.1f} TFLOPS."
         )
     steps = {(row["engine"], row["gbit_per_second"]): row["step_seconds"] for row in results["exposed"]}
     plain, compressed = EXPOSED

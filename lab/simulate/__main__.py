@@ -35,12 +35,10 @@ def main(arguments=None):
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them to be (%(default)s)")
     parser.add_argument("--ranks-per-node", type=int, metavar="P", help="ranks that share a node (all)")
     parser.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16 (%(default)s)")
-    parser.add_argument(
-        "--batch", type=int, default=1, metavar="B", help="samples of a rank's micro-batch (%(default)s)"
-    )
-    parser.add_argument(
-        "--seq", type=int, metavar="S", help="length of a sample (the model's; 1024 for one of your own)"
-    )
+    micro = "samples of a rank's micro-batch (%(default)s)"
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help=micro)
+    length = "length of a sample (the model's; 1024 for one of your own)"
+    parser.add_argument("--seq", type=int, metavar="S", help=length)
     parser.add_argument("--accumulate", type=int, default=1, metavar="K", help="micro-batches of a step (%(default)s)")
     parser.add_argument("--no-sync", action="store_true", help="reduce gradients with the last micro-batch only")
     add_checkpoints(parser)

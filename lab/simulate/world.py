@@ -56,10 +56,7 @@ WARM_UP = 1  # steps before the one that is followed: with the first the optimiz
 def simulated_world(size, rank=0, ranks_per_node=None, backend="nccl"):
     """In this context this process is one rank of a world, and tensors have no values.
 
-    Args:
-        size, rank: of the world.
-        ranks_per_node: None for all of them.
-        backend: "nccl" or "gloo", whose paths the collectives take.
+    Collectives take the paths of a backend, "nccl" or "gloo". Without `ranks_per_node` all ranks share a node.
 
     Raises:
         InputError: there can be no such rank; or a model reads values.
@@ -114,11 +111,9 @@ def _place(error):
 
 
 class Foreign(nn.Module):
-    """A user's model, with the surface of the zoo's.
+    """A user's model, with the surface of the zoo's: called with a tensor, a tuple of arguments or a dict of them.
 
-    Args:
-        model: called with what `make_inputs` returns: a tensor, a tuple of arguments or a dict of them.
-        make_inputs: of (samples, length); None for token numbers int64 [samples, length].
+    `make_inputs` makes those of (samples, length); without it they are token numbers, int64 [samples, length].
     """
 
     def __init__(self, model, make_inputs=None):

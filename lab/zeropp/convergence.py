@@ -11,7 +11,6 @@ how fast a link is.
 import argparse
 import statistics
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -19,13 +18,12 @@ import torch
 
 from common import models
 from common.data import Batches, load_text
-from common.engines import find_engine
 from common.errors import InputError
-from common.loop import train_step
 from common.measure.hardware import hardware
 from common.measure.tables import Table
 from common.outputs import asked, check_counts, one_line_errors, parser_of, progress_bar, tell
-from common.train import add_arguments, build_model, command
+from common.ranks.collectives import Collectives
+from common.train import add_arguments, command, how, train
 from lab import figures
 from zeropp.export import load_int8, save_int8
 
@@ -35,9 +33,7 @@ VALIDATED = 16  # batches of it
 OFF = {"quantize_weights": False, "hierarchical": False, "quantize_gradients": False}
 RUNS = {  # what is compared: (engine, its options)
     "stage 3": ("stage3_param", {}),
-    "quantize_weights": ("zeropp", OFF | {"quantize_weights": True}),
-    "hierarchical": ("zeropp", OFF | {"hierarchical": True}),
-    "quantize_gradients": ("zeropp", OFF | {"quantize_gradients": True}),
+    **{switch: ("zeropp", OFF | {switch: True}) for switch in OFF},
     "all three": ("zeropp", {}),
     "quantize_gradients, error_feedback": ("zeropp", OFF | {"quantize_gradients": True, "error_feedback": True}),
     "all three, error_feedback": ("zeropp", {"error_feedback": True}),
@@ -61,14 +57,19 @@ def main(arguments=None):
 
 def compare(world, runs, options):
     """Train every row from every seed; on rank 0 the JSON of `lab.zeropp.convergence`, else None."""
-    rows = []
-    with progress_bar() as bar:
+    rows, text = [], load_text(options.data)
+    cut = len(text) - len(text) // HELD_OUT
+    held_out = Batches(text[cut:], models.build(options.model).window, options.batch, seed=0)
+    with progress_bar() as bar, tempfile.NamedTemporaryFile() as trained_on:
+        text[:cut].tofile(trained_on.name)
         task = bar.add_task("trainings", total=len(runs) * options.seeds, visible=world.rank == 0)
         for name, (engine, own) in runs.items():
             rows.append({"run": name, "engine": engine, "options": own, "seeds": []})
+            taken = own | {"block": BLOCK} if engine == "zeropp" else own
             for seed in range(options.seeds):
-                of_seed = argparse.Namespace(**{**vars(options), "seed": seed})
-                rows[-1]["seeds"].append(train(world, engine, own, of_seed))
+                changed = {"data": trained_on.name, "own": taken, "seed": seed}
+                of_seed = argparse.Namespace(**{**vars(options), **changed})
+                rows[-1]["seeds"].append(one_training(world, engine, held_out, of_seed))
                 bar.advance(task)
     if world.rank:
         return None
@@ -76,50 +77,29 @@ def compare(world, runs, options):
         "world_size": world.size,
         "ranks_per_node": options.ranks_per_node,
         **{name: getattr(options, name) for name in ("model", "precision", "lr", "batch", "steps")},
+        **how(options),
         "block": BLOCK,
         "hardware": hardware(world.device),
         "rows": rows,
     }
 
 
-def train(world, name, own, options):
+def one_training(world, name, held_out, options):
     """Train one engine from one seed; return its losses, those of the text held out, and the bytes it keeps."""
-    module = build_model(options)
-    text = load_text(options.data)
-    cut = len(text) - len(text) // HELD_OUT
-    batches = Batches(text[:cut], module.window, options.batch, options.seed)
-    if name == "zeropp":
-        own = {**own, "block": BLOCK}
-    engine = find_engine(name)(
-        module,
-        partial(torch.optim.AdamW, lr=options.lr, fused=True),
-        precision=options.precision,
-        clip_norm=options.clip_norm,
-        init=models.initial_values(options.seed),
-        **own,
-    )
-    losses = []
-    for step in range(options.steps):
-        windows = batches.of(step, world.rank, world.size).to(world.device)
-        losses.append(train_step(engine, [module.inputs_and_targets(windows)])[0].item())
-    weights = engine.full_state_dict()
+    row, weights, _ = train(world, name, options)
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "weights.safetensors")
         save_int8(weights, path)
         as_int8 = load_int8(path)
-    everyone = engine.comm.gather_objects(losses)
-    held_out = Batches(text[cut:], module.window, options.batch, seed=0)
     return {
-        "losses": [statistics.fmean(parts) for parts in zip(*everyone, strict=True)],
-        "validation_loss": validate(world, engine.comm, weights, held_out, options),
-        "validation_loss_of_int8_weights": validate(world, engine.comm, as_int8, held_out, options),
-        "model_state_bytes": engine.model_state_bytes(),
-        "predicted_model_state_bytes": engine.predicted_model_state_bytes(),
+        "validation_loss": validate(world, weights, held_out, options),
+        "validation_loss_of_int8_weights": validate(world, as_int8, held_out, options),
+        **{name: row[name] for name in ("losses", "model_state_bytes", "predicted_model_state_bytes")},
     }
 
 
 @torch.no_grad()
-def validate(world, comm, weights, batches, options):
+def validate(world, weights, batches, options):
     """The mean loss of some weights, in fp32, over batches; each rank computes its part of them."""
     model = models.build(options.model, device="cpu").to(world.device)
     model.load_state_dict(weights)
@@ -128,7 +108,7 @@ def validate(world, comm, weights, batches, options):
     for step in range(VALIDATED):
         inputs, targets = model.inputs_and_targets(batches.of(step, world.rank, world.size).to(world.device))
         total += models.loss(model(inputs), targets).item()
-    return statistics.fmean(comm.gather_objects(total / VALIDATED))
+    return statistics.fmean(Collectives().gather_objects(total / VALIDATED))
 
 
 def table(results):

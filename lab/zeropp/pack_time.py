@@ -13,31 +13,28 @@ import torch
 
 from common.measure.hardware import hardware
 from common.measure.tables import Table
-from common.outputs import asked, check_counts, one_line_errors, parser_of, progress_bar, tell
+from common.outputs import asked, one_line_errors, parser_of, progress_bar, tell
 from zeropp.quantize import Blocks
 
-WARM_UP = 2  # rounds that are not timed
+ELEMENTS = 2**22
+WARM_UP, ROUNDS = 2, 31  # rounds that are not timed, and those that are
 
 
 @one_line_errors()
 def main(arguments=None):
     """Parse the arguments, measure, show and write the results."""
-    parser = parser_of("lab.zeropp.pack_time", __doc__)
-    parser.add_argument("--elements", type=int, default=2**22, help="that are packed (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=31, help="timed, of each (default: %(default)s)")
-    options = asked(parser, arguments)
-    check_counts(options, "elements", "rounds")
-    tell(options, measure(options.elements, options.rounds), table)
+    options = asked(parser_of("lab.zeropp.pack_time", __doc__), arguments)
+    tell(options, measure(), table)
 
 
-def measure(elements, rounds):
+def measure():
     """Time all; return the JSON of `lab.zeropp.pack_time`."""
     torch.set_num_threads(1)
-    values = torch.randn(elements, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0))
     contestants, arrived = {}, {}
     for bits in (8, 4):
         eager, compiled = Blocks(bits), Blocks(bits, compiled=True)
-        message = torch.empty(eager.nbytes(elements), dtype=torch.uint8)
+        message = torch.empty(eager.nbytes(ELEMENTS), dtype=torch.uint8)
         eager.pack(values, message)
         contestants[f"int{bits}, packed"] = (eager.pack, values, torch.empty_like(message))
         for kind, blocks in (("", eager), (", compiled", compiled)):
@@ -46,7 +43,7 @@ def measure(elements, rounds):
             contestants[name] = (blocks.unpack, message, arrived[name])
     seconds = {name: [] for name in contestants}
     with progress_bar() as bar:
-        for _ in bar.track(range(WARM_UP + rounds), description="rounds"):
+        for _ in bar.track(range(WARM_UP + ROUNDS), description="rounds"):
             for name, (run, *tensors) in contestants.items():
                 began = time.perf_counter()
                 run(*tensors)
@@ -56,7 +53,7 @@ def measure(elements, rounds):
         rows.append({"what": name, "first_seconds": taken[0], "median_seconds": statistics.median(taken[WARM_UP:])})
         eager = arrived.get(name.removesuffix(", compiled"))
         rows[-1]["same_bits"] = torch.equal(arrived[name], eager) if name.endswith("compiled") else None
-    return {"elements": elements, "rounds": rounds, "hardware": hardware(torch.device("cpu")), "rows": rows}
+    return {"elements": ELEMENTS, "rounds": ROUNDS, "hardware": hardware(torch.device("cpu")), "rows": rows}
 
 
 def table(results):

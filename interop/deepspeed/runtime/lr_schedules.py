@@ -22,12 +22,7 @@ class Schedule(LambdaLR):
 
 
 def WarmupLR(
-    optimizer,
-    warmup_min_lr=0.0,
-    warmup_max_lr=None,
-    warmup_num_steps=1000,
-    warmup_type="log",
-    last_batch_iteration=-1,
+    optimizer, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type="log", last_batch_iteration=-1
 ):
     """The rate rises, by default to the optimizer's own, and stays; a list has a rate for each group."""
     first = checked(warmup_num_steps, warmup_type, last_batch_iteration)
