@@ -159,7 +159,8 @@ class EngineBase(Files, NoModule):
         self.uses, self.guards, self.accounts = Uses(self), Guards(self), self.books(self)
         self.optimizer = optimizer(building.shards_of(self.buckets, self.param_groups, param_groups is None))
         self._group_of = groups_of(self.optimizer)
-        building.adopt_states(self.optimizer, self.buckets)
+        for piece in (piece for bucket in self.buckets for piece in bucket.pieces):
+            piece.adopt(self.optimizer.state.get(piece.master, {}))  # made with its first breath, as Adagrad's
         self.guards.take_optimizer()
         self.writes = Writes(self.buckets + self.frozen)
 

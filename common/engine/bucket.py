@@ -157,8 +157,7 @@ class Bucket(Run, Piece):
         """What this rank keeps of a state of the optimizer, flat; of None master weights, or what is frozen."""
         if not self.kind.trainable:
             return self.parameters
-        masters = [piece.master for piece in self.pieces]
-        return end_to_end([m if state is None else optimizer.state[m][state] for m in masters], "cpu")
+        return end_to_end([m if state is None else optimizer.state[m][state] for m in self.masters], "cpu")
 
     def take_over(self, part, fill):
         """Become other values: what this rank keeps of the parameters, elements `part` of the run, and its masters.

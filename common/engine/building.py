@@ -89,11 +89,7 @@ class InitialValues:
         self.unset = {name: tensor for name, tensor in self.unset.items() if tensor not in tensors}
 
     def check_set(self):
-        """Refuse to compute with what has no values yet.
-
-        Raises:
-            InputError: there is something.
-        """
+        """Refuse to compute with what has no values yet."""
         for name in self.unset:
             raise InputError(
                 f"init= leaves {name!r} without values; have it fill that, or write engine.load_weights(file) or "
@@ -106,14 +102,6 @@ def shards_of(buckets, param_groups, are_one):
     shards = [[] for _ in param_groups]
     for bucket in buckets:
         shards[bucket.kind.group] += [piece.master for piece in bucket.pieces]
-    return (
-        shards[0]
-        if are_one and shards[0]
-        else [{**g, "params": own} for g, own in zip(param_groups, shards, strict=True)]
-    )
-
-
-def adopt_states(optimizer, buckets):
-    """Move the states that an optimizer makes with its first breath, such as Adagrad's, to where their pieces lie."""
-    for piece in (piece for bucket in buckets for piece in bucket.pieces):
-        piece.adopt(optimizer.state.get(piece.master, {}))
+    if are_one and shards[0]:
+        return shards[0]
+    return [{**group, "params": own} for group, own in zip(param_groups, shards, strict=True)]

@@ -19,11 +19,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype_of(precision):
-    """The torch dtype of a precision's name.
-
-    Raises:
-        InputError: there is no such precision.
-    """
+    """The torch dtype of a precision's name; InputError if there is none."""
     if precision not in DTYPES:
         raise InputError(f"unknown precision {precision!r}; choose one of: {', '.join(DTYPES)}")
     return DTYPES[precision]
@@ -119,11 +115,7 @@ def decide(engine):
 
 
 def overflow_flag(buckets, comm):
-    """1 where any rank has an inf or a NaN in its part of the mean gradient, else 0: the same on every rank.
-
-    Returns:
-        fp32 tensor [1].
-    """
+    """1 where any rank has an inf or a NaN in its part of the mean gradient, else 0: an fp32 tensor [1]."""
     finite = torch.ones(1, device=comm.device)
     for bucket in buckets:
         for piece in bucket.pieces:
@@ -153,8 +145,10 @@ def gradient_norm(buckets, comm, norm_type=2.0):
         for shard, chunk in _chunks(bucket, held):
             if norm_type == math.inf:
                 shards[shard] = torch.maximum(shards[shard], torch.linalg.vector_norm(chunk, math.inf).double())
+            elif chunk.is_cuda:  # by one kernel, which takes the elements as they are
+                shards[shard] += torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
             else:
-                shards[shard] += _sum_of_squares(chunk)
+                shards[shard] += chunk.double().square().sum()
     if held < comm.size:
         shards = comm.everyones(shards, "the gradient norm").view(-1)
     if norm_type == math.inf:
@@ -163,13 +157,6 @@ def gradient_norm(buckets, comm, norm_type=2.0):
     for square in shards[1:]:
         total += square
     return total.sqrt().float()
-
-
-def _sum_of_squares(chunk):
-    """In float64: on the CPU of a copy; on CUDA by one kernel, which takes the elements as they are."""
-    if chunk.is_cuda:
-        return torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
-    return chunk.double().square().sum()
 
 
 def _chunks(bucket, shards):
