@@ -274,11 +274,7 @@ class EngineBase(Files, NoModule):
         return self.clip_norm is not None or self.skip_norm is not None
 
     def require_gradients(self, call):
-        """Have the mean gradient here, of backwards under no_sync and of other engines too.
-
-        Raises:
-            RuntimeError: there was no backward since the last step.
-        """
+        """Have the mean gradient here, also of backwards under no_sync or of other engines, or raise RuntimeError."""
         self.guards.check_trainable()
         if any(bucket.pending for bucket in self.buckets):  # no backward of this engine has reduced them
             self.finish_backward()

@@ -56,12 +56,7 @@ class Bucket(Run, Piece):
         self.forget()
 
     def lay(self, engine, whole):
-        """Get the storage that the engine's ownership table says a rank keeps.
-
-        Args:
-            engine: whose table it is.
-            whole: its first values, unrounded, as `InitialValues.of` has them.
-        """
+        """Get the storage that the engine's ownership table says a rank keeps, and first values, `whole`, unrounded."""
         owned = engine.owned(self)
         dtype, keeps_all = self.kind.dtype, owned.parameters == self.whole()
         self.parameters = whole.to(dtype) if keeps_all else whole[owned.parameters].to(dtype, copy=True)

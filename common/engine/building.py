@@ -13,9 +13,7 @@ class InitialValues:
 
     Args:
         module: its parameters on the meta device make room for others, which have a shape, but no storage yet.
-        param_groups: dicts, which follow.
-        init: see `EngineBase`.
-        comm: its `Collectives`.
+        param_groups, init, comm: the engine's. The groups, dicts, follow.
 
     Attributes:
         unset: what `init` has left as it was, and no file has set since, {name: tensor}.

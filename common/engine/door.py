@@ -28,12 +28,7 @@ TYPES = {bool: (bool, "True or False"), int: (Integral, "a whole number"), float
 
 
 def check_types(types, values):
-    """Refuse what is of another type.
-
-    Args:
-        types: {name: bool, int or float}; other types are not looked at.
-        values: {name: value}.
-    """
+    """Refuse values, {name: value}, of other types than {name: bool, int or float}; other types are not looked at."""
     for name, value in values.items():
         kind = types.get(name)
         wanted, told = TYPES.get(kind, (object, ""))
@@ -146,9 +141,6 @@ def _alike(one, other):
 def check_swapped(optimizer):
     """Probe that an optimizer steps weights that lie elsewhere between its steps, and did so when it was built.
 
-    Args:
-        optimizer: the factory.
-
     Returns:
         Bytes of an element of each of its states, which lie there too.
     """
@@ -200,11 +192,7 @@ def _not_elementwise(why, hence, refusal="the optimizer does not work element by
 
 
 def check_groups(model, param_groups, tied):
-    """The groups as dicts of their own.
-
-    Args:
-        tied: {parameter that was one: the one in its place}, as `ties.tie` returns it.
-    """
+    """The groups as dicts of their own, with {parameter: the one in its place} of `ties.tie` followed."""
     trainable = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not any(True for _ in model.parameters()):
         raise InputError("the model has no parameter")

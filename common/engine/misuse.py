@@ -35,11 +35,7 @@ engine_of = weakref.WeakValueDictionary()  # id of a parameter -> its engine, wh
 
 
 class Guards:
-    """Looks after an engine's parameters and its optimizer.
-
-    Args:
-        engine: its parameters are in place. It holds the guards, which do not hold it.
-    """
+    """Looks after an engine's parameters, which are in place, and its optimizer. It does not hold the engine."""
 
     def __init__(self, engine):
         self._engine = weakref.proxy(engine)

@@ -21,11 +21,7 @@ _watched = []  # the hook, while a checkpoint's forward runs
 
 
 class Uses:
-    """Notes which of an engine's parameters reentrant checkpoints use.
-
-    Args:
-        engine: its parameters are in place. It holds the notes, which do not hold it.
-    """
+    """Notes which of an engine's parameters reentrant checkpoints use. The engine holds them, they do not hold it."""
 
     def __init__(self, engine):
         self._engine, self._inside, self._since_backward = weakref.proxy(engine), set(), set()

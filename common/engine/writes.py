@@ -78,9 +78,6 @@ class Writes:
         """Refuse what was written where it would be lost, or where no other rank would hear of it.
 
         In fp32 stages 0 to 2 keep whole parameters, without master weights: writes there last.
-
-        Raises:
-            InputError: it names the parameter.
         """
         for bucket in self._buckets:
             for name, parameter in bucket.members.items() if bucket.loses_writes else ():
@@ -154,11 +151,7 @@ def _check_read_only(writes, members, unseen):
 
 @contextlib.contextmanager
 def _kept(engine, members):
-    """In this context parameters are written, and after it the engine keeps that. After an exception all is as before.
-
-    Args:
-        members: [(bucket, name, parameter)], whole on this rank.
-    """
+    """In this context parameters are written; after it the engine keeps that. After an exception all is as before."""
     places = {parameter: bucket.view(bucket.at_hand, name) for bucket, name, parameter in members}
     with torch.inference_mode(False):
         before = {parameter: place.clone() for parameter, place in places.items()}
