@@ -83,7 +83,8 @@ def make_units(model, param_groups, dtype_of, world_size, make):
         sizes[home] += parameter.numel()
     largest = max(sizes.values(), default=0)
     for parameter, home in homes.items():
-        if sizes[home] <= SMALL * largest and not _in_list(model, paths[home]):
+        in_list = any(isinstance(module, LISTS) for module in _stops(model, paths[home])[:-1])
+        if sizes[home] <= SMALL * largest and not in_list:
             homes[parameter] = model
     members = {}  # module -> [(name, parameter)]
     for name, parameter in model.named_parameters():
@@ -123,11 +124,6 @@ def _road(model, path):
         if isinstance(module, READ_THEIR_CHILDREN):
             break
     return road
-
-
-def _in_list(model, path):
-    """Whether `path` lies in a ModuleList or Sequential."""
-    return any(isinstance(module, LISTS) for module in _stops(model, path)[:-1])
 
 
 def _stops(model, path):

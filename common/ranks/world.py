@@ -98,11 +98,7 @@ def _handing_on(local):
 
 
 def told_by_torchrun():
-    """The rank, world size, local rank and local world size that torchrun gave this process; None where it did not.
-
-    Raises:
-        InputError: they are no numbers.
-    """
+    """The rank, world size, local rank and local world size that torchrun gave this process; None where it did not."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -132,8 +128,11 @@ def _join(function, args, oversubscribe, ranks_per_node, timeout):
     rendezvous, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
     store = fresh(dist.PrefixStore("ranks", rendezvous), rank, size, timeout)  # beside keys of torchrun's own
     gpus = _tell_gpus(world, store)
-    if not oversubscribe:
-        _check_gpus(gpus)
+    if not oversubscribe and (ranks := _sharing(gpus)) is not None:
+        raise InputError(
+            "--nproc-per-node: ranks {} and {} use the same GPU; start one rank for each GPU, or add --oversubscribe "
+            "to let ranks share them".format(*ranks)
+        )
     _prepare_environment(world, local_size, gpus, ranks_per_node)
     _init_group(world, store, timeout)
     try:
@@ -396,15 +395,6 @@ def _sharing(gpus):
         if gpu[0] == other[0] and (gpu[1] == other[1] or (gpu[2] == other[2] and None not in gpu[2])):
             return first, second
     return None
-
-
-def _check_gpus(gpus):
-    """Refuse ranks that use the same GPU."""
-    if (ranks := _sharing(gpus)) is not None:
-        raise InputError(
-            "--nproc-per-node: ranks {} and {} use the same GPU; start one rank for each GPU, or add --oversubscribe "
-            "to let ranks share them".format(*ranks)
-        )
 
 
 def _prepare_environment(world, local_size, gpus, ranks_per_node=None):
