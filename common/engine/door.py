@@ -63,8 +63,7 @@ def check_elementwise(optimizer, device, refusal="the optimizer does not work el
     clips or skips by a look at the whole gradient would do so on some ranks only.
 
     Args:
-        optimizer: the factory.
-        device: where it is to step.
+        optimizer, device: the factory, and where it is to step.
         refusal: what to say where it fails there.
 
     Returns:

@@ -125,7 +125,7 @@ def overflow_flag(buckets, comm):
 
 
 def gradient_norm(buckets, comm, norm_type=2.0):
-    """The norm of the mean gradient over all parameters and ranks, each element once.
+    """The norm of the mean gradient over all parameters and ranks, each element once: an fp32 scalar tensor.
 
     Squares are summed in float64, shard by shard, and the shards' sums added in rank order. A rank that keeps the
     whole gradient adds the same numbers in the same order, so all stages get the same norm. In the infinity norm each
@@ -133,11 +133,7 @@ def gradient_norm(buckets, comm, norm_type=2.0):
 
     Args:
         buckets: the `mean` gradients of their pieces are one shard each, or all N of them end to end.
-        comm: the `Collectives`; asked only when a rank holds one shard.
-        norm_type: 2.0 or `math.inf`.
-
-    Returns:
-        fp32 scalar tensor.
+        comm: asked only when a rank holds one shard.
     """
     held = sum(length(piece.part) for piece in buckets[0].pieces) // buckets[0].shard_numel  # 1 or N
     shards = torch.zeros(held, dtype=torch.float64, device=comm.device)

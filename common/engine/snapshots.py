@@ -56,9 +56,7 @@ def snapshot(engine, optimizer=True):
 def restore(engine, snapshot, optimizer=True):
     """Go back to a snapshot of this engine; a collective.
 
-    Args:
-        snapshot: what `snapshot` returned on this rank.
-        optimizer: go back to its states and options too, and drop gradients; else all these stay as they are.
+    With `optimizer` to its states and options too, and gradients are dropped; else all these stay as they are.
 
     Raises:
         InputError: it is of another engine or rank; or it has no states of the optimizer.
@@ -99,13 +97,11 @@ def _take_over(engine, bucket, values):
 
 @torch.no_grad()
 def continue_from(engine, old):
-    """Take over weights and optimizer states from the engine of a model that this one's was made of; a collective.
+    """Take over weights and optimizer states from the `old` engine, of any stage over the same ranks; a collective.
 
-    What has the same name and shape goes on with the old master weights and states. What is new keeps its first
-    values, and begins with states of zeros beside the step count of the others. Options are this engine's own.
-
-    Args:
-        old: an engine, of any stage, over the same ranks.
+    Its model is what this one's was made of. What has the same name and shape goes on with the old master weights and
+    states. What is new keeps its first values, and begins with states of zeros beside the step count of the others.
+    Options are this engine's own.
     """
     engine.zero_grad()
     engine.synchronize()

@@ -27,13 +27,10 @@ def check_tensors(model):
 
 
 def tie(model):
-    """Put the first of several parameters that are one whole in memory in the place of the others.
+    """Put the first of several parameters that are one whole in memory in the place of the others, and refuse others.
 
     Returns:
         {parameter that is no part of the model any more: the one in its place}.
-
-    Raises:
-        InputError: a parameter shares memory with another one, or with a buffer, and they are not one whole.
     """
     first, instead, distinct = {}, {}, []
     for name, parameter in model.named_parameters():

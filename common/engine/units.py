@@ -178,8 +178,7 @@ class Order:
 def watch(engine, units):
     """Call the engine's phases as the units' modules run, forward and backward. Look after who reads their weights.
 
-    Returns:
-        A `_Watch` for each unit, which the hooks call as long as the engine keeps it.
+    Returns a `_Watch` for each unit, which the hooks call as long as the engine keeps it.
     """
     watches = {unit: _Watch(engine, unit) for unit in units}
     unit_of = {parameter: unit for unit in units for bucket in unit.buckets for parameter in bucket.members.values()}
@@ -320,10 +319,8 @@ class Nothing:
         """Move the bucket if its weights are read where its unit does not run, as T5's head reads the embedding's.
 
         The unit that is running takes it, if it is around the bucket's own, and gathers it from then on; else the
-        root, as with weights that two units share. All ranks read it at the same place of a forward.
-
-        Returns:
-            Whether it was moved, and can be read now.
+        root, as with weights that two units share. All ranks read it at the same place of a forward. Returns whether
+        it was moved, and can be read now.
         """
         engine, bucket = self.engine(), self._bucket()
         running = [unit for unit in engine.units if unit.depth]

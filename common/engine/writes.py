@@ -24,10 +24,7 @@ HOW = "write weights within `with engine.gathered(module, write=True):`"
 
 
 class Writes:
-    """Tells the writes of others from those of the engine.
-
-    Args:
-        buckets: the engine's, trainable and frozen, with their parameters in place.
+    """Tells the writes of others to an engine's buckets, trainable and frozen, from those of the engine.
 
     Attributes:
         open: for each `gathered(write=True)` that is open, the outermost first, {parameter: its values at first}.

@@ -158,10 +158,6 @@ class LocalWorld(contextlib.AbstractContextManager):
         preload: modules that ranks would each take long to import. Of a process's first world they count for all.
         small_send_buffers: let little be under way at once between ranks of gloo's (`common.ranks.sockets`).
         log: a file to which all goes that ranks print, libraries' warnings for instance; not what they raise.
-
-    Raises:
-        InputError: the number of ranks does not fit the machine.
-        RankFailed: the ranks found no way to form a group.
     """
 
     def __init__(
@@ -203,11 +199,9 @@ class LocalWorld(contextlib.AbstractContextManager):
     def run(self, function, *args, timeout=None):
         """Call `function(world, *args)` on every rank; return the results in rank order.
 
-        Raises:
+        Raises, after which the world is closed:
             InputError: a rank raised one.
             RankFailed: a rank raised anything else, died, or `timeout` seconds went by.
-
-        After any exception the world is closed.
         """
         if not self.alive:
             raise RankFailed("this world is closed; open another one")
