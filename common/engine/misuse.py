@@ -40,8 +40,7 @@ class Guards:
     def __init__(self, engine):
         self._engine = weakref.proxy(engine)
         for module in engine._module.modules():
-            if any(True for _ in module.parameters(recurse=False)):
-                engine.handles.append(module.register_load_state_dict_pre_hook(Hook(self._before_load_state_dict)))
+            engine.handles.append(module.register_load_state_dict_pre_hook(Hook(self._before_load_state_dict)))
 
     @past_subclasses
     def check_parameters(self):

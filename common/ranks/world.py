@@ -206,25 +206,22 @@ class LocalWorld(contextlib.AbstractContextManager):
         if not self.alive:
             raise RankFailed("this world is closed; open another one")
         call = pickle.dumps((function, args))
+        results, waiting = [None] * self.size, dict(zip(self._pipes, range(self.size), strict=True))
         try:
-            return self._answers(call, timeout)
+            for pipe in self._pipes:
+                with contextlib.suppress(ConnectionError):  # a dead rank is reported below
+                    pipe.send_bytes(call)
+            for rank, outcome, value in _heard(waiting, timeout):
+                if outcome == "input error":
+                    raise InputError(value)
+                if outcome != "ok":
+                    raise RankFailed(self._why(rank, outcome, value, waiting))
+                results[rank] = value
+            if waiting:
+                raise RankFailed(f"ranks {sorted(waiting.values())} gave no answer in {timeout} s")
         except BaseException:  # Ctrl-C too: a rank in the middle of one call cannot take another
             self.close(kill=True)
             raise
-
-    def _answers(self, call, timeout):
-        for pipe in self._pipes:
-            with contextlib.suppress(ConnectionError):  # a dead rank is reported below
-                pipe.send_bytes(call)
-        results, waiting = [None] * self.size, dict(zip(self._pipes, range(self.size), strict=True))
-        for rank, outcome, value in _heard(waiting, timeout):
-            if outcome == "input error":
-                raise InputError(value)
-            if outcome != "ok":
-                raise RankFailed(self._why(rank, outcome, value, waiting))
-            results[rank] = value
-        if waiting:
-            raise RankFailed(f"ranks {sorted(waiting.values())} gave no answer in {timeout} s")
         return results
 
     def _why(self, rank, outcome, value, waiting):
