@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 
+from common.engine import ties
 from common.errors import InputError
 from common.ranks.agreement import check_agreement
-from common.tensors import checksum, own_parameters
+from common.tensors import checksum
 
 
 class InitialValues:
@@ -25,14 +26,11 @@ class InitialValues:
         self._in_files = set(module.state_dict(keep_vars=True))
         self._missing = {name for name, parameter in module.named_parameters() if parameter.is_meta}
         real = {}  # meta parameter -> the one in its place: what was one object stays one object
-        for part in module.modules():
-            own = own_parameters(part)
-            for name, parameter in own.items():
-                if parameter is not None and parameter.is_meta:
-                    if parameter not in real:
-                        nothing = torch.empty((), dtype=parameter.dtype, device=comm.device)
-                        real[parameter] = nn.Parameter(nothing.expand(parameter.shape), parameter.requires_grad)
-                    own[name] = real[parameter]
+        for parameter in module.parameters():
+            if parameter.is_meta:
+                nothing = torch.empty((), dtype=parameter.dtype, device=comm.device)
+                real[parameter] = nn.Parameter(nothing.expand(parameter.shape), parameter.requires_grad)
+        ties.replace(module, real)
         for group in param_groups:
             group["params"] = [real.get(parameter, parameter) for parameter in group["params"]]
 

@@ -60,17 +60,23 @@ class Guards:
     @past_subclasses
     def check_places(self):
         """Other data that `parameter.data = tensor` has given goes to the parameter's place, or is refused."""
-        engine = self._engine
-        for bucket in engine.buckets + engine.frozen:
+        for bucket in self._engine.buckets + self._engine.frozen:
             bucket.note_strays()
             strays = [name for name in bucket.members if name in bucket.strays]
-            lost = [name for name in strays if not engine.writes.bring_back(bucket, name)]
             bucket.strays.clear()
-            for name in lost:
-                raise InputError(
-                    f"{name!r} has left the engine's storage, by model.to(), flatten_parameters() or a write to its "
-                    f".data for instance, and that would be lost; build the engine after it, or {HOW}, between steps"
-                )
+            for name in strays:
+                parameter, place = bucket.members[name], None
+                if not bucket.loses_writes:
+                    place = bucket.view(bucket.parameters, name)
+                    given, kept = [(one.dtype, one.device, one.shape, one.stride()) for one in (parameter, place)]
+                if place is None or given != kept:
+                    raise InputError(
+                        f"{name!r} has left the engine's storage, by model.to(), flatten_parameters() or a write to "
+                        "its .data for instance, and that would be lost; build the engine after it, or "
+                        f"{HOW}, between steps"
+                    )
+                place.data.copy_(parameter.data)
+                parameter.data = place
 
     @past_subclasses
     def check_trainable(self):

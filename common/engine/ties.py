@@ -41,10 +41,15 @@ def tie(model):
         else:
             instead[parameter] = known
     _check_apart(distinct, [(f"buffer {name!r}", buffer) for name, buffer in model.named_buffers()])
+    replace(model, instead)
+    return instead
+
+
+def replace(model, instead):
+    """Put parameters in the places of a model's: {parameter: the one in its place}."""
     for module in model.modules():
         own = own_parameters(module)
         own.update((name, instead[parameter]) for name, parameter in own.items() if parameter in instead)
-    return instead
 
 
 def _check_apart(parameters, buffers):

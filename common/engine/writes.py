@@ -55,18 +55,6 @@ class Writes:
         """Whether torch has counted a write since."""
         return tensor._version != self._versions[tensor]
 
-    def bring_back(self, bucket, name):
-        """Move what `parameter.data = tensor` has taken away back to its place. Returns whether that keeps it."""
-        if bucket.loses_writes:
-            return False
-        parameter, place = bucket.members[name], bucket.view(bucket.at_hand, name)
-        alike = (parameter.dtype, parameter.device, parameter.shape, parameter.stride())
-        if alike != (place.dtype, place.device, place.shape, place.stride()):
-            return False
-        place.data.copy_(parameter.data)
-        parameter.data = place
-        return True
-
     def is_open(self, parameter):
         """Whether a parameter may be written now."""
         return any(parameter in before for before in self.open)
