@@ -26,10 +26,7 @@ def state_bytes(bucket, engine):
 
 
 class Accounts:
-    """What a rank holds, and what it is foreseen to hold and to send.
-
-    Args:
-        engine: whose books these are. It holds them, and they do not hold it.
+    """The books of an engine, which holds them: what a rank holds, and what it is foreseen to hold and to send.
 
     Attributes:
         backwards, reductions: the backwards since the last step, and those of them that reduced.

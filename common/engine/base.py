@@ -29,7 +29,7 @@ from common.engine.hooks import Hook
 from common.engine.master_weights import alone, groups_of
 from common.engine.misuse import Guards, NoModule, engine_of
 from common.engine.mixed_precision import LossScaler, decide, dtype_of
-from common.engine.reentrant import Uses, mark_gradients_in_parts
+from common.engine.reentrant import mark_gradients_in_parts
 from common.engine.snapshots import continue_from, restore, snapshot
 from common.engine.writes import Writes, gathered
 from common.errors import InputError
@@ -137,7 +137,8 @@ class EngineBase(Files, NoModule):
         self.bucket_bytes = bucket_mb * 2**20
 
         self.buckets, self.frozen = [], []  # of trainable and of frozen parameters
-        self.bucket_of, self.filling = {}, set()  # parameter -> bucket; those with gradients that are not sealed
+        self.bucket_of, self.in_checkpoints = {}, set()  # parameter -> bucket; see `reentrant`
+        self.filling = set()  # buckets that hold gradients of this backward and have not been sealed
         self.handles = []  # of the hooks on the model, which go with the engine; others may be added later
         weakref.finalize(self, lambda handles: [handle.remove() for handle in handles], self.handles).atexit = False
         self.holders = weakref.WeakSet()  # what else keeps `tensors` on the host for it
@@ -156,10 +157,11 @@ class EngineBase(Files, NoModule):
         engine_of.update((id(parameter), self) for parameter in self.bucket_of)
         self.begin_backward()
         self.buffers = Buffers(model, self.comm, broadcast_buffers)
-        self.uses, self.guards, self.accounts = Uses(self), Guards(self), self.books(self)
+        self.guards, self.accounts = Guards(self), self.books(self)
         self.optimizer = optimizer(building.shards_of(self.buckets, self.param_groups, param_groups is None))
         self._group_of = groups_of(self.optimizer)
-        building.adopt_states(self.optimizer, self.buckets)
+        for piece in (piece for bucket in self.buckets for piece in bucket.pieces):
+            piece.adopt(self.optimizer.state.get(piece.master, {}))  # made with its first breath, as Adagrad's
         self.guards.take_optimizer()
         self.writes = Writes(self.buckets + self.frozen)
 
@@ -177,7 +179,7 @@ class EngineBase(Files, NoModule):
         if self._failed:
             self.settle()
             self.zero_grad()
-            self.uses.forget()
+            self.in_checkpoints.clear()
         self._initial.check_set()
         self.guards.check_parameters()
         self._begin_gradients()
@@ -207,11 +209,8 @@ class EngineBase(Files, NoModule):
         After an exception the gradients since the last step are dropped.
 
         Args:
-            loss: a scalar tensor.
+            loss: a scalar tensor; else it raises an InputError.
             retain_graph: keep the graph for another backward, of this loss or of one that shares a part of it.
-
-        Raises:
-            InputError: the loss is not a scalar.
         """
         if loss.numel() != 1:
             raise InputError(f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, by mean() for instance")
@@ -233,17 +232,16 @@ class EngineBase(Files, NoModule):
         self.accounts.backwards += 1
         self.accounts.reductions += self.syncing
         self._failed, self.unfinished = False, None
-        self.uses.forget()
+        self.in_checkpoints.clear()
 
     @property
     def _scale(self):
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
     def step(self):
-        """Clip, update the parameters, release the gradients. In fp16 all ranks skip it if any has an overflow.
+        """Clip, update the parameters, release the gradients; return a `StepResult`.
 
-        Returns:
-            StepResult.
+        In fp16 all ranks skip it if any has an overflow.
 
         Raises:
             RuntimeError: there was no backward since the last step; or a gradient came under another loss scale than
@@ -273,11 +271,7 @@ class EngineBase(Files, NoModule):
         return self.clip_norm is not None or self.skip_norm is not None
 
     def require_gradients(self, call):
-        """Have the mean gradient here, of backwards under no_sync and of other engines too.
-
-        Raises:
-            RuntimeError: there was no backward since the last step.
-        """
+        """Have the mean gradient here, also of backwards under no_sync or of other engines, or raise RuntimeError."""
         self.guards.check_trainable()
         if any(bucket.pending for bucket in self.buckets):  # no backward of this engine has reduced them
             self.finish_backward()

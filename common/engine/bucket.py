@@ -57,12 +57,7 @@ class Bucket(Run, Piece):
         self.forget()
 
     def lay(self, engine, whole):
-        """Get the storage that the engine's ownership table says a rank keeps.
-
-        Args:
-            engine: whose table it is.
-            whole: its first values, unrounded, as `InitialValues.of` has them.
-        """
+        """Get the storage that the engine's ownership table says a rank keeps, and first values, `whole`, unrounded."""
         owned = engine.owned(self)
         dtype, keeps_all = self.kind.dtype, owned.parameters == self.whole()
         self.parameters = whole.to(dtype) if keeps_all else whole[owned.parameters].to(dtype, copy=True)
@@ -160,8 +155,7 @@ class Bucket(Run, Piece):
         """What this rank keeps of a state of the optimizer, flat; of None master weights, or what is frozen."""
         if not self.kind.trainable:
             return self.parameters
-        masters = [piece.master for piece in self.pieces]
-        return end_to_end([m if state is None else optimizer.state[m][state] for m in masters], "cpu")
+        return end_to_end([m if state is None else optimizer.state[m][state] for m in self.masters], "cpu")
 
     def take_over(self, part, fill):
         """Become other values: what this rank keeps of the parameters, elements `part` of the run, and its masters.

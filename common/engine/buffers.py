@@ -8,13 +8,7 @@ from common.tensors import checksum, distinct, host_value
 
 
 class Buffers:
-    """The buffers of a model.
-
-    Args:
-        module: the model.
-        comm: its `Collectives`.
-        broadcasts: give every rank those of rank 0; otherwise nothing here does anything.
-    """
+    """The buffers of a model. Unless it `broadcasts` those of rank 0, nothing here does anything."""
 
     def __init__(self, module, comm, broadcasts):
         self._module, self._comm, self._broadcasts = module, comm, broadcasts

@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 
+from common.engine import ties
 from common.errors import InputError
 from common.ranks.agreement import check_agreement
-from common.tensors import checksum, own_parameters
+from common.tensors import checksum
 
 
 class InitialValues:
@@ -13,9 +14,7 @@ class InitialValues:
 
     Args:
         module: its parameters on the meta device make room for others, which have a shape, but no storage yet.
-        param_groups: dicts, which follow.
-        init: see `EngineBase`.
-        comm: its `Collectives`.
+        param_groups, init, comm: the engine's. The groups, dicts, follow.
 
     Attributes:
         unset: what `init` has left as it was, and no file has set since, {name: tensor}.
@@ -27,14 +26,11 @@ class InitialValues:
         self._in_files = set(module.state_dict(keep_vars=True))
         self._missing = {name for name, parameter in module.named_parameters() if parameter.is_meta}
         real = {}  # meta parameter -> the one in its place: what was one object stays one object
-        for part in module.modules():
-            own = own_parameters(part)
-            for name, parameter in own.items():
-                if parameter is not None and parameter.is_meta:
-                    if parameter not in real:
-                        nothing = torch.empty((), dtype=parameter.dtype, device=comm.device)
-                        real[parameter] = nn.Parameter(nothing.expand(parameter.shape), parameter.requires_grad)
-                    own[name] = real[parameter]
+        for parameter in module.parameters():
+            if parameter.is_meta:
+                nothing = torch.empty((), dtype=parameter.dtype, device=comm.device)
+                real[parameter] = nn.Parameter(nothing.expand(parameter.shape), parameter.requires_grad)
+        ties.replace(module, real)
         for group in param_groups:
             group["params"] = [real.get(parameter, parameter) for parameter in group["params"]]
 
@@ -89,11 +85,7 @@ class InitialValues:
         self.unset = {name: tensor for name, tensor in self.unset.items() if tensor not in tensors}
 
     def check_set(self):
-        """Refuse to compute with what has no values yet.
-
-        Raises:
-            InputError: there is something.
-        """
+        """Refuse to compute with what has no values yet."""
         for name in self.unset:
             raise InputError(
                 f"init= leaves {name!r} without values; have it fill that, or write engine.load_weights(file) or "
@@ -106,14 +98,6 @@ def shards_of(buckets, param_groups, are_one):
     shards = [[] for _ in param_groups]
     for bucket in buckets:
         shards[bucket.kind.group] += [piece.master for piece in bucket.pieces]
-    return (
-        shards[0]
-        if are_one and shards[0]
-        else [{**g, "params": own} for g, own in zip(param_groups, shards, strict=True)]
-    )
-
-
-def adopt_states(optimizer, buckets):
-    """Move the states that an optimizer makes with its first breath, such as Adagrad's, to where their pieces lie."""
-    for piece in (piece for bucket in buckets for piece in bucket.pieces):
-        piece.adopt(optimizer.state.get(piece.master, {}))
+    if are_one and shards[0]:
+        return shards[0]
+    return [{**group, "params": own} for group, own in zip(param_groups, shards, strict=True)]

@@ -28,12 +28,7 @@ TYPES = {bool: (bool, "True or False"), int: (Integral, "a whole number"), float
 
 
 def check_types(types, values):
-    """Refuse what is of another type.
-
-    Args:
-        types: {name: bool, int or float}; other types are not looked at.
-        values: {name: value}.
-    """
+    """Refuse values, {name: value}, of other types than {name: bool, int or float}; other types are not looked at."""
     for name, value in values.items():
         kind = types.get(name)
         wanted, told = TYPES.get(kind, (object, ""))
@@ -68,8 +63,7 @@ def check_elementwise(optimizer, device, refusal="the optimizer does not work el
     clips or skips by a look at the whole gradient would do so on some ranks only.
 
     Args:
-        optimizer: the factory.
-        device: where it is to step.
+        optimizer, device: the factory, and where it is to step.
         refusal: what to say where it fails there.
 
     Returns:
@@ -146,23 +140,18 @@ def _alike(one, other):
 def check_swapped(optimizer):
     """Probe that an optimizer steps weights that lie elsewhere between its steps, and did so when it was built.
 
-    Args:
-        optimizer: the factory.
-
     Returns:
         Bytes of an element of each of its states, which lie there too.
     """
     values, *gradients = torch.randn(1 + SWAPPED_STEPS, 64, generator=torch.Generator().manual_seed(0))
-    stepped = []
-    for between in (values, torch.full_like(values, math.nan)):
-        weight = nn.Parameter(between.clone())
-        probe, now = optimizer([weight]), values.clone()
-        for gradient in gradients:
-            weight.data, weight.grad = now, gradient.clone()
-            probe.step()
-            now, weight.data, weight.grad = weight.detach(), between, None
-        stepped.append(now)
-    if not host_value((stepped[0] == stepped[1]).all(), True):
+    expected, nothing = _probed(optimizer, values, gradients, (64,))[0][-1], torch.full_like(values, math.nan)
+    weight, now = nn.Parameter(nothing.clone()), values.clone()
+    probe = optimizer([weight])
+    for gradient in gradients:
+        weight.data, weight.grad = now, gradient.clone()
+        probe.step()
+        now, weight.data, weight.grad = weight.detach(), nothing, None
+    if not _alike(now, expected):
         raise InputError(
             f"{type(probe).__name__} looks at the weights when it is built, and on disk they have no values then; "
             "place the optimizer by tiers= on 'cpu' or 'device', or use AdamW, Adam, SGD, Adagrad or RMSprop"
@@ -200,11 +189,7 @@ def _not_elementwise(why, hence, refusal="the optimizer does not work element by
 
 
 def check_groups(model, param_groups, tied):
-    """The groups as dicts of their own.
-
-    Args:
-        tied: {parameter that was one: the one in its place}, as `ties.tie` returns it.
-    """
+    """The groups as dicts of their own, with {parameter: the one in its place} of `ties.tie` followed."""
     trainable = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not any(True for _ in model.parameters()):
         raise InputError("the model has no parameter")

@@ -55,21 +55,20 @@ def _whole_mean(engine, bucket):
 @torch.no_grad()
 def _agree(engine, places, found):
     """Refuse, on every rank, what is no gradient of these parameters, and what differs between ranks."""
-    comm, agreed = engine.comm, []
+    comm, misfit, how = engine.comm, None, "write the same on every rank; nothing of it is kept"
     for name, (_, place) in places.items():
-        given, how = found.get(name), "write the same on every rank; nothing of it is kept"
-        fits = torch.is_tensor(given) and given.shape == place.shape
-        agreed.append((f"the gradient of {name!r}", checksum(given) if fits else -1, how))
-        if not fits:
+        given = found.get(name)
+        if not (torch.is_tensor(given) and given.shape == place.shape):
             how = f"write a tensor of the shape {tuple(place.shape)}"
-            agreed = InputError(f"what was written as the gradient of {name!r} is no gradient of it; {how}")
+            misfit = InputError(f"what was written as the gradient of {name!r} is no gradient of it; {how}")
             break
-    fits = isinstance(agreed, list)
-    sums = torch.tensor([line[1] for line in agreed] if fits else [-1] * len(places), device=comm.device)
+    own = [-1 if misfit else checksum(found[name]) for name in places]
+    sums = torch.tensor(own, device=comm.device)
     everyone = comm.everyones(sums, "what was written")
     engine.accounts.looks.append(("compared", None, len(sums)))
-    if not fits or (everyone != sums).any():
-        check_agreement(agreed, comm, "what was written")
+    if misfit or (everyone != sums).any():
+        agreed = [(f"the gradient of {name!r}", value, how) for name, value in zip(places, own, strict=True)]
+        check_agreement(misfit or agreed, comm, "what was written")
 
 
 @torch.no_grad()

@@ -93,11 +93,7 @@ class Run:
         return {slot.name: part.view(slot.shape) for slot, part in zip(self.slots.values(), parts, strict=True)}
 
     def overlaps(self, part):
-        """What elements `part` of the run hold of each parameter.
-
-        Yields:
-            Its name, and the common elements as slices of the parameter and of `part`.
-        """
+        """Yield what elements `part` of the run hold: a parameter's name, and slices of the parameter and of `part`."""
         for slot in self.slots.values():
             common = slice(max(slot.offset, part.start), min(slot.end, part.stop))
             if common.start < common.stop:

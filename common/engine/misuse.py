@@ -5,7 +5,6 @@
 
 import functools
 import hashlib
-import operator
 import types
 import weakref
 from collections import defaultdict
@@ -17,58 +16,35 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from common.engine.hooks import Hook
 from common.engine.writes import HOW
 from common.errors import InputError
-from common.tensors import length, own_parameters, past_subclasses
+from common.tensors import length, past_subclasses
 
 HOW_TO_CHANGE = (
     "to change the model, copy.deepcopy(engine.module) within `with engine.gathered():`, change the copy, build an "
     "engine of it, and write engine.continue_from(old_engine)"
 )
 WHERE_TO_WRITE = "do it in step() of the optimizer that the factory makes, which sees each shard alone"
+INSTEAD = {  # of what an nn.Module has
+    "parameters": "write engine.module.parameters()",
+    "named_parameters": "write engine.module.named_parameters()",
+    "state_dict": "write engine.full_state_dict(), or engine.save(path)",
+    "load_state_dict": "write engine.load(path), or engine.load_weights(file)",
+    "to": "move the model before the engine is built; precision= of the engine is what casts it",
+}
 
 engine_of = weakref.WeakValueDictionary()  # id of a parameter -> its engine, which holds the parameter
 
 
 class Guards:
-    """Looks after an engine's parameters and its optimizer.
-
-    Args:
-        engine: its parameters are in place. It holds the guards, which do not hold it.
-    """
+    """Looks after an engine's parameters, which are in place, and its optimizer. It does not hold the engine."""
 
     def __init__(self, engine):
         self._engine = weakref.proxy(engine)
-        self._note_parts()
         for module in engine._module.modules():
-            if any(True for _ in module.parameters(recurse=False)):
-                engine.handles.append(module.register_load_state_dict_pre_hook(Hook(self._before_load_state_dict)))
+            engine.handles.append(module.register_load_state_dict_pre_hook(Hook(self._before_load_state_dict)))
 
     @past_subclasses
     def check_parameters(self):
         """Refuse parameters that are no longer those that the engine has made: they would not be trained."""
-        engine = self._engine
-        parts = _parts_of(self._modules)
-        if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
-            self._check_names()
-        self.check_places()
-        engine.writes.check()
-
-    @past_subclasses
-    def check_places(self):
-        """Other data that `parameter.data = tensor` has given goes to the parameter's place, or is refused."""
-        engine = self._engine
-        for bucket in engine.buckets + engine.frozen:
-            bucket.note_strays()
-            strays = [name for name in bucket.members if name in bucket.strays]
-            lost = [name for name in strays if not engine.writes.bring_back(bucket, name)]
-            bucket.strays.clear()
-            for name in lost:
-                raise InputError(
-                    f"{name!r} has left the engine's storage, by model.to(), flatten_parameters() or a write to its "
-                    f".data for instance, and that would be lost; build the engine after it, or {HOW}, between steps"
-                )
-
-    def _check_names(self):
-        """Refuse parameters that came or went. Modules say so only to who asks them all, which takes a while."""
         engine = self._engine
         names = {parameter: name for name, parameter in engine._module.named_parameters()}
         for parameter, name in names.items():
@@ -78,11 +54,29 @@ class Guards:
             members = (pair for bucket in engine.buckets + engine.frozen for pair in bucket.members.items())
             gone = next(name for name, parameter in members if parameter not in names)
             raise InputError(f"{gone!r} is no part of the model any more; {HOW_TO_CHANGE}")
-        self._note_parts()
+        self.check_places()
+        engine.writes.check()
 
-    def _note_parts(self):
-        self._modules = list(self._engine._module.modules())
-        self._parts = _parts_of(self._modules)
+    @past_subclasses
+    def check_places(self):
+        """Other data that `parameter.data = tensor` has given goes to the parameter's place, or is refused."""
+        for bucket in self._engine.buckets + self._engine.frozen:
+            bucket.note_strays()
+            strays = [name for name in bucket.members if name in bucket.strays]
+            bucket.strays.clear()
+            for name in strays:
+                parameter, place = bucket.members[name], None
+                if not bucket.loses_writes:
+                    place = bucket.view(bucket.parameters, name)
+                    given, kept = [(one.dtype, one.device, one.shape, one.stride()) for one in (parameter, place)]
+                if place is None or given != kept:
+                    raise InputError(
+                        f"{name!r} has left the engine's storage, by model.to(), flatten_parameters() or a write to "
+                        "its .data for instance, and that would be lost; build the engine after it, or "
+                        f"{HOW}, between steps"
+                    )
+                place.data.copy_(parameter.data)
+                parameter.data = place
 
     @past_subclasses
     def check_trainable(self):
@@ -90,15 +84,13 @@ class Guards:
 
         Gradients that somebody has written to `parameter.grad` are refused too: no step would take them.
         """
-        for bucket in self._engine.buckets:
+        for bucket in self._engine.buckets + self._engine.frozen:
             for name, parameter in bucket.members.items():
-                if parameter.grad is not None:
+                if parameter.grad is not None and bucket.kind.trainable:
                     raise InputError(
                         f"{name!r} has a .grad of its own, which no step takes; read and write gradients within "
                         "`with engine.gradients(write=True) as gradients:`, after engine.backward()"
                     )
-        for bucket in self._engine.buckets + self._engine.frozen:
-            for name, parameter in bucket.members.items():
                 if parameter.requires_grad != bucket.kind.trainable:
                     was = "trainable" if bucket.kind.trainable else "frozen"
                     raise InputError(f"{name!r} was {was} when the engine was built; {HOW_TO_CHANGE}")
@@ -213,37 +205,19 @@ class Guards:
             raise RuntimeError("engine.optimizer.step() has no gradients to step by; write engine.step()")
 
 
-class Instead:
-    """A name that an engine has not; `words` say what to write in its place."""
-
-    def __init__(self, words):
-        self._words = words
-
-    def __set_name__(self, owner, name):
-        self._name = name
-
-    def __get__(self, engine, owner=None):
-        raise AttributeError(f"an engine has no {self._name!r}: {self._words}")
-
-
 class NoModule:
     """An engine is no nn.Module, and is tied to its ranks: who takes it for a model is told what to write."""
 
-    parameters = Instead("write engine.module.parameters()")
-    named_parameters = Instead("write engine.module.named_parameters()")
-    state_dict = Instead("write engine.full_state_dict(), or engine.save(path)")
-    load_state_dict = Instead("write engine.load(path), or engine.load_weights(file)")
-    to = Instead("move the model before the engine is built; precision= of the engine is what casts it")
+    def __getattr__(self, name):
+        if name in INSTEAD:
+            raise AttributeError(f"an engine has no {name!r}: {INSTEAD[name]}")
+        return self.__getattribute__(name)  # which says what it lacks
 
     def __reduce__(self):
         raise InputError(
             "an engine cannot be copied or pickled: it is one rank's part of several; copy engine.module within "
             "engine.gathered(), or write engine.save(path)"
         )
-
-
-def _parts_of(modules):
-    return [part for module in modules for part in (*own_parameters(module).values(), *module.children())]
 
 
 def check_hooks(optimizer):

@@ -19,11 +19,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype_of(precision):
-    """The torch dtype of a precision's name.
-
-    Raises:
-        InputError: there is no such precision.
-    """
+    """The torch dtype of a precision's name; InputError if there is none."""
     if precision not in DTYPES:
         raise InputError(f"unknown precision {precision!r}; choose one of: {', '.join(DTYPES)}")
     return DTYPES[precision]
@@ -119,11 +115,7 @@ def decide(engine):
 
 
 def overflow_flag(buckets, comm):
-    """1 where any rank has an inf or a NaN in its part of the mean gradient, else 0: the same on every rank.
-
-    Returns:
-        fp32 tensor [1].
-    """
+    """1 where any rank has an inf or a NaN in its part of the mean gradient, else 0: an fp32 tensor [1]."""
     finite = torch.ones(1, device=comm.device)
     for bucket in buckets:
         for piece in bucket.pieces:
@@ -133,7 +125,7 @@ def overflow_flag(buckets, comm):
 
 
 def gradient_norm(buckets, comm, norm_type=2.0):
-    """The norm of the mean gradient over all parameters and ranks, each element once.
+    """The norm of the mean gradient over all parameters and ranks, each element once: an fp32 scalar tensor.
 
     Squares are summed in float64, shard by shard, and the shards' sums added in rank order. A rank that keeps the
     whole gradient adds the same numbers in the same order, so all stages get the same norm. In the infinity norm each
@@ -141,11 +133,7 @@ def gradient_norm(buckets, comm, norm_type=2.0):
 
     Args:
         buckets: the `mean` gradients of their pieces are one shard each, or all N of them end to end.
-        comm: the `Collectives`; asked only when a rank holds one shard.
-        norm_type: 2.0 or `math.inf`.
-
-    Returns:
-        fp32 scalar tensor.
+        comm: asked only when a rank holds one shard.
     """
     held = sum(length(piece.part) for piece in buckets[0].pieces) // buckets[0].shard_numel  # 1 or N
     shards = torch.zeros(held, dtype=torch.float64, device=comm.device)
@@ -153,8 +141,10 @@ def gradient_norm(buckets, comm, norm_type=2.0):
         for shard, chunk in _chunks(bucket, held):
             if norm_type == math.inf:
                 shards[shard] = torch.maximum(shards[shard], torch.linalg.vector_norm(chunk, math.inf).double())
+            elif chunk.is_cuda:  # by one kernel, which takes the elements as they are
+                shards[shard] += torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
             else:
-                shards[shard] += _sum_of_squares(chunk)
+                shards[shard] += chunk.double().square().sum()
     if held < comm.size:
         shards = comm.everyones(shards, "the gradient norm").view(-1)
     if norm_type == math.inf:
@@ -163,13 +153,6 @@ def gradient_norm(buckets, comm, norm_type=2.0):
     for square in shards[1:]:
         total += square
     return total.sqrt().float()
-
-
-def _sum_of_squares(chunk):
-    """In float64: on the CPU of a copy; on CUDA by one kernel, which takes the elements as they are."""
-    if chunk.is_cuda:
-        return torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
-    return chunk.double().square().sum()
 
 
 def _chunks(bucket, shards):

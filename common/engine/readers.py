@@ -114,10 +114,10 @@ class Freed(nn.Parameter):
 
     Attributes:
         freed_name: its name.
-        nothing: a weak reference to the `units.Nothing` of its bucket; None for a view of a freed parameter.
+        nothing: a weak reference to the `units.Nothing` of its bucket; a view of a freed parameter has False there.
     """
 
-    nothing = None
+    nothing = staticmethod(lambda: False)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -125,7 +125,10 @@ class Freed(nn.Parameter):
         name, tells = (function.__self__.__name__ if name == "__get__" else name), name in TELLS
         if not tells or name in VIEWS:
             freed = [tensor for tensor in tensors_in([args, kwargs]) if isinstance(tensor, cls)]
-            if all(tensor.nothing is not None and tensor.nothing().mover() for tensor in freed):
+            nothings = [tensor.nothing() for tensor in freed]
+            if None in nothings:
+                raise RuntimeError("the engine that held these parameters is deleted, and they have no values any more")
+            if all(nothing and nothing.move() for nothing in nothings):
                 return function(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if not tells:

@@ -14,48 +14,18 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
+from common.engine.misuse import engine_of
 from common.tensors import inside_backward
 
-_all = weakref.WeakSet()  # of `Uses`
+_inside = weakref.WeakValueDictionary()  # id -> a parameter, of any engine, that such a checkpoint has used
 _watched = []  # the hook, while a checkpoint's forward runs
-
-
-class Uses:
-    """Notes which of an engine's parameters reentrant checkpoints use.
-
-    Args:
-        engine: its parameters are in place. It holds the notes, which do not hold it.
-    """
-
-    def __init__(self, engine):
-        self._engine, self._inside, self._since_backward = weakref.proxy(engine), set(), set()
-        _all.add(self)
-
-    def forget(self):
-        """The forwards that were noted have had their backward, or will have none."""
-        self._since_backward.clear()
-
-    def note(self, module):
-        """A module runs inside of a checkpoint. A weight that is used so again gets its gradient in parts."""
-        if not self._engine.recording:
-            return
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad and parameter in self._engine.bucket_of:
-                self._engine.bucket_of[parameter].fires_in_parts |= parameter in self._since_backward
-                self._since_backward.add(parameter)
-                self._inside.add(parameter)
-
-    def mark(self, loss):
-        """Tell the buckets whose gradients come in parts in the backward of a loss."""
-        if self._inside:
-            for parameter in self._inside & _leaves(loss):
-                self._engine.bucket_of[parameter].fires_in_parts = True
 
 
 def mark_gradients_in_parts(loss):
     """Before a backward: tell the buckets of all engines whose gradients it brings in parts."""
-    for uses in list(_all):
-        uses.mark(loss)
+    for parameter in _leaves(loss) if _inside else ():
+        if id(parameter) in _inside and id(parameter) in engine_of:
+            engine_of[id(parameter)].bucket_of[parameter].fires_in_parts = True
 
 
 def _leaves(loss):
@@ -87,8 +57,13 @@ def _noting(forward):
 
 @torch.compiler.disable  # or a compiled block would take today's notes for a constant
 def _note(module, args):
-    for uses in list(_all):
-        uses.note(module)
+    """A module runs inside of a checkpoint. A weight that is used so again gets its gradient in parts."""
+    for parameter in module.parameters(recurse=False):
+        engine = engine_of.get(id(parameter))
+        if parameter.requires_grad and engine is not None and engine.recording:
+            engine.bucket_of[parameter].fires_in_parts |= parameter in engine.in_checkpoints
+            engine.in_checkpoints.add(parameter)
+            _inside[id(parameter)] = parameter
 
 
 CheckpointFunction.forward = staticmethod(_noting(CheckpointFunction.forward))

@@ -46,10 +46,8 @@ def snapshot(engine, optimizer=True):
             elementwise, others = optimizer_state.states(engine, bucket.pieces[0])
             flat = {name: detached(bucket.read(name, engine.optimizer)) for name in elementwise}
             of_buckets.append((flat, copy.deepcopy(others)))
-        groups = [
-            {k: copy.copy(v) for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups
-        ]
-        steps = engine.updates, engine.loss_scaler and engine.loss_scaler.state_dict(), groups, of_buckets
+        scaler = engine.loss_scaler and engine.loss_scaler.state_dict()
+        steps = engine.updates, scaler, _options(engine), of_buckets
     buffers = {name: detached(buffer) for name, buffer in engine.module.named_buffers()}
     return Snapshot(engine.guards.own_shard(), weights, buffers, copy.deepcopy(model_state.extra_state(engine)), steps)
 
@@ -58,9 +56,7 @@ def snapshot(engine, optimizer=True):
 def restore(engine, snapshot, optimizer=True):
     """Go back to a snapshot of this engine; a collective.
 
-    Args:
-        snapshot: what `snapshot` returned on this rank.
-        optimizer: go back to its states and options too, and drop gradients; else all these stay as they are.
+    With `optimizer` to its states and options too, and gradients are dropped; else all these stay as they are.
 
     Raises:
         InputError: it is of another engine or rank; or it has no states of the optimizer.
@@ -101,13 +97,11 @@ def _take_over(engine, bucket, values):
 
 @torch.no_grad()
 def continue_from(engine, old):
-    """Take over weights and optimizer states from the engine of a model that this one's was made of; a collective.
+    """Take over weights and optimizer states from the `old` engine, of any stage over the same ranks; a collective.
 
-    What has the same name and shape goes on with the old master weights and states. What is new keeps its first
-    values, and begins with states of zeros beside the step count of the others. Options are this engine's own.
-
-    Args:
-        old: an engine, of any stage, over the same ranks.
+    Its model is what this one's was made of. What has the same name and shape goes on with the old master weights and
+    states. What is new keeps its first values, and begins with states of zeros beside the step count of the others.
+    Options are this engine's own.
     """
     engine.zero_grad()
     engine.synchronize()
@@ -127,18 +121,20 @@ def continue_from(engine, old):
                 values = _values(old, {name: home for name, home in known.items() if home is one}, state)
                 bucket.fill(own, engine.owned(bucket).optimizer, values)
         of_buckets[bucket] = flat, others
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
-    optimizer_state.fill(engine, groups, lambda bucket, piece: _states_of(engine, bucket, piece, *of_buckets[bucket]))
+    optimizer_state.fill(
+        engine, _options(engine), lambda bucket, piece: _states_of(engine, bucket, piece, *of_buckets[bucket])
+    )
     engine.writes.made(engine.buckets + engine.frozen)
 
 
-def _values(old, known, state):
-    """A state of an engine's parameters, or their values for None: {name: flat}. A collective.
+def _options(engine):
+    """The groups of its optimizer, without what they step."""
+    groups = engine.optimizer.param_groups
+    return [{name: copy.copy(value) for name, value in g.items() if name != "params"} for g in groups]
 
-    Args:
-        old: the engine.
-        known: {name: its bucket}.
-    """
+
+def _values(old, known, state):
+    """A state of parameters of an engine, or their values for None, {name: flat}, of {name: bucket}. A collective."""
     values = {}
     for bucket in dict.fromkeys(known.values()):
         whole = whole_of(old.comm, bucket, bucket.read(state, old.optimizer))

@@ -27,13 +27,10 @@ def check_tensors(model):
 
 
 def tie(model):
-    """Put the first of several parameters that are one whole in memory in the place of the others.
+    """Put the first of several parameters that are one whole in memory in the place of the others, and refuse others.
 
     Returns:
         {parameter that is no part of the model any more: the one in its place}.
-
-    Raises:
-        InputError: a parameter shares memory with another one, or with a buffer, and they are not one whole.
     """
     first, instead, distinct = {}, {}, []
     for name, parameter in model.named_parameters():
@@ -44,10 +41,15 @@ def tie(model):
         else:
             instead[parameter] = known
     _check_apart(distinct, [(f"buffer {name!r}", buffer) for name, buffer in model.named_buffers()])
+    replace(model, instead)
+    return instead
+
+
+def replace(model, instead):
+    """Put parameters in the places of a model's: {parameter: the one in its place}."""
     for module in model.modules():
         own = own_parameters(module)
         own.update((name, instead[parameter]) for name, parameter in own.items() if parameter in instead)
-    return instead
 
 
 def _check_apart(parameters, buffers):

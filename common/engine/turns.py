@@ -21,11 +21,8 @@ from common.tensors import graph_nodes_made
 class Turn:
     """A forward of a unit that backward will come to.
 
-    Args:
-        unit: whose.
-        forward: the number of the engine's forward.
-
     Attributes:
+        unit, forward: whose, and the number of the engine's forward.
         checkpoint: a number for the reentrant checkpoint that it ran in, within which no graph is made; else None.
         gathers: backward has to gather the unit for it; else it is whole by then.
     """
@@ -54,13 +51,7 @@ class Turns:
         self._running, self._number = [], next(self._numbers)
 
     def note(self, unit, inputs, outputs):
-        """A unit's forward ended. Return its `Turn`; None if backward comes to it on no rank.
-
-        Args:
-            unit: it.
-            inputs: what it was called with.
-            outputs: the tensors that it returned.
-        """
+        """A forward of a unit ended, and returned `outputs`, tensors. Return its `Turn`; None if it has no backward."""
         # Whether a gradient comes is another matter on each rank; whether one may come is not.
         tensors = outputs if torch.is_grad_enabled() else [value for value in inputs if torch.is_tensor(value)]
         behind = torch.is_grad_enabled() and any(turn.unit.trainable for turn in self._running)
@@ -90,12 +81,8 @@ class Turns:
     def until(self, unit, turn):
         """Autograd has come to a unit: take all turns before its own, and that, one at a time.
 
-        Args:
-            unit: it.
-            turn: its `Turn`; None if a module was called past the engine.
-
-        Yields:
-            The units whose turns they are. Those that are to come remain meanwhile.
+        It yields the units whose turns they are. Those that are to come remain meanwhile. A module that was called past
+        the engine has None for its turn.
         """
         if turn is None:
             yield unit

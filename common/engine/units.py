@@ -83,7 +83,8 @@ def make_units(model, param_groups, dtype_of, world_size, make):
         sizes[home] += parameter.numel()
     largest = max(sizes.values(), default=0)
     for parameter, home in homes.items():
-        if sizes[home] <= SMALL * largest and not _in_list(model, paths[home]):
+        in_list = any(isinstance(module, LISTS) for module in _stops(model, paths[home])[:-1])
+        if sizes[home] <= SMALL * largest and not in_list:
             homes[parameter] = model
     members = {}  # module -> [(name, parameter)]
     for name, parameter in model.named_parameters():
@@ -123,11 +124,6 @@ def _road(model, path):
         if isinstance(module, READ_THEIR_CHILDREN):
             break
     return road
-
-
-def _in_list(model, path):
-    """Whether `path` lies in a ModuleList or Sequential."""
-    return any(isinstance(module, LISTS) for module in _stops(model, path)[:-1])
 
 
 def _stops(model, path):
@@ -182,14 +178,12 @@ class Order:
 def watch(engine, units):
     """Call the engine's phases as the units' modules run, forward and backward. Look after who reads their weights.
 
-    Returns:
-        A `_Watch` for each unit, which the hooks call as long as the engine keeps it.
+    Returns a `_Watch` for each unit, which the hooks call as long as the engine keeps it.
     """
     watches = {unit: _Watch(engine, unit) for unit in units}
     unit_of = {parameter: unit for unit in units for bucket in unit.buckets for parameter in bucket.members.values()}
     for bucket in (bucket for unit in units for bucket in unit.buckets):
-        bucket.nothing.mover = Mover(engine, bucket)
-    weakref.finalize(engine, _leave_hollow, weakref.ref(engine._module)).atexit = False
+        bucket.nothing.engine = weakref.ref(engine)
     for path, module in engine._module.named_modules():
         for unit in dict.fromkeys(unit_of[parameter] for parameter in module.parameters(recurse=False)):
             watches[unit].readers.append(Reader(engine, unit, path, module))
@@ -260,19 +254,6 @@ def hollow(parameter):
     return parameter.numel() > 1 and not any(parameter.stride())
 
 
-def _leave_hollow(model):
-    """The engine of a model is gone, and its shards with it: whoever runs or saves the model is to learn of that."""
-    for module in model().modules() if model() is not None else ():
-        if any(hollow(parameter) for parameter in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(_refuse_hollow)
-            module.register_state_dict_pre_hook(_refuse_hollow)
-
-
-def _refuse_hollow(module, *_):
-    if any(hollow(parameter) for parameter in module.parameters(recurse=False)):
-        raise RuntimeError("the engine that held these parameters is deleted, and they have no values any more")
-
-
 def _watch_backward(engine, unit, tensors, turn):
     """Have `before_backward` called when a gradient reaches one of the tensors that a forward returned."""
 
@@ -297,40 +278,6 @@ def _watch_backward(engine, unit, tensors, turn):
                 made.register_hook(before_backward)
 
 
-class Mover:
-    """Moves a bucket whose weights are read where its unit does not run, as T5's head reads the embedding's.
-
-    The unit that is running takes it, if it is around the bucket's own, and gathers it from then on; else the root, as
-    with weights that two units share. All ranks read it at the same place of a forward.
-    """
-
-    def __init__(self, engine, bucket):
-        self._engine, self._bucket = weakref.ref(engine), weakref.ref(bucket)
-
-    def __call__(self):
-        engine, bucket = self._engine(), self._bucket()
-        if engine is None or inside_backward():
-            return False
-        running = [unit for unit in engine.units if unit.depth]
-        if not (running or engine.running):
-            return False
-        first, reader = bucket.unit, max(running, key=lambda unit: len(unit.name), default=None)
-        if reader is None or first.module not in reader.module.modules():
-            reader = next((unit for unit in engine.units if unit.module is engine._module), None) or _add_root(engine)
-        if reader is first:
-            return False
-        watch_of = dict(zip(engine.units, engine.watches, strict=True))
-        for of_module in watch_of[first].readers:
-            if not set(bucket.members.values()).isdisjoint(of_module.module.parameters(recurse=False)):
-                of_module.look_after(reader)
-        first.buckets.remove(bucket)
-        bucket.unit, alone = reader, Unit(f"{reader.name or 'the root'}/{bucket.name}", reader.module, [bucket])
-        alone.gathered = first.gathered
-        engine.use(alone, Order())
-        reader.buckets.append(bucket)
-        return True
-
-
 def _add_root(engine):
     """A unit of the model's own, which has none so far and is running."""
     root = Unit("", engine._module, [])
@@ -351,18 +298,46 @@ class Nothing:
     Attributes:
         views: {name: tensor}.
         numbers: what those are views of, a number for each parameter.
+        engine: a weak reference to the engine, once it runs.
     """
 
-    mover = None  # a `Mover`, once the engine runs
+    engine = None
 
     def __init__(self, bucket):
-        self.numbers, self._members = bucket.full.new_empty(len(bucket.slots)), bucket.members
+        self._bucket, self.numbers = weakref.ref(bucket), bucket.full.new_empty(len(bucket.slots))
         shapes = zip(self.numbers, bucket.slots.values(), strict=True)
         self.views = {slot.name: number.expand(slot.shape) for number, slot in shapes}
 
     def restore(self):
         """Have them read as nothing, whatever was there: whenever the bucket is freed."""
         self.numbers.fill_(float("nan") if self.numbers.is_floating_point() else 0)
-        for name, parameter in self._members.items():
+        for name, parameter in self._bucket().members.items():
             if type(parameter) is nn.Parameter:  # a class of somebody else's stays what it is
                 parameter.__class__, parameter.freed_name, parameter.nothing = Freed, name, weakref.ref(self)
+
+    def move(self):
+        """Move the bucket if its weights are read where its unit does not run, as T5's head reads the embedding's.
+
+        The unit that is running takes it, if it is around the bucket's own, and gathers it from then on; else the
+        root, as with weights that two units share. All ranks read it at the same place of a forward. Returns whether
+        it was moved, and can be read now.
+        """
+        engine, bucket = self.engine(), self._bucket()
+        running = [unit for unit in engine.units if unit.depth]
+        if inside_backward() or not (running or engine.running):
+            return False
+        first, reader = bucket.unit, max(running, key=lambda unit: len(unit.name), default=None)
+        if reader is None or first.module not in reader.module.modules():
+            reader = next((unit for unit in engine.units if unit.module is engine._module), None) or _add_root(engine)
+        if reader is first:
+            return False
+        watch_of = dict(zip(engine.units, engine.watches, strict=True))
+        for of_module in watch_of[first].readers:
+            if not set(bucket.members.values()).isdisjoint(of_module.module.parameters(recurse=False)):
+                of_module.look_after(reader)
+        first.buckets.remove(bucket)
+        bucket.unit, alone = reader, Unit(f"{reader.name or 'the root'}/{bucket.name}", reader.module, [bucket])
+        alone.gathered = first.gathered
+        engine.use(alone, Order())
+        reader.buckets.append(bucket)
+        return True

@@ -24,10 +24,7 @@ HOW = "write weights within `with engine.gathered(module, write=True):`"
 
 
 class Writes:
-    """Tells the writes of others from those of the engine.
-
-    Args:
-        buckets: the engine's, trainable and frozen, with their parameters in place.
+    """Tells the writes of others to an engine's buckets, trainable and frozen, from those of the engine.
 
     Attributes:
         open: for each `gathered(write=True)` that is open, the outermost first, {parameter: its values at first}.
@@ -58,18 +55,6 @@ class Writes:
         """Whether torch has counted a write since."""
         return tensor._version != self._versions[tensor]
 
-    def bring_back(self, bucket, name):
-        """Move what `parameter.data = tensor` has taken away back to its place. Returns whether that keeps it."""
-        if bucket.loses_writes:
-            return False
-        parameter, place = bucket.members[name], bucket.view(bucket.at_hand, name)
-        alike = (parameter.dtype, parameter.device, parameter.shape, parameter.stride())
-        if alike != (place.dtype, place.device, place.shape, place.stride()):
-            return False
-        place.data.copy_(parameter.data)
-        parameter.data = place
-        return True
-
     def is_open(self, parameter):
         """Whether a parameter may be written now."""
         return any(parameter in before for before in self.open)
@@ -78,9 +63,6 @@ class Writes:
         """Refuse what was written where it would be lost, or where no other rank would hear of it.
 
         In fp32 stages 0 to 2 keep whole parameters, without master weights: writes there last.
-
-        Raises:
-            InputError: it names the parameter.
         """
         for bucket in self._buckets:
             for name, parameter in bucket.members.items() if bucket.loses_writes else ():
@@ -154,11 +136,7 @@ def _check_read_only(writes, members, unseen):
 
 @contextlib.contextmanager
 def _kept(engine, members):
-    """In this context parameters are written, and after it the engine keeps that. After an exception all is as before.
-
-    Args:
-        members: [(bucket, name, parameter)], whole on this rank.
-    """
+    """In this context parameters are written; after it the engine keeps that. After an exception all is as before."""
     places = {parameter: bucket.view(bucket.at_hand, name) for bucket, name, parameter in members}
     with torch.inference_mode(False):
         before = {parameter: place.clone() for parameter, place in places.items()}

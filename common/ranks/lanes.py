@@ -78,22 +78,8 @@ class ThreadLane:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, work, *buffers):
-        handle = Handle(buffers, None)
-        handle._wait = self._give(work, handle)
-        return handle
-
-    def follow(self):
-        """Nothing to wait for: what a CPU thread has computed is there."""
-
-    def finish(self, within=-1):
-        """Return when all is done, or after so many seconds; raise what a collective raised."""
-        self._give(lambda: None, Handle((), None))((), within)
-
-    def _give(self, work, handle):
-        """Queue work, and return what waits for it."""
         under_way, errors = threading.Lock(), []
         under_way.acquire()  # An Event says the same, and takes ten times as long to make and to wait for.
-        self._queue.put((work, under_way, errors, handle))
 
         def wait(buffers, within=-1):
             if under_way.acquire(timeout=within):
@@ -101,7 +87,16 @@ class ThreadLane:
             if errors:
                 raise errors[0]
 
-        return wait
+        handle = Handle(buffers, wait)
+        self._queue.put((work, under_way, errors, handle))
+        return handle
+
+    def follow(self):
+        """Nothing to wait for: what a CPU thread has computed is there."""
+
+    def finish(self, within=-1):
+        """Return when all is done, or after so many seconds; raise what a collective raised."""
+        self.submit(lambda: None)._wait((), within)
 
     def _run(self):
         choose_device(self._device)
@@ -213,10 +208,7 @@ def backend_of(group):
 def lane_of(group, backend, name="collectives"):
     """One lane for a group, shared by all who use it: two would issue their collectives in an order of chance.
 
-    Args:
-        group: the process group.
-        backend: of LANES.
-        name: "collectives", "bus" or, of APART, "host" for steps of the host and "saving".
+    Its name is "collectives", "bus" or, of APART, "host" for steps of the host and "saving".
     """
     lanes = _lanes.setdefault(group, {})
     if name not in lanes:
@@ -248,10 +240,8 @@ def _all_lanes():
 def finish():
     """Wait until every lane has done what it was given, so that no rank leaves while another still receives.
 
-    The last thing a rank does with its groups: a traced one then tells the others that it leaves.
-
-    Raises:
-        Exception: what a collective raised that nobody waited for.
+    The last thing a rank does with its groups: a traced one then tells the others that it leaves. It raises what a
+    collective raised that nobody waited for.
     """
     for lane in _all_lanes():
         lane.finish()

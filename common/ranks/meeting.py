@@ -16,19 +16,7 @@ PAUSE = 0.01  # seconds between looks
 
 
 def fresh(store, rank, size, timeout):
-    """A part of the store that only the ranks of this attempt know.
-
-    Args:
-        store: all ranks', and perhaps earlier ranks'.
-        rank, size: of this attempt.
-        timeout: seconds to wait for the others.
-
-    Returns:
-        A `PrefixStore`.
-
-    Raises:
-        TimeoutError: not all of them came.
-    """
+    """A part of the store that only the ranks of this attempt know; TimeoutError if not all come within `timeout` s."""
     deadline = time.monotonic() + timeout
     place = _invited(store, size, deadline) if rank == 0 else _asked(store, rank, deadline)
     return dist.PrefixStore(place, store)

@@ -142,11 +142,7 @@ _tracers = weakref.WeakKeyDictionary()  # group -> tracer, as long as the group 
 
 
 def tracer_of(group):
-    """The tracer of a group, shared by all who use it; None unless ZERO_TRACE is 1.
-
-    Raises:
-        InputError: ZERO_TRACE_TIMEOUT is no number of seconds.
-    """
+    """The tracer of a group, shared by all who use it; None unless ZERO_TRACE is 1."""
     if os.environ.get("ZERO_TRACE") != "1":
         return None
     if group not in _tracers:

@@ -98,11 +98,7 @@ def _handing_on(local):
 
 
 def told_by_torchrun():
-    """The rank, world size, local rank and local world size that torchrun gave this process; None where it did not.
-
-    Raises:
-        InputError: they are no numbers.
-    """
+    """The rank, world size, local rank and local world size that torchrun gave this process; None where it did not."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -132,8 +128,11 @@ def _join(function, args, oversubscribe, ranks_per_node, timeout):
     rendezvous, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
     store = fresh(dist.PrefixStore("ranks", rendezvous), rank, size, timeout)  # beside keys of torchrun's own
     gpus = _tell_gpus(world, store)
-    if not oversubscribe:
-        _check_gpus(gpus)
+    if not oversubscribe and (ranks := _sharing(gpus)) is not None:
+        raise InputError(
+            "--nproc-per-node: ranks {} and {} use the same GPU; start one rank for each GPU, or add --oversubscribe "
+            "to let ranks share them".format(*ranks)
+        )
     _prepare_environment(world, local_size, gpus, ranks_per_node)
     _init_group(world, store, timeout)
     try:
@@ -159,10 +158,6 @@ class LocalWorld(contextlib.AbstractContextManager):
         preload: modules that ranks would each take long to import. Of a process's first world they count for all.
         small_send_buffers: let little be under way at once between ranks of gloo's (`common.ranks.sockets`).
         log: a file to which all goes that ranks print, libraries' warnings for instance; not what they raise.
-
-    Raises:
-        InputError: the number of ranks does not fit the machine.
-        RankFailed: the ranks found no way to form a group.
     """
 
     def __init__(
@@ -204,34 +199,29 @@ class LocalWorld(contextlib.AbstractContextManager):
     def run(self, function, *args, timeout=None):
         """Call `function(world, *args)` on every rank; return the results in rank order.
 
-        Raises:
+        Raises, after which the world is closed:
             InputError: a rank raised one.
             RankFailed: a rank raised anything else, died, or `timeout` seconds went by.
-
-        After any exception the world is closed.
         """
         if not self.alive:
             raise RankFailed("this world is closed; open another one")
         call = pickle.dumps((function, args))
+        results, waiting = [None] * self.size, dict(zip(self._pipes, range(self.size), strict=True))
         try:
-            return self._answers(call, timeout)
+            for pipe in self._pipes:
+                with contextlib.suppress(ConnectionError):  # a dead rank is reported below
+                    pipe.send_bytes(call)
+            for rank, outcome, value in _heard(waiting, timeout):
+                if outcome == "input error":
+                    raise InputError(value)
+                if outcome != "ok":
+                    raise RankFailed(self._why(rank, outcome, value, waiting))
+                results[rank] = value
+            if waiting:
+                raise RankFailed(f"ranks {sorted(waiting.values())} gave no answer in {timeout} s")
         except BaseException:  # Ctrl-C too: a rank in the middle of one call cannot take another
             self.close(kill=True)
             raise
-
-    def _answers(self, call, timeout):
-        for pipe in self._pipes:
-            with contextlib.suppress(ConnectionError):  # a dead rank is reported below
-                pipe.send_bytes(call)
-        results, waiting = [None] * self.size, dict(zip(self._pipes, range(self.size), strict=True))
-        for rank, outcome, value in _heard(waiting, timeout):
-            if outcome == "input error":
-                raise InputError(value)
-            if outcome != "ok":
-                raise RankFailed(self._why(rank, outcome, value, waiting))
-            results[rank] = value
-        if waiting:
-            raise RankFailed(f"ranks {sorted(waiting.values())} gave no answer in {timeout} s")
         return results
 
     def _why(self, rank, outcome, value, waiting):
@@ -396,15 +386,6 @@ def _sharing(gpus):
         if gpu[0] == other[0] and (gpu[1] == other[1] or (gpu[2] == other[2] and None not in gpu[2])):
             return first, second
     return None
-
-
-def _check_gpus(gpus):
-    """Refuse ranks that use the same GPU."""
-    if (ranks := _sharing(gpus)) is not None:
-        raise InputError(
-            "--nproc-per-node: ranks {} and {} use the same GPU; start one rank for each GPU, or add --oversubscribe "
-            "to let ranks share them".format(*ranks)
-        )
 
 
 def _prepare_environment(world, local_size, gpus, ranks_per_node=None):
