@@ -60,10 +60,13 @@ class Files:
         self.synchronize()
         self.buffers.broadcast()
         extra = model_state.extra_state_of_rank_0(self)
-        values, here = {}, to_rank in (None, self.rank)
+        values, here, comm = {}, to_rank in (None, self.rank), self.comm
         for bucket in self.buckets + self.frozen:  # one at a time is whole
             with bucket.values_at_hand():
-                whole = _whole(self.comm, bucket, to_rank)
+                kept = bucket.parameters
+                if bucket.kind.trainable and bucket.sixteen_bit:
+                    kept = end_to_end([piece.master for piece in bucket.pieces], comm.device)
+                whole = whole_of(comm, bucket, kept, to_rank)
                 for name, parameter in bucket.members.items() if here else ():
                     values[parameter] = bucket.view(whole, name).detach().cpu().clone()
         state = self.state_as_it_stands() if here else {}
@@ -185,15 +188,6 @@ def _group_of(comm):
     if comm.group not in _groups:
         _groups[comm.group] = new_group(comm, dist.get_process_group_ranks(comm.group), backend="gloo")
     return _groups[comm.group]
-
-
-def _whole(comm, bucket, to_rank):
-    """A bucket's values, flat; None on a rank that sends its shard to another."""
-    if bucket.kind.trainable and bucket.sixteen_bit:
-        kept = end_to_end([piece.master for piece in bucket.pieces], comm.device)
-    else:
-        kept = bucket.parameters
-    return whole_of(comm, bucket, kept, to_rank)
 
 
 def whole_of(comm, bucket, shard, to_rank=None):

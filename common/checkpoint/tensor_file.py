@@ -170,31 +170,42 @@ class Tensors:
 
 
 class Source(Tensors):
-    """An open safetensors file.
+    """Open safetensors files: one, or several by the index beside them, JSON with {"weight_map": {name: file}}.
 
     Args:
-        file: its path.
+        file: its path; that of an index ends with ".json".
 
     Attributes:
-        metadata: {str: str}.
+        metadata: {str: str}, of several files the last one's.
 
     Raises:
+        InputError: it is no index, or a file does not have what it says.
         SafetensorError: it is no such file, or not all of it.
         OSError: it cannot be read.
     """
 
     def __init__(self, file):
+        self.tensors, self._place_of = {}, {}  # name -> its open file, and where it begins there
+        with contextlib.ExitStack() as opened:
+            for one, names in (_weight_map(Path(file)) if str(file).endswith(".json") else {file: None}).items():
+                self._add(opened, one, names)
+            self._close = opened.pop_all().close
+
+    def _add(self, opened, file, names):
         with safe_open(file, "np"):  # which checks the header; for torch it would map the file as memory of our own
             pass
-        self._file = open(file, "rb")  # noqa: SIM115  closed by `close`
-        length = int.from_bytes(self._file.read(8), "little")
-        header = json.loads(self._file.read(length))
+        data = opened.enter_context(open(file, "rb"))  # noqa: SIM115  closed by `__exit__`
+        length = int.from_bytes(data.read(8), "little")
+        header = json.loads(data.read(length))
         self.metadata = header.pop("__metadata__", {})
-        self.tensors = {name: (DTYPES.get(told["dtype"]), tuple(told["shape"])) for name, told in header.items()}
-        self._offsets = {name: 8 + length + told["data_offsets"][0] for name, told in header.items()}
+        for name in names or header:
+            if name not in header:
+                raise InputError(f"{name!r} is not in {file.name!r}, where the index has it")
+            self.tensors[name] = DTYPES.get(header[name]["dtype"]), tuple(header[name]["shape"])
+            self._place_of[name] = data, 8 + length + header[name]["data_offsets"][0]
 
     def __exit__(self, *raised):
-        self._file.close()
+        self._close()
 
     def read(self, name, start, target):
         """Read some elements of a tensor, row by row from number `start` on.
@@ -202,48 +213,25 @@ class Source(Tensors):
         Args:
             target: a flat tensor, which says how many. They are cast to its dtype, a block at a time.
         """
-        dtype, _ = self.tensors[name]
+        (dtype, _), (data, offset) = self.tensors[name], self._place_of[name]
         block = BLOCK // dtype.itemsize
         for begin in range(0, len(target), block):
             part = target[begin : begin + block]
             in_place = part.dtype == dtype and part.device.type == "cpu"
             values = part if in_place else torch.empty(len(part), dtype=dtype)
-            self._file.seek(self._offsets[name] + (start + begin) * dtype.itemsize)
-            if self._file.readinto(_bytes_of(values)) != values.nbytes:
-                raise OSError(f"{self._file.name} ends too early")
+            data.seek(offset + (start + begin) * dtype.itemsize)
+            if data.readinto(_bytes_of(values)) != values.nbytes:
+                raise OSError(f"{data.name} ends too early")
             if values is not part:
                 part.copy_(values)
 
 
-class SplitSource(Tensors):
-    """The same of a model that was cut into several files, by the index beside them: {"weight_map": {name: file}}.
-
-    Args:
-        index: path of the index, JSON.
-
-    Raises:
-        InputError: it is no index, or a file does not have what it says.
-        SafetensorError, OSError: as of a `Source`.
-    """
-
-    def __init__(self, index):
-        try:
-            file_of = json.loads(Path(index).read_bytes())["weight_map"]
-            files = sorted({Path(index).parent / file for file in file_of.values()})
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise InputError("it is no index: no JSON with a 'weight_map' from names to files") from error
-        with contextlib.ExitStack() as opened:
-            sources = {file: opened.enter_context(Source(file)) for file in files}
-            self._source_of = {name: sources[Path(index).parent / file] for name, file in file_of.items()}
-            for name, file in file_of.items():
-                if name not in self._source_of[name].tensors:
-                    raise InputError(f"{name!r} is not in {file!r}, where the index has it")
-            self._close = opened.pop_all().close
-        self.tensors = {name: source.tensors[name] for name, source in self._source_of.items()}
-
-    def __exit__(self, *raised):
-        self._close()
-
-    def read(self, name, start, target):
-        """Read some elements of a tensor; see `Source.read`."""
-        self._source_of[name].read(name, start, target)
+def _weight_map(index):
+    """{file: names of its tensors}, of an index."""
+    names_of = {}
+    try:
+        for name, file in json.loads(index.read_bytes())["weight_map"].items():
+            names_of.setdefault(index.parent / file, []).append(name)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError("it is no index: no JSON with a 'weight_map' from names to files") from error
+    return names_of

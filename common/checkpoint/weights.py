@@ -86,7 +86,7 @@ def _source(file, state, extra_state):
         from common.checkpoint import dcp  # noqa: PLC0415  a second, and only where it is used
 
         return dcp.Source(file, state, extra_state)
-    return tensor_file.SplitSource(file) if str(file).endswith(".json") else tensor_file.Source(file)
+    return tensor_file.Source(file)
 
 
 def names_in(source, state, extra_state=()):
