@@ -166,9 +166,7 @@ def train(world, name, options, progress=None):
     The last step runs under the memory timeline, and with `--trace` the two before it are recorded: neither is timed.
 
     Args:
-        world: the rank's World.
         name: a package that exports Engine, or a class with an engine's surface.
-        options: the parsed arguments.
         progress: called with (steps done, loss) after each step.
 
     Returns:

@@ -46,11 +46,9 @@ PATIENCE = 10.0  # seconds in which a shared file system shows rank 0 what anoth
 
 
 class Snapshot:
-    """What this rank is to write, as it stands now. Making it is a collective.
+    """What this rank is to write by `save(path, extra)`, as it stands now. Making it is a collective.
 
     Args:
-        engine: any engine.
-        path, extra: as its `save` takes them.
         apart: copy everything now, so that the next step changes nothing of it. Else shards are read when they are
             written, one after the other, as all of them may be more than the memory holds.
 
@@ -305,9 +303,6 @@ class Pieces(tensor_file.Tensors):
     Args:
         index: as `read_index` returns it.
         files: {rank: the `Source` of its file}, rank 0's and those that are read of.
-
-    Attributes:
-        metadata: of rank 0's file.
     """
 
     def __init__(self, index, files):

@@ -132,9 +132,7 @@ class Files:
     def load_weights(self, file):
         """Read parameters and buffers by name from a safetensors file or a state dict; drop gradients. A collective.
 
-        See `weights.py`.
-
-        The optimizer's states stay as they are: begin with a fresh engine, unless they fit the new weights too.
+        See `weights.py`. The optimizer's states stay: begin with a fresh engine, unless they fit the new weights too.
         """
         self.zero_grad()
         self.synchronize()
@@ -144,9 +142,6 @@ class Files:
 
 class Saving:
     """A save under way, with a snapshot that takes this rank's shard of all states on the host until it is written.
-
-    Args:
-        engine, path, extra: as `save` of an engine takes them. A collective.
 
     Attributes:
         tensors: the snapshot's, none when it has been written.

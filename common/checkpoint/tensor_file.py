@@ -42,7 +42,6 @@ def write(file, tensors, value_of, metadata):
     """Write a file; return when it is on the disk.
 
     Args:
-        file: its path.
         tensors: {name: (dtype, shape)} of all that it will hold.
         value_of: called with each name, in an order of its own, returns that tensor, on the CPU.
         metadata: {str: str}, kept in the header.
@@ -143,10 +142,7 @@ class Tensors:
         pass
 
     def overflows(self, name, start, stop, dtype):
-        """Whether elements [start, stop) of a tensor, row by row, hold a finite number too large for a dtype.
-
-        They are read, some at a time, if the dtype holds less than the tensor's own.
-        """
+        """Whether elements [start, stop) of a tensor, row by row, hold a finite number too large for a dtype."""
         own, _ = self.tensors[name]
         if dtype == own or torch.finfo(dtype).max >= torch.finfo(own).max:
             return False

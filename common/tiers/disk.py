@@ -22,15 +22,7 @@ from common.tiers.swap import CountedFile, SwapFile
 
 
 class OnDisk:
-    """A state at rest on disk.
-
-    A part of it, a slice of the shard, begins with a page.
-
-    Args:
-        disk: the tier.
-        numel, dtype: of the state.
-        label: what a trace calls it.
-    """
+    """A state [numel] at rest on disk, of which any part that is lent, a slice of the shard, begins with a page."""
 
     tensor = None
 
@@ -122,14 +114,11 @@ class Disk(Host):
     On a CPU rank they are private memory, not shared as the host's: a limit on that counts them with the device.
 
     Args:
-        comm: the engine's `Collectives`, whose meter counts what is read and written.
         path: see `SwapFile`.
         sub_group: the elements that are stepped at a time, whole pages in every dtype.
 
     Attributes:
-        file: a `SwapFile`.
-        stepping: the buffers that hold up to a sub-group.
-        shards: the buffers that hold a shard of parameters.
+        stepping, shards: the buffers that hold up to a sub-group, and those that hold a shard of parameters.
     """
 
     name = "nvme"
@@ -189,10 +178,7 @@ def _refuse_state_dict(optimizer):
 
 
 class Staging:
-    """Buffers of one size, used over and over: the one given back first is taken first, when nothing uses it any more.
-
-    Args:
-        tier: whose memory they are of.
+    """Buffers of a tier, used over and over: the one given back first is taken first, when nothing uses it any more.
 
     Attributes:
         nbytes, number: their size, and how many are made before one is waited for; more only if all of them are lent.
@@ -222,11 +208,7 @@ class Disks:
     """The disks of all ranks: whether they have done what they were asked for.
 
     A rank whose disk has failed computes on with NaN, and the others would wait for it in vain if it left. So all of
-    them ask each other, and leave together.
-
-    Args:
-        comm: the engine's `Collectives`.
-        disk: this rank's; None where nothing lies on disk, on any rank.
+    them ask each other, and leave together. The disk is None where nothing lies on one, on any rank.
     """
 
     def __init__(self, comm, disk):

@@ -67,11 +67,7 @@ class SwapFile:
         self._file.close()
 
     def reserve(self, nbytes):
-        """Take room on the disk for so many bytes, so that a full one shows before training begins.
-
-        Raises:
-            InputError: there is less.
-        """
+        """Take room on the disk for so many bytes: an InputError says that there is less, before training begins."""
         try:
             self._grow(padded(nbytes))
         except OSError as error:
@@ -103,17 +99,13 @@ class SwapFile:
             os.ftruncate(self._fd, self._size)
 
     def move(self, way, offset, buffer, label, after):
-        """Begin to "read" into a buffer, or to "write" it.
+        """Begin to "read" into a buffer, or to "write" it. Returns a Handle.
 
         Args:
-            way: one of these two.
             offset: where in the file, a multiple of PAGE.
             buffer: uint8 [n] on the CPU, aligned, n a multiple of PAGE.
             label: what a trace calls it.
             after: a Handle, submitted before this, of what uses the buffer or writes there.
-
-        Returns:
-            A Handle.
         """
         data = memoryview(buffer.numpy())
         step = min(BLOCK, max(SMALL, padded(-(-len(data) // THREADS))))
@@ -143,11 +135,7 @@ class SwapFile:
 
 
 class CountedFile(SwapFile):
-    """The swap file of a simulated rank: it gives out places, and moves nothing.
-
-    Args:
-        lane: what counts the time of a disk.
-    """
+    """The swap file of a simulated rank: it gives out places, and moves nothing; a lane counts the time of a disk."""
 
     direct, problem = True, None
 
