@@ -4,12 +4,12 @@ from collections import Counter, defaultdict
 
 import torch
 
-from common.checkpoint.pages import padded
 from common.engine.accounting import Accounts, state_bytes
 from common.measure.memory import HOST, storage_bytes, storage_id
 from common.measure.traffic import BUS, DISK
 from common.tensors import length
 from common.tiers.memory import taken
+from common.tiers.swap import padded
 
 STATES, TIERS = ("parameters", "gradients", "optimizer"), ("device", "cpu", "nvme")
 

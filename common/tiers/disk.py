@@ -12,13 +12,12 @@ from collections import deque
 
 import torch
 
-from common.checkpoint.pages import PAGE, padded
 from common.engine.units import hollow
 from common.errors import InputError
 from common.ranks.lanes import Handle, lane_of
 from common.tensors import host_value, length, tensors_of_state
 from common.tiers.memory import HERE, Host
-from common.tiers.swap import CountedFile, SwapFile
+from common.tiers.swap import PAGE, CountedFile, SwapFile, padded
 
 
 class OnDisk:
@@ -151,10 +150,6 @@ class Disk(Host):
     def adopt(self, states):
         """Nothing: a sub-group moves its states to disk when it is swapped out."""
 
-    def watch(self, optimizer):
-        """Refuse what others would read from an optimizer's states: it holds what stands for them."""
-        optimizer.register_state_dict_pre_hook(_refuse_state_dict)
-
     def move(self, way, offset, buffer, label, after):
         """Begin to read or to write; see `SwapFile.move`."""
         self._comm.traffic.record(way, len(buffer))
@@ -172,7 +167,8 @@ class Disk(Host):
         return [*self.stepping.made, *self.shards.made, *super().rooms()]
 
 
-def _refuse_state_dict(optimizer):
+def refuse_state_dict(optimizer):
+    """What others would read from an optimizer's states is not there: it holds what stands for them."""
     if any(hollow(state) for state in tensors_of_state(optimizer)):
         raise RuntimeError("engine.optimizer has no values of states that lie on disk; write engine.save(path)")
 

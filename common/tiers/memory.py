@@ -66,9 +66,6 @@ class Device:
     def adopt(self, states):
         """Nothing to move: an optimizer makes its states beside the weights."""
 
-    def watch(self, optimizer):
-        """Nothing to refuse: an optimizer holds its states here itself."""
-
 
 class Host(Device):
     """Memory beside the device; its lane is a thread.

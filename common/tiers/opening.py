@@ -3,7 +3,6 @@
 import socket
 from collections import defaultdict
 
-from common.checkpoint.pages import PAGE, padded
 from common.errors import InputError
 from common.measure.hardware import available, private_left
 from common.measure.memory import storage_bytes
@@ -12,6 +11,7 @@ from common.ranks.collectives import SEGMENT
 from common.tiers.accounting import predicted_in
 from common.tiers.disk import Disk
 from common.tiers.memory import Device, Host
+from common.tiers.swap import PAGE, padded
 
 
 def open_tiers(engine, read_ahead):

@@ -11,6 +11,8 @@ The file has no name. So nobody else can write to it, and its room goes with the
 """
 
 import errno
+import fcntl
+import mmap
 import os
 import shutil
 import sys
@@ -19,14 +21,31 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.checkpoint.locks import keep_from_forks
-from common.checkpoint.pages import PAGE, padded, set_direct
 from common.errors import InputError
 from common.measure import timeline
 from common.ranks.lanes import CPU, Handle, choose_device
 
+PAGE = 4096  # bytes that O_DIRECT wants everything in multiples of
 BLOCK = 8 * 2**20  # bytes that a thread moves at a time
 SMALL = 256 * 2**10  # a smaller request is not shared between the threads
 THREADS = 4
+
+
+def padded(nbytes):
+    """Bytes in whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def set_direct(fd):
+    """Have a new file pass the system's cache by, where its file system can; returns whether it does."""
+    flags, page = fcntl.fcntl(fd, fcntl.F_GETFL), mmap.mmap(-1, PAGE)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        os.pwritev(fd, [page], 0)  # some take the flag, and refuse what is asked of them later
+        return True
+    except (OSError, AttributeError):  # of another system than Linux
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        return False
 
 
 class SwapFile:
