@@ -82,12 +82,6 @@ def check(tensors, metadata):
         )
 
 
-def checksum(file):
-    """A file's sha256, in hex."""
-    with open(file, "rb", buffering=0) as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
 def kind(dtype, shape):
     """What a tensor in a file has in common with the one it is to become: floating dtypes are cast to each other."""
     return f"{'floating' if dtype and dtype.is_floating_point else dtype}, of shape {list(shape)}"
