@@ -67,6 +67,7 @@ class Files:
                 if bucket.kind.trainable and bucket.sixteen_bit:
                     kept = end_to_end([piece.master for piece in bucket.pieces], comm.device)
                 whole = whole_of(comm, bucket, kept, to_rank)
+                del kept  # before the next takes room
                 for name, parameter in bucket.members.items() if here else ():
                     values[parameter] = bucket.view(whole, name).detach().cpu().clone()
         state = self.state_as_it_stands() if here else {}

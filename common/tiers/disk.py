@@ -34,14 +34,12 @@ class OnDisk:
     def ahead(self, part):
         """Begin to read a part, if that has not begun."""
         if (part.start, part.stop) not in self._lent:
-            self._take(part)
-            buffer, staging, _ = self._lent[part.start, part.stop]
-            self._lent[part.start, part.stop] = buffer, staging, self._read(part, buffer)
+            self._take(part, self._read)
 
     def lend(self, part, fresh=False):
         """A part in a buffer, and a Handle after which it may be used; `fresh` is with anything in it."""
         if fresh:
-            self._take(part)
+            self._take(part, lambda part, buffer: HERE)
         else:
             self.ahead(part)
         buffer, _, ready = self._lent[part.start, part.stop]
@@ -73,10 +71,11 @@ class OnDisk:
             self.put_back(some)
         self.tier.finish()
 
-    def _take(self, part):
+    def _take(self, part, fill):
         self.drop(part)
         staging = self.tier.stepping if length(part) <= self.tier.sub_group else self.tier.shards
-        self._lent[part.start, part.stop] = staging.take(), staging, HERE
+        buffer = staging.take()
+        self._lent[part.start, part.stop] = buffer, staging, fill(part, buffer)
 
     def _nbytes(self, part):
         return padded(length(part) * self.dtype.itemsize)
