@@ -156,8 +156,7 @@ def build_model(options):
 
 def make_batches(options):
     """The global batches that the options name."""
-    window = models.build(options.model).window
-    return Batches(load_text(options.data), window, options.batch, options.seed)
+    return Batches(load_text(options.data), build_model(options).window, options.batch, options.seed)
 
 
 def train(world, name, options, progress=None):

@@ -83,11 +83,7 @@ class Snapshot:
         return tensor_file.write(file, self.told, self._read, {"extra": self.structure})
 
     def _read(self, name):
-        """A tensor that is held; or a piece, as it stands or a copy, of the one state of a bucket that is held for it.
-
-        Raises:
-            InputError: the disk that it lies on has failed.
-        """
+        """A tensor that is held; or a piece, itself or a copy, of the one state of a bucket that is held for it."""
         if name in self.tensors:
             return self.tensors[name]
         bucket, state, _, part = self._place_of[name]

@@ -86,14 +86,7 @@ class Source(Tensors):
         return found
 
     def read(self, name, start, target):
-        """Read some elements of a tensor, row by row from number `start` on; they are cast.
-
-        Args:
-            target: a flat tensor, which says how many.
-
-        Raises:
-            InputError: they are not all there.
-        """
+        """See `tensor_file.Source.read`; an InputError says that not all is there."""
         key, (_, shape) = self._key_of[name], self.tensors[name]
         row = max(1, math.prod(shape[1:]))
         first, end = start // row, -(-(start + len(target)) // row)  # the rows that it lies in

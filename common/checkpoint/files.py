@@ -26,13 +26,9 @@ in_ordinary_mode = torch.inference_mode(False)
 
 
 class Files:
-    """The part of `EngineBase` that concerns files.
+    """The part of `EngineBase` that concerns files."""
 
-    Attributes:
-        saving: the last save that nobody has waited for, a `Saving`; None if there is none.
-    """
-
-    saving = None
+    saving = None  # or the last save that nobody has waited for, a `Saving`
 
     def begin_load(self):
         """A phase: before the parameters change otherwise than by a step."""
@@ -167,11 +163,7 @@ class Saving:
             self.tensors.clear()
 
     def wait(self):
-        """Return when the checkpoint is on the disk.
-
-        Raises:
-            InputError: on every rank, if one could not write; it names that rank. The checkpoint that was there stands.
-        """
+        """Return when the checkpoint is on the disk; raise what `save` would have raised."""
         try:
             self._handle.wait()
         except Exception:

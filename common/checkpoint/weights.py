@@ -88,8 +88,7 @@ def _source(file, state, extra_state):
 def names_in(source, state, extra_state=()):
     """Which tensor of a file each parameter and buffer is to become: {parameter or buffer: name}.
 
-    Raises:
-        InputError: something is missing, superfluous, or other than here.
+    An InputError names what is missing, superfluous, or other than here.
     """
     names, name_of = {}, {}  # names: tensor -> all of its names
     for name, tensor in state.items():

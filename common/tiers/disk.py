@@ -220,11 +220,7 @@ class Disks:
             self._disk.finish()
 
     def agree(self):
-        """Go on if no rank's disk has failed. A collective.
-
-        Raises:
-            InputError: on every rank alike. What the engine has is lost; the last checkpoint is not.
-        """
+        """Raise InputError on every rank alike if one's disk has failed: what the engine has is lost. A collective."""
         if self._disk is None:
             return
         with torch.inference_mode(False):

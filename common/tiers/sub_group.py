@@ -121,11 +121,7 @@ class TieredBucket(Bucket):
                     yield "optimizer", piece.tier.name, state
 
     def read(self, state, optimizer):
-        """What this rank keeps of a state, flat, wherever it lies.
-
-        Raises:
-            InputError: it lies on a disk that has failed.
-        """
+        """See `Bucket.read`: wherever it lies; an InputError says that its disk has failed."""
         place = self.states_at.get(state) if state else self.masters_at
         if place is None or place.tensor is not None:
             return super().read(state, optimizer)
