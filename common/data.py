@@ -62,13 +62,9 @@ def digest(text):
 
 
 class Batches:
-    """Random windows of a text. Sample i of a step depends on (seed, step, i) and on nothing else.
+    """Random windows, so many bytes each, of a text, uint8 [bytes]; `global_batch` of them in a step, for all ranks.
 
-    Args:
-        text: uint8 array [bytes].
-        window: the bytes of one sample.
-        global_batch: the samples of one step, all ranks together.
-        seed: any integer.
+    Sample i of a step depends on (seed, step, i) and on nothing else.
 
     Raises:
         InputError: the text is shorter than one window.

@@ -11,11 +11,7 @@ HERE = __name__.removesuffix("common.engines")  # empty here; "my_project.zero."
 
 
 def find_engine(name):
-    """The class that a package exports as Engine, or that is called `package.module:Name`.
-
-    Raises:
-        InputError: there is none.
-    """
+    """The class that a package exports as Engine, or that is called `package.module:Name`; InputError without it."""
     path, _, attribute = name.partition(":")
     path = HERE + path if name in ENGINES else path
     try:

@@ -79,24 +79,16 @@ def asked(parser, arguments, figure=False):
 
 
 def tell(options, results, table, figure=None):
-    """Publish what has one table and, with `figure`, one picture; None is what ranks but 0 have under torchrun.
+    """Publish what has one `table(results)` and, with `figure(results)`, one picture, of matplotlib.
 
-    Args:
-        table, figure: called with the results, return a Table, and a matplotlib Figure.
+    The results are None on ranks but 0 under torchrun.
     """
     if results is not None:
         publish(options, results, [table(results)], figure and (lambda path: figure(results).savefig(path, dpi=120)))
 
 
 def publish(options, results, shown, draw=None):
-    """Write what a command found where its options say, and then show it to people.
-
-    Args:
-        options: the parsed arguments, with `json`, and with `draw` also `figure`.
-        results: for the JSON.
-        shown: tables for the terminal.
-        draw: called with a path, draws there.
-    """
+    """Write what a command found where its --json and --figure say, `draw(path)` the latter; then show its tables."""
     with one_line_errors():
         if options.json:
             write_json(options.json, results)
@@ -108,11 +100,7 @@ def publish(options, results, shown, draw=None):
 
 
 def check_output(option, path):
-    """Refuse a file that could not be written; None is an option that was not given. One that is there stays as it is.
-
-    Raises:
-        InputError: it says why.
-    """
+    """Refuse a file that could not be written, by an InputError that says why; one that is there stays as it is."""
     if path is None:
         return
     check_name(option, path)

@@ -156,8 +156,7 @@ def build_model(options):
 
 def make_batches(options):
     """The global batches that the options name."""
-    window = models.build(options.model).window
-    return Batches(load_text(options.data), window, options.batch, options.seed)
+    return Batches(load_text(options.data), build_model(options).window, options.batch, options.seed)
 
 
 def train(world, name, options, progress=None):
@@ -166,9 +165,7 @@ def train(world, name, options, progress=None):
     The last step runs under the memory timeline, and with `--trace` the two before it are recorded: neither is timed.
 
     Args:
-        world: the rank's World.
         name: a package that exports Engine, or a class with an engine's surface.
-        options: the parsed arguments.
         progress: called with (steps done, loss) after each step.
 
     Returns:

@@ -36,7 +36,7 @@ from common.engine.door import check_elementwise, check_swapped
 from common.errors import InputError
 from common.tiers.accounting import STATES, TIERS, Move, TieredAccounts
 from common.tiers.bus import Bus
-from common.tiers.disk import Disks
+from common.tiers.disk import Disks, refuse_state_dict
 from common.tiers.opening import open_tiers
 from common.tiers.sub_group import TieredBucket
 
@@ -78,7 +78,7 @@ class InfinityEngine(stage3_param.Engine):
     def __init__(self, model, optimizer, *, tiers="nvme", path=None, sub_group_mb=64.0, **options):
         self.tiers, self.path, self.sub_group_mb = tiers, path, sub_group_mb
         super().__init__(model, optimizer, **options)
-        self.tier[self.tiers["optimizer"]].watch(self.optimizer)
+        self.optimizer.register_state_dict_pre_hook(refuse_state_dict)
 
     def placed(self, bucket):
         """The placement table: the tier of each state, and the parts of the shard that are stepped at a time."""

@@ -24,6 +24,8 @@ killed at any moment leaves the last save whole, and its remains are cleared awa
 """
 
 import contextlib
+import copy
+import hashlib
 import json
 import os
 import socket
@@ -45,11 +47,9 @@ PATIENCE = 10.0  # seconds in which a shared file system shows rank 0 what anoth
 
 
 class Snapshot:
-    """What this rank is to write, as it stands now. Making it is a collective.
+    """What this rank is to write by `save(path, extra)`, as it stands now. Making it is a collective.
 
     Args:
-        engine: any engine.
-        path, extra: as its `save` takes them.
         apart: copy everything now, so that the next step changes nothing of it. Else shards are read when they are
             written, one after the other, as all of them may be more than the memory holds.
 
@@ -83,11 +83,7 @@ class Snapshot:
         return tensor_file.write(file, self.told, self._read, {"extra": self.structure})
 
     def _read(self, name):
-        """A tensor that is held; or a piece, as it stands or a copy, of the one state of a bucket that is held for it.
-
-        Raises:
-            InputError: the disk that it lies on has failed.
-        """
+        """A tensor that is held; or a piece, itself or a copy, of the one state of a bucket that is held for it."""
         if name in self.tensors:
             return self.tensors[name]
         bucket, state, _, part = self._place_of[name]
@@ -184,6 +180,10 @@ def load(engine, path):
                 names = {k: folder / index["files"][k]["name"] for k in needed}
                 files = {k: opened.enter_context(tensor_file.Source(name)) for k, name in names.items()}
                 source, extra = Pieces(index, files), decode(json.loads(files[own].metadata["extra"]), files[own])
+                index["groups"] = decode(index["groups"], source)
+                index["extra_state"] = {key: decode(value, source) for key, value in index["extra_state"].items()}
+                for told in index["parameters"].values():
+                    told["scalars"] = decode(told["scalars"], source)
             _check_buffers(engine, source)
             name_of = {parameter: f"parameters/{name}" for name, parameter in engine.module.named_parameters()}
             name_of |= {buffer: f"buffers/{name}" for name, buffer in model_state.buffers(engine)}
@@ -194,8 +194,7 @@ def load(engine, path):
             engine.updates = index["updates"]
             if engine.loss_scaler and index["loss_scaler"]:
                 engine.loss_scaler.load_state_dict(index["loss_scaler"])
-            extra_state = {key: decode(value, source) for key, value in index["extra_state"].items()}
-            model_state.set_extra_state(engine, extra_state)
+            model_state.set_extra_state(engine, index["extra_state"])
             _fill_optimizer(engine, index, source)
     return extra
 
@@ -264,25 +263,9 @@ def _index(engine, tensors):
 
 def _check_fits(engine, index):
     """Raise InputError for the first thing that is not the same in the checkpoint and in the engine."""
-    groups = {
-        name: b.kind.group if b.kind.trainable else None for b in engine.buckets + engine.frozen for name in b.slots
-    }
-    optimizer = f"{optimizer_state.name_of(engine.optimizer)} over {len(engine.optimizer.param_groups)} groups"
-    here = {
-        "the optimizer": optimizer,
-        **{f"parameter {n!r}": _place(p.dtype, p.shape, groups[n]) for n, p in engine.module.named_parameters()},
-        **{f"buffer {n!r}": f"of shape {list(buffer.shape)}" for n, buffer in model_state.buffers(engine)},
-        **{f"extra state {key!r}": "there" for key in model_state.extra_state(engine)},
-    }
-    saved = {
-        "the optimizer": f"{index['optimizer']} over {len(index['groups'])} groups",
-        **{
-            f"parameter {n!r}": _place(getattr(torch, p["dtype"]), p["shape"], p["group"])
-            for n, p in index["parameters"].items()
-        },
-        **{f"buffer {n!r}": f"of shape {shape}" for n, shape in index["buffers"].items()},
-        **{f"extra state {key!r}": "there" for key in index["extra_state"]},
-    }
+    here = _index(engine, {})
+    here["parameters"] = {name: here["parameters"][name] for name, _ in engine.module.named_parameters()}  # in order
+    saved, here = _described(index), _described(here)
     for what in [*here, *saved]:
         one, other = saved.get(what, "missing"), here.get(what, "missing")
         if one != other:
@@ -291,8 +274,14 @@ def _check_fits(engine, index):
             )
 
 
-def _place(dtype, shape, group):
-    return f"{tensor_file.kind(dtype, shape)}, {'frozen' if group is None else f'in group {group}'}"
+def _described(index):
+    """What has to be the same, {what: how it is}."""
+    found = {"the optimizer": f"{index['optimizer']} over {len(index['groups'])} groups"}
+    for name, told in index["parameters"].items():
+        kind, group = tensor_file.kind(getattr(torch, told["dtype"]), told["shape"]), told["group"]
+        found[f"parameter {name!r}"] = f"{kind}, {'frozen' if group is None else f'in group {group}'}"
+    found |= {f"buffer {name!r}": f"of shape {shape}" for name, shape in index["buffers"].items()}
+    return found | {f"extra state {key!r}": "there" for key in index["extra_state"]}
 
 
 def _check_buffers(engine, source):
@@ -311,22 +300,17 @@ class Pieces(tensor_file.Tensors):
     Args:
         index: as `read_index` returns it.
         files: {rank: the `Source` of its file}, rank 0's and those that are read of.
-
-    Attributes:
-        metadata: of rank 0's file.
     """
 
     def __init__(self, index, files):
         self._files, self._pieces, self.tensors = files, {}, files[0].tensors.copy()
         self.metadata = files[0].metadata
         for name, told in index["parameters"].items():
-            shape, pieces = tuple(told["shape"]), told["pieces"]
-            for kind in (f"optimizer/{state}" for state in told["states"]):
-                dtypes = [files[k].tensors[f"{kind}/{name}@{begin}"][0] for k, begin, _ in pieces if k in files]
-                self.tensors[f"{kind}/{name}"] = dtypes[0] if dtypes else None, shape
-                self._pieces[f"{kind}/{name}"] = pieces
-            self.tensors[f"parameters/{name}"] = getattr(torch, told["dtype"]), shape
-            self._pieces[f"parameters/{name}"] = pieces
+            for kind in ("parameters", *(f"optimizer/{state}" for state in told["states"])):
+                place = f"{kind}/{name}"
+                dtypes = [files[k].tensors[f"{place}@{at}"][0] for k, at, _ in told["pieces"] if k in files]
+                self.tensors[place] = (*dtypes, getattr(torch, told["dtype"]))[0], tuple(told["shape"])
+                self._pieces[place] = told["pieces"]
 
     def read(self, name, start, target):
         """Read some elements of a tensor; see `Source.read`."""
@@ -352,7 +336,9 @@ def _files_needed(engine, index):
 
 def check_intact(folder, entry):
     """Raise InputError unless a file of the checkpoint is what was written. Each is read by one rank, for all."""
-    if tensor_file.checksum(folder / entry["name"]) != entry["sha256"]:
+    with open(folder / entry["name"], "rb", buffering=0) as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    if found != entry["sha256"]:
         raise InputError(f"{entry['name']} is damaged; restore it, or take an older checkpoint")
 
 
@@ -363,9 +349,9 @@ def _fill_optimizer(engine, index, source):
         for state in saved["states"]:
             names = {name: f"optimizer/{state}/{name}" for name in bucket.slots}
             fills[state] = partial(weights.fill_part, source, bucket, names, part=piece.part)
-        return decode(saved["scalars"], source), fills
+        return copy.deepcopy(saved["scalars"]), fills  # each piece counts its own steps
 
-    optimizer_state.fill(engine, decode(index["groups"], source), states_of)
+    optimizer_state.fill(engine, index["groups"], states_of)
 
 
 # ---- files ------------------------------------------------------------------------------------------------------

@@ -20,14 +20,11 @@ from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     FileSystemReader,
     LoadPlan,
-    Metadata,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint._nested_dict import set_element  # torch has no public way to undo its flattening
-from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from common.checkpoint.encoding import encode
 from common.checkpoint.tensor_file import Tensors
 from common.errors import InputError
 
@@ -61,15 +58,11 @@ class Source(Tensors):
                 raise InputError(f"{name} is missing; copy the whole folder")
         self.stored = self._metadata.state_dict_metadata
         self.prefix = _prefix_of(self.stored, [name for name, value in state.items() if torch.is_tensor(value)])
-        self.tensors, self._key_of, self._held = {}, {}, {}
-        self._extra_state = {}  # name -> the keys of what lies in it, which torch has flattened
+        self.tensors, self._key_of = {}, {}
+        besides = {key for name in extra_state for key in self._within(name)}
         for key in self.stored:
-            name = key.removeprefix(self.prefix)
-            of = next((one for one in extra_state if f"{name}.".startswith(f"{one}.")), None)
-            if key.startswith(self.prefix) and of is not None:
-                self._extra_state.setdefault(of, []).append(key)
-            elif key.startswith(self.prefix):
-                self.add(name, key)
+            if key.startswith(self.prefix) and key not in besides:
+                self.add(key.removeprefix(self.prefix), key)
 
     def add(self, name, key):
         """Give a stored tensor a name here."""
@@ -78,29 +71,22 @@ class Source(Tensors):
             raise InputError(f"{key!r} is no tensor; leave it out")
         self._key_of[name], self.tensors[name] = key, (told.properties.dtype, tuple(told.size))
 
+    def _within(self, name):
+        """The keys of what lies in something of the model, which torch has flattened."""
+        return [key for key in self.stored if f"{key}.".startswith(f"{self.prefix}{name}.")]
+
     def extra_state(self, names):
         """What there is of extra state, {name: value}, its dicts and lists as they were."""
         found, path_of = {}, self._metadata.planner_data or {}
         for name in names:
-            for key, value in self.values(self._extra_state.get(name, [])).items():
+            for key, value in self.values(self._within(name)).items():
                 path = path_of.get(key, (key,))
                 inner = path[path.index(name) + 1 :] if name in path else ()
                 set_element(found, (name, *inner), value)
         return found
 
-    def hold(self, value, what):
-        """JSON of a value, whose tensors are had of here from now on."""
-        return encode(value, self._held, what)
-
     def read(self, name, start, target):
-        """Read some elements of a tensor, row by row from number `start` on; they are cast.
-
-        Args:
-            target: a flat tensor, which says how many.
-
-        Raises:
-            InputError: they are not all there.
-        """
+        """See `tensor_file.Source.read`; an InputError says that not all is there."""
         key, (_, shape) = self._key_of[name], self.tensors[name]
         row = max(1, math.prod(shape[1:]))
         first, end = start // row, -(-(start + len(target)) // row)  # the rows that it lies in
@@ -114,20 +100,16 @@ class Source(Tensors):
         self._reader.read_data(LoadPlan(items), planner)
         target.copy_(rows.view(-1)[start - first * row :][: len(target)])
 
-    def get_tensor(self, name):
-        """All of a tensor, or one that is held."""
-        return self._held[name] if name in self._held else super().get_tensor(name)
-
     def values(self, keys):
         """What lies under some keys, whole: {key: value}."""
-        told = {key: self.stored[key] for key in keys}
-        values = {
-            key: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
-            for key, one in told.items()
-        }
+        values = {}
+        for key in keys:
+            told = self.stored[key]
+            is_tensor = isinstance(told, TensorStorageMetadata)
+            values[key] = torch.empty(told.size, dtype=told.properties.dtype) if is_tensor else None
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(values, self._metadata)
-        self._reader.read_data(create_default_local_load_plan(values, Metadata(told)), planner)
+        self._reader.read_data(planner.create_local_plan(), planner)
         return values
 
 

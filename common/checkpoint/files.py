@@ -26,13 +26,9 @@ in_ordinary_mode = torch.inference_mode(False)
 
 
 class Files:
-    """The part of `EngineBase` that concerns files.
+    """The part of `EngineBase` that concerns files."""
 
-    Attributes:
-        saving: the last save that nobody has waited for, a `Saving`; None if there is none.
-    """
-
-    saving = None
+    saving = None  # or the last save that nobody has waited for, a `Saving`
 
     def begin_load(self):
         """A phase: before the parameters change otherwise than by a step."""
@@ -60,10 +56,14 @@ class Files:
         self.synchronize()
         self.buffers.broadcast()
         extra = model_state.extra_state_of_rank_0(self)
-        values, here = {}, to_rank in (None, self.rank)
+        values, here, comm = {}, to_rank in (None, self.rank), self.comm
         for bucket in self.buckets + self.frozen:  # one at a time is whole
             with bucket.values_at_hand():
-                whole = _whole(self.comm, bucket, to_rank)
+                kept = bucket.parameters
+                if bucket.kind.trainable and bucket.sixteen_bit:
+                    kept = end_to_end([piece.master for piece in bucket.pieces], comm.device)
+                whole = whole_of(comm, bucket, kept, to_rank)
+                del kept  # before the next takes room
                 for name, parameter in bucket.members.items() if here else ():
                     values[parameter] = bucket.view(whole, name).detach().cpu().clone()
         state = self.state_as_it_stands() if here else {}
@@ -129,9 +129,7 @@ class Files:
     def load_weights(self, file):
         """Read parameters and buffers by name from a safetensors file or a state dict; drop gradients. A collective.
 
-        See `weights.py`.
-
-        The optimizer's states stay as they are: begin with a fresh engine, unless they fit the new weights too.
+        See `weights.py`. The optimizer's states stay: begin with a fresh engine, unless they fit the new weights too.
         """
         self.zero_grad()
         self.synchronize()
@@ -141,9 +139,6 @@ class Files:
 
 class Saving:
     """A save under way, with a snapshot that takes this rank's shard of all states on the host until it is written.
-
-    Args:
-        engine, path, extra: as `save` of an engine takes them. A collective.
 
     Attributes:
         tensors: the snapshot's, none when it has been written.
@@ -168,11 +163,7 @@ class Saving:
             self.tensors.clear()
 
     def wait(self):
-        """Return when the checkpoint is on the disk.
-
-        Raises:
-            InputError: on every rank, if one could not write; it names that rank. The checkpoint that was there stands.
-        """
+        """Return when the checkpoint is on the disk; raise what `save` would have raised."""
         try:
             self._handle.wait()
         except Exception:
@@ -185,15 +176,6 @@ def _group_of(comm):
     if comm.group not in _groups:
         _groups[comm.group] = new_group(comm, dist.get_process_group_ranks(comm.group), backend="gloo")
     return _groups[comm.group]
-
-
-def _whole(comm, bucket, to_rank):
-    """A bucket's values, flat; None on a rank that sends its shard to another."""
-    if bucket.kind.trainable and bucket.sixteen_bit:
-        kept = end_to_end([piece.master for piece in bucket.pieces], comm.device)
-    else:
-        kept = bucket.parameters
-    return whole_of(comm, bucket, kept, to_rank)
 
 
 def whole_of(comm, bucket, shard, to_rank=None):

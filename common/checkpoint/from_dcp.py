@@ -34,20 +34,14 @@ def read(engine, folder):
         raise InputError("its model has no name of its own; save {'model': ..., 'optim': ...}, or call load_weights")
     names = names_in(source, state)
     at = _optimizer_of(source)
-    groups = _groups(source, at)
-    _check_options(engine.optimizer, groups)
-    states = _states(source, at, named)
-    single = _single(source, states, named)
-    scalars = source.values([key for keys in states.values() for one, key in keys.items() if one in single])
-    scalars = {name: {one: scalars[key] for one, key in keys.items() if one in single} for name, keys in states.items()}
+    states, scalars = _states(source, at, named)
+    groups, group_of = _groups(source, at, engine.optimizer, named)
     _check_alike(engine.buckets, scalars)
 
-    group_of = _group_of(groups, named)
     parameters = {}
     for name, parameter in named.items():
-        elementwise = {one: key for one, key in states.get(name, {}).items() if one not in single}
         source.add(f"parameters/{name}", source.prefix + names[parameter])
-        for one, key in elementwise.items():
+        for one, key in states.get(name, {}).items():
             source.add(f"optimizer/{one}/{name}", key)
         # A script may hand frozen parameters to its optimizer, which passes them over.
         takes_part = parameter.requires_grad or name in states
@@ -55,8 +49,8 @@ def read(engine, folder):
             "shape": list(parameter.shape),
             "dtype": str(source.tensors[f"parameters/{name}"][0]).removeprefix("torch."),
             "group": group_of.get(name) if takes_part else None,
-            "states": list(elementwise),
-            "scalars": source.hold(scalars.get(name, {}), "the optimizer's state"),
+            "states": list(states.get(name, {})),
+            "scalars": scalars.get(name, {}),
         }
     buffers = {name: names[buffer] for name, buffer in model_state.buffers(engine) if buffer in names}
     for name, theirs in buffers.items():
@@ -67,11 +61,11 @@ def read(engine, folder):
     written_here = scaler and others.keys() >= set(scaler.values())  # torch's GradScaler keeps other numbers
     index = {
         "optimizer": name_of(engine.optimizer),  # of which there is no word
-        "groups": source.hold(groups, "the optimizer's groups"),
+        "groups": groups,
         "updates": max((int(one["step"]) for one in scalars.values() if "step" in one), default=0),
         "loss_scaler": {name: others.pop(key) for name, key in scaler.items()} if written_here else None,
         "buffers": {name: list(source.tensors[f"buffers/{name}"][1]) for name in buffers},
-        "extra_state": {key: source.hold(value, repr(key)) for key, value in source.extra_state(extra_state).items()},
+        "extra_state": source.extra_state(extra_state),
         "parameters": parameters,
         "files": [],
     }
@@ -86,73 +80,61 @@ def _optimizer_of(source):
     return found[0]
 
 
-def _groups(source, at):
-    """The optimizer's groups, [{option: value}]; "params" are the names of a group's parameters."""
-    groups, before = {}, f"{at}param_groups."
+def _groups(source, at, optimizer, named):
+    """The optimizer's groups, [{option: value}], without their parameters; and {parameter: number of its group}."""
+    found, group_of, before = {}, {}, f"{at}param_groups."
     for key, value in source.values([key for key in source.stored if key.startswith(before)]).items():
         number, _, option = key.removeprefix(before).partition(".")
-        groups.setdefault(int(number), {})[option] = value
-    return [groups[number] for number in sorted(groups)]
-
-
-def _check_options(optimizer, groups):
-    """Refuse options that an optimizer does not have, or not all that it has: they are another's."""
+        found.setdefault(int(number), {})[option] = value
+    groups = [found[number] for number in sorted(found)]
     if len(groups) != len(optimizer.param_groups):
         raise InputError(f"the optimizer has {len(groups)} groups there and {len(optimizer.param_groups)} here")
-    for there, here in zip(groups, optimizer.param_groups, strict=True):
+    for number, (there, here) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         for option in sorted({"params", *optimizer.defaults} - there.keys()):
             raise InputError(f"option {option!r} of the optimizer is missing there; build the one that it was saved of")
         for option in sorted(there.keys() - here.keys() - OF_SCHEDULERS):
             raise InputError(f"the optimizer has no option {option!r} here; build the one that it was saved of")
+        for name in there.pop("params"):
+            if name not in named:
+                said = f"group {number} of the optimizer has {name!r}, which is no parameter here"
+                raise InputError(f"{said}; {AS_SAVED}")
+            if name in group_of:
+                raise InputError(f"{name!r} is twice in the optimizer's groups there; {AS_SAVED}")
+            group_of[name] = number
+    return groups, group_of
 
 
 def _states(source, at, named):
-    """Where the optimizer's states are: {parameter: {state: key}}."""
-    states, before = {}, f"{at}state."
+    """{parameter: {state: key}} of states with a number for each element; {parameter: {state: value}} of all others."""
+    found, before = [], f"{at}state."  # (parameter, state, key)
     for key in source.stored:
         if key.startswith(before):
             name, _, one = key.removeprefix(before).rpartition(".")
             if name not in named:
                 raise InputError(f"{key!r} is of no parameter here; {AS_SAVED}")
-            states.setdefault(name, {})[one] = key
-    for one in sorted({one for keys in states.values() for one in keys}):
+            found.append((name, one, key))
+    there = {(name, one) for name, one, _ in found}
+    for one in sorted({one for _, one, _ in found}):
         for name, parameter in named.items():
-            if parameter.requires_grad and one not in states.get(name, {}):
+            if parameter.requires_grad and (name, one) not in there:
                 raise InputError(
                     f"'{before}{name}.{one}' is missing; if the parameter never had a gradient, freeze it here"
                 )
-    return states
-
-
-def _single(source, states, named):
-    """The names of states that are one number for a parameter, such as "step"; the others have one for each element."""
-    shapes = [
-        (one, getattr(source.stored[key], "size", None), named[name].shape, key)
-        for name in states
-        for one, key in states[name].items()
-    ]
+    shape_of = {key: getattr(source.stored[key], "size", None) for _, _, key in found}
     # A parameter of no dimensions has both kinds in its own shape; another's tell them apart.
-    single = {"step"} | {one for one, shape, its, _ in shapes if shape in (None, ()) and its != ()}
-    for one, shape, its, key in shapes:
-        expected = () if one in single else its
-        if shape not in (expected, None if one in single else its):
-            raise InputError(f"{key!r} has shape {list(shape)} there, and would have {list(expected)} here")
-    return single
-
-
-def _group_of(groups, named):
-    """Take the names out of the optimizer's groups; return {parameter: number of its group}."""
-    group_of = {}
-    for number, group in enumerate(groups):
-        for name in group.pop("params"):
-            if name not in named:
-                raise InputError(
-                    f"group {number} of the optimizer has {name!r}, which is no parameter here; {AS_SAVED}"
-                )
-            if name in group_of:
-                raise InputError(f"{name!r} is twice in the optimizer's groups there; {AS_SAVED}")
-            group_of[name] = number
-    return group_of
+    single = {"step"} | {one for name, one, key in found if shape_of[key] in (None, ()) and named[name].shape != ()}
+    for name, one, key in found:
+        expected = () if one in single else named[name].shape
+        if shape_of[key] not in (expected, None if one in single else expected):
+            raise InputError(f"{key!r} has shape {list(shape_of[key])} there, and would have {list(expected)} here")
+    values = source.values([key for _, one, key in found if one in single])
+    states, scalars = {name: {} for name, _, _ in found}, {name: {} for name, _, _ in found}
+    for name, one, key in found:
+        if one in single:
+            scalars[name][one] = values[key]
+        else:
+            states[name][one] = key
+    return states, scalars
 
 
 def _check_alike(buckets, scalars):

@@ -15,17 +15,13 @@ _owned = weakref.WeakSet()  # open files of this process
 
 
 def keep_from_forks(file):
-    """Have forks of this process close an open file. Returns the file."""
+    """Have forks of this process close an open file; return it."""
     _owned.add(file)
     return file
 
 
 def own(path, patience):
-    """Open a file of one's own, made if it is missing, and lock it.
-
-    Args:
-        path: where it is.
-        patience: seconds to wait for an owner that may be about to leave.
+    """Open a file of one's own, made if it is missing, and lock it; wait some seconds for an owner about to leave.
 
     Returns:
         It, open for writing behind its end, for `release`; None if somebody else owns it.

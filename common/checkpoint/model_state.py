@@ -30,11 +30,7 @@ def tied(engine):
 
 
 def extra_state(engine):
-    """What the modules of this rank hand out, {key: value}.
-
-    Raises:
-        InputError: the state dict holds something else.
-    """
+    """What the modules of this rank hand out, {key: value}; InputError if the state dict holds something else."""
     holders, found = _holders(engine), {}
     own = {id(tensor) for tensor in [*engine.module.parameters(), *engine.module.buffers()]}
     for key, value in engine.state_as_it_stands().items():

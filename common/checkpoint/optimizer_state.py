@@ -20,7 +20,6 @@ def fill(engine, groups, states_of):
     """Have the optimizer become what was kept of one.
 
     Args:
-        engine: any engine.
         groups: its options, a dict for each group.
         states_of: `states_of(bucket, piece)` returns the states that have no number for each element, and for the
             others {name: fill}, of which `fill(target)` writes the piece's numbers into a flat tensor.

@@ -51,9 +51,8 @@ RESTARTING = 40.0  # seconds for one whose ranks torchrun is ending, on another 
 
 def add_arguments(parser):
     """The options of a run that survives."""
-    parser.add_argument(
-        "--save", metavar="DIR", help="write checkpoints into this folder: at the end, when stopped, and"
-    )
+    when = "write checkpoints into this folder: at the end, when stopped, and"
+    parser.add_argument("--save", metavar="DIR", help=when)
     parser.add_argument("--save-every", type=int, metavar="K", help="after each K-th step")
     parser.add_argument("--keep", type=int, default=2, metavar="M", help="how many of them stay (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --save, if any")
@@ -85,14 +84,12 @@ class Run:
     Entering it is a collective.
 
     Args:
-        engine: any engine of this repository.
         options: the parsed arguments, with `save`, `save_every`, `keep`, `resume`, `steps` and those above.
-        batches: the `Batches` that it trains on.
         schedulers: whose `state_dict()` is kept.
 
     Attributes:
         step: how many steps are done.
-        losses: their mean losses over ranks, of those before this process began.
+        losses: the mean losses over ranks of the steps before this process began.
         message: what it goes on from, for people.
 
     Raises:
@@ -103,6 +100,7 @@ class Run:
     def __init__(self, engine, options, batches, schedulers=()):
         self.engine, self.options, self.schedulers = engine, options, schedulers
         self.folder, self.text = Path(options.save).resolve(), digest(batches.text)
+        self._settings = {name: getattr(options, name) for name in SAMPLES + ARITHMETIC}
         self.step, self.losses, self.message = 0, [], None
         self._asked, self._told = False, set()
 
@@ -151,14 +149,10 @@ class Run:
         elif self.options.resume:
             self.message = f"nothing to go on from in {self.folder}: begins with step 1"
 
-    def _settings(self):
-        """What the run that goes on must have in common with the one that stopped: {option: value}."""
-        return {name: getattr(self.options, name) for name in SAMPLES + ARITHMETIC}
-
     def _resume(self, step):
         path = place(self.folder, step)
         extra = self.engine.load(path)
-        now, settings = self._settings(), extra["settings"]
+        now, settings = self._settings.copy(), extra["settings"]
         if settings["cosine"] and now["cosine"]:  # the rate is 0 after these
             now["steps"], settings["steps"] = self.options.steps, extra["schedulers"][0]["T_max"]
         for name, then in settings.items():
@@ -198,14 +192,9 @@ class Run:
         self._asked = True
 
     def after_step(self, step, losses):
-        """Save if it is time to, or if any rank was asked to stop. A collective.
+        """Save if so many steps are a time to, or if any rank was asked to stop. A collective.
 
-        Args:
-            step: how many steps are done.
-            losses: this rank's, of the steps since this process began.
-
-        Raises:
-            Stopped: it was asked to, and has saved.
+        The losses are this rank's, of the steps since this process began. `Stopped`: it was asked to, and has saved.
         """
         asked = any(self.engine.comm.gather_objects(self._asked, "the stop"))  # on all at the same step
         every = self.options.save_every
@@ -215,11 +204,7 @@ class Run:
             raise Stopped(f"stopped after step {step}, as asked: --resume goes on from {place(self.folder, step)}")
 
     def save(self, step, losses):
-        """Write a checkpoint, and clear older ones away. A collective.
-
-        Raises:
-            InputError: a rank could not write. What was saved before stands.
-        """
+        """Write a checkpoint, and clear older ones away. A collective; where it fails what was saved before stands."""
         generators = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             generators["cuda"] = torch.cuda.get_rng_state()
@@ -229,7 +214,7 @@ class Run:
             "ranks": self.engine.world_size,
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "generators": generators,
-            "settings": self._settings(),
+            "settings": self._settings,
             "text": self.text,
             "engine": _described(self.engine),
         }
@@ -257,10 +242,7 @@ def _described(engine):
 def lock(file, word, leaving):
     """Lock the file that says that a folder is in use, unless its file system has no locks; write there who uses it.
 
-    Args:
-        file: its path.
-        word: which nobody else writes.
-        leaving: an `ExitStack` that lets go of it.
+    It ends with a word that nobody else writes. `leaving` is an `ExitStack` that lets go of it.
 
     Raises:
         InputError: another run uses it.
@@ -303,22 +285,17 @@ def place(folder, step):
 
 def complete(folder):
     """The steps whose checkpoints in a folder are complete."""
-    return [int(match[1]) for match in _checkpoints(folder) if (folder / match[0] / "index.json").exists()]
+    return [step for path, step in _checkpoints(folder).items() if (path / "index.json").exists()]
 
 
 def clear(folder, keep):
-    """Remove all checkpoints but the newest so many, and the remnants of those that were not completed.
-
-    Returns:
-        What could not be removed, and why: texts.
-    """
-    kept, complaints = {place(folder, step).name for step in sorted(complete(folder))[-keep:]}, []
-    for match in _checkpoints(folder):
-        if match[0] not in kept:
-            try:
-                remove(folder / match[0])
-            except OSError as error:
-                complaints.append(f"{folder / match[0]} cannot be removed: {error.strerror}")
+    """Remove all but the newest so many checkpoints that are complete; return why something could not be, texts."""
+    kept, complaints = {place(folder, step) for step in sorted(complete(folder))[-keep:]}, []
+    for path in sorted(_checkpoints(folder).keys() - kept):
+        try:
+            remove(path)
+        except OSError as error:
+            complaints.append(f"{path} cannot be removed: {error.strerror}")
     return complaints
 
 
@@ -339,5 +316,6 @@ def remove(checkpoint):
 
 
 def _checkpoints(folder):
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return [match for match in map(NAME.fullmatch, names) if match]
+    """{path: step}, complete or not."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return {path: int(match[1]) for path in paths if (match := NAME.fullmatch(path.name))}

@@ -19,20 +19,11 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import _TYPES  # the library has no public name for these
 
 from common.errors import InputError
 
-DTYPES = {  # the library has no public name for these
-    "BOOL": torch.bool,
-    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
-    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
-    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
-    "BF16": torch.bfloat16,
-    "C64": torch.complex64,
-    **{f"F8_{kind}": getattr(torch, f"float8_{kind.lower()}") for kind in ("E5M2", "E5M2FNUZ", "E4M3FNUZ")},
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
+DTYPES = {**_TYPES, "F8_E8M0": torch.float8_e8m0fnu}  # the library reads and writes this one too
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 HEADER = 100_000_000  # bytes of the longest header that safetensors reads
 BLOCK = 2**23  # bytes that are read at a time
@@ -42,7 +33,6 @@ def write(file, tensors, value_of, metadata):
     """Write a file; return when it is on the disk.
 
     Args:
-        file: its path.
         tensors: {name: (dtype, shape)} of all that it will hold.
         value_of: called with each name, in an order of its own, returns that tensor, on the CPU.
         metadata: {str: str}, kept in the header.
@@ -57,7 +47,7 @@ def write(file, tensors, value_of, metadata):
     check(tensors, metadata)
     # The widest first: so each begins at a multiple of its element's size, as those who map the file need it.
     order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
-    values = (_bytes_of(_as_told(name, value_of(name), *tensors[name])) for name in order)
+    values = (_bytes_of(value_of(name)) for name in order)
     parts = itertools.chain([_header(order, tensors, metadata)], values)
     checksum = hashlib.sha256()
     with open(file, "wb") as opened:
@@ -90,19 +80,6 @@ def check(tensors, metadata):
             f"names and all that is no tensor take {length / 1e6:.0f} MB, and a safetensors file holds "
             f"{HEADER / 1e6:.0f} MB of these; put long lists into tensors, or leave them out"
         )
-
-
-def checksum(file):
-    """A file's sha256, in hex."""
-    with open(file, "rb", buffering=0) as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _as_told(name, value, dtype, shape):
-    """A tensor that is what the header says of it; another would make the whole file unreadable."""
-    if (value.dtype, tuple(value.shape)) != (dtype, tuple(shape)):
-        raise ValueError(f"{name!r} was to be {dtype} {list(shape)} and is {value.dtype} {list(value.shape)}")
-    return value
 
 
 def kind(dtype, shape):
@@ -143,10 +120,7 @@ class Tensors:
         pass
 
     def overflows(self, name, start, stop, dtype):
-        """Whether elements [start, stop) of a tensor, row by row, hold a finite number too large for a dtype.
-
-        They are read, some at a time, if the dtype holds less than the tensor's own.
-        """
+        """Whether elements [start, stop) of a tensor, row by row, hold a finite number too large for a dtype."""
         own, _ = self.tensors[name]
         if dtype == own or torch.finfo(dtype).max >= torch.finfo(own).max:
             return False
@@ -170,31 +144,42 @@ class Tensors:
 
 
 class Source(Tensors):
-    """An open safetensors file.
+    """Open safetensors files: one, or several by the index beside them, JSON with {"weight_map": {name: file}}.
 
     Args:
-        file: its path.
+        file: its path; that of an index ends with ".json".
 
     Attributes:
-        metadata: {str: str}.
+        metadata: {str: str}, of several files the last one's.
 
     Raises:
+        InputError: it is no index, or a file does not have what it says.
         SafetensorError: it is no such file, or not all of it.
         OSError: it cannot be read.
     """
 
     def __init__(self, file):
+        self.tensors, self._place_of = {}, {}  # name -> its open file, and where it begins there
+        with contextlib.ExitStack() as opened:
+            for one, names in (_weight_map(Path(file)) if str(file).endswith(".json") else {file: None}).items():
+                self._add(opened, one, names)
+            self._close = opened.pop_all().close
+
+    def _add(self, opened, file, names):
         with safe_open(file, "np"):  # which checks the header; for torch it would map the file as memory of our own
             pass
-        self._file = open(file, "rb")  # noqa: SIM115  closed by `close`
-        length = int.from_bytes(self._file.read(8), "little")
-        header = json.loads(self._file.read(length))
+        data = opened.enter_context(open(file, "rb"))  # noqa: SIM115  closed by `__exit__`
+        length = int.from_bytes(data.read(8), "little")
+        header = json.loads(data.read(length))
         self.metadata = header.pop("__metadata__", {})
-        self.tensors = {name: (DTYPES.get(told["dtype"]), tuple(told["shape"])) for name, told in header.items()}
-        self._offsets = {name: 8 + length + told["data_offsets"][0] for name, told in header.items()}
+        for name in names or header:
+            if name not in header:
+                raise InputError(f"{name!r} is not in {file.name!r}, where the index has it")
+            self.tensors[name] = DTYPES.get(header[name]["dtype"]), tuple(header[name]["shape"])
+            self._place_of[name] = data, 8 + length + header[name]["data_offsets"][0]
 
     def __exit__(self, *raised):
-        self._file.close()
+        self._close()
 
     def read(self, name, start, target):
         """Read some elements of a tensor, row by row from number `start` on.
@@ -202,48 +187,25 @@ class Source(Tensors):
         Args:
             target: a flat tensor, which says how many. They are cast to its dtype, a block at a time.
         """
-        dtype, _ = self.tensors[name]
+        (dtype, _), (data, offset) = self.tensors[name], self._place_of[name]
         block = BLOCK // dtype.itemsize
         for begin in range(0, len(target), block):
             part = target[begin : begin + block]
             in_place = part.dtype == dtype and part.device.type == "cpu"
             values = part if in_place else torch.empty(len(part), dtype=dtype)
-            self._file.seek(self._offsets[name] + (start + begin) * dtype.itemsize)
-            if self._file.readinto(_bytes_of(values)) != values.nbytes:
-                raise OSError(f"{self._file.name} ends too early")
+            data.seek(offset + (start + begin) * dtype.itemsize)
+            if data.readinto(_bytes_of(values)) != values.nbytes:
+                raise OSError(f"{data.name} ends too early")
             if values is not part:
                 part.copy_(values)
 
 
-class SplitSource(Tensors):
-    """The same of a model that was cut into several files, by the index beside them: {"weight_map": {name: file}}.
-
-    Args:
-        index: path of the index, JSON.
-
-    Raises:
-        InputError: it is no index, or a file does not have what it says.
-        SafetensorError, OSError: as of a `Source`.
-    """
-
-    def __init__(self, index):
-        try:
-            file_of = json.loads(Path(index).read_bytes())["weight_map"]
-            files = sorted({Path(index).parent / file for file in file_of.values()})
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise InputError("it is no index: no JSON with a 'weight_map' from names to files") from error
-        with contextlib.ExitStack() as opened:
-            sources = {file: opened.enter_context(Source(file)) for file in files}
-            self._source_of = {name: sources[Path(index).parent / file] for name, file in file_of.items()}
-            for name, file in file_of.items():
-                if name not in self._source_of[name].tensors:
-                    raise InputError(f"{name!r} is not in {file!r}, where the index has it")
-            self._close = opened.pop_all().close
-        self.tensors = {name: source.tensors[name] for name, source in self._source_of.items()}
-
-    def __exit__(self, *raised):
-        self._close()
-
-    def read(self, name, start, target):
-        """Read some elements of a tensor; see `Source.read`."""
-        self._source_of[name].read(name, start, target)
+def _weight_map(index):
+    """{file: names of its tensors}, of an index."""
+    names_of = {}
+    try:
+        for name, file in json.loads(index.read_bytes())["weight_map"].items():
+            names_of.setdefault(index.parent / file, []).append(name)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError("it is no index: no JSON with a 'weight_map' from names to files") from error
+    return names_of

@@ -60,22 +60,18 @@ def load(engine, file):
 
 
 class StateDict(tensor_file.Tensors):
-    """Whole tensors in memory, behind the surface of those in files.
-
-    Args:
-        state: {name: tensor}, and what else a state dict holds.
-    """
+    """Whole tensors in memory, a state dict's, behind the surface of those in files."""
 
     def __init__(self, state):
         self._state = state
         self.tensors = {name: (value.dtype, value.shape) for name, value in state.items() if torch.is_tensor(value)}
 
     def extra_state(self, names):
-        """What there is of extra state, {name: value}."""
+        """See `Tensors.extra_state`: values of any kind."""
         return {name: self._state[name] for name in names if name in self._state}
 
     def read(self, name, start, target):
-        """Fill a flat tensor with the elements of one from `start` on."""
+        """See `tensor_file.Source.read`."""
         target.copy_(self._state[name].detach().reshape(-1)[start : start + len(target)])
 
 
@@ -86,14 +82,13 @@ def _source(file, state, extra_state):
         from common.checkpoint import dcp  # noqa: PLC0415  a second, and only where it is used
 
         return dcp.Source(file, state, extra_state)
-    return tensor_file.SplitSource(file) if str(file).endswith(".json") else tensor_file.Source(file)
+    return tensor_file.Source(file)
 
 
 def names_in(source, state, extra_state=()):
     """Which tensor of a file each parameter and buffer is to become: {parameter or buffer: name}.
 
-    Raises:
-        InputError: something is missing, superfluous, or other than here.
+    An InputError names what is missing, superfluous, or other than here.
     """
     names, name_of = {}, {}  # names: tensor -> all of its names
     for name, tensor in state.items():
@@ -146,11 +141,7 @@ def fill(engine, source, name_of):
 
 
 def fill_part(source, bucket, names, target, part):
-    """Read elements `part` of a bucket's run into a flat tensor; padding is zero.
-
-    Args:
-        names: {parameter: name in the source of what belongs to it}.
-    """
+    """Read elements `part` of a bucket's run, {parameter: name in the source}, into a flat tensor; padding is zero."""
     target.zero_()
     for name, there, here in bucket.overlaps(part):
         source.read(names[name], there.start, target[here])

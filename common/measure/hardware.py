@@ -16,11 +16,7 @@ def cpus():
 
 
 def hardware(device):
-    """Name the processor or the GPU, the memory, and the versions that matter, as results are labelled with.
-
-    Args:
-        device: the torch.device that did the work.
-    """
+    """Name a torch.device's processor or GPU, its memory, and the versions that matter, for labels of results."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"

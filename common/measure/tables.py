@@ -78,12 +78,7 @@ def _print(how, *what, **options):
 
 
 def fit(columns, room):
-    """The widths of a table's columns: of their texts, or less where that is too much, but of their longest words.
-
-    Args:
-        columns: their texts, [columns][rows].
-        room: what the table may take.
-    """
+    """The widths of columns, texts [columns][rows], in so much room: if need be those of their longest words."""
     widths = [max(len(line) for text in column for line in text.split("\n")) for column in columns]
     longest = [max(map(len, " ".join(column).split()), default=0) for column in columns]
     while needed(widths) > room and widths != longest:

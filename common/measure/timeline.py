@@ -63,12 +63,10 @@ class Recording:
         # Without acc_events torch 2.11 warns that events of an earlier cycle are gone; there is one cycle.
         every_thread = _ExperimentalConfig(profile_all_threads=True)  # the lane's too, by a private name of torch
         self._profiler = profile(activities=activities, acc_events=True, experimental_config=every_thread)
-        self._hooks = []
 
     def start(self):
         """Begin to record."""
-        for name, part in parts(self._module):
-            self._label(name, part)
+        self._hooks = [hook for name, part in parts(self._module) for hook in _labelled(name, part)]
         self._profiler.start()
 
     def stop(self):
@@ -76,20 +74,6 @@ class Recording:
         self._profiler.stop()
         for hook in self._hooks:
             hook.remove()
-
-    def _label(self, name, part):
-        ranges = []
-
-        def begins(name):
-            ranges.append(record_function(f"forward of {name}"))
-            ranges[-1].__enter__()
-
-        def marks(name):
-            # A moment, as nothing says when a part's backward ends: `_rows` draws it up to the next moment.
-            with record_function(f"backward of {name}"):
-                pass
-
-        self._hooks += watch(name, part, begins, lambda name: ranges.pop().__exit__(None, None, None), marks)
 
     def collect(self):
         """The trace of all ranks, for a JSON file. A collective; on ranks other than 0 it is None."""
@@ -118,11 +102,26 @@ def parts(model):
             yield name, child
 
 
-def watch(name, part, begins, ends, marks):
-    """Call `begins(name)` and `ends(name)` around a part's forward, `marks(name)` where its backward begins.
+def _labelled(name, part):
+    """The handles of hooks that give a part's forward and backward ranges of a trace."""
+    ranges = []
 
-    Returns:
-        The handles of the hooks.
+    def begins(name):
+        ranges.append(record_function(f"forward of {name}"))
+        ranges[-1].__enter__()
+
+    def marks(name):
+        # A moment, as nothing says when a part's backward ends: `_rows` draws it up to the next moment.
+        with record_function(f"backward of {name}"):
+            pass
+
+    return watch(name, part, begins, lambda name: ranges.pop().__exit__(None, None, None), marks)
+
+
+def watch(name, part, begins, ends, marks):
+    """Have hooks, whose handles it returns, call `begins(name)` and `ends(name)` around a part's forward.
+
+    They call `marks(name)` where its backward begins.
     """
 
     def after(module, args, output):
@@ -139,15 +138,10 @@ def watch(name, part, begins, ends, marks):
 
 
 def merge(traces):
-    """One trace of all ranks: each is a process of its own, and its GPU another.
+    """One trace, in Chrome's format, of what torch's profiler exported: each rank a process, its GPU another.
 
-    The ranks' clocks are taken as they are: of one machine they are the same, of several as good as their NTP.
-
-    Args:
-        traces: what torch's profiler exported on each rank, in rank order.
-
-    Returns:
-        A trace in the format of Chrome, its time starting at 0.
+    Time starts at 0. The ranks' clocks are taken as they are: of one machine they are the same, of several as good as
+    their NTP.
     """
     bases = [trace.get("baseTimeNanoseconds", 0) for trace in traces]
     events = []
@@ -229,16 +223,10 @@ def rows(trace):
 
 
 def overlap(trace):
-    """How much of the collectives' time lies beside computation.
+    """How much of the collectives' time lies beside computation, of each rank that ran some: {0: 0.7, 1: 0.68}.
 
     Computation is, where there is a GPU, its kernels on other streams than the collectives', else torch's operations
     on other threads. Time in which a collective waits for another rank counts as its own.
-
-    Args:
-        trace: what `merge` made.
-
-    Returns:
-        A fraction for each rank that ran collectives: {0: 0.7, 1: 0.68}.
     """
     collectives, computation = defaultdict(list), defaultdict(list)
     lanes = {

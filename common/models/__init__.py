@@ -70,8 +70,6 @@ def build(name, *, device="meta", checkpoint_activations=None, known=SIZES):
     storage and values, so that a model larger than one rank's memory is never held whole.
 
     Args:
-        name: of `known`.
-        device: where parameters and buffers are.
         checkpoint_activations: "non-reentrant" or "reentrant": torch's checkpoint around each of its blocks, which
             is computed again in backward. None keeps all activations.
         known: SIZES, or LANDMARKS too.
@@ -156,13 +154,5 @@ def materialize(model, init, device):
 
 
 def loss(outputs, targets):
-    """Mean cross entropy over the last dimension, taken in fp32 in every precision.
-
-    Args:
-        outputs: logits [..., classes], any floating dtype.
-        targets: int64 [...].
-
-    Returns:
-        A scalar, fp32.
-    """
+    """Mean cross entropy of logits [..., classes] to int64 [...]: a scalar, taken in fp32 in every precision."""
     return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())

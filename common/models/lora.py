@@ -31,12 +31,7 @@ class LoRALinear(nn.Linear):
 def add_adapters(model, rank, alpha):
     """Freeze a model and put adapters into its blocks, in place: every Linear layer there becomes a LoRALinear.
 
-    The paper adapts attention alone (sec. 4.2); here the feed-forward layers have adapters too.
-
-    Args:
-        model: an nn.Module whose layers are its `blocks`, on any device.
-        rank: of each adapter.
-        alpha: the adapters' weight; each is scaled by alpha / rank.
+    The paper adapts attention alone (sec. 4.2); here the feed-forward layers have adapters too, of scale alpha / rank.
     """
     model.requires_grad_(False)
     for module in list(model.blocks.modules()):

@@ -22,12 +22,8 @@ def run_blocks(blocks, x, kind, saving):
 
     Args:
         blocks: modules from a tensor to a tensor. Random numbers that they draw, they draw again.
-        x: a tensor.
-        kind: one of KINDS; None recomputes nothing.
+        kind: one of KINDS; None recomputes nothing. No bit depends on it, of what it returns or of gradients.
         saving: a context in which checkpoints save the input of each block, and nothing else is saved.
-
-    Returns:
-        A tensor, with the same bits for every kind, as have the gradients.
     """
     if not torch.is_grad_enabled():
         kind = None  # there will be no backward

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from common.checkpoint.pages import padded
 from common.engine.accounting import Accounts, state_bytes
 from common.measure.memory import HOST, storage_bytes, storage_id
 from common.measure.traffic import BUS, DISK
 from common.tensors import length
 from common.tiers.memory import taken
+from common.tiers.swap import padded
 
 STATES, TIERS = ("parameters", "gradients", "optimizer"), ("device", "cpu", "nvme")
 
@@ -121,16 +121,9 @@ def _bytes(kept):
 
 
 def predicted_in(tier, engine, buckets, summed=()):
-    """Bytes of model states that the ownership and placement tables foresee in one of TIERS, padding included.
+    """Bytes of model states that an engine's tables foresee in one of TIERS, padding included: {"parameters": n, ...}.
 
-    Args:
-        tier: its name.
-        engine: whose tables they are.
-        buckets: trainable ones, and frozen ones.
-        summed: the buckets in which gradients of several backwards add up.
-
-    Returns:
-        {"parameters": n, "gradients": n, "optimizer": n}
+    In the buckets of `summed` gradients of several backwards add up.
     """
     predicted = dict.fromkeys(STATES, 0)
     # The optimizer makes its states itself; on disk all lie in whole pages.

@@ -26,15 +26,11 @@ from common.tiers.memory import Host
 
 
 class Saved:
-    """What a checkpoint holds in place of a tensor.
-
-    Args:
-        like: a tensor of its shape, dtype and strides, on the meta device.
-        before: the `Saved` of the checkpoint before, in the same forward; None for the first.
+    """What a checkpoint holds in place of a tensor, `like` which it is on the meta device.
 
     Attributes:
-        number: how many were saved before it.
-        before: returns the one before it, or None where that is gone.
+        number: how many were saved before it, in the same forward.
+        before: returns the one before it, or None where there is none, or it is gone.
         on_host: the values.
         rising: (the tensor on the device, a Handle), from when it begins its way up until it is used; else None.
         used: it came up before. For a second backward it does so again, and not ahead.

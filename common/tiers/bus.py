@@ -12,23 +12,14 @@ from common.tensors import within
 
 
 class Bus:
-    """The copies between a rank's device and its other tiers.
-
-    Args:
-        comm: the engine's `Collectives`, whose meter counts what crosses: "down" and "up".
-    """
+    """The copies between a rank's device and its other tiers, counted by the meter of the engine's `Collectives`."""
 
     def __init__(self, comm):
         self._comm = comm
         self.lane = lane_of(comm.group, comm.backend, "bus")
 
     def down(self, bucket, mean, after):
-        """Bring a bucket's mean gradient to where its pieces lie.
-
-        Args:
-            bucket: its pieces' `reduced` take it.
-            mean: [shard] on the device.
-            after: the handle of what writes it.
+        """Bring a bucket's mean gradient, [shard] on the device, to its pieces' `reduced`, when `after` has written it.
 
         Returns:
             A Handle, for which the host waits by `wait_on_host`.
@@ -40,14 +31,7 @@ class Bus:
         return handle  # of the last, which the others come before
 
     def up(self, bucket):
-        """Bring a bucket's new parameters from where its pieces lie.
-
-        Args:
-            bucket: its pieces are stepped; their `stepped` take what is in `fresh`.
-
-        Returns:
-            A Handle; None where nothing is to come.
-        """
+        """Bring what is `fresh` of a bucket's pieces to their `stepped`. Returns a Handle, None where nothing comes."""
         handle = None
         for piece in bucket.pieces:
             if piece.is_apart:
@@ -55,17 +39,12 @@ class Bus:
         return handle
 
     def carry(self, direction, name, on_device, on_host, after=None, crosses=True):
-        """Copy one tensor into another: "down" to the host, or "up" to the device.
+        """Copy a tensor into another of its shape and dtype, "down" to the host or "up" to the device; return a Handle.
 
         Args:
-            direction: one of these two.
             name: which tensor it is, for a trace.
-            on_device, on_host: tensors of one shape and dtype.
             after: the Handle of what writes the one that is read; None if it is written.
-            crosses: the second is not on the device itself, so that it counts.
-
-        Returns:
-            A Handle.
+            crosses: `on_host` is not on the device itself, so that it counts.
         """
         self._comm.traffic.record(direction, on_device.nbytes * crosses)
         source, target = (on_device, on_host) if direction == "down" else (on_host, on_device)

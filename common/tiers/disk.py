@@ -12,25 +12,16 @@ from collections import deque
 
 import torch
 
-from common.checkpoint.pages import PAGE, padded
 from common.engine.units import hollow
 from common.errors import InputError
 from common.ranks.lanes import Handle, lane_of
 from common.tensors import host_value, length, tensors_of_state
 from common.tiers.memory import HERE, Host
-from common.tiers.swap import CountedFile, SwapFile
+from common.tiers.swap import PAGE, CountedFile, SwapFile, padded
 
 
 class OnDisk:
-    """A state at rest on disk.
-
-    A part of it, a slice of the shard, begins with a page.
-
-    Args:
-        disk: the tier.
-        numel, dtype: of the state.
-        label: what a trace calls it.
-    """
+    """A state [numel] at rest on disk, of which any part that is lent, a slice of the shard, begins with a page."""
 
     tensor = None
 
@@ -43,14 +34,12 @@ class OnDisk:
     def ahead(self, part):
         """Begin to read a part, if that has not begun."""
         if (part.start, part.stop) not in self._lent:
-            self._take(part)
-            buffer, staging, _ = self._lent[part.start, part.stop]
-            self._lent[part.start, part.stop] = buffer, staging, self._read(part, buffer)
+            self._take(part, self._read)
 
     def lend(self, part, fresh=False):
         """A part in a buffer, and a Handle after which it may be used; `fresh` is with anything in it."""
         if fresh:
-            self._take(part)
+            self._take(part, lambda part, buffer: HERE)
         else:
             self.ahead(part)
         buffer, _, ready = self._lent[part.start, part.stop]
@@ -82,10 +71,11 @@ class OnDisk:
             self.put_back(some)
         self.tier.finish()
 
-    def _take(self, part):
+    def _take(self, part, fill):
         self.drop(part)
         staging = self.tier.stepping if length(part) <= self.tier.sub_group else self.tier.shards
-        self._lent[part.start, part.stop] = staging.take(), staging, HERE
+        buffer = staging.take()
+        self._lent[part.start, part.stop] = buffer, staging, fill(part, buffer)
 
     def _nbytes(self, part):
         return padded(length(part) * self.dtype.itemsize)
@@ -122,14 +112,11 @@ class Disk(Host):
     On a CPU rank they are private memory, not shared as the host's: a limit on that counts them with the device.
 
     Args:
-        comm: the engine's `Collectives`, whose meter counts what is read and written.
         path: see `SwapFile`.
         sub_group: the elements that are stepped at a time, whole pages in every dtype.
 
     Attributes:
-        file: a `SwapFile`.
-        stepping: the buffers that hold up to a sub-group.
-        shards: the buffers that hold a shard of parameters.
+        stepping, shards: the buffers that hold up to a sub-group, and those that hold a shard of parameters.
     """
 
     name = "nvme"
@@ -162,10 +149,6 @@ class Disk(Host):
     def adopt(self, states):
         """Nothing: a sub-group moves its states to disk when it is swapped out."""
 
-    def watch(self, optimizer):
-        """Refuse what others would read from an optimizer's states: it holds what stands for them."""
-        optimizer.register_state_dict_pre_hook(_refuse_state_dict)
-
     def move(self, way, offset, buffer, label, after):
         """Begin to read or to write; see `SwapFile.move`."""
         self._comm.traffic.record(way, len(buffer))
@@ -183,16 +166,14 @@ class Disk(Host):
         return [*self.stepping.made, *self.shards.made, *super().rooms()]
 
 
-def _refuse_state_dict(optimizer):
+def refuse_state_dict(optimizer):
+    """What others would read from an optimizer's states is not there: it holds what stands for them."""
     if any(hollow(state) for state in tensors_of_state(optimizer)):
         raise RuntimeError("engine.optimizer has no values of states that lie on disk; write engine.save(path)")
 
 
 class Staging:
-    """Buffers of one size, used over and over: the one given back first is taken first, when nothing uses it any more.
-
-    Args:
-        tier: whose memory they are of.
+    """Buffers of a tier, used over and over: the one given back first is taken first, when nothing uses it any more.
 
     Attributes:
         nbytes, number: their size, and how many are made before one is waited for; more only if all of them are lent.
@@ -222,11 +203,7 @@ class Disks:
     """The disks of all ranks: whether they have done what they were asked for.
 
     A rank whose disk has failed computes on with NaN, and the others would wait for it in vain if it left. So all of
-    them ask each other, and leave together.
-
-    Args:
-        comm: the engine's `Collectives`.
-        disk: this rank's; None where nothing lies on disk, on any rank.
+    them ask each other, and leave together. The disk is None where nothing lies on one, on any rank.
     """
 
     def __init__(self, comm, disk):
@@ -243,11 +220,7 @@ class Disks:
             self._disk.finish()
 
     def agree(self):
-        """Go on if no rank's disk has failed. A collective.
-
-        Raises:
-            InputError: on every rank alike. What the engine has is lost; the last checkpoint is not.
-        """
+        """Raise InputError on every rank alike if one's disk has failed: what the engine has is lost. A collective."""
         if self._disk is None:
             return
         with torch.inference_mode(False):

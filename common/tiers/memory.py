@@ -52,7 +52,7 @@ class Device:
         return taken(nbytes) if self.pins else nbytes
 
     def empty_like(self, tensor, dtype=None):
-        """A tensor as long as a flat one, with anything in it."""
+        """A tensor like a flat one, with anything in it."""
         return self.empty(len(tensor), dtype or tensor.dtype)
 
     def scratch(self, numel, dtype):
@@ -66,15 +66,11 @@ class Device:
     def adopt(self, states):
         """Nothing to move: an optimizer makes its states beside the weights."""
 
-    def watch(self, optimizer):
-        """Nothing to refuse: an optimizer holds its states here itself."""
-
 
 class Host(Device):
-    """Memory beside the device.
+    """Memory beside the device; its lane is a thread.
 
     Attributes:
-        lane: a thread.
         room: the buffer in which 16-bit gradients become fp32, one piece at a time; None before the first.
     """
 
@@ -87,11 +83,7 @@ class Host(Device):
         self.lane = lane_of(comm.group, comm.backend, "host")
 
     def empty(self, numel, dtype):
-        """A tensor [numel] on the host, with anything in it.
-
-        Raises:
-            InputError: the system does not give it.
-        """
+        """See `Device.empty`; an InputError says that the system does not give it."""
         if self._comm.simulated:
             return torch.empty(numel, dtype=dtype)
         if self.pins:
@@ -99,7 +91,7 @@ class Host(Device):
         return shared(numel, dtype)
 
     def scratch(self, numel, dtype):
-        """A tensor [numel] with anything in it, until the lane's next step."""
+        """See `Device.scratch`."""
         nbytes = numel * dtype.itemsize
         if self.room is None or self.room.nbytes < nbytes:
             self.room = self.empty(nbytes, torch.uint8)
@@ -119,12 +111,7 @@ class Host(Device):
 
 
 class InMemory:
-    """A state at rest in memory, the device's or the host's.
-
-    Args:
-        tier: whose memory it is.
-        tensor: the state [shard].
-    """
+    """A state [shard] at rest in memory, the device's or the host's."""
 
     def __init__(self, tier, tensor):
         self.tier, self.tensor, self.nbytes = tier, tensor, tensor.nbytes
@@ -152,12 +139,9 @@ class InMemory:
 
 
 def shared(numel, dtype):
-    """A tensor [numel] in an anonymous shared mapping, which lives as long as the tensor.
+    """A tensor [numel] in an anonymous shared mapping; an InputError says that the system does not give it.
 
     A forked child, a DataLoader's worker say, shares it: what the child writes there reaches its parent.
-
-    Raises:
-        InputError: the system does not give it.
     """
     nbytes = max(1, numel) * dtype.itemsize
     try:

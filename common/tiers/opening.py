@@ -3,7 +3,6 @@
 import socket
 from collections import defaultdict
 
-from common.checkpoint.pages import PAGE, padded
 from common.errors import InputError
 from common.measure.hardware import available, private_left
 from common.measure.memory import storage_bytes
@@ -12,14 +11,13 @@ from common.ranks.collectives import SEGMENT
 from common.tiers.accounting import predicted_in
 from common.tiers.disk import Disk
 from common.tiers.memory import Device, Host
+from common.tiers.swap import PAGE, padded
 
 
 def open_tiers(engine, read_ahead):
     """Open the tiers of an engine that is cut into units, and set its `tier` and its `sub_group`.
 
-    Args:
-        engine: its `tiers`, `path` and `sub_group_mb` say which.
-        read_ahead: the units that are read before their turn.
+    `read_ahead` is the number of units that are read before their turn.
 
     Raises:
         InputError: on every rank alike: there is too little room, or the path cannot be used.
@@ -54,11 +52,7 @@ def open_tiers(engine, read_ahead):
 
 
 def check_room(engine, buckets):
-    """Refuse, on every rank alike, what neither the host nor the device can hold.
-
-    Args:
-        engine: its placement table says what lies where.
-        buckets: the trainable ones and the frozen ones, before they have storage.
+    """Refuse, on every rank alike, what neither the host nor the device can hold of buckets that get storage next.
 
     Raises:
         InputError: a machine has too little shared memory for its ranks; or a rank may hold too little privately.
@@ -84,16 +78,7 @@ def check_room(engine, buckets):
 
 
 def check_shared(needed, comm, problem=None):
-    """Refuse, on every rank alike, what the ranks of a machine need of its memory and it does not have.
-
-    Args:
-        needed: bytes of this rank.
-        comm: the engine's `Collectives`.
-        problem: an InputError of this rank alone, if there is one.
-
-    Raises:
-        InputError: it is that, or some rank's own.
-    """
+    """Raise InputError on every rank alike: a machine has not the bytes `needed` by its ranks, or one has a problem."""
     if comm.simulated:
         return
     machines = defaultdict(list)

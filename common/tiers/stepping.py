@@ -11,14 +11,9 @@ from common.measure import timeline
 
 
 class SteppedBucket(Bucket):
-    """A bucket whose shard is stepped where the placement table has it.
+    """A bucket whose shard is stepped where the placement table has it."""
 
-    Attributes:
-        stepping: the steps of its pieces under way.
-        rising: the copy of what they made to the device.
-    """
-
-    stepping = rising = None
+    stepping = rising = None  # the steps of its pieces under way, and the copy of what they made to the device
 
     def lay(self, engine, whole):
         """Get whole parameters on the device, and pieces in their tiers; see `Bucket.lay`."""
@@ -50,13 +45,7 @@ class SteppedBucket(Bucket):
 
 
 class SteppedPiece(Piece):
-    """A part of a shard that a stepper of its own steps in its tier.
-
-    Args:
-        part: its elements, as a slice of the run.
-        tier: where it is stepped.
-        stepped: the same part of the bucket's parameters.
-        values: its first values, unrounded.
+    """A part of a shard that a stepper of its own steps in its tier. Its first `values` come unrounded.
 
     Attributes:
         stepper: a `Stepper`, once there is an optimizer.
@@ -105,9 +94,7 @@ class Stepper:
         """Take what the next step needs.
 
         Args:
-            piece: the one that it steps.
-            optimizer: whose states they are; a load replaces them.
-            group: the one of its `param_groups` that the piece belongs to.
+            optimizer, group: whose states they are, as a load replaces them, and which of its groups the piece is in.
             factor: what the gradient is multiplied by, a number or a scalar tensor on the CPU; None leaves it.
         """
         self._piece, self._gradient, self._factor = piece, piece.mean, factor
@@ -119,11 +106,9 @@ class Stepper:
         self._optimizer.state = defaultdict(dict, {self._weights: self._states})
 
     def take(self, name, after):
-        """Step the master weights; what is to go to the device is then in the piece's `fresh`.
+        """Step the master weights of a bucket called so; what is to go to the device is then in the piece's `fresh`.
 
-        Args:
-            name: the bucket's, for a trace.
-            after: the handle of what still reads the last `fresh`; None if nothing does.
+        It begins when `after`, a Handle or None, no longer reads the last `fresh`.
         """
         try:
             if after is not None:

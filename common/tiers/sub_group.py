@@ -64,16 +64,11 @@ class TieredBucket(Bucket):
         super().forget()
 
     def receive(self, mean, after, bus, host):
-        """Bring the mean gradient to where gradients lie.
+        """Bring the mean gradient, [shard] on the device, to where gradients lie. Returns a Handle.
 
         Args:
-            mean: [shard] on the device.
             after: the Handle of the reduction that writes it.
-            bus: a `Bus`.
             host: the lane of the host, on which a mean for the disk is added up.
-
-        Returns:
-            A Handle.
         """
         if self.gradients_at.tensor is None:
             return host.submit(partial(self._to_disk, mean, after, bus), mean)
@@ -126,11 +121,7 @@ class TieredBucket(Bucket):
                     yield "optimizer", piece.tier.name, state
 
     def read(self, state, optimizer):
-        """What this rank keeps of a state, flat, wherever it lies.
-
-        Raises:
-            InputError: it lies on a disk that has failed.
-        """
+        """See `Bucket.read`: wherever it lies; an InputError says that its disk has failed."""
         place = self.states_at.get(state) if state else self.masters_at
         if place is None or place.tensor is not None:
             return super().read(state, optimizer)
@@ -140,7 +131,7 @@ class TieredBucket(Bucket):
         return values
 
     def take_over(self, part, fill):
-        """Become other values, a sub-group at a time; see `Bucket.take_over`."""
+        """See `Bucket.take_over`: a sub-group at a time."""
         self.parameters_at.drop(slice(0, self.shard_numel))  # where it was read ahead
         for place in dict.fromkeys((self.parameters_at, self.masters_at)):
             for own in self.parts:
@@ -165,11 +156,7 @@ class TieredBucket(Bucket):
 class SubGroup(Piece):
     """A part of a shard whose mean gradient, master weights and states are brought together, stepped and put back.
 
-    Args:
-        bucket: whose shard it is a part of.
-        own: the part, as a slice of the shard.
-        begin: where the shard begins in the run.
-        tier: where it is stepped.
+    It is `own` as a slice of the bucket's shard, which begins at `begin` in the run, and is stepped in a tier.
     """
 
     def __init__(self, bucket, own, begin, tier):

@@ -11,6 +11,8 @@ The file has no name. So nobody else can write to it, and its room goes with the
 """
 
 import errno
+import fcntl
+import mmap
 import os
 import shutil
 import sys
@@ -19,14 +21,31 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.checkpoint.locks import keep_from_forks
-from common.checkpoint.pages import PAGE, padded, set_direct
 from common.errors import InputError
 from common.measure import timeline
 from common.ranks.lanes import CPU, Handle, choose_device
 
+PAGE = 4096  # bytes that O_DIRECT wants everything in multiples of
 BLOCK = 8 * 2**20  # bytes that a thread moves at a time
 SMALL = 256 * 2**10  # a smaller request is not shared between the threads
 THREADS = 4
+
+
+def padded(nbytes):
+    """Bytes in whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def set_direct(fd):
+    """Have a new file pass the system's cache by, where its file system can; returns whether it does."""
+    flags, page = fcntl.fcntl(fd, fcntl.F_GETFL), mmap.mmap(-1, PAGE)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        os.pwritev(fd, [page], 0)  # some take the flag, and refuse what is asked of them later
+        return True
+    except (OSError, AttributeError):  # of another system than Linux
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        return False
 
 
 class SwapFile:
@@ -67,11 +86,7 @@ class SwapFile:
         self._file.close()
 
     def reserve(self, nbytes):
-        """Take room on the disk for so many bytes, so that a full one shows before training begins.
-
-        Raises:
-            InputError: there is less.
-        """
+        """Take room on the disk for so many bytes: an InputError says that there is less, before training begins."""
         try:
             self._grow(padded(nbytes))
         except OSError as error:
@@ -103,17 +118,13 @@ class SwapFile:
             os.ftruncate(self._fd, self._size)
 
     def move(self, way, offset, buffer, label, after):
-        """Begin to "read" into a buffer, or to "write" it.
+        """Begin to "read" into a buffer, or to "write" it. Returns a Handle.
 
         Args:
-            way: one of these two.
             offset: where in the file, a multiple of PAGE.
             buffer: uint8 [n] on the CPU, aligned, n a multiple of PAGE.
             label: what a trace calls it.
             after: a Handle, submitted before this, of what uses the buffer or writes there.
-
-        Returns:
-            A Handle.
         """
         data = memoryview(buffer.numpy())
         step = min(BLOCK, max(SMALL, padded(-(-len(data) // THREADS))))
@@ -143,11 +154,7 @@ class SwapFile:
 
 
 class CountedFile(SwapFile):
-    """The swap file of a simulated rank: it gives out places, and moves nothing.
-
-    Args:
-        lane: what counts the time of a disk.
-    """
+    """The swap file of a simulated rank: it gives out places, and moves nothing; a lane counts the time of a disk."""
 
     direct, problem = True, None
 

@@ -16,11 +16,11 @@ from machine import linux, small_disk
 from places import ROOT
 from training import make_engine, message_of, same_bits, train_step
 
-from common.checkpoint.pages import PAGE
 from common.errors import InputError
 from common.loop import sha256
 from common.ranks.collectives import Collectives
 from common.tiers.disk import Disk
+from common.tiers.swap import PAGE
 
 TINY = 0.02  # MiB of a sub-group: several even in tiny models
 ROOM = 4 * 2**20  # bytes of a disk that takes two ranks' states, with little to spare
