@@ -136,9 +136,9 @@ class EngineBase(Files, NoModule):
         self.comm.owner = door.name_of(self, self.comm)
         self.bucket_bytes = bucket_mb * 2**20
 
-        self.buckets, self.frozen = [], []  # of trainable and of frozen parameters
+        # Buckets of trainable and of frozen parameters, and those that hold gradients and have not been sealed.
+        self.buckets, self.frozen, self.filling = [], [], set()
         self.bucket_of, self.in_checkpoints = {}, set()  # parameter -> bucket; see `reentrant`
-        self.filling = set()  # buckets that hold gradients of this backward and have not been sealed
         self.handles = []  # of the hooks on the model, which go with the engine; others may be added later
         weakref.finalize(self, lambda handles: [handle.remove() for handle in handles], self.handles).atexit = False
         self.holders = weakref.WeakSet()  # what else keeps `tensors` on the host for it
