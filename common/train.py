@@ -30,7 +30,7 @@ from common.measure.timeline import Recording, overlap
 from common.outputs import asked, check_counts, check_name, one_line_errors, progress_bar, write_json, write_text
 from common.ranks.agreement import together
 from common.ranks.nodes import check_ranks_per_node
-from common.ranks.world import launch, told_by_torchrun
+from common.ranks.world import launch, torchrun_env
 from common.report import lines_of
 from common.tiers.activations import HostActivations, predicted_moves
 
@@ -102,7 +102,7 @@ def command(function, *args, options):
     """Run `function(world, *args)` on every rank, as options say that can be."""
     check_options(options)
     asked = {name: getattr(options, name) for name in ("nproc", "oversubscribe", "ranks_per_node")}
-    return launch(function, *args, hand_on=options.save is not None, **asked)
+    return launch(function, *args, forward_signals=options.save is not None, **asked)
 
 
 def check_options(options):
@@ -145,7 +145,7 @@ def check_options(options):
 
 def rank_count(options):
     """How many ranks there will be: torchrun's, or our own."""
-    told = told_by_torchrun()
+    told = torchrun_env()
     return options.nproc if told is None else told[1]
 
 
@@ -186,7 +186,7 @@ def train(world, name, options, progress=None):
     batches = make_batches(options)
     if ours:
         runs.agree(engine, options, batches)
-    survives = runs.Run(engine, options, batches, schedulers) if options.save else None
+    survives = runs.TrainingRun(engine, options, batches, schedulers) if options.save else None
     with survives or nullcontext():
         if survives and survives.message and world.rank == 0:
             tables.say(survives.message)
@@ -218,7 +218,7 @@ def train(world, name, options, progress=None):
 
 def _counted(world, engine, module, options, run):
     """What the last step held, sent and moved, beside what was predicted; of one of the stages' engines."""
-    predicted = engine.accounts.predicted()
+    predicted = engine.accounting.predicted()
     measured = run.counted or dict.fromkeys(predicted)  # of a run that had no step left
     if options.offload_activations:
         moved = Counter(predicted.get("bus_bytes_per_step", {}))
@@ -259,7 +259,7 @@ def _run_steps(world, engine, module, options, batches, progress, schedulers, su
         run.losses.append(loss.item())
         run.skipped += result.skipped
         if ours and not result.skipped:  # a step that is skipped sends no parameters
-            run.counted, traffic = engine.accounts.measured(), engine.comm.traffic
+            run.counted, traffic = engine.accounting.measured(), engine.comm.traffic
             run.by_phase, run.on_bus = traffic.by_phase(), traffic.on_bus()
         for scheduler in schedulers:
             scheduler.step()

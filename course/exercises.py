@@ -16,10 +16,10 @@ from course.parts import FOUND, ROOT, Exercise, Part, bare, methods_of, place, s
 def _read():
     """All exercises, in the order of the course."""
     for fields in FOUND["exercise"]:
-        listed = (FOUND["shared"][one] if isinstance(one, str) else [one] for one in fields.pop("at_hand"))
-        at_hand = dict(line for lines in listed for line in lines)
+        listed = (FOUND["shared"][one] if isinstance(one, str) else [one] for one in fields.pop("given"))
+        given = dict(line for lines in listed for line in lines)
         parts, edits = (tuple(Part(**one) for one in fields.pop(kind, ())) for kind in ("part", "edit"))
-        yield Exercise(at_hand=at_hand, parts=parts, edits=edits, **fields)
+        yield Exercise(given=given, parts=parts, edits=edits, **fields)
 
 
 ALL = tuple(_read())

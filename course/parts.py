@@ -34,7 +34,7 @@ class Exercise:
     held: str  # what a rank keeps
     sent: str  # and sends in a step
     parts: tuple  # in the order of the file
-    at_hand: dict  # {what there is: what it does}
+    given: dict  # {what there is: what it does}
     sources: tuple = ("engine.py",)  # of the package; of several, those classes of which something is taken out
     imports: str = ""  # what these need; of one file, its own
     edits: tuple = ()  # where there are any, the engine is complete but for the worse, and parts are to be written anew
@@ -178,10 +178,10 @@ def _task(exercise, taken):
     if exercise.classes:
         engine = f"{', '.join(exercise.classes[:-1])} and {exercise.classes[-1]} of {exercise.package}/"
         rest = TEXTS["rest_of_classes"].format(package=exercise.package)
-    wide = max(map(len, exercise.at_hand)) + 2
-    at_hand = [
+    wide = max(map(len, exercise.given)) + 2
+    given = [
         textwrap.fill(does, WIDTH - 4, initial_indent=f"    {what:{wide}}", subsequent_indent=" " * (wide + 4))
-        for what, does in exercise.at_hand.items()
+        for what, does in exercise.given.items()
     ]
     what = TEXTS["waiting" if exercise.edits else "missing"]
     return TEXTS["head"].format(
@@ -189,6 +189,6 @@ def _task(exercise, taken):
         file=exercise.path.relative_to(ROOT),
         held=exercise.held,
         sent=exercise.sent,
-        at_hand="\n".join(at_hand),
+        given="\n".join(given),
         rest=rest,
     )

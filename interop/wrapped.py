@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.engine.door import check_numbers
-from common.engine.misuse import check_hooks
+from common.engine.guards import check_hooks
+from common.engine.validation import check_numbers
 from common.engines import find_engine
 from common.errors import InputError
 

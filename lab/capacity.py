@@ -327,7 +327,7 @@ def train_under(world, cap, engine, precision, layers, digest):
     if digest:
         choose_exact_kernels(world.device)
     made = trained_under(world.device, cap, engine, precision, layers, deterministic=digest)
-    counted = made.accounts.measured()
+    counted = made.accounting.measured()
     kept = [sum(counted.get(name, {}).values()) for name in ("host_state_bytes", "disk_state_bytes")]
     return *kept, sha256(made.full_state_dict()) if digest else None
 

@@ -1,23 +1,23 @@
 """ZeRO-Infinity: stage 3, whose parameters, gradients and optimizer states each lie on the device, the host or a disk.
 
-A rank of stage 3 keeps 16/N bytes of a parameter, and uses them in turns: a unit's parameters around its forward and
-backward, its gradient once after, its master weights and moments once in a step. So between their uses they may lie
-where room is cheap, if they are there again in time. Every rank reads its own part of everything, so that N buses and N
-disks work at once (*bandwidth-centric partitioning*), and reads ahead along the order of the last iteration: what is
-needed after the next unit comes from disk to the host while the next one is gathered and this one computes.
+A rank of stage 3 keeps 16/N bytes per parameter and uses them one after the other: a unit's parameters around its
+forward and backward, its gradient once afterwards, its master weights and moments once per step. Between uses they may
+lie in cheaper memory, provided they are back in time. Every rank reads its own part of everything, so that N buses and
+N disks work at once (*bandwidth-centric partitioning*), and reads ahead in the order of the last iteration: the unit
+after the next one moves from disk to the host while the next one is gathered and this one computes.
 
 Phases of a step, over N ranks and Ψ parameters:
 
     1. read_ahead        forward     begin to read the units after the next one              Ψ/N from disk
-       gather            forward     before a unit runs: its shard comes up                  Ψ/N over the bus
+       gather            forward     before a unit runs: copy its shard to the device        Ψ/N over the bus
                                      all-gather its parameters                               (N-1)/N Ψ sent
        prefetch          forward     and begin with those of the unit after it
-    2. free              forward     after a unit ran: give its parameters back
+    2. free              forward     after a unit ran: free its parameters
     3. the same          backward    in the order of backward
-    4. gradient_ready    backward    a gradient moves into its unit's room, taken with the first
+    4. gradient_ready    backward    a gradient moves into its unit's buffer, allocated with the first
     5. reduce, free      backward    after a unit's backward: reduce-scatter to the mean     (N-1)/N Ψ sent
-                                     which goes down to the host, and on to disk             Ψ/N
-    6. finish_backward   backward    send what is missing, wait for all means
+                                     which is copied to the host, and on to disk             Ψ/N
+    6. finish_backward   backward    reduce what is missing, wait for all
     7. update            step        sub-group by sub-group: one is stepped, while the next is read with all of
                                      its states and the one before is written                2 x 12/N Ψ bytes
     8. agree             step        whether every rank's disk did what it was asked for
@@ -32,9 +32,9 @@ import torch
 
 import stage3_param
 from common.engine import accounting, units
-from common.engine.door import check_elementwise, check_swapped
+from common.engine.validation import check_elementwise, check_swapped
 from common.errors import InputError
-from common.tiers.accounting import STATES, TIERS, Move, TieredAccounts
+from common.tiers.accounting import STATES, TIERS, Move, TieredAccounting
 from common.tiers.bus import Bus
 from common.tiers.disk import Disks, refuse_state_dict
 from common.tiers.opening import open_tiers
@@ -44,10 +44,10 @@ READ_AHEAD = 2  # units that are read from disk while the one before them is gat
 
 
 def check_options(tiers, sub_group_mb):
-    """What lies in which tier, {state: tier}, of an option that names one tier for all or one for each.
+    """Validate the options. Returns {state: tier}, whether `tiers` names one tier for all states or one for each.
 
     Raises:
-        InputError: the options cannot be that.
+        InputError: a tier or a state is unknown, a state has none, or `sub_group_mb` is not a positive number.
     """
     given, tiers = tiers, tiers if isinstance(tiers, dict) else dict.fromkeys(STATES, tiers)
     if set(tiers) != set(STATES) or not all(tier in TIERS for tier in tiers.values()):
@@ -60,19 +60,19 @@ def check_options(tiers, sub_group_mb):
 
 
 class InfinityEngine(stage3_param.Engine):
-    """Stage 3, whose sharded optimizer states, gradients and parameters lie in the tiers of one's choice.
+    """Stage 3, whose sharded optimizer states, gradients and parameters each lie in a tier of choice.
 
     Takes what stage 3 takes.
 
     Args:
         tiers: "device", "cpu" or "nvme", for all states or, as a dict, for each of "parameters", "gradients" and
             "optimizer".
-        path: a folder on the disk to be used. None is that of the system's temporary files.
-        sub_group_mb: MiB of the fp32 master weights that are stepped at a time, where something lies on disk.
+        path: a folder on the disk to use; None for the system's folder of temporary files.
+        sub_group_mb: MiB of fp32 master weights that are stepped at a time, if something lies on disk.
     """
 
     own_options = (*stage3_param.Engine.own_options, "tiers", "sub_group_mb")
-    bucket, books = TieredBucket, TieredAccounts
+    bucket_class, accounting_class = TieredBucket, TieredAccounting
     state_bytes = ()  # of an element of each of the optimizer's states that lie on disk
 
     def __init__(self, model, optimizer, *, tiers="nvme", path=None, sub_group_mb=64.0, **options):
@@ -97,13 +97,13 @@ class InfinityEngine(stage3_param.Engine):
         shard, in_fp32 = bucket.shard_numel * bucket.kind.dtype.itemsize, bucket.shard_numel * 4
         moves = [Move(self.sends(bucket, reductions)["all_gather"], parameters, "device", shard)]
         if bucket.kind.trainable:
-            is_sum = reductions > 1 or self.accounts.became_fp32(bucket)
+            is_sum = reductions > 1 or self.accounting.became_fp32(bucket)
             mean = in_fp32 if is_sum else shard
             moves += [Move(1, "device", gradients, shard), Move(1, gradients, steps_on, mean)]
             moves += self.moves_of_sums(gradients, reductions - 1, shard, in_fp32)
             if gradients == "nvme":
                 looks = self.takes_norm + (self.loss_scaler is not None)
-                moves += [Move(looks, gradients, "cpu", mean), *self.accounts.looks_on_disk(bucket)]
+                moves += [Move(looks, gradients, "cpu", mean), *self.accounting.looks_on_disk(bucket)]
             if optimizer == "nvme":
                 for width in (4, *accounting.state_bytes(bucket, self)[0]):  # master weights, and each state
                     nbytes = bucket.shard_numel * width
@@ -120,7 +120,7 @@ class InfinityEngine(stage3_param.Engine):
         return [Move(further, "device", "cpu", shard), *read, Move(further, "cpu", gradients, in_fp32)]
 
     def make_units(self):
-        """Cut the model into units, and open the tiers that they are to lie in."""
+        """Cut the model into units, and open the tiers that hold them."""
         self.units = super().make_units()
         open_tiers(self, READ_AHEAD)
         self.bus, self.disks = Bus(self.comm), Disks(self.comm, self.tier["nvme"])
@@ -130,19 +130,19 @@ class InfinityEngine(stage3_param.Engine):
     # ---- parameters come and go -------------------------------------------------------------------------------
 
     def gather(self, unit):
-        """Begin to collect all shards of a unit's parameters, unless a disk has lost some of them."""
+        """Begin to all-gather a unit's parameters, unless a disk has lost some of them."""
         if not unit.gathered:
             self.disks.refuse_what_is_lost()
         super().gather(unit)
 
     def all_gather(self, bucket):
-        """Phase 1. Collect all shards of a bucket's parameters, once this rank's own has come up."""
-        shard, there = self.bring_up(bucket)
-        return self.comm.all_gather(shard, bucket.full, bucket.name, after=there)
+        """Phase 1. All-gather a bucket's parameters, once this rank's shard is on the device."""
+        shard, there = self.copy_up(bucket)
+        return self.comm.all_gather(shard, bucket.full_parameters, bucket.name, after=there)
 
-    def bring_up(self, bucket):
-        """This rank's shard on the device, and a Handle of what brings it: from another tier, to its own place."""
-        everything, shard = slice(0, bucket.shard_numel), bucket.full[bucket.shard(self.rank)]
+    def copy_up(self, bucket):
+        """This rank's shard on the device, and the Handle of the copy that brings it there; None if it lies there."""
+        everything, shard = slice(0, bucket.shard_numel), bucket.full_parameters[bucket.shard(self.rank)]
         kept, read = bucket.parameters_at.lend(everything)
         if not bucket.parameters_at.tier.on_host:
             return kept, None
@@ -151,13 +151,13 @@ class InfinityEngine(stage3_param.Engine):
         return shard, risen
 
     def prefetch(self, order):
-        """Gather the unit that came next in the last iteration, while this one computes; read those after it."""
+        """Gather the unit that came next in the last iteration while this one computes, and read those after it."""
         super().prefetch(order)
         if order.ahead() is not None:
             self.read_ahead(order.upcoming(1 + READ_AHEAD)[1:])
 
     def read_ahead(self, upcoming):
-        """Begin to read units from disk, and give back what was read in vain."""
+        """Begin to read units from disk, and drop what was read and is not needed."""
         for unit in self.ahead:
             for bucket in unit.buckets if unit not in upcoming else ():
                 bucket.parameters_at.drop(slice(0, bucket.shard_numel))
@@ -166,27 +166,27 @@ class InfinityEngine(stage3_param.Engine):
             for bucket in unit.buckets:
                 bucket.parameters_at.ahead(slice(0, bucket.shard_numel))
 
-    def hold(self, unit):
-        """Gather a unit and keep it, until as many calls of `release`."""
+    def pin(self, unit):
+        """Gather a unit and keep it, until as many calls of `unpin`."""
         if unit.pins == 0:
             unit.found_whole = unit.whole
-            self.use(unit, units.Order())
+            self.unshard(unit, units.PrefetchOrder())
             self.disks.agree()
         unit.pins += 1
 
     # ---- forward and backward ---------------------------------------------------------------------------------
 
     def after_forward(self, unit, traced):
-        """Phase 2. As in stage 3; and whoever calls a module past the engine is told of a disk that failed, too."""
+        """Phase 2. As in stage 3. A module that is called directly reports a disk that failed, too."""
         super().after_forward(unit, traced)
-        if not (self.running or any(other.depth for other in self.units) or all(other.pins for other in self.units)):
+        if not (self.in_forward or any(other.depth for other in self.units) or all(other.pins for other in self.units)):
             self.disks.agree()
 
     def end_forward(self):
-        """What backward begins with is read ahead, if there will be one."""
+        """Read ahead the units that backward begins with, if there will be one."""
         super().end_forward()
-        if self.recording:
-            self.read_ahead(self.backward_order.upcoming(READ_AHEAD, anew=True))
+        if self.grad_enabled:
+            self.read_ahead(self.backward_prefetch.upcoming(READ_AHEAD, anew=True))
         elif not all(unit.pins for unit in self.units):  # within gathered() each rank may run as often as it likes
             self.disks.agree()
 
@@ -196,21 +196,21 @@ class InfinityEngine(stage3_param.Engine):
         super().begin_backward()
 
     def reduce_scatter(self, bucket):
-        """Phase 5. This rank's shard of the mean over ranks goes down to where gradients lie."""
+        """Phase 5. This rank's shard of the mean over ranks moves to the tier of the gradients."""
         there = bucket.gradients_at
-        mean = bucket.local[bucket.shard(self.rank)] if there.tier.on_host else there.tensor
-        reduction = self.comm.reduce_scatter(bucket.local, mean, bucket.name)
+        mean = bucket.local_gradients[bucket.shard(self.rank)] if there.tier.on_host else there.tensor
+        reduction = self.comm.reduce_scatter(bucket.local_gradients, mean, bucket.name)
         return bucket.receive(mean, reduction, self.bus, self.tier["cpu"].lane)
 
     # ---- step -------------------------------------------------------------------------------------------------
 
     def begin_step(self):
-        """Phase 8. Nothing is stepped by a gradient that a disk has lost."""
+        """Phase 8. Refuse to step if a disk has lost a gradient on any rank."""
         super().begin_step()
         self.disks.agree()
 
     def update(self):
-        """Phase 7. Each rank steps its own shards: one sub-group is stepped while others are read and written."""
+        """Phase 7. Each rank steps its shards: one sub-group is stepped while the next is read and the last written."""
         self.free_all()
         sub_groups = [piece for bucket in self.buckets for piece in bucket.pieces]
         sub_groups[0].swap_in(self.optimizer)
@@ -220,10 +220,10 @@ class InfinityEngine(stage3_param.Engine):
             self.step_sub_group(sub_group)
         self.disks.finish()
         self.disks.agree()
-        self.read_ahead(self.forward_order.upcoming(1 + READ_AHEAD, anew=True))
+        self.read_ahead(self.forward_prefetch.upcoming(1 + READ_AHEAD, anew=True))
 
     def step_sub_group(self, sub_group):
-        """Bring together what a step needs, step, and begin to write what it made."""
+        """Collect what a step needs, step, and begin to write the results."""
         sub_group.bring(self.optimizer, self.bus)
         try:
             self.step_shard(sub_group)
@@ -231,17 +231,17 @@ class InfinityEngine(stage3_param.Engine):
             sub_group.swap_out(self.optimizer, self.bus)
 
     def free_all(self):
-        """What is gathered, and what is read ahead, shows the old parameters."""
+        """Free what is gathered and what is read ahead: both are about to be out of date."""
         super().free_all()
         self.read_ahead([])
 
     def synchronize(self):
-        """See `EngineBase.synchronize`. Of what a disk has lost nothing is saved or shown."""
+        """See `EngineBase.synchronize`. Refuses if a disk has lost something that would be saved or shown."""
         self.disks.refuse_what_is_lost()
         super().synchronize()
 
     def full_state_dict(self, to_rank=None):
-        """See `EngineBase.full_state_dict`. What a disk could not read is nobody's model."""
+        """See `EngineBase.full_state_dict`. All ranks refuse if a disk could not be read."""
         state = super().full_state_dict(to_rank)
         self.disks.agree()
         return state
@@ -249,7 +249,7 @@ class InfinityEngine(stage3_param.Engine):
     # ---- accounting -------------------------------------------------------------------------------------------
 
     def check_optimizer(self, optimizer):
-        """At the door: whether the optimizer can step where its states lie."""
+        """Refuse an optimizer that cannot step where its states lie."""
         self.tiers = check_options(self.tiers, self.sub_group_mb)
         if self.tiers["optimizer"] == "device":
             return super().check_optimizer(optimizer)

@@ -15,8 +15,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from common.engine.door import check_types
 from common.engine.units import READ_THEIR_CHILDREN
+from common.engine.validation import check_types
 from common.errors import InputError
 
 ROWS = 32  # kernels take rows in blocks: where the cuts lie between blocks, every row is computed as in the whole

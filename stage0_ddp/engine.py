@@ -1,14 +1,14 @@
 """Stage 0: data parallelism. Every rank keeps everything and averages gradients.
 
 Each rank holds the whole model, computes gradients on its own part of the batch, and takes the same step as all
-others from the mean gradient. Parameters are packed, last registered first, into buckets of about `bucket_mb`; one
-all-reduce for each bucket runs beside the backward that is still producing the next.
+others from the mean gradient. Parameters are packed, last registered first, into buckets of about `bucket_mb`. One
+all-reduce per bucket overlaps with the backward pass that is still producing the next one.
 
 Phases of a step, over N ranks and Ψ parameters:
 
     1. gradient_ready    backward     a gradient moves into its bucket
     2. reduce            backward     a full bucket: all-reduce to the mean           2 (N-1)/N Ψ sent
-    3. finish_backward   backward     send what is not full, wait for all means
+    3. finish_backward   backward     reduce buckets that did not fill, wait for all
     4. update            step         every rank steps all Ψ parameters
 
 Sources: Li et al., "PyTorch Distributed", arXiv 2006.15704, sec. 3.2, for buckets and overlap; the baseline of ZeRO,
@@ -36,36 +36,36 @@ class Engine(EngineBase):
             self.allocate(bucket)
             for name, parameter in bucket.members.items():
                 parameter.data = bucket.view(bucket.parameters, name)
-            bucket.local = bucket.gradients  # gradients are packed where they are kept
+            bucket.local_gradients = bucket.gradients  # gradients are packed where they are kept
 
     def begin_backward(self):
         """Start with the bucket that fills first."""
         self.next_bucket = 0
 
     def gradient_ready(self, bucket, name, parameter):
-        """Phase 1. A parameter's gradient is there: move it into the bucket; send the buckets that are full now.
+        """Phase 1. Move a gradient that is ready into its bucket, and reduce the buckets that are full now.
 
-        Ranks may get their gradients in different orders, and a collective needs all of them to agree: so buckets
-        leave in the order of the list, a full one waiting for those before it.
+        Gradients may become ready in a different order on each rank, but collectives must be issued in the same order
+        on all of them. So buckets are reduced in the order of the list, and a full one waits for those before it.
         """
         gradient, parameter.grad = parameter.grad, None
         bucket.pack(name, gradient)
-        while self.reducing and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
+        while self.reduce_grads and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
             self.reduce(self.buckets[self.next_bucket])
             self.next_bucket += 1
 
     def reduce(self, bucket):
-        """Phase 2. Replace the bucket's gradients by their mean over ranks, beside the rest of backward."""
-        bucket.seal()
-        bucket.handle = self.comm.all_reduce(bucket.local, bucket.name)
+        """Phase 2. Replace the bucket's gradients by their mean over ranks, overlapped with backward."""
+        bucket.finalize()
+        bucket.handle = self.comm.all_reduce(bucket.local_gradients, bucket.name)
 
     def finish_backward(self):
-        """Phase 3. Send the buckets that did not fill, so that all ranks send the same; wait for every mean."""
+        """Phase 3. Reduce the buckets that did not fill, so that all ranks issue the same collectives; wait for all."""
         for bucket in self.buckets:
             if bucket.handle is None:
                 self.reduce(bucket)
         for bucket in self.buckets:
-            bucket.arrive()
+            bucket.wait_reduce()
 
     def update(self):
         """Phase 4. Every rank takes the same step over all parameters."""

@@ -1,14 +1,14 @@
 """Stage 2, P_os+g: gradients are sharded too. Every rank keeps all parameters, and gradients of its shard alone.
 
-Stage 1 throws most of the reduced gradient away unread: a rank steps its shard only. So here the room for a bucket's
+Stage 1 throws most of the reduced gradient away unread: a rank steps its shard only. So here the buffer for a bucket's
 gradients is taken when its first gradient arrives, and given back when the bucket is reduced; what stays is the mean
 of this rank's shard. At most two buckets are alive at a time: one that fills and one that travels.
 
 Phases of a step, over N ranks and Ψ parameters:
 
-    1. gradient_ready    backward       a gradient moves into its bucket, whose room is taken with the first
-    2. reduce            backward       a full bucket: reduce-scatter to the mean     (N-1)/N Ψ sent; the room is freed
-    3. finish_backward   backward       send what is not full, wait for all means
+    1. gradient_ready    backward       a gradient moves into its bucket, whose buffer it allocates if first
+    2. reduce            backward       a full bucket: reduce-scatter to the mean     (N-1)/N Ψ sent; buffer is freed
+    3. finish_backward   backward       reduce buckets that did not fill, wait for all
     4. update            step           every rank steps its shard, Ψ/N parameters
     5. gather            step           all-gather of the new parameters               (N-1)/N Ψ sent
     6. synchronize       step           wait for all parameters
@@ -46,62 +46,62 @@ class Engine(EngineBase):
     def begin_backward(self):
         """Start with the bucket that fills first."""
         self.next_bucket = 0
-        self.travelling = []
+        self.in_flight = []
 
     def gradient_ready(self, bucket, name, parameter):
-        """Phase 1. A parameter's gradient is there: move it into the bucket; send the buckets that are full now.
+        """Phase 1. Move a gradient that is ready into its bucket, and reduce the buckets that are full now.
 
-        Ranks may get their gradients in different orders, and a collective needs all of them to agree: so buckets
-        leave in the order of the list, a full one waiting for those before it.
+        Gradients may become ready in a different order on each rank, but collectives must be issued in the same order
+        on all of them. So buckets are reduced in the order of the list, and a full one waits for those before it.
         """
         gradient, parameter.grad = parameter.grad, None
-        self.take_room(bucket)
+        self.allocate_gradients(bucket)
         bucket.pack(name, gradient)
-        while self.reducing and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
+        while self.reduce_grads and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
             self.reduce(self.buckets[self.next_bucket])
             self.next_bucket += 1
 
-    def take_room(self, bucket):
-        """Room for a bucket's gradients, from the first of them to the reduction. One other may have room by then."""
-        if bucket.local is None:
-            while self.travelling and len(self.travelling) + len(self.filling) > 1:
-                self.travelling.pop(0).wait()
-            bucket.local = torch.empty(bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device)
+    def allocate_gradients(self, bucket):
+        """Allocate a bucket's gradient buffer. At most one other bucket that is in flight has one at that time."""
+        if bucket.local_gradients is None:
+            while self.in_flight and len(self.in_flight) + len(self.filling) > 1:
+                self.in_flight.pop(0).wait()
+            bucket.local_gradients = torch.empty(bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device)
 
     def reduce(self, bucket):
-        """Phase 2. This rank's shard of the mean over ranks is kept, the room is freed when the bucket has left."""
-        self.take_room(bucket)
-        bucket.seal()
-        bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)
-        bucket.local = None
-        self.travelling.append(bucket.handle)
+        """Phase 2. Keep this rank's shard of the mean over ranks; the buffer is freed once the bucket is reduced."""
+        self.allocate_gradients(bucket)
+        bucket.finalize()
+        bucket.handle = self.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)
+        bucket.local_gradients = None
+        self.in_flight.append(bucket.handle)
 
     def finish_backward(self):
-        """Phase 3. Send the buckets that did not fill, so that all ranks send the same; wait for every mean."""
+        """Phase 3. Reduce the buckets that did not fill, so that all ranks issue the same collectives; wait for all."""
         for bucket in self.buckets:
             if bucket.handle is None:
                 self.reduce(bucket)
         for bucket in self.buckets:
-            bucket.arrive()
+            bucket.wait_reduce()
 
     @contextmanager
     def no_sync(self):
-        """Nothing to put off: with room for two buckets, each backward's gradients must leave before the next."""
+        """A no-op: with gradient buffers for two buckets, every backward must reduce its gradients."""
         yield
 
     def update(self):
-        """Phase 4. Each rank steps its own shards, and sends each on its way while it steps the next."""
+        """Phase 4. Each rank steps its shard of a bucket, and all-gathers it while it steps the next one."""
         for bucket in self.buckets:
             self.step_shard(bucket)
             self.gather(bucket)
         self.synchronize()
 
     def gather(self, bucket):
-        """Phase 5. Collect all shards of a bucket's parameters in place, beside the steps of the buckets after it."""
+        """Phase 5. All-gather a bucket's parameters in place, overlapped with the steps of the buckets after it."""
         shard = bucket.parameters[bucket.shard(self.rank)]
         bucket.gathering = self.comm.all_gather(shard, bucket.parameters, bucket.name)
 
     def synchronize(self):
-        """Phase 6. Wait for all parameters. Whoever reads or writes them after the step has the new ones in hand."""
+        """Phase 6. Wait for all parameters. When it returns, the parameters are up to date."""
         for bucket in self.buckets:
-            bucket.land()
+            bucket.wait_gather()

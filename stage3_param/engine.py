@@ -8,11 +8,11 @@ Phases of a step, over N ranks and Ψ parameters:
 
     1. gather            forward     before a unit runs: all-gather its parameters           (N-1)/N Ψ sent
        prefetch          forward     and begin with those of the unit after it
-    2. free              forward     after a unit ran: give its parameters back
+    2. free              forward     after a unit ran: free its parameters
     3. gather, prefetch  backward    the same, in the order of backward                      (N-1)/N Ψ sent
-    4. gradient_ready    backward    a gradient moves into its unit's room, taken with the first
+    4. gradient_ready    backward    a gradient moves into its unit's buffer, allocated with the first
     5. reduce, free      backward    after a unit's backward: reduce-scatter to the mean     (N-1)/N Ψ sent
-    6. finish_backward   backward    send what is missing, wait for all means
+    6. finish_backward   backward    reduce what is missing, wait for all
     7. update            step        every rank steps its shard, Ψ/N parameters
 
 The unit that ends the forward begins the backward, so it stays gathered between them and saves its second gather, and
@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from common.engine import EngineBase, Owned, Turns, units
+from common.engine import BackwardOrder, EngineBase, Owned, units
 
 
 class Engine(EngineBase):
@@ -61,41 +61,43 @@ class Engine(EngineBase):
             for bucket in unit.buckets:
                 self.allocate(bucket)
                 bucket.unit = unit
-                bucket.full = torch.empty(bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device)
+                bucket.full_parameters = torch.empty(
+                    bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device
+                )
                 # What a parameter is while its unit is gathered, and while it is not.
-                bucket.views = bucket.cut(bucket.full)
-                bucket.nothing = units.Nothing(bucket)
+                bucket.views = bucket.cut(bucket.full_parameters)
+                bucket.freed = units.FreedViews(bucket)
             unit.gathered = True
             self.free(unit)
-        self.forward_order, self.backward_order = units.Order(), units.Order()
+        self.forward_prefetch, self.backward_prefetch = units.PrefetchOrder(), units.PrefetchOrder()
         self.ended, self.kept = [], []  # units whose forward ended since another began; that were kept for a backward
-        self.turns = Turns()
+        self.backward_order = BackwardOrder()
         self.watches = units.watch(self, self.units)
 
     def make_units(self):
         """Cut the model into units, in whose buckets nothing lies yet."""
-        return units.make_units(self._module, self.param_groups, self.dtype_of, self.world_size, self.bucket)
+        return units.make_units(self._module, self.param_groups, self.dtype_of, self.world_size, self.bucket_class)
 
     # ---- parameters come and go -------------------------------------------------------------------------------
 
     def gather(self, unit):
-        """Begin to collect all shards of a unit's parameters; does nothing where that has begun."""
+        """Begin to all-gather a unit's parameters, unless that has begun."""
         if not unit.gathered:
             unit.gathered = True
             for bucket in unit.buckets:
-                bucket.full.untyped_storage().resize_(bucket.full.nbytes)
+                bucket.full_parameters.untyped_storage().resize_(bucket.full_parameters.nbytes)
                 bucket.gathering = self.all_gather(bucket)
 
     def all_gather(self, bucket):
-        """Begin to collect all shards of a bucket's parameters. Returns a Handle."""
-        return self.comm.all_gather(bucket.parameters, bucket.full, bucket.name)
+        """Begin to all-gather a bucket's parameters. Returns a Handle."""
+        return self.comm.all_gather(bucket.parameters, bucket.full_parameters, bucket.name)
 
-    def use(self, unit, order):
-        """A unit is needed now: gather it, let its weights be views of the result, and prefetch the unit after it."""
+    def unshard(self, unit, order):
+        """Gather a unit that is about to run, make its weights views of the result, and prefetch the unit after it."""
         order.visit(unit)
         self.gather(unit)
         for bucket in unit.buckets:
-            if bucket.land():
+            if bucket.wait_gather():
                 for name, parameter in bucket.members.items():
                     parameter.data = bucket.views[name]
         self.prefetch(order)
@@ -106,30 +108,30 @@ class Engine(EngineBase):
             self.gather(order.ahead())
 
     def free(self, unit):
-        """Give a unit's full parameters back; its shards stay.
+        """Free a unit's full parameters; its shards stay.
 
-        Setting `parameter.data` alone would free nothing, as autograd holds views of the buffer: its storage itself
-        shrinks to nothing, and those views come alive when it is gathered again. Until then whoever wants the
-        weights' values is refused: see `units.Freed`.
+        Setting `parameter.data` alone would free nothing, because autograd holds views of the buffer. So the storage
+        itself shrinks to nothing, and those views are valid again once it is gathered. Reading the weights' values
+        until then is an error: see `units.Freed`.
         """
         if unit.pins or not unit.gathered:
             return
         unit.gathered = False
         for bucket in unit.buckets:
-            bucket.land()  # prefetched in vain
-            bucket.full.untyped_storage().resize_(0)
+            bucket.wait_gather()  # a prefetch that nobody used
+            bucket.full_parameters.untyped_storage().resize_(0)
             for name, parameter in bucket.members.items():
-                parameter.data = bucket.nothing.views[name]
-            bucket.nothing.restore()
+                parameter.data = bucket.freed.views[name]
+            bucket.freed.restore()
 
-    def hold(self, unit):
-        """Gather a unit and keep it, until as many calls of `release`."""
+    def pin(self, unit):
+        """Gather a unit and keep it gathered until `unpin` has been called as often."""
         unit.found_whole = unit.whole if unit.pins == 0 else unit.found_whole
         unit.pins += 1
-        self.use(unit, units.Order())
+        self.unshard(unit, units.PrefetchOrder())
 
-    def release(self, unit):
-        """Let go of it. What was whole before stays so: a backward may wait for it."""
+    def unpin(self, unit):
+        """Undo a `pin`. A unit that was gathered before stays so: a backward may wait for it."""
         unit.pins -= 1
         if not unit.found_whole:
             self.free(unit)
@@ -137,29 +139,29 @@ class Engine(EngineBase):
     # ---- forward ----------------------------------------------------------------------------------------------
 
     def begin_forward(self):
-        """Nothing stays gathered from an evaluation, an exception or a forward that took another way."""
-        self.forward_order.rewind()
+        """Free what an evaluation, an exception or a forward on another path left gathered."""
+        self.forward_prefetch.rewind()
         self.ended, self.kept = [], []
-        self.turns.begin_forward()
+        self.backward_order.begin_forward()
         for unit, watch in zip(self.units, self.watches, strict=True):
             watch.settle()
             unit.depth = 0
             self.free(unit)
 
     def before_forward(self, unit):
-        """Phase 1. A unit is about to run; those that ended before it are done."""
+        """Phase 1. A unit is about to run: free the units that ended before it, and gather this one."""
         unit.inside.update(other for other in self.units if other.depth > 0)
         self.free_ended()
         self.ended.clear()  # from here on they may be prefetched for another call
-        self.use(unit, self.forward_order)
+        self.unshard(unit, self.forward_prefetch)
 
     def after_forward(self, unit, traced):
-        """Phase 2. A unit ran: it is freed when another one begins, so that what ends the forward is at hand.
+        """Phase 2. A unit ran. It is freed when another one begins, so that the last one stays for its backward.
 
-        Not `traced` is one that returned no tensor, so that the beginning of its backward will not show. It stays
+        If it is not `traced`, it returned no tensor and the start of its backward goes unnoticed. It then stays
         gathered until backward ends.
         """
-        if traced or not self.recording:
+        if traced or not self.grad_enabled:
             self.ended.append(unit)
 
     def free_ended(self):
@@ -169,9 +171,9 @@ class Engine(EngineBase):
                 self.free(unit)
 
     def end_forward(self):
-        """What ended the forward stays for its backward, if there will be one."""
-        self.turns.end_forward()
-        if self.keep_last and self.recording:
+        """Keep the units that ended the forward for their backward, if there will be one."""
+        self.backward_order.end_forward()
+        if self.keep_last and self.grad_enabled:
             self.kept = list(self.ended)
         else:
             self.free_ended()
@@ -180,41 +182,41 @@ class Engine(EngineBase):
 
     def begin_backward(self):
         """Autograd is about to run."""
-        self.backward_order.rewind()
-        self.turns.begin_backward(self.kept, self.retains_graph)
-        self.kept, self.travelling = [], []
+        self.backward_prefetch.rewind()
+        self.backward_order.begin_backward(self.kept, self.retains_graph)
+        self.kept, self.in_flight = [], []
 
     def before_recomputation(self, unit):
-        """A checkpoint is about to run a unit's forward again. Nothing but tiles is freed before its backward."""
-        passed = self.turns.until_checkpoint(unit)
+        """An activation checkpoint is about to recompute a unit. Only tiles are freed before its backward."""
+        passed = self.backward_order.until_checkpoint(unit)
         if passed is not None:  # autograd has come to that checkpoint, so that what was open is over
             for one in passed:
-                self.take_turn(one)
+                self.start_backward(one)
             self.end_others(unit)
-        self.use(unit, self.backward_order)
+        self.unshard(unit, self.backward_prefetch)
 
     def before_backward(self, unit, turn):
-        """Phase 3. A gradient reaches what a unit returned: its backward begins, after those that were passed by."""
-        for passed in self.turns.until(unit, turn):
-            self.take_turn(passed)
+        """Phase 3. A unit's backward begins, after those of the units that this rank's graph leaves out."""
+        for passed in self.backward_order.until(unit, turn):
+            self.start_backward(passed)
 
-    def take_turn(self, unit):
-        """A unit's backward begins; or no gradient reaches it on this rank, and the others need its shard."""
+    def start_backward(self, unit):
+        """A unit's backward begins; or this rank's graph leaves it out, and the other ranks need its shard."""
         self.end_others(unit)
         unit.open = True
-        self.use(unit, self.backward_order)
+        self.unshard(unit, self.backward_prefetch)
 
     def end_others(self, unit):
-        """Autograd runs in the reverse of forward: others are over, but those that this one ran inside, or in it."""
+        """Autograd runs in the reverse of forward, so others are over, except those around this one and inside it."""
         for other in self.units:
             if other.open and other.beside(unit):
                 self.end_backward(other)
 
     def gradient_ready(self, bucket, name, parameter):
-        """Phase 4. A parameter's gradient is there: move it into the unit's room.
+        """Phase 4. Move a gradient that is ready into its unit's gradient buffer.
 
         Raises:
-            RuntimeError: the parameter was used where its unit does not run.
+            RuntimeError: the parameter was used outside the forward of its unit.
         """
         gradient, parameter.grad = parameter.grad, None
         if not bucket.unit.gathered:
@@ -222,63 +224,63 @@ class Engine(EngineBase):
                 f"{name!r} was read outside the forward of {bucket.unit.name or 'the model'!r}, and is freed by now: "
                 "call that module, or hold it by gathered() until backward ends"
             )
-        self.take_room(bucket)
+        self.allocate_gradients(bucket)
         bucket.pack(name, gradient)
 
     def end_backward(self, unit):
-        """Phase 5. A unit's backward is over: free it, and send its gradients, unless it runs another time.
+        """Phase 5. A unit's backward is over: free it and, unless it will run again, reduce its gradients.
 
-        Its last gradient would be earlier, but ranks may disagree on which that is: an expert without tokens gets
-        none. That another unit begins is the same moment on all of them, so they send in the same order.
+        Its last gradient comes earlier, but ranks may disagree on which one is the last: an expert without tokens gets
+        none. The next unit begins at the same point on all ranks, so they issue their collectives in the same order.
         """
         unit.open = False
         self.free(unit)
-        if self.reducing and not unit.pins and not self.turns.remains(unit):
+        if self.reduce_grads and not unit.pins and not self.backward_order.remains(unit):
             self.reduce(unit)
 
-    def take_room(self, bucket):
-        """Room for a bucket's gradients, from the first of them to the reduction. One other may have room by then."""
-        if bucket.local is None:
-            while self.travelling and len(self.travelling) + len(self.filling) > 1:
-                self.travelling.pop(0).wait()
-            bucket.local = torch.empty(bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device)
+    def allocate_gradients(self, bucket):
+        """Allocate a bucket's gradient buffer. At most one other bucket that is in flight has one at that time."""
+        if bucket.local_gradients is None:
+            while self.in_flight and len(self.in_flight) + len(self.filling) > 1:
+                self.in_flight.pop(0).wait()
+            bucket.local_gradients = torch.empty(bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device)
 
     def reduce(self, unit):
-        """This rank's shard of the mean over ranks is kept, the room is freed when the unit's gradients have left."""
+        """Keep this rank's shard of the mean over ranks; the gradient buffers are freed once the unit is reduced."""
         for bucket in unit.trainable:
             if bucket.handle is None:
                 self.reduce_bucket(bucket)
 
     def finish_backward(self):
-        """Phase 6. Send the units that are missing, so that all ranks send the same; wait for every mean."""
-        for passed in self.turns.rest():
-            self.take_turn(passed)
+        """Phase 6. Reduce the units that are missing, so that all ranks issue the same collectives; wait for all."""
+        for passed in self.backward_order.rest():
+            self.start_backward(passed)
         for unit in self.units:
             self.end_backward(unit)
             self.reduce(unit)
         for bucket in self.buckets:
-            bucket.arrive()
+            bucket.wait_reduce()
 
     def reduce_bucket(self, bucket):
-        self.take_room(bucket)
-        bucket.seal()
+        self.allocate_gradients(bucket)
+        bucket.finalize()
         bucket.handle = self.reduce_scatter(bucket)
-        bucket.local = None
-        self.travelling.append(bucket.handle)
+        bucket.local_gradients = None
+        self.in_flight.append(bucket.handle)
 
     def reduce_scatter(self, bucket):
-        """Begin to make this rank's shard of a bucket's gradients the mean over ranks. Returns a Handle."""
-        return self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)
+        """Begin to reduce-scatter a bucket's gradients to the mean over ranks. Returns a Handle."""
+        return self.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)
 
     @contextmanager
     def no_sync(self):
-        """Nothing to put off: with room for two units, each backward's gradients must leave before the next."""
+        """A no-op: with gradient buffers for two units, every backward must reduce its gradients."""
         yield
 
     # ---- step -------------------------------------------------------------------------------------------------
 
     def begin_step(self):
-        """What a forward without backward left whole is no part of what this rank keeps."""
+        """Free what a forward without a backward left gathered."""
         for unit in self.kept:
             self.free(unit)
 
@@ -289,26 +291,26 @@ class Engine(EngineBase):
             self.step_shard(bucket)
 
     def free_all(self):
-        """The shards are about to change, and what is gathered shows the old parameters: free it.
+        """Free all units: their shards are about to change, and what is gathered would be out of date.
 
         Raises:
-            RuntimeError: a `gathered` context holds some of it.
+            RuntimeError: a unit is pinned by a `gathered` context.
         """
-        self.turns.forget()
+        self.backward_order.forget()
         for unit in self.units:
             if unit.pins:
                 raise RuntimeError("parameters cannot change within gathered(): leave the context first")
             self.free(unit)
 
     def begin_load(self):
-        """Before the parameters become those of a file."""
+        """Before the parameters are read from a file."""
         self.free_all()
 
     @contextmanager
-    def at_hand(self, buckets):
-        """In this context the parameters of buckets are whole on every rank, and what is gathered with them."""
+    def unsharded(self, buckets):
+        """A context in which all units of these buckets are gathered on every rank."""
         with ExitStack() as holding:
             for unit in dict.fromkeys(bucket.unit for bucket in buckets):
-                self.hold(unit)
-                holding.callback(self.release, unit)
+                self.pin(unit)
+                holding.callback(self.unpin, unit)
             yield

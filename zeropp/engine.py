@@ -1,25 +1,25 @@
 """ZeRO++: stage 3 that sends less between nodes. Parameters travel in 8 bits, gradients in 4, and each node has a copy.
 
-Three switches, each of which changes how a unit's parameters come or its gradients go, and nothing else. With all of
-them off this is stage 3, bit for bit.
+Each of three switches changes how a unit's parameters are gathered or its gradients are reduced, and nothing else. With
+all of them off this is stage 3, bit for bit.
 
 Phases of a step, over N ranks in nodes of P, and Ψ parameters of 16 bits, M = 2 Ψ bytes; what a node sends to others:
 
     1. gather            forward     before a unit runs: all-gather its parameters           M of stage 3
        prefetch          forward     and begin with those of the unit after it               M/2 `quantize_weights`
-    2. free              forward     after a unit ran: give its parameters back
+    2. free              forward     after a unit ran: free its parameters
     3. gather, prefetch  backward    the same, in the order of backward                      M of stage 3
                                                                                              0   `hierarchical`
-    4. gradient_ready    backward    a gradient moves into its unit's room, taken with the first
+    4. gradient_ready    backward    a gradient moves into its unit's buffer, allocated with the first
     5. reduce, free      backward    after a unit's backward: reduce-scatter to the mean     M of stage 3
                                                                                              M/4 `quantize_gradients`
-    6. finish_backward   backward    send what is missing, wait for all means
+    6. finish_backward   backward    reduce what is missing, wait for all
     7. update            step        every rank steps its shard, Ψ/N parameters; the nodes' copies are out of date
 
 qwZ, `quantize_weights`, gathers shards as int8 with a scale for each block of them. hpZ, `hierarchical`, keeps a second
 shard on each rank, of the node's own copy of the parameters: the first gather after an update fills it, and the others
-stay inside the node. qgZ, `quantize_gradients`, reduces in two hops, inside the node and across, as int4. How each of
-them does it stands in `transports.py`; here an engine asks `bucket.comes_by` and `bucket.goes_by`.
+stay inside the node. qgZ, `quantize_gradients`, reduces in two hops, inside the node and across, as int4. Each of them
+is a strategy in `transports.py`; the engine calls `bucket.gather_with` and `bucket.reduce_with`.
 
 The unit that ends the forward begins the backward, so it stays gathered between them and saves its second gather, and
 so does a last one inside it. `keep_last=False` frees them too, as in the paper.
@@ -32,7 +32,7 @@ import stage3_param
 from common.engine import units
 from common.errors import InputError
 from common.ranks.nodes import check_ranks_per_node
-from zeropp.transports import Books, OwnedBesides, RoutedBucket, Ways
+from zeropp.transports import OwnedBesides, QuantizedAccounting, RoutedBucket, Strategies
 
 
 class Engine(stage3_param.Engine):
@@ -41,19 +41,20 @@ class Engine(stage3_param.Engine):
     Takes what stage 3 takes.
 
     Args:
-        quantize_weights: qwZ: parameters travel as int8.
-        hierarchical: hpZ: gathers between two updates stay inside the node, but for the first.
-        quantize_gradients: qgZ: gradients travel as int4, inside the node and then across.
-        error_feedback: what rounding takes from a gradient is added to the next one.
+        quantize_weights: qwZ: parameters are sent as int8.
+        hierarchical: hpZ: all gathers between two updates except the first stay inside the node.
+        quantize_gradients: qgZ: gradients are sent as int4, inside the node and then across.
+        error_feedback: the rounding error of a gradient is added to the next one.
         block: elements that share a scale, an even number.
-        ranks_per_node: how many ranks in a row share a node; None for what torchrun says, without it all.
+        ranks_per_node: how many consecutive ranks share a node; None for torchrun's LOCAL_WORLD_SIZE, or all ranks.
 
     Raises:
-        InputError: an option makes no sense.
+        InputError: `block` is odd or below 2, `error_feedback` lacks `quantize_gradients`, or `ranks_per_node` does not
+            divide the world size.
     """
 
-    exact, quantizes = False, True  # the suite judges it by its losses; with no switch that quantizes it is exact
-    bucket, books = RoutedBucket, Books
+    exact, quantizes = False, True  # the suite judges it by its losses; it is exact if nothing is quantized
+    bucket_class, accounting_class = RoutedBucket, QuantizedAccounting
     switches = ("quantize_weights", "hierarchical", "quantize_gradients", "error_feedback", "block")
     own_options = (*switches, "ranks_per_node", *stage3_param.Engine.own_options)
 
@@ -73,80 +74,82 @@ class Engine(stage3_param.Engine):
         self.quantize_weights, self.hierarchical = quantize_weights, hierarchical
         self.quantize_gradients, self.error_feedback = quantize_gradients, error_feedback
         self.block, self.ranks_per_node = block, ranks_per_node
-        self.is_plain = not (quantize_weights or quantize_gradients)
+        self.matches_stage0 = not (quantize_weights or quantize_gradients)
         super().__init__(model, optimizer, **options)
 
     def owned(self, bucket):
-        """The ownership table: what stage 3 keeps, the node's second shard, and what rounding took from gradients."""
-        second = bucket.comes_by.second(bucket)
-        residuals = bucket.goes_by.residuals(bucket) if bucket.kind.trainable else ()
-        return OwnedBesides(**vars(super().owned(bucket)), second=second, residuals=residuals)
+        """The ownership table: what stage 3 keeps, the node's secondary shard, and rounding errors of gradients."""
+        secondary = bucket.gather_with.secondary(bucket)
+        residuals = bucket.reduce_with.residuals(bucket) if bucket.kind.trainable else ()
+        return OwnedBesides(**vars(super().owned(bucket)), secondary=secondary, residuals=residuals)
 
     def sends(self, bucket, reductions):
-        """The traffic table: stage 3's collectives over a bucket, each as the ways have it."""
+        """The traffic table: stage 3's collectives over a bucket, as the strategies run them."""
         times = super().sends(bucket, reductions)
         gathers, reductions = times["all_gather"], times["reduce_scatter"]
-        return {**bucket.comes_by.sends(bucket, gathers), **bucket.goes_by.sends(bucket, reductions)}
+        return {**bucket.gather_with.sends(bucket, gathers), **bucket.reduce_with.sends(bucket, reductions)}
 
     def partition(self):
-        """Before training: find the ways that the switches ask for, and cut the model as stage 3 does."""
-        self.ways = Ways(self.comm, self.dtype, **{switch: getattr(self, switch) for switch in self.switches})
+        """Before training: choose the strategies by the switches, and cut the model as stage 3 does."""
+        self.strategies = Strategies(
+            self.comm, self.dtype, **{switch: getattr(self, switch) for switch in self.switches}
+        )
         super().partition()
 
     def allocate(self, bucket):
-        """What a bucket keeps depends on its ways."""
-        bucket.comes_by, bucket.goes_by = self.ways.of(bucket)
+        """What a bucket keeps depends on its strategies."""
+        bucket.gather_with, bucket.reduce_with = self.strategies.of(bucket)
         super().allocate(bucket)
 
     # ---- parameters come, gradients go ------------------------------------------------------------------------
 
     def all_gather(self, bucket):
-        """Phase 1, by qwZ and hpZ; exactly where somebody holds the unit, to look at it."""
-        way = self.ways.exact if bucket.unit.pins else bucket.comes_by
-        return way.gather(bucket)
+        """Phase 1, by qwZ and hpZ; exact if the unit is pinned, because somebody reads its values."""
+        strategy = self.strategies.exact if bucket.unit.pins else bucket.gather_with
+        return strategy.gather(bucket)
 
     def reduce_scatter(self, bucket):
         """Phase 5, by qgZ."""
-        return bucket.goes_by.reduce(bucket, self._scale)
+        return bucket.reduce_with.reduce(bucket, self._scale)
 
-    def hold(self, unit):
-        """Gather a unit as it is kept, and not rounded, for whoever looks at it, until as many calls of `release`."""
+    def pin(self, unit):
+        """Gather a unit unrounded and keep it gathered until `unpin` has been called as often."""
         if unit.pins == 0:
             unit.found_whole = unit.whole
             self.free(unit)
         unit.pins += 1
-        self.use(unit, units.Order())
+        self.unshard(unit, units.PrefetchOrder())
 
-    def release(self, unit):
-        """Let go of it. What was whole before is gathered as it was: a backward may wait for it."""
+    def unpin(self, unit):
+        """Undo a `pin`. A unit that was gathered before is gathered as it was: a backward may wait for it."""
         unit.pins -= 1
         self.free(unit)
         if unit.found_whole and unit.pins == 0:
-            self.use(unit, units.Order())
+            self.unshard(unit, units.PrefetchOrder())
 
     # ---- step -------------------------------------------------------------------------------------------------
 
     def begin_step(self):
         super().begin_step()
-        self.ways.begin_step()
+        self.strategies.begin_step()
 
     def update(self):
-        """Phase 7. Each rank steps its own shards. What nodes keep of the parameters before is out of date."""
+        """Phase 7. Each rank steps its shards. The nodes' copies of the parameters are out of date."""
         self.free_all()
         for bucket in self.buckets:
-            bucket.comes_by.outdate(bucket)
-            bucket.goes_by.take(bucket)
+            bucket.gather_with.outdate(bucket)
+            bucket.reduce_with.take(bucket)
             self.step_shard(bucket)
 
     def begin_load(self):
-        """Before the parameters become those of a file. What rounding took is of gradients before them."""
+        """Before the parameters are read from a file: the rounding errors belong to earlier gradients."""
         super().begin_load()
         for bucket in self.buckets:
             for residual in bucket.residuals:
                 residual.zero_()
 
     def check_optimizer(self, optimizer):
-        """At the door: whether the switches go together, and the ranks into nodes, too."""
+        """Refuse switches that do not go together, and ranks that do not divide into nodes."""
         check_options(self.block, self.error_feedback, self.quantize_gradients)
         if self.ranks_per_node is not None:
             self.comm.ranks_per_node = check_ranks_per_node(self.ranks_per_node, self.world_size)

@@ -72,12 +72,12 @@ class Unit:
         """Before forward (qwZ): each rank sends its shard to all others, in 8 bits. Keep a part for this node (hpZ)."""
         self.whole.untyped_storage().resize_(self.whole.nbytes)
         self.whole.copy_(exchange(self.shard.data.expand(dist.get_world_size(), -1), 8, dist.group.WORLD).flatten())
-        self.second = self.whole.chunk(PLACES)[self.mesh.get_local_rank("inside")].clone()
+        self.secondary = self.whole.chunk(PLACES)[self.mesh.get_local_rank("inside")].clone()
 
     def gather_in_node(self, *_):
         """Before backward (hpZ): the parts that the ranks of this node keep, as they are."""
         self.whole.untyped_storage().resize_(self.whole.nbytes)
-        dist.all_gather(list(self.whole.chunk(PLACES)), self.second, group=self.mesh.get_group("inside"))
+        dist.all_gather(list(self.whole.chunk(PLACES)), self.secondary, group=self.mesh.get_group("inside"))
 
     def free(self, *_):
         """After it ran. The storage itself shrinks: autograd holds views of it, so dropping ours would free nothing."""
@@ -127,7 +127,7 @@ class CompressedCommunication:
     def held(self):
         """Bytes of model states on this rank; just before an update all of them are there."""
         states = [s for unit in self.units for s in self.optimizer.state[unit.shard].values() if s.dim()]
-        parts = [part for unit in self.units for part in (unit.shard, unit.second, unit.whole)]
+        parts = [part for unit in self.units for part in (unit.shard, unit.secondary, unit.whole)]
         kinds = {"parameters": parts, "gradients": [u.shard.grad for u in self.units], "optimizer states": states}
         return {name: sum(tensor.untyped_storage().nbytes() for tensor in some) for name, some in kinds.items()}
 
@@ -164,6 +164,6 @@ if __name__ == "__main__":
 # What engine.py adds:
 # - a switch for each of the three; what `keep_fp32` names, and integers, go as they are
 # - messages of the exact length: a last block may be short, where this page pads; infinities and NaN arrive as NaN
-# - second shards that outlast a step's first forward, and are renewed only after an update, a load or a write
+# - secondary shards that outlast a step's first forward, and are renewed only after an update, a load or a write
 # - what rounding takes from a gradient may be added to the next one (error feedback)
 # - all that the end of stage3_param/minimal.py lists

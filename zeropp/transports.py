@@ -2,7 +2,7 @@
 
     parameters    AllGather            stage 3: every rank's shard, as it is, to every rank
                   QuantizedAllGather   qwZ: the shard as int8
-                  SecondShards         hpZ: one of those two once an update, and copies inside the node after that
+                  SecondaryShards      hpZ: one of those two once an update, and copies inside the node after that
     gradients     ReduceScatter        stage 3: every piece, as it is, to the rank that adds them up
                   OneHop               pieces as int4
                   TwoHops              qgZ: pieces as int4 inside the node, their sums as int4 across nodes
@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from common.engine import Bucket, Owned
-from common.engine.accounting import Accounts
+from common.engine.accounting import Accounting
 from common.ranks.nodes import ACROSS_NODES, IN_NODE
 from common.tensors import length
 from zeropp.quantize import CHUNK, GPU_CHUNK, Blocks
@@ -37,10 +37,10 @@ class AllGather:
         self.comm = comm
 
     def gather(self, bucket):
-        """Begin to fill `bucket.full`; return the Handle of that."""
-        return self.comm.all_gather(bucket.parameters, bucket.full, bucket.name)
+        """Begin to fill `bucket.full_parameters`; return the Handle of that."""
+        return self.comm.all_gather(bucket.parameters, bucket.full_parameters, bucket.name)
 
-    def second(self, bucket):
+    def secondary(self, bucket):
         """The elements of a bucket that this rank keeps for its node, as a slice of the run: none."""
         return slice(0, 0)
 
@@ -79,17 +79,17 @@ class QuantizedAllGather(AllGather):
             self.blocks.pack(bucket.parameters, message)
 
         def unpack():
-            self.blocks.unpack(received, bucket.full.view(self.comm.size, -1))
+            self.blocks.unpack(received, bucket.full_parameters.view(self.comm.size, -1))
 
         self.comm.work(f"quantize {bucket.name}", pack)
         self.comm.all_gather(message, received.view(-1), bucket.name)
-        return self.comm.work(f"dequantize {bucket.name}", unpack, message, received, bucket.full)
+        return self.comm.work(f"dequantize {bucket.name}", unpack, message, received, bucket.full_parameters)
 
     def legs(self, bucket):
         return {"all_gather": self.blocks.nbytes(bucket.shard_numel) * (self.comm.size - 1)}
 
 
-class SecondShards(AllGather):
+class SecondaryShards(AllGather):
     """hpZ (sec. 3.2): every node holds all parameters a second time, a part on each of its ranks.
 
     The first gather after an update goes across nodes, and each rank keeps its part of what came. Every gather after
@@ -105,7 +105,7 @@ class SecondShards(AllGather):
     def __init__(self, comm, inside, first):
         super().__init__(comm)
         self.inside, self.first = inside, first
-        # The buckets whose second shards are the parameters of now. Sets of buckets are weak: those hold their ways.
+        # The buckets whose secondary shards are the parameters of now. Sets of buckets are weak: those hold their ways.
         self.current = weakref.WeakSet()
         # Those that went across nodes in forward or backward since the last step, and before it. What an evaluation
         # or `gathered` brings between two steps, the second of them finds in the node.
@@ -113,15 +113,15 @@ class SecondShards(AllGather):
 
     def gather(self, bucket):
         if bucket in self.current:
-            return self.inside.all_gather(bucket.second, bucket.full, bucket.name)
+            return self.inside.all_gather(bucket.secondary, bucket.full_parameters, bucket.name)
         self.current.add(bucket)
         if self.comm.traffic.phase in ("forward", "backward"):
             self.refreshed.add(bucket)
-        arrived, handle = bucket.full[self.second(bucket)], self.first.gather(bucket)
-        keep = partial(bucket.second.copy_, arrived)
-        return self.comm.work(f"keep a part of {bucket.name}", keep, *handle.buffers, arrived, bucket.second)
+        arrived, handle = bucket.full_parameters[self.secondary(bucket)], self.first.gather(bucket)
+        keep = partial(bucket.secondary.copy_, arrived)
+        return self.comm.work(f"keep a part of {bucket.name}", keep, *handle.buffers, arrived, bucket.secondary)
 
-    def second(self, bucket):
+    def secondary(self, bucket):
         numel = bucket.padded_numel // self.inside.size
         return slice(self.inside.rank * numel, (self.inside.rank + 1) * numel)
 
@@ -151,11 +151,11 @@ class ReduceScatter:
         self.comm = comm
 
     def reduce(self, bucket, scale=1.0):
-        """Begin to write this rank's shard of the mean to `bucket.reduced`; return the Handle of that.
+        """Begin to write this rank's shard of the mean to `bucket.gradient_shard`; return the Handle of that.
 
-        Uses `bucket.local` up, this rank's own gradients, of a loss that was multiplied by `scale` on all ranks.
+        Uses up `bucket.local_gradients`, this rank's own gradients, of a loss that all ranks multiplied by `scale`.
         """
-        return self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)
+        return self.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)
 
     def residuals(self, bucket):
         """The elements of a bucket's gradients that rounding leaves to the next step, hop by hop: none."""
@@ -195,12 +195,12 @@ class OneHop(ReduceScatter):
         self._reduced = weakref.WeakSet()  # the buckets whose reductions no step has taken yet
 
     def reduce(self, bucket, scale=1.0):
-        pieces = bucket.local.view(self.comm.size, -1)
+        pieces = bucket.local_gradients.view(self.comm.size, -1)
         messages = self._messages(bucket, self.comm.size)
         received = self._messages(bucket, self.comm.size)
         self._pack(bucket, 0, scale, pieces, messages)
         self.comm.all_to_all(messages.view(-1), received.view(-1), bucket.name)
-        return self._mean(bucket, received, messages, bucket.local)
+        return self._mean(bucket, received, messages, bucket.local_gradients)
 
     def residuals(self, bucket):
         return (bucket.padded_numel,) if self.error_feedback else ()
@@ -252,7 +252,7 @@ class OneHop(ReduceScatter):
 
     def _mean(self, bucket, received, *buffers):
         """Add up the messages for this rank's shard, [number, bytes], to the mean over all ranks."""
-        reduced = bucket.reduced
+        reduced = bucket.gradient_shard
         total = self.comm.buffer(len(reduced), dtype=torch.float32)
 
         def mean():
@@ -286,7 +286,7 @@ class TwoHops(OneHop):
 
     def reduce(self, bucket, scale=1.0):
         nodes, places, shard = self.across.size, self.inside.size, bucket.shard_numel
-        pieces = bucket.local.view(nodes, places, shard).transpose(0, 1)
+        pieces = bucket.local_gradients.view(nodes, places, shard).transpose(0, 1)
         messages, received = self._messages(bucket, places, nodes), self._messages(bucket, places, nodes)
         self._pack(bucket, 0, scale, pieces, messages)
         self.inside.all_to_all(messages.view(-1), received.view(-1), bucket.name)
@@ -297,7 +297,7 @@ class TwoHops(OneHop):
         outgoing, incoming = self._messages(bucket, nodes), self._messages(bucket, nodes)
         self._pack(bucket, 1, scale, sums, outgoing)
         self.across.all_to_all(outgoing.view(-1), incoming.view(-1), bucket.name)
-        return self._mean(bucket, incoming, bucket.local, messages, received, sums, outgoing)
+        return self._mean(bucket, incoming, bucket.local_gradients, messages, received, sums, outgoing)
 
     def residuals(self, bucket):
         return (bucket.padded_numel, self.across.size * bucket.shard_numel) if self.error_feedback else ()
@@ -310,7 +310,7 @@ class TwoHops(OneHop):
         }
 
 
-class Ways:
+class Strategies:
     """Which way each bucket takes. The switches choose here, once.
 
     Args:
@@ -331,8 +331,8 @@ class Ways:
         self.exact = self.plain = self.quantized = AllGather(comm)
         if quantize_weights:
             self.quantized = QuantizedAllGather(comm, fine)
-        if hierarchical and across.size > 1:  # one node's second shards would be its first ones
-            self.plain, self.quantized = (SecondShards(comm, inside, way) for way in (self.plain, self.quantized))
+        if hierarchical and across.size > 1:  # one node's secondary shards would be its first ones
+            self.plain, self.quantized = (SecondaryShards(comm, inside, way) for way in (self.plain, self.quantized))
         self.plain_back = self.quantized_back = ReduceScatter(comm)
         if quantize_gradients and 1 in (inside.size, across.size):  # one of the hops would go nowhere
             self.quantized_back = OneHop(comm, coarse, error_feedback)
@@ -356,11 +356,11 @@ class OwnedBesides(Owned):
     """What a rank keeps of a bucket besides.
 
     Attributes:
-        second: a second part of the parameters, for the ranks of its node: a slice of the run.
+        secondary: a second part of the parameters, for the ranks of its node: a slice of the run.
         residuals: what rounding took from gradients, so many elements for each time that they are rounded.
     """
 
-    second: slice
+    secondary: slice
     residuals: tuple[int, ...]
 
 
@@ -368,45 +368,45 @@ class RoutedBucket(Bucket):
     """A bucket with a way to come and a way to go.
 
     Attributes:
-        comes_by, goes_by: the ways of its parameters and of its gradients.
+        gather_with, reduce_with: the ways of its parameters and of its gradients.
         second, residuals: what `OwnedBesides` says is kept: a flat tensor or None, and a tuple of them.
     """
 
-    comes_by = goes_by = second = None
+    gather_with = reduce_with = secondary = None
     residuals = ()
 
-    def lay(self, engine, whole):
-        """See `Bucket.lay`."""
-        super().lay(engine, whole)
+    def allocate(self, engine, whole):
+        """See `Bucket.allocate`."""
+        super().allocate(engine, whole)
         owned = engine.owned(self)
-        if length(owned.second):
-            self.second = self.parameters.new_empty(length(owned.second))
+        if length(owned.secondary):
+            self.secondary = self.parameters.new_empty(length(owned.secondary))
         self.residuals = tuple(self.parameters.new_zeros(numel) for numel in owned.residuals)
 
     def forget(self):
         """Drop every gradient since the last step, and what rounding took from it."""
         super().forget()
-        if self.goes_by is not None:
-            self.goes_by.drop(self)
+        if self.reduce_with is not None:
+            self.reduce_with.drop(self)
 
     def drop(self, names):
         """See `Bucket.drop`. What rounding took from the whole bucket goes too: it is less than half a step of int4."""
         super().drop(names)
-        self.goes_by.drop(self)
+        self.reduce_with.drop(self)
 
     def take_over(self, part, fill):
         """See `Bucket.take_over`. What nodes keep of the parameters before is out of date."""
-        self.comes_by.outdate(self)
+        self.gather_with.outdate(self)
         super().take_over(part, fill)
 
 
-class Books(Accounts):
+class QuantizedAccounting(Accounting):
     """The books of an engine whose buckets take ways of their own."""
 
     def kept(self):
         """The model states on this rank, by class."""
         kept, buckets = super().kept(), self._engine.buckets
-        kept["parameters"] += [bucket.second for bucket in buckets + self._engine.frozen]
+        kept["parameters"] += [bucket.secondary for bucket in buckets + self._engine.frozen]
         kept["gradients"] += [residual for bucket in buckets for residual in bucket.residuals]
         return kept
 
@@ -415,9 +415,9 @@ class Books(Accounts):
         predicted = super().predicted_held()
         for bucket in self._engine.buckets + self._engine.frozen:
             owned, itemsize = self._engine.owned(bucket), bucket.kind.dtype.itemsize
-            predicted["parameters"] += length(owned.second) * itemsize
+            predicted["parameters"] += length(owned.secondary) * itemsize
             predicted["gradients"] += sum(owned.residuals) * itemsize
         return predicted
 
     def sent_once(self, bucket, collective):
-        return {**bucket.comes_by.legs(bucket), **bucket.goes_by.legs(bucket)}[collective]
+        return {**bucket.gather_with.legs(bucket), **bucket.reduce_with.legs(bucket)}[collective]

@@ -58,7 +58,7 @@ class Files:
         extra = model_state.extra_state_of_rank_0(self)
         values, here, comm = {}, to_rank in (None, self.rank), self.comm
         for bucket in self.buckets + self.frozen:  # one at a time is whole
-            with bucket.values_at_hand():
+            with bucket.values_in_memory():
                 kept = bucket.parameters
                 if bucket.kind.trainable and bucket.sixteen_bit:
                     kept = end_to_end([piece.master for piece in bucket.pieces], comm.device)
@@ -122,7 +122,7 @@ class Files:
         self.finish_saving()
         extra = checkpoint.load(self, path)
         self._initial.unset.clear()
-        self.writes.made(self.buckets + self.frozen)
+        self.weight_writes.made(self.buckets + self.frozen)
         return extra
 
     @in_ordinary_mode
@@ -134,7 +134,7 @@ class Files:
         self.zero_grad()
         self.synchronize()
         self._initial.take_from_file(weights.load(self, file))
-        self.writes.made(self.buckets + self.frozen)
+        self.weight_writes.made(self.buckets + self.frozen)
 
 
 class Saving:

@@ -24,7 +24,7 @@ def own(path, patience):
     """Open a file of one's own, made if it is missing, and lock it; wait some seconds for an owner about to leave.
 
     Returns:
-        It, open for writing behind its end, for `release`; None if somebody else owns it.
+        It, open for writing behind its end, for `unpin`; None if somebody else owns it.
 
     Raises:
         OSError: it cannot be opened, or its file system has no locks.

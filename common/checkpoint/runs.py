@@ -78,7 +78,7 @@ class Stopped(Exception):
     """The run was asked to stop, and has saved. The message says where."""
 
 
-class Run:
+class TrainingRun:
     """One rank's part in a run that survives: a context manager around its steps, which listens for signals.
 
     Entering it is a collective.
@@ -236,7 +236,7 @@ def _described(engine):
     """An engine, and its own options: {"name", "options", "plain"}."""
     options = {name: getattr(engine, name) for name in engine.own_options}
     kind = type(engine)
-    return {"name": f"{kind.__module__}.{kind.__qualname__}", "options": options, "plain": engine.is_plain}
+    return {"name": f"{kind.__module__}.{kind.__qualname__}", "options": options, "plain": engine.matches_stage0}
 
 
 def lock(file, word, leaving):

@@ -25,7 +25,7 @@ def state_bytes(bucket, engine):
     return each, sum(state.nbytes for state in states if state.shape != piece.master.shape)
 
 
-class Accounts:
+class Accounting:
     """The books of an engine, which holds them: what a rank holds, and what it is foreseen to hold and to send.
 
     Attributes:
@@ -143,12 +143,12 @@ class Accounts:
         buckets, everything = engine.buckets, engine.buckets + engine.frozen
         handles = [h for b in everything for h in (b.handle, b.gathering) if h is not None]
         # What freed weights read as, a number for each, is not counted.
-        nothing = {storage_id(b.nothing.numbers) for b in everything if b.nothing is not None}
+        nothing = {storage_id(b.freed.numbers) for b in everything if b.freed is not None}
         live = {
-            "gathered units": [b.full for b in everything],
+            "gathered units": [b.full_parameters for b in everything],
             **self.kept(),
             "receive buffer": [engine.comm.room],
-            "buckets in flight": [b.local for b in buckets]
+            "buckets in flight": [b.local_gradients for b in buckets]
             + [total for b in buckets for total in b.sums.values()]
             + [p.master.grad for b in buckets for p in b.pieces]
             + [p.grad for p in engine.bucket_of]

@@ -19,19 +19,19 @@ from functools import partial
 import torch
 
 from common.checkpoint.files import Files
-from common.engine import building, door, layout, ties
-from common.engine.accounting import Accounts
+from common.engine import building, layout, ties, validation
+from common.engine.accounting import Accounting
 from common.engine.bucket import Bucket
 from common.engine.buffers import Buffers
-from common.engine.door import BATCH_NORMS
 from common.engine.gradients import gradients
+from common.engine.guards import Guards, NoModule, engine_of
 from common.engine.hooks import Hook
 from common.engine.master_weights import alone, groups_of
-from common.engine.misuse import Guards, NoModule, engine_of
 from common.engine.mixed_precision import LossScaler, decide, dtype_of
 from common.engine.reentrant import mark_gradients_in_parts
 from common.engine.snapshots import continue_from, restore, snapshot
-from common.engine.writes import Writes, gathered
+from common.engine.validation import BATCH_NORMS
+from common.engine.weight_writes import WeightWrites, gathered
 from common.errors import InputError
 from common.measure.memory import HOST, storage_id
 from common.ranks.agreement import check_agreement
@@ -77,8 +77,8 @@ class EngineBase(Files, NoModule):
     """
 
     own_options = ()  # names of what a stage takes besides, and has set as attributes
-    is_plain = True  # with them its numbers are those of stage 0
-    bucket, books = Bucket, Accounts
+    matches_stage0 = True  # with them its numbers are those of stage 0
+    bucket_class, accounting_class = Bucket, Accounting
     watches = ()  # over units, in stage 3 and after it
 
     def __init__(
@@ -120,29 +120,29 @@ class EngineBase(Files, NoModule):
             optimizer = partial(torch.optim.SGD, lr=0.0)  # over an empty group: a frozen model takes no step
         try:
             self.dtype = dtype_of(precision)
-            door.check_types(door.types_of_defaults(type(self)), settings)
-            door.check_numbers(clip_norm, skip_norm, norm_type, bucket_mb, reduce_dtype)
+            validation.check_types(validation.types_of_defaults(type(self)), settings)
+            validation.check_numbers(clip_norm, skip_norm, norm_type, bucket_mb, reduce_dtype)
             self.optimizer_bytes, settings["the optimizer"] = self.check_optimizer(optimizer)
             ties.check_tensors(model)
-            self.param_groups = door.check_groups(model, param_groups, ties.tie(model))
-            settings["param_groups"] = [door.plain(group) for group in self.param_groups]
-            self._kept_fp32 = door.check_kept(model, keep_fp32)
+            self.param_groups = validation.check_groups(model, param_groups, ties.tie(model))
+            settings["param_groups"] = [validation.plain(group) for group in self.param_groups]
+            self._kept_fp32 = validation.check_kept(model, keep_fp32)
             settings["keep_fp32"] = sorted(self._kept_fp32)
             agreed = [(what, str(value), "give it alike on every rank") for what, value in settings.items()]
-            agreed += door.check_model(model, self.comm, init, self.param_groups, self.dtype)
+            agreed += validation.check_model(model, self.comm, init, self.param_groups, self.dtype)
         except InputError as error:
             agreed = error
         check_agreement(agreed, self.comm)
-        self.comm.owner = door.name_of(self, self.comm)
+        self.comm.owner = validation.name_of(self, self.comm)
         self.bucket_bytes = bucket_mb * 2**20
 
-        # Buckets of trainable and of frozen parameters, and those that hold gradients and have not been sealed.
+        # Buckets of trainable and of frozen parameters, and those that hold gradients and have not been finalized.
         self.buckets, self.frozen, self.filling = [], [], set()
         self.bucket_of, self.in_checkpoints = {}, set()  # parameter -> bucket; see `reentrant`
         self.handles = []  # of the hooks on the model, which go with the engine; others may be added later
         weakref.finalize(self, lambda handles: [handle.remove() for handle in handles], self.handles).atexit = False
         self.holders = weakref.WeakSet()  # what else keeps `tensors` on the host for it
-        self.syncing, self.running, self.recording, self.reducing = True, False, False, False
+        self.sync_gradients, self.in_forward, self.grad_enabled, self.reduce_grads = True, False, False, False
         self.updates, self._factor = 0, None  # updates in all, kept in checkpoints; what multiplies a step's gradients
         self.naming = self.stepping = self._failed = False
         self.unfinished = None  # whether the backward that has not come to its end reduces
@@ -152,18 +152,18 @@ class EngineBase(Files, NoModule):
         self._initial.place_buffers()
         self._initial.check()
         for bucket in self.buckets + self.frozen:
-            tensors = [*bucket.members.values(), bucket.full]
+            tensors = [*bucket.members.values(), bucket.full_parameters]
             bucket.storages = {storage_id(tensor) for tensor in tensors if tensor is not None}
         engine_of.update((id(parameter), self) for parameter in self.bucket_of)
         self.begin_backward()
         self.buffers = Buffers(model, self.comm, broadcast_buffers)
-        self.guards, self.accounts = Guards(self), self.books(self)
+        self.guards, self.accounting = Guards(self), self.accounting_class(self)
         self.optimizer = optimizer(building.shards_of(self.buckets, self.param_groups, param_groups is None))
         self._group_of = groups_of(self.optimizer)
         for piece in (piece for bucket in self.buckets for piece in bucket.pieces):
             piece.adopt(self.optimizer.state.get(piece.master, {}))  # made with its first breath, as Adagrad's
         self.guards.take_optimizer()
-        self.writes = Writes(self.buckets + self.frozen)
+        self.weight_writes = WeightWrites(self.buckets + self.frozen)
 
     # ---- the calls of a training loop -------------------------------------------------------------------------
 
@@ -184,14 +184,14 @@ class EngineBase(Files, NoModule):
         self.guards.check_parameters()
         self._begin_gradients()
         torch.clear_autocast_cache()  # it keeps casts of weights, whose graph or values may be gone
-        self.recording, self.running = torch.is_grad_enabled(), True
+        self.grad_enabled, self.in_forward = torch.is_grad_enabled(), True
         try:
             self.begin_forward()
             self.buffers.before_forward()
             out = self._module(*map_tensors(self._cast, args), **map_tensors(self._cast, kwargs))
             self.end_forward()
         finally:
-            self.recording = self.running = False
+            self.grad_enabled = self.in_forward = False
         return out
 
     def _begin_gradients(self):
@@ -216,21 +216,21 @@ class EngineBase(Files, NoModule):
             raise InputError(f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, by mean() for instance")
         self.comm.traffic.phase = "backward"
         self.guards.check_trainable()
-        self._failed, self.unfinished, self.retains_graph = True, self.syncing, retain_graph
+        self._failed, self.unfinished, self.retains_graph = True, self.sync_gradients, retain_graph
         self._begin_gradients()
         mark_gradients_in_parts(loss)
         self.begin_backward()
-        Bucket.scale_of_backward, self.reducing = self._scale, self.syncing
+        Bucket.scale_of_backward, self.reduce_grads = self._scale, self.sync_gradients
         try:
             scaled = loss if self.loss_scaler is None else loss.float() * self._scale
             scaled.backward(retain_graph=retain_graph)
-            if self.syncing:
+            if self.sync_gradients:
                 self.finish_backward()
         finally:
             # What comes later is of another engine's backward: ranks may disagree on it, so that it waits for step().
-            Bucket.scale_of_backward, self.reducing, self.retains_graph = None, False, False
-        self.accounts.backwards += 1
-        self.accounts.reductions += self.syncing
+            Bucket.scale_of_backward, self.reduce_grads, self.retains_graph = None, False, False
+        self.accounting.backwards += 1
+        self.accounting.reductions += self.sync_gradients
         self._failed, self.unfinished = False, None
         self.in_checkpoints.clear()
 
@@ -258,10 +258,10 @@ class EngineBase(Files, NoModule):
         self.guards.check_scales()
         result, self._factor = decide(self)
         if not result.skipped:
-            self.accounts.before_update()
+            self.accounting.before_update()
             self.update()
             self.updates += 1
-            self.writes.made(self.buckets)
+            self.weight_writes.made(self.buckets)
         self.zero_grad()
         return result
 
@@ -275,7 +275,7 @@ class EngineBase(Files, NoModule):
         self.guards.check_trainable()
         if any(bucket.pending for bucket in self.buckets):  # no backward of this engine has reduced them
             self.finish_backward()
-            self.accounts.reductions += 1
+            self.accounting.reductions += 1
         if not all(bucket.has_gradient for bucket in self.buckets):
             raise RuntimeError(f"{call}() without a backward() since the last step")
 
@@ -309,22 +309,22 @@ class EngineBase(Files, NoModule):
         self.guards.end_lone_runs()
         self.guards.finish_failed_backward()
         if self._failed:  # half way through a step
-            self.writes.accept_all()
+            self.weight_writes.accept_all()
         for bucket in self.buckets:
             if bucket.handle is not None:
                 bucket.handle.wait()
             bucket.forget()
-        self.accounts.forget()
+        self.accounting.forget()
         self._failed = False
 
     @contextlib.contextmanager
     def no_sync(self):
         """Accumulate gradients on this rank: backwards in this context do not communicate."""
-        before, self.syncing = self.syncing, False
+        before, self.sync_gradients = self.sync_gradients, False
         try:
             yield
         finally:
-            self.syncing = before
+            self.sync_gradients = before
 
     def train(self, mode=True):
         """Set the module's training mode."""
@@ -343,8 +343,8 @@ class EngineBase(Files, NoModule):
     # ---- phases that not every stage has ----------------------------------------------------------------------
 
     def check_optimizer(self, optimizer):
-        """At the door: whether it can step where its states will lie; see `door.check_elementwise`."""
-        return door.check_elementwise(optimizer, self.comm.device)
+        """At the door: whether it can step where its states will lie; see `validation.check_elementwise`."""
+        return validation.check_elementwise(optimizer, self.comm.device)
 
     def begin_forward(self):
         """Before the module runs."""
@@ -366,7 +366,7 @@ class EngineBase(Files, NoModule):
         self.synchronize()
 
     @contextlib.contextmanager
-    def at_hand(self, buckets):
+    def unsharded(self, buckets):
         """A context in which the parameters of buckets are whole on every rank."""
         self.synchronize()
         yield
@@ -379,7 +379,7 @@ class EngineBase(Files, NoModule):
         Parameters and gradients as they stood just before the last update, the optimizer's states as it left them
         (torch creates them in the first step). None before the first step.
         """
-        return self.accounts.held()
+        return self.accounting.held()
 
     def predicted_model_state_bytes(self):
         """The same bytes as `owned` has them: per bucket the elements kept of each state, padding included.
@@ -387,7 +387,7 @@ class EngineBase(Files, NoModule):
         A step of several backwards holds their sum too, in 16-bit: 4 bytes for each element of the optimizer's part,
         in place of the gradients or, where these are packed in place, beside them. It follows the last step in that.
         """
-        return self.accounts.predicted_held()
+        return self.accounting.predicted_held()
 
     def predicted_wire_bytes_per_step(self):
         """Bytes this rank sends in a step, by collective: summed from `sends`, padding included.
@@ -396,11 +396,11 @@ class EngineBase(Files, NoModule):
         one. Where a forward takes another way than the one before, a unit that is prefetched in vain comes on top, and
         so do further gathers of a unit that runs several times with others between.
         """
-        return self.accounts.predicted_sent()
+        return self.accounting.predicted_sent()
 
     def live(self):
         """The tensors that this rank holds now, by class: the model states, and what comes and goes within a step."""
-        live = self.accounts.live()
+        live = self.accounting.live()
         for holder in (*self.holders, self.saving):
             if holder is not None:
                 live[HOST] = live.get(HOST, []) + list(holder.tensors)
@@ -411,7 +411,9 @@ class EngineBase(Files, NoModule):
     def make_buckets(self):
         """Cut the model into buckets of about `bucket_mb`, last registered first, in which nothing lies yet."""
         named = list(self._module.named_parameters())
-        return layout.buckets(named, self.param_groups, self.dtype_of, self.bucket_bytes, self.world_size, self.bucket)
+        return layout.buckets(
+            named, self.param_groups, self.dtype_of, self.bucket_bytes, self.world_size, self.bucket_class
+        )
 
     def allocate(self, bucket):
         """Give a bucket the storage that `owned` says this rank keeps, and its initial values; watch its gradients."""
@@ -422,7 +424,7 @@ class EngineBase(Files, NoModule):
             if bucket.kind.trainable:  # called when autograd has added up all uses of the parameter in a backward
                 report = Hook(self._report_gradient, name)
                 self.handles.append(parameter.register_post_accumulate_grad_hook(report))
-        bucket.lay(self, whole)
+        bucket.allocate(self, whole)
         (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
 
     def dtype_of(self, name, parameter):
@@ -437,4 +439,4 @@ class EngineBase(Files, NoModule):
             parameter.grad, self._failed, self.unfinished = None, True, False
             raise RuntimeError(f"{name!r} got a gradient outside of engine.backward(): write that for loss.backward()")
         self.gradient_ready(self.bucket_of[parameter], name, parameter)
-        self.comm.lane.follow()  # on CUDA: the bucket's collective waits for this stream, too
+        self.comm.lane.wait_for_caller()  # on CUDA: the bucket's collective waits for this stream, too

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from common.engine.layout import Run
-from common.engine.master_weights import Piece
+from common.engine.layout import FlatRange
+from common.engine.master_weights import OptimizerShard
 from common.errors import InputError
 from common.measure.memory import storage_id
 from common.tensors import end_to_end, length, let_go, within
@@ -23,7 +23,7 @@ class Owned:
     optimizer: slice
 
 
-class Bucket(Run, Piece):
+class Bucket(FlatRange, OptimizerShard):
     """A run, with the tensors that this rank holds of it.
 
     `scale_of_backward`, one for all buckets of a process, is the loss scale of the backward that runs, of whichever
@@ -34,29 +34,29 @@ class Bucket(Run, Piece):
             where they lie in pieces.
         handle: the reduction under way in this backward.
         gathering: the all-gather of parameters under way.
-        full, unit: the whole run of parameters where it is not kept, and the unit it belongs to.
-        views, nothing: what each parameter, by name, is where `full` holds it, and a `units.Nothing` for where it does
-            not.
+        full_parameters, unit: the whole run of parameters where it is not kept, and the unit it belongs to.
+        views, freed: what each parameter, by name, is while its unit is gathered, and a `units.FreedViews` for while it
+            is not.
         storages: what its parameters lie in, as `storage_id` has it.
         bits: `sum_of_bits` of parameters that have come from masters elsewhere; None where that is not looked at.
-        filling: the engine's set of buckets that hold gradients and have not been sealed.
+        filling: the engine's set of buckets that hold gradients and have not been finalized.
         strays: names of parameters that were found to lie elsewhere, after `parameter.data = tensor`.
     """
 
     scale_of_backward = bits = None
 
     def __init__(self, named_parameters, kind, world_size):
-        Run.__init__(self, named_parameters, kind, world_size)
+        FlatRange.__init__(self, named_parameters, kind, world_size)
         self.members = dict(named_parameters)  # name -> the model's own parameter
-        Piece.__init__(self)
+        OptimizerShard.__init__(self)
         self.cut_into = ()  # pieces
-        self.parameters = self.gradients = self.local = None
-        self.full = self.handle = self.gathering = self._unit = self.views = self.nothing = None
+        self.parameters = self.gradients = self.local_gradients = None
+        self.full_parameters = self.handle = self.gathering = self._unit = self.views = self.freed = None
         self.storages, self.strays, self.filling = set(), set(), set()
         self.fires_in_parts = False  # reentrant checkpoints give a weight they share its gradient in parts
         self.forget()
 
-    def lay(self, engine, whole):
+    def allocate(self, engine, whole):
         """Get the storage that the engine's ownership table says a rank keeps, and first values, `whole`, unrounded."""
         owned = engine.owned(self)
         dtype, keeps_all = self.kind.dtype, owned.parameters == self.whole()
@@ -67,19 +67,19 @@ class Bucket(Run, Piece):
         self.gradients = torch.zeros(length(owned.gradients), dtype=dtype, device=whole.device)
         self.filling = engine.filling
         self.master = nn.Parameter(whole[owned.optimizer].clone() if self.sixteen_bit else self.stepped)
-        self.reduced = self.gradients[within(owned.optimizer, owned.gradients)]
+        self.gradient_shard = self.gradients[within(owned.optimizer, owned.gradients)]
 
     def forget(self):
         """Drop every gradient since the last step."""
         self.reported = set()  # names whose gradient came in this backward
-        self._filled = set()  # names whose place in `local` holds a gradient
+        self._filled = set()  # names whose place in `local_gradients` holds a gradient
         self.filling.discard(self)
-        self.sums = {}  # name -> fp32 sum of what earlier backwards left in `local`, and has not travelled
+        self.sums = {}  # name -> fp32 sum of what earlier backwards left in `local_gradients`, and has not travelled
         self.has_gradient = False
         self.handle = None
         self.scales = set()  # (name, loss scale) of its gradients
-        if self.local is not self.gradients:
-            self.local = None
+        if self.local_gradients is not self.gradients:
+            self.local_gradients = None
         for piece in self.pieces:
             let_go(piece.carried)
             piece.carried = None
@@ -87,13 +87,13 @@ class Bucket(Run, Piece):
     def drop(self, names):
         """Drop the gradients of some parameters since the last step: they are zeros then, as of unused ones."""
         if self.handle is not None:
-            self.arrive()
+            self.wait_reduce()
         self.reported -= names
         self._filled -= names
         self.sums = {name: total for name, total in self.sums.items() if name not in names}
         self.scales = {(name, scale) for name, scale in self.scales if name not in names}
         for piece in self.pieces if self.has_gradient or self.is_aside else ():
-            with piece.mean_at_hand(write=True) as mean:
+            with piece.mean_in_memory(write=True) as mean:
                 for name, _, here in self.overlaps(piece.part):
                     if name in names:
                         mean[here].zero_()
@@ -114,13 +114,13 @@ class Bucket(Run, Piece):
         return any(piece.adds or piece.carried is not None for piece in self.pieces)
 
     @property
-    def local(self):
+    def local_gradients(self):
         """The whole run of this rank's own gradients on their way to the mean; None when there is none."""
-        return self._local
+        return self._local_gradients
 
-    @local.setter
-    def local(self, flat):
-        self._local, self._places = flat, None if flat is None else self.cut(flat)
+    @local_gradients.setter
+    def local_gradients(self, flat):
+        self._local_gradients, self._places = flat, None if flat is None else self.cut(flat)
 
     @property
     def unit(self):
@@ -172,9 +172,9 @@ class Bucket(Run, Piece):
                 piece.master.copy_(self.parameters[within(piece.part, part)])
 
     @property
-    def at_hand(self):
+    def whole_parameters(self):
         """The whole run of parameters where this rank has it: flat, and with anything in it while it is freed."""
-        return self.parameters if self.full is None else self.full
+        return self.parameters if self.full_parameters is None else self.full_parameters
 
     def allocated(self, parts):
         """What a state is allocated in, [(elements, tier)], of the parts of a shard: a tensor for each of them."""
@@ -185,9 +185,9 @@ class Bucket(Run, Piece):
 
         It stays on the device, as an int64 scalar tensor: the host need not wait for it.
         """
-        return self.at_hand.view(torch.int64).sum()
+        return self.whole_parameters.view(torch.int64).sum()
 
-    def values_at_hand(self):
+    def values_in_memory(self):
         """A context in which this rank's part of the values can be read: here it always can."""
         return contextlib.nullcontext()
 
@@ -204,19 +204,19 @@ class Bucket(Run, Piece):
     @property
     def loses_writes(self):
         """What is written to its parameters is lost: with the next step, or when they are freed."""
-        return self.full is not None or self.masters_are_apart
+        return self.full_parameters is not None or self.masters_are_apart
 
     @property
     def packs_in_place(self):
         """Gradients are packed where they are kept."""
-        return self.gradients is not None and self.local is self.gradients
+        return self.gradients is not None and self.local_gradients is self.gradients
 
     def pack(self, name, gradient):
-        """Move a gradient to its place in `local`. One that finds another there, left by `no_sync`, adds in fp32."""
+        """Move a gradient to its place in `local_gradients`. If `no_sync` left one there, add to it in fp32."""
         if gradient.layout is not torch.strided:
             raise InputError(f"{name!r} got a sparse gradient, which has no place in a bucket; leave sparse=True out")
         if self.handle is not None:  # a second part of the gradient, after the bucket was sent
-            self.arrive()
+            self.wait_reduce()
         self._make_room()
         place = self._places[name]
         if name not in self._filled:
@@ -238,8 +238,8 @@ class Bucket(Run, Piece):
         else:
             self.sums[name] = place.to(torch.float32, copy=True)
 
-    def seal(self):
-        """Make `local` what travels: sums rounded once to its dtype, zeros where no gradient came, and as padding."""
+    def finalize(self):
+        """Make `local_gradients` ready to send: round sums once to its dtype, zero padding and absent gradients."""
         self._make_room()
         self.filling.discard(self)
         for name in self.sums:
@@ -250,7 +250,7 @@ class Bucket(Run, Piece):
             if name not in self._filled:
                 self._places[name].zero_()
         for gap in self.gaps:
-            self.local[gap].zero_()
+            self.local_gradients[gap].zero_()
         if self.gradients is not None:
             self._resize_gradients(self.gradients.nbytes)
 
@@ -265,9 +265,9 @@ class Bucket(Run, Piece):
         if self.storages:
             self.strays.update(name for name, p in self.members.items() if storage_id(p) not in self.storages)
 
-    def land(self):
+    def wait_gather(self):
         """Wait for the all-gather under way. Returns whether there was one."""
-        if self.full is not None:
+        if self.full_parameters is not None:
             self.note_strays()
         if self.gathering is None:
             return False
@@ -275,7 +275,7 @@ class Bucket(Run, Piece):
         self.gathering = None
         return True
 
-    def arrive(self):
+    def wait_reduce(self):
         """Wait for the reduction; add the mean to those of the step's earlier backwards.
 
         16-bit gradients would lose small ones in a growing sum. So they add up in fp32, and where their own room has

@@ -45,10 +45,10 @@ def _whole_mean(engine, bucket):
     """A bucket's mean gradient over all ranks, of the loss as it was scaled, [padded_numel]. A collective."""
     parts = []
     for piece in bucket.pieces:
-        with piece.mean_at_hand() as mean:
+        with piece.mean_in_memory() as mean:
             parts.append(mean.clone())
     kept = end_to_end(parts, engine.comm.device)
-    engine.accounts.looks.append(("read", bucket, kept.itemsize))
+    engine.accounting.looks.append(("read", bucket, kept.itemsize))
     return kept if len(kept) == bucket.padded_numel else engine.comm.everyones(kept, bucket.name).view(-1)
 
 
@@ -65,7 +65,7 @@ def _agree(engine, places, found):
     own = [-1 if misfit else checksum(found[name]) for name in places]
     sums = torch.tensor(own, device=comm.device)
     everyone = comm.everyones(sums, "what was written")
-    engine.accounts.looks.append(("compared", None, len(sums)))
+    engine.accounting.looks.append(("compared", None, len(sums)))
     if misfit or (everyone != sums).any():
         agreed = [(f"the gradient of {name!r}", value, how) for name, value in zip(places, own, strict=True)]
         check_agreement(misfit or agreed, comm, "what was written")
@@ -79,7 +79,7 @@ def _keep(engine, places, found):
         if not torch.equal(found[name], place):
             written.setdefault(bucket, {})[name] = found[name].detach().float().reshape(-1) * engine._scale
     for bucket, of_name in written.items():
-        engine.accounts.looks.append(("written", bucket, bucket.widen_mean()))
+        engine.accounting.looks.append(("written", bucket, bucket.widen_mean()))
         for piece in bucket.pieces:
-            with piece.mean_at_hand(write=True) as mean:
+            with piece.mean_in_memory(write=True) as mean:
                 bucket.fill(mean, piece.part, of_name)

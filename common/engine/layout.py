@@ -52,7 +52,7 @@ def round_up(number, multiple):
     return -(-number // multiple) * multiple
 
 
-class Run:
+class FlatRange:
     """Parameters in a row, each at an aligned place, padded to `world_size` shards of equal, aligned length.
 
     Attributes:
@@ -119,7 +119,7 @@ def kinds(named_parameters, param_groups, dtype_of):
     return sorted_by_kind
 
 
-def buckets(named_parameters, param_groups, dtype_of, bucket_bytes, world_size, make=Run):
+def buckets(named_parameters, param_groups, dtype_of, bucket_bytes, world_size, make=FlatRange):
     """Cut parameters, last registered first, into runs of about `bucket_bytes`.
 
     Backward produces gradients in roughly that order, so the first bucket is full early. A parameter is never

@@ -7,7 +7,7 @@ import torch
 from common.tensors import let_go
 
 
-class Piece:
+class OptimizerShard:
     """A part of a run: its master weights, where its mean gradient arrives, and what is rounded from them.
 
     A bucket is its own only piece, unless an engine's placement table cuts it.
@@ -18,8 +18,8 @@ class Piece:
         stepped: the same part of the bucket's parameters, on the device.
         master: what the optimizer steps, an nn.Parameter: `stepped` itself or, if that is 16-bit or in another tier, a
             copy in fp32.
-        reduced: where its mean gradient arrives, in the parameters' dtype.
-        carried: the sum of the step's earlier means, in fp32, where `reduced` does not hold it.
+        gradient_shard: where its mean gradient arrives, in the parameters' dtype.
+        carried: the sum of the step's earlier means, in fp32, where `gradient_shard` does not hold it.
         adds: the next mean is to be added to one that lies on disk.
     """
 
@@ -27,15 +27,15 @@ class Piece:
 
     def __init__(self, part=None, tier=None):
         self.part, self.tier = part, tier
-        self.stepped = self.master = self.reduced = self.carried = None
+        self.stepped = self.master = self.gradient_shard = self.carried = None
 
     @property
     def mean(self):
         """The mean gradient since the last step: of one backward as it arrived, of several the sum, in fp32."""
-        return self.reduced if self.carried is None else self.carried
+        return self.gradient_shard if self.carried is None else self.carried
 
     @contextlib.contextmanager
-    def mean_at_hand(self, write=False):
+    def mean_in_memory(self, write=False):
         """A context in which the mean gradient can be read or, with `write`, changed. It gives the mean."""
         yield self.mean
 
@@ -70,7 +70,7 @@ class Piece:
         """An earlier backward's mean stands aside, before this one's gradients or their mean arrive in its place."""
         if self.carried is None:
             copied = torch.empty_like if self.gradient_tier is None else self.gradient_tier.empty_like
-            self.carried = copied(self.reduced, dtype=torch.float32).copy_(self.reduced)
+            self.carried = copied(self.gradient_shard, dtype=torch.float32).copy_(self.gradient_shard)
 
     def widen(self):
         """Have the mean in fp32, where it is in 16-bit."""
@@ -78,10 +78,10 @@ class Piece:
 
     def add_up(self):
         """Add a mean that has arrived to those of the step's earlier backwards, in fp32."""
-        if self.carried is not None and self.reduced.dtype != torch.float32:
-            self.carried.add_(self.reduced)
+        if self.carried is not None and self.gradient_shard.dtype != torch.float32:
+            self.carried.add_(self.gradient_shard)
         elif self.carried is not None:
-            self.reduced.add_(self.carried)
+            self.gradient_shard.add_(self.carried)
             let_go(self.carried)
             self.carried = None
 

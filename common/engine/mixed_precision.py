@@ -119,7 +119,7 @@ def overflow_flag(buckets, comm):
     finite = torch.ones(1, device=comm.device)
     for bucket in buckets:
         for piece in bucket.pieces:
-            with piece.mean_at_hand() as mean:
+            with piece.mean_in_memory() as mean:
                 finite *= mean.isfinite().all()
     return comm.maximum(1 - finite, "the overflow flag")
 
@@ -166,7 +166,7 @@ def _chunks(bucket, shards):
     starts = itertools.product(range(shards), range(0, bucket.shard_numel, size))
     parts, missing = [], 0
     for piece in bucket.pieces:
-        with piece.mean_at_hand() as mean:
+        with piece.mean_in_memory() as mean:
             begin = 0
             while begin < len(mean):
                 if missing == 0:

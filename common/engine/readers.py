@@ -50,7 +50,7 @@ class Reader:
                     "it by engine.gathered() until backward ends"
                 )
             if not own:
-                self.engine.hold(unit)
+                self.engine.pin(unit)
             self.alone += 1
 
     def after(self, module, args, output):
@@ -58,14 +58,14 @@ class Reader:
             self.alone -= 1
             output = copy_weights(self.unit, output)
             if self.alone == 0:
-                self.engine.release(self.unit)
+                self.engine.unpin(self.unit)
         return output
 
     def give_up(self):
         """Release what a run holds that an exception ended: torch calls no hook after one."""
         if self.alone:
             self.alone = 0
-            self.engine.release(self.unit)
+            self.engine.unpin(self.unit)
 
     def before_state_dict(self, *_):
         if not (self.unit.whole or self.engine.naming):
@@ -77,14 +77,14 @@ class Reader:
     def after_state_dict(self, module, state, prefix, *_):
         for name, parameter in own_parameters(module).items():
             value = state.get(prefix + name)
-            kept = value is None or value is parameter or self.engine.writes.is_open(parameter)
+            kept = value is None or value is parameter or self.engine.weight_writes.is_open(parameter)
             if not kept and value.layout is torch.strided:
                 state[prefix + name] = value.clone()
 
 
 def copy_weights(unit, output):
     """`output`, with copies for the unit's own weights: those are freed while the caller may still read them."""
-    own = {storage_id(bucket.full) for bucket in unit.buckets}
+    own = {storage_id(bucket.full_parameters) for bucket in unit.buckets}
 
     def copied(tensor):
         inner = unwrapped(tensor)
@@ -114,7 +114,7 @@ class Freed(nn.Parameter):
 
     Attributes:
         freed_name: its name.
-        nothing: a weak reference to the `units.Nothing` of its bucket; a view of a freed parameter has False there.
+        nothing: a weak reference to the `units.FreedViews` of its bucket; a view of a freed parameter has False there.
     """
 
     nothing = staticmethod(lambda: False)

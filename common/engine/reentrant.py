@@ -14,7 +14,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointFunction
 
-from common.engine.misuse import engine_of
+from common.engine.guards import engine_of
 from common.tensors import inside_backward
 
 _inside = weakref.WeakValueDictionary()  # id -> a parameter, of any engine, that such a checkpoint has used
@@ -60,7 +60,7 @@ def _note(module, args):
     """A module runs inside of a checkpoint. A weight that is used so again gets its gradient in parts."""
     for parameter in module.parameters(recurse=False):
         engine = engine_of.get(id(parameter))
-        if parameter.requires_grad and engine is not None and engine.recording:
+        if parameter.requires_grad and engine is not None and engine.grad_enabled:
             engine.bucket_of[parameter].fires_in_parts |= parameter in engine.in_checkpoints
             engine.in_checkpoints.add(parameter)
             _inside[id(parameter)] = parameter

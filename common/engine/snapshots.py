@@ -83,7 +83,7 @@ def restore(engine, snapshot, optimizer=True):
         optimizer_state.fill(
             engine, groups, lambda bucket, piece: _states_of(engine, bucket, piece, *of_buckets[bucket])
         )
-    engine.writes.made(engine.buckets + engine.frozen)
+    engine.weight_writes.made(engine.buckets + engine.frozen)
 
 
 def _take_over(engine, bucket, values):
@@ -124,7 +124,7 @@ def continue_from(engine, old):
     optimizer_state.fill(
         engine, _options(engine), lambda bucket, piece: _states_of(engine, bucket, piece, *of_buckets[bucket])
     )
-    engine.writes.made(engine.buckets + engine.frozen)
+    engine.weight_writes.made(engine.buckets + engine.frozen)
 
 
 def _options(engine):

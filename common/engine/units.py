@@ -1,7 +1,7 @@
 """Units of stage 3 and its descendants: which parameters are gathered together, and the hooks that say when.
 
 This file finds out *that* a unit is about to run, forward or backward; what happens then is the engine's:
-`before_forward`, `after_forward`, `before_backward`. The engine calls nothing here but `Order`.
+`before_forward`, `after_forward`, `before_backward`. The engine calls nothing here but `PrefetchOrder`.
 
 A module may ask for units of its own inside that of another: `gathered_apart`, see `make_units`.
 """
@@ -141,7 +141,7 @@ def _runs(module):
     return type(module).forward is not nn.Module.forward
 
 
-class Order:
+class PrefetchOrder:
     """The order in which units were needed, recorded as it happens and used to look one unit ahead."""
 
     def __init__(self):
@@ -183,7 +183,7 @@ def watch(engine, units):
     watches = {unit: _Watch(engine, unit) for unit in units}
     unit_of = {parameter: unit for unit in units for bucket in unit.buckets for parameter in bucket.members.values()}
     for bucket in (bucket for unit in units for bucket in unit.buckets):
-        bucket.nothing.engine = weakref.ref(engine)
+        bucket.freed.engine = weakref.ref(engine)
     for path, module in engine._module.named_modules():
         for unit in dict.fromkeys(unit_of[parameter] for parameter in module.parameters(recurse=False)):
             watches[unit].readers.append(Reader(engine, unit, path, module))
@@ -205,7 +205,11 @@ class _Watch:
         And be the first and the last of the module's hooks: those that others have added since may read the weights.
         """
         self.give_up()
-        if self.engine.recording and not self.engine.accounts.backwards and not self.engine.turns.forwards:
+        if (
+            self.engine.grad_enabled
+            and not self.engine.accounting.backwards
+            and not self.engine.backward_order.forwards
+        ):
             self.unit.forward_gathers = self.unit.backward_gathers = 0
         # torch has a public way to be the first when a hook is registered, and none to stay it.
         self.unit.module._forward_pre_hooks.move_to_end(self.first.id, last=False)
@@ -223,7 +227,7 @@ class _Watch:
             return
         self.unit.depth += 1
         if self.unit.depth == 1 or not self.unit.gathered:  # an exception may have left the depth of another call
-            if self.engine.recording and self.engine.forward_order.now() is not self.unit:
+            if self.engine.grad_enabled and self.engine.forward_prefetch.now() is not self.unit:
                 self.unit.forward_gathers += not (self.unit.pins and self.unit.forward_gathers)
             self.engine.before_forward(self.unit)
 
@@ -235,12 +239,12 @@ class _Watch:
             if unit.depth > 0:  # a module called itself: the outermost call counts
                 return output
             self.engine.after_forward(unit, traced=bool(tensors))
-            if self.engine.recording:
-                turn = self.engine.turns.note(unit, args, tensors)
+            if self.engine.grad_enabled:
+                turn = self.engine.backward_order.note(unit, args, tensors)
                 if turn is not None and not tensors:
                     turn.gathers = False  # nothing shows when its backward begins, so that it stays until then
         else:
-            turn = self.engine.turns.of_run(unit)
+            turn = self.engine.backward_order.of_run(unit)
             if unit.apart and not unit.open:  # else a checkpoint that runs it again would gather all of its kind
                 self.engine.free(unit)
                 unit.backward_gathers += not unit.gathered
@@ -249,7 +253,7 @@ class _Watch:
         return output
 
 
-def hollow(parameter):
+def is_freed(parameter):
     """Whether a parameter is what a freed unit leaves of it: one number in the place of all."""
     return parameter.numel() > 1 and not any(parameter.stride())
 
@@ -263,8 +267,8 @@ def _watch_backward(engine, unit, tensors, turn):
                 f"create_graph=True reads the weights of {unit.name or 'the model'!r} again when they are freed: "
                 "do it, and engine.backward() of what comes of it, within engine.gathered()"
             )
-        by_autograd = engine.bucket.scale_of_backward is None  # torch.autograd.grad, and no engine's backward
-        if by_autograd and not engine.turns.is_begun(graph_task()):
+        by_autograd = engine.bucket_class.scale_of_backward is None  # torch.autograd.grad, and no engine's backward
+        if by_autograd and not engine.backward_order.is_begun(graph_task()):
             engine.begin_backward()
         engine.before_backward(unit, turn)
 
@@ -289,7 +293,7 @@ def _add_root(engine):
     return root
 
 
-class Nothing:
+class FreedViews:
     """What a bucket's parameters are while they are freed: NaN in their shape, or zeros where they are integers.
 
     One number stands for all elements of a parameter. Where something is written there all the same, it reaches no
@@ -304,7 +308,7 @@ class Nothing:
     engine = None
 
     def __init__(self, bucket):
-        self._bucket, self.numbers = weakref.ref(bucket), bucket.full.new_empty(len(bucket.slots))
+        self._bucket, self.numbers = weakref.ref(bucket), bucket.full_parameters.new_empty(len(bucket.slots))
         shapes = zip(self.numbers, bucket.slots.values(), strict=True)
         self.views = {slot.name: number.expand(slot.shape) for number, slot in shapes}
 
@@ -324,7 +328,7 @@ class Nothing:
         """
         engine, bucket = self.engine(), self._bucket()
         running = [unit for unit in engine.units if unit.depth]
-        if inside_backward() or not (running or engine.running):
+        if inside_backward() or not (running or engine.in_forward):
             return False
         first, reader = bucket.unit, max(running, key=lambda unit: len(unit.name), default=None)
         if reader is None or first.module not in reader.module.modules():
@@ -338,6 +342,6 @@ class Nothing:
         first.buckets.remove(bucket)
         bucket.unit, alone = reader, Unit(f"{reader.name or 'the root'}/{bucket.name}", reader.module, [bucket])
         alone.gathered = first.gathered
-        engine.use(alone, Order())
+        engine.unshard(alone, PrefetchOrder())
         reader.buckets.append(bucket)
         return True

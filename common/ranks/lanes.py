@@ -91,7 +91,7 @@ class ThreadLane:
         self._queue.put((work, under_way, errors, handle))
         return handle
 
-    def follow(self):
+    def wait_for_caller(self):
         """Nothing to wait for: what a CPU thread has computed is there."""
 
     def finish(self, within=-1):
@@ -150,7 +150,7 @@ class StreamLane:
 
         return Handle(buffers, wait, done)
 
-    def follow(self):
+    def wait_for_caller(self):
         """Have the next work wait for the caller's stream, too: for each gradient, as backward may run on several."""
         with self._lock:
             self._callers.add(torch.cuda.current_stream())
@@ -170,10 +170,10 @@ class InlineLane:
         work()
         return Handle((), lambda buffers: None)
 
-    def follow(self):
+    def wait_for_caller(self):
         """Nothing to wait for."""
 
-    finish = follow
+    finish = wait_for_caller
 
 
 class SimulatedLane(InlineLane):

@@ -34,7 +34,7 @@ from common.ranks import lanes, trace
 from common.ranks.meeting import fresh
 from common.ranks.sockets import small_send_buffers
 
-LAST_WORDS = 2.0  # seconds in which ranks may say what another one's end did to them
+REPORT_GRACE_SECONDS = 2.0  # seconds in which ranks may say what another one's end did to them
 TO_ASK = 5.0  # seconds to find torchrun's store
 
 
@@ -51,7 +51,7 @@ class RankFailed(RuntimeError):
     """A rank raised, died or did not answer in time; the message holds its traceback."""
 
 
-def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, hand_on=False, timeout=600.0):
+def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, forward_signals=False, timeout=600.0):
     """Run `function(world, *args)` on every rank and return rank 0's result.
 
     Args:
@@ -60,7 +60,7 @@ def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, han
         oversubscribe: allow more ranks than the machine has GPUs, or CPUs when it has none, and under torchrun ranks
             that use the same GPU.
         ranks_per_node: tell ranks that so many of them in a row share a machine; None for the truth.
-        hand_on: the first SIGTERM or Ctrl-C is handed on to the ranks, as SIGTERM, so that they may end by themselves.
+        forward_signals: forward the first SIGTERM or Ctrl-C to the ranks, as SIGTERM, so that they end by themselves.
         timeout: seconds without an answer in a collective, after which a rank gives up.
 
     Returns:
@@ -71,7 +71,7 @@ def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, han
         RankFailed: a local rank failed; the others were stopped. Under torchrun a rank that fails shows its
             traceback and exits with status 1 instead, and torchrun stops the others.
     """
-    if told_by_torchrun() is not None:
+    if torchrun_env() is not None:
         return _join(function, args, oversubscribe, ranks_per_node, timeout)
     if (tasks := int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))) > 1:
         raise InputError(
@@ -79,7 +79,7 @@ def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, han
             "once on each node (common/CLUSTERS.md)"
         )
     asked = {"oversubscribe": oversubscribe, "ranks_per_node": ranks_per_node, "timeout": timeout}
-    with LocalWorld(nproc, **asked) as local, _handing_on(local) if hand_on else contextlib.nullcontext():
+    with LocalWorld(nproc, **asked) as local, _handing_on(local) if forward_signals else contextlib.nullcontext():
         return local.run(function, *args)[0]
 
 
@@ -88,16 +88,16 @@ def _handing_on(local):
     """Hand the first signal that asks this process to end on to the ranks of a world. A second one is as usual."""
     with contextlib.ExitStack() as as_before:
 
-        def hand_on(number, frame):
+        def forward_signals(number, frame):
             as_before.close()
             local.terminate()
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            as_before.callback(signal.signal, number, signal.signal(number, hand_on))
+            as_before.callback(signal.signal, number, signal.signal(number, forward_signals))
         yield
 
 
-def told_by_torchrun():
+def torchrun_env():
     """The rank, world size, local rank and local world size that torchrun gave this process; None where it did not."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -121,7 +121,7 @@ def speaks_first():
 
 
 def _join(function, args, oversubscribe, ranks_per_node, timeout):
-    rank, size, local_rank, local_size = told_by_torchrun()
+    rank, size, local_rank, local_size = torchrun_env()
     if not torch.cuda.is_available():
         check_size(local_size, oversubscribe, option="--nproc-per-node")
     world = World(rank, size, _device(local_rank))
@@ -230,7 +230,7 @@ class LocalWorld(contextlib.AbstractContextManager):
         for dead, process in enumerate(self._processes):
             if process.sentinel in ended:
                 process.join()
-                heard = sorted([(rank, outcome, value), *_heard(waiting, LAST_WORDS)])
+                heard = sorted([(rank, outcome, value), *_heard(waiting, REPORT_GRACE_SECONDS)])
                 words = [f"rank {other}: {said.splitlines()[-1]}" for other, how, said in heard if how == "failed"]
                 return "\n".join([f"rank {dead} died with exit code {process.exitcode}", *words])
         return f"rank {rank} failed:\n\n{value}"

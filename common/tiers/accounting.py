@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.engine.accounting import Accounts, state_bytes
+from common.engine.accounting import Accounting, state_bytes
 from common.measure.memory import HOST, storage_bytes, storage_id
 from common.measure.traffic import BUS, DISK
 from common.tensors import length
@@ -25,7 +25,7 @@ class Move:
     nbytes: int
 
 
-class TieredAccounts(Accounts):
+class TieredAccounting(Accounting):
     """What a rank holds in each tier of `engine.tier`, and what moves between them."""
 
     def before_update(self):
@@ -38,7 +38,7 @@ class TieredAccounts(Accounts):
             self._held["device"][state] += storage_bytes(tensors)
 
     def measured(self):
-        """See `Accounts.measured`; of other tiers than the device, too."""
+        """See `Accounting.measured`; of other tiers than the device, too."""
         counts, traffic = super().measured(), self._engine.comm.traffic
         counts |= {"host_state_bytes": self.held("cpu"), "bus_bytes_per_step": traffic.on_bus()}
         if "nvme" in self._engine.tier:
@@ -46,7 +46,7 @@ class TieredAccounts(Accounts):
         return counts
 
     def predicted(self):
-        """See `Accounts.predicted`; on disk in whole pages."""
+        """See `Accounting.predicted`; on disk in whole pages."""
         counts, moved = super().predicted(), self._predicted_moves()
         counts["host_state_bytes"] = self.predicted_held("cpu")
         counts["bus_bytes_per_step"] = {way: moved[way] for way in BUS if moved[way]}

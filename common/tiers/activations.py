@@ -32,12 +32,12 @@ class Saved:
         number: how many were saved before it, in the same forward.
         before: returns the one before it, or None where there is none, or it is gone.
         on_host: the values.
-        rising: (the tensor on the device, a Handle), from when it begins its way up until it is used; else None.
+        copying_up: (the tensor on the device, a Handle), from when it begins its way up until it is used; else None.
         used: it came up before. For a second backward it does so again, and not ahead.
     """
 
     def __init__(self, like, before):
-        self.like, self.on_host, self.rising, self.used = like, None, None, False
+        self.like, self.on_host, self.copying_up, self.used = like, None, None, False
         self.number = 0 if before is None else before.number + 1
         self.before = (lambda: None) if before is None else weakref.ref(before)
 
@@ -59,7 +59,7 @@ class HostActivations(saved_tensors_hooks):
         engine.holders.add(self)
         self._host, self._bus = Host(engine.comm), Bus(engine.comm)
         self._user_of = {}  # memory on the host, uint8 [bytes] -> a weak reference to the last `Saved` that has had it
-        self._last = self._travelling = None
+        self._last = self._in_flight = None
 
     def __exit__(self, *error):
         super().__exit__(*error)
@@ -83,25 +83,25 @@ class HostActivations(saved_tensors_hooks):
         """Return a tensor when it has come up, and begin to bring up the one that is needed next."""
         if torch.is_tensor(saved):
             return saved
-        self._bring_up(saved)
-        (tensor, arrival), saved.rising, saved.used = saved.rising, None, True
+        self._copy_up(saved)
+        (tensor, arrival), saved.copying_up, saved.used = saved.copying_up, None, True
         arrival.wait()
         before = saved.before()
         if before is not None and not before.used:
-            self._bring_up(before)
+            self._copy_up(before)
         return tensor
 
-    def _bring_up(self, saved):
-        if saved.rising is None:
+    def _copy_up(self, saved):
+        if saved.copying_up is None:
             tensor = torch.empty_like(saved.like, device=self.comm.device)
-            saved.rising = tensor, self._move("up", saved, tensor)
+            saved.copying_up = tensor, self._move("up", saved, tensor)
 
     def _move(self, direction, saved, tensor):
         """Copy between the device and the host. One at a time, so that no more wait on the device."""
-        if self._travelling is not None:
-            self._travelling.wait()
-        self._travelling = self._bus.carry(direction, f"checkpoint {saved.number}", tensor, saved.on_host)
-        return self._travelling
+        if self._in_flight is not None:
+            self._in_flight.wait()
+        self._in_flight = self._bus.carry(direction, f"checkpoint {saved.number}", tensor, saved.on_host)
+        return self._in_flight
 
     def _lend(self, saved):
         """Memory for the values of a `Saved`, as long as that lives.

@@ -18,19 +18,19 @@ class Bus:
         self._comm = comm
         self.lane = lane_of(comm.group, comm.backend, "bus")
 
-    def down(self, bucket, mean, after):
-        """Bring a bucket's mean gradient, [shard] on the device, to its pieces' `reduced`, when `after` has written it.
+    def to_host(self, bucket, mean, after):
+        """Copy a bucket's mean gradient, [shard] on the device, to its pieces' `gradient_shard`, once `after` wrote it.
 
         Returns:
             A Handle, for which the host waits by `wait_on_host`.
         """
         shard = bucket.shard(self._comm.rank)
         for piece in bucket.pieces:
-            there = mean[within(piece.part, shard)], piece.reduced
+            there = mean[within(piece.part, shard)], piece.gradient_shard
             handle = self.carry("down", bucket.name, *there, after, crosses=piece.tier.on_host)
         return handle  # of the last, which the others come before
 
-    def up(self, bucket):
+    def to_device(self, bucket):
         """Bring what is `fresh` of a bucket's pieces to their `stepped`. Returns a Handle, None where nothing comes."""
         handle = None
         for piece in bucket.pieces:

@@ -12,7 +12,7 @@ from collections import deque
 
 import torch
 
-from common.engine.units import hollow
+from common.engine.units import is_freed
 from common.errors import InputError
 from common.ranks.lanes import Handle, lane_of
 from common.tensors import host_value, length, tensors_of_state
@@ -168,7 +168,7 @@ class Disk(Host):
 
 def refuse_state_dict(optimizer):
     """What others would read from an optimizer's states is not there: it holds what stands for them."""
-    if any(hollow(state) for state in tensors_of_state(optimizer)):
+    if any(is_freed(state) for state in tensors_of_state(optimizer)):
         raise RuntimeError("engine.optimizer has no values of states that lie on disk; write engine.save(path)")
 
 

@@ -6,25 +6,25 @@ import torch
 from torch import nn
 
 from common.engine.bucket import Bucket
-from common.engine.master_weights import Piece
+from common.engine.master_weights import OptimizerShard
 from common.measure import timeline
 
 
 class SteppedBucket(Bucket):
     """A bucket whose shard is stepped where the placement table has it."""
 
-    stepping = rising = None  # the steps of its pieces under way, and the copy of what they made to the device
+    stepping = copying_up = None  # the steps of its pieces under way, and the copy of what they made to the device
 
-    def lay(self, engine, whole):
-        """Get whole parameters on the device, and pieces in their tiers; see `Bucket.lay`."""
+    def allocate(self, engine, whole):
+        """Get whole parameters on the device, and pieces in their tiers; see `Bucket.allocate`."""
         self.parameters = whole.to(self.kind.dtype)
         if self.kind.trainable:
             placed = engine.placed(self)["optimizer"]
             self.cut_into = [SteppedPiece(part, tier, self.parameters[part], whole[part]) for part, tier in placed]
 
-    def land(self):
-        """See `Bucket.land`. What torch does not count of later writes, which would be lost, the bits tell."""
-        landed = super().land()
+    def wait_gather(self):
+        """See `Bucket.wait_gather`. What torch does not count of later writes, which would be lost, the bits tell."""
+        landed = super().wait_gather()
         if landed:
             self.bits = self.sum_of_bits()
         return landed
@@ -38,13 +38,13 @@ class SteppedBucket(Bucket):
         """What it keeps between its uses: (state, name of the tier, tensor)."""
         yield "parameters", "device", self.parameters
         for piece in self.cut_into:
-            for gradient in (piece.reduced, piece.spare, piece.carried):
+            for gradient in (piece.gradient_shard, piece.spare, piece.carried):
                 yield "gradients", piece.tier.name, gradient
             for state in ([piece.master] if piece.is_apart else []) + piece.states(optimizer):
                 yield "optimizer", piece.tier.name, state
 
 
-class SteppedPiece(Piece):
+class SteppedPiece(OptimizerShard):
     """A part of a shard that a stepper of its own steps in its tier. Its first `values` come unrounded.
 
     Attributes:
@@ -57,7 +57,7 @@ class SteppedPiece(Piece):
 
     def __init__(self, part, tier, stepped, values):
         super().__init__(part, tier)
-        self.stepped, self.reduced = stepped, tier.empty_like(stepped).zero_()
+        self.stepped, self.gradient_shard = stepped, tier.empty_like(stepped).zero_()
         self.spare = tier.empty_like(stepped).zero_() if tier.delayed else None
         self.master = nn.Parameter(tier.empty_like(values).copy_(values) if self.is_apart else stepped)
 
@@ -99,7 +99,7 @@ class Stepper:
         """
         self._piece, self._gradient, self._factor = piece, piece.mean, factor
         # What goes up in 16-bit takes the room of the gradient, which is as large, and spent by then.
-        self._fresh = piece.reduced if piece.reduced.dtype != torch.float32 else piece.master.detach()
+        self._fresh = piece.gradient_shard if piece.gradient_shard.dtype != torch.float32 else piece.master.detach()
         options = {name: value.clone() if torch.is_tensor(value) else value for name, value in group.items()}
         self._optimizer.param_groups = [{**options, "params": [self._weights]}]
         self._states = optimizer.state[piece.master]

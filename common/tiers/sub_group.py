@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from common.engine.bucket import Bucket
-from common.engine.master_weights import Piece
-from common.engine.units import hollow
+from common.engine.master_weights import OptimizerShard
+from common.engine.units import is_freed
 from common.errors import InputError
 from common.measure.memory import storage_id
 from common.tensors import length, within
@@ -34,7 +34,7 @@ class TieredBucket(Bucket):
         states_at: {name: place} of the optimizer's states on disk, made with its first step.
     """
 
-    def lay(self, engine, whole):
+    def allocate(self, engine, whole):
         """Get places for what the ownership table says a rank keeps, in the tiers of the placement table."""
         shard, dtype, placed = engine.owned(self).parameters, self.kind.dtype, engine.placed(self)
         numel, values = length(shard), whole[shard]
@@ -117,7 +117,7 @@ class TieredBucket(Bucket):
         for piece in self.cut_into:
             yield "gradients", piece.gradient_tier.name, piece.carried
             for state in piece.states(optimizer):
-                if not hollow(state):
+                if not is_freed(state):
                     yield "optimizer", piece.tier.name, state
 
     def read(self, state, optimizer):
@@ -141,7 +141,7 @@ class TieredBucket(Bucket):
                 place.put_back(own)
 
     @contextlib.contextmanager
-    def values_at_hand(self):
+    def values_in_memory(self):
         """Parameters and master weights in memory: copies take the place of what lies on disk meanwhile."""
         self.parameters = self.parameters_at.copy(slice(0, self.shard_numel))
         on_disk = self.cut_into if self.masters_at.tensor is None else ()
@@ -153,7 +153,7 @@ class TieredBucket(Bucket):
             piece.master.data = piece.nothing()
 
 
-class SubGroup(Piece):
+class SubGroup(OptimizerShard):
     """A part of a shard whose mean gradient, master weights and states are brought together, stepped and put back.
 
     It is `own` as a slice of the bucket's shard, which begins at `begin` in the run, and is stepped in a tier.
@@ -165,7 +165,7 @@ class SubGroup(Piece):
         self._on_disk = bucket.masters_at.tensor is None
         self.master = nn.Parameter(self.nothing() if self._on_disk else bucket.masters_at.tensor[own])
         gradients = bucket.gradients_at.tensor
-        self.reduced = None if gradients is None else gradients[own]
+        self.gradient_shard = None if gradients is None else gradients[own]
 
     def nothing(self, dtype=torch.float32):
         """One number in the place of all, for what lies on disk."""
@@ -199,21 +199,21 @@ class SubGroup(Piece):
 
     def set_aside(self):
         """An earlier backward's mean stands aside; on disk it waits to be added to."""
-        if self.reduced is None:
+        if self.gradient_shard is None:
             self.adds = True
         else:
             super().set_aside()
 
     def add_up(self):
         """Add a mean that has arrived to those of the step's earlier backwards; on disk that is done."""
-        if self.reduced is not None:
+        if self.gradient_shard is not None:
             super().add_up()
         elif self.adds:
             self.carried, self.adds = self.bucket.sums_at, False
 
     def widen(self):
         """Have the mean in fp32; on disk in the place of sums."""
-        if self.reduced is not None:
+        if self.gradient_shard is not None:
             super().widen()
             return
         self.bucket.lend_sum(self)
@@ -221,23 +221,23 @@ class SubGroup(Piece):
         self.carried.put_back(self.own)
 
     @contextlib.contextmanager
-    def mean_at_hand(self, write=False):
-        """See `Piece.mean_at_hand`: a mean on disk is in memory meanwhile."""
+    def mean_in_memory(self, write=False):
+        """See `OptimizerShard.mean_in_memory`: a mean on disk is in memory meanwhile."""
         self.lend_mean()
         yield self.mean
-        if write and self.reduced is None:
+        if write and self.gradient_shard is None:
             self._mean_at.put_back(self.own)
         self.drop_mean()
 
     def lend_mean(self):
         """Have `mean` in memory."""
-        if self.reduced is None:
+        if self.gradient_shard is None:
             self._lent_mean = _ready(*self._mean_at.lend(self.own))
 
     def drop_mean(self):
         """Give back what was lent, or begun to be read."""
         self._lent_mean = None
-        if self.reduced is None:
+        if self.gradient_shard is None:
             self._mean_at.drop(self.own)
 
     # ---- a step -------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class SubGroup(Piece):
         """Begin to read what its step needs."""
         for place in self._places(optimizer).values():
             place.ahead(self.own)
-        if self.reduced is None:
+        if self.gradient_shard is None:
             self._mean_at.ahead(self.own)
 
     def bring(self, optimizer, bus):
@@ -306,7 +306,7 @@ class SubGroup(Piece):
             bus.carry("up", self.bucket.name, target, source).wait_on_host()
 
     def check_states(self, states):
-        """See `Piece.check_states`: what stands for a state on disk has not been written."""
+        """See `OptimizerShard.check_states`: what stands for a state on disk has not been written."""
         for name, value in states.items():
             if _is_nothing(value) and value._version:
                 raise InputError(
@@ -352,4 +352,4 @@ def _ready(tensor, handle):
 
 def _is_nothing(value):
     """Whether a state is one number in the place of all, since its values lie on disk."""
-    return torch.is_tensor(value) and hollow(value)
+    return torch.is_tensor(value) and is_freed(value)

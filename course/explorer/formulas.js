@@ -90,7 +90,7 @@ class Rank {
     return way.own.tiers === "nvme" ? [device, 0, beside] : [device, beside, 0];
   }
 
-  // Which of ZeRO++'s three are on. Within one node a second shard would be the first, so there is none.
+  // Which of ZeRO++'s three are on. Within one node a secondary shard would be the first, so there is none.
   switches(way) {
     const [int8, second, int4] = PLAN.switches.map((name) => way.own[name] ?? true);
     return { int8, second: second && this.ranks > this.perNode, int4 };
@@ -130,7 +130,7 @@ class Rank {
     const { width: w, ranks: n, perNode: p, psi } = this;
     const { int8, second, int4 } = this.switches(way);
     const first = ((int8 ? 1 + PLAN.scale : w) * (n - 1)) / n;
-    const again = second ? (w * (p - 1)) / p : first; // from the node's second shards, nothing leaves it
+    const again = second ? (w * (p - 1)) / p : first; // from the node's secondary shards, nothing leaves it
     const gathered = first * psi + again * (psi - this.kept);
     const gatheredOut = second ? first * psi : gathered;
     let reduced = (w * psi * (n - 1)) / n;

@@ -31,12 +31,12 @@ class Beside(TorchDispatchMode):
         if hasattr(engine, "bus"):
             host = engine.tier["cpu"].lane
             self._lanes += [engine.bus.lane, host]
-            self._note(engine.bus, "down", "copy to the host")
-            self._note(engine.bus, "up", "copy to the device")
+            self._note(engine.bus, "to_host", "copy to the host")
+            self._note(engine.bus, "to_device", "copy to the device")
             self._note(host, "submit", "step of the host")
         for part, kind in HOPS.items() if hasattr(engine, "ways") else ():
-            if hasattr(engine.ways.quantized_back, part):
-                self._note(getattr(engine.ways.quantized_back, part), "all_to_all", kind)
+            if hasattr(engine.strategies.quantized_back, part):
+                self._note(getattr(engine.strategies.quantized_back, part), "all_to_all", kind)
 
     def _note(self, owner, method, kind):
         """Note each handle that a method returns."""

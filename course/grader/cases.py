@@ -81,7 +81,7 @@ class Case:
     @property
     def classes(self):
         """What a submission has in the place of an engine, if anything."""
-        return ("Blocks", "SecondShards", "TwoHops") if "zeropp" in self.stages else ()
+        return ("Blocks", "SecondaryShards", "TwoHops") if "zeropp" in self.stages else ()
 
 
 RUNS = {

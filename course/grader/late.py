@@ -24,7 +24,7 @@ class LateLane:
             _, work = self.given.pop(0)
             work()
 
-    def follow(self):
+    def wait_for_caller(self):
         """Nothing runs beside anything."""
 
     def finish(self, within=None):

@@ -104,7 +104,7 @@ def _trained(world, make, case, lane):
             for moment, kinds in beside.moments
             if case.beside in ("all", moment.split()[-4])  # "matrix product 3 of the backward of step 2"
         }
-    traffic, accounts = engine.comm.traffic, engine.accounts
+    traffic, accounts = engine.comm.traffic, engine.accounting
     if hasattr(engine, "tier"):
         seen["on host"] = {"holds": accounts.held("cpu"), "counts by its table": accounts.predicted_held("cpu")}
     engine.comm.lane.finish()  # a collective that nobody waited for would meet those of the next case
@@ -145,7 +145,7 @@ def rounded(world, make, case):
     values[2, WIDTH + 1] = torch.finfo(torch.float32).max
     values[2, -1] = torch.nan
     found = {}
-    for blocks in (engine.ways.quantized.blocks, engine.ways.quantized_back.blocks):
+    for blocks in (engine.strategies.quantized.blocks, engine.strategies.quantized_back.blocks):
         message, back = torch.zeros(3, blocks.nbytes(values.shape[1]), dtype=torch.uint8), torch.zeros_like(values)
         with Divisions() as divisions:
             blocks.pack(values[0], message[0])
@@ -159,7 +159,7 @@ def rounded(world, make, case):
 def second_parts(world, make, case):
     """Which elements of its node's copy of a bucket a rank keeps: {bucket: {state: (first, last)}}."""
     engine, _ = built(world, make, case)
-    parts = {bucket.name: engine.owned(bucket).second for bucket in engine.buckets}
+    parts = {bucket.name: engine.owned(bucket).secondary for bucket in engine.buckets}
     return {name or "the root": {"the node's copy": (part.start, part.stop)} for name, part in parts.items()}
 
 
@@ -247,7 +247,7 @@ def alone(world, name):
 
 def weights(engine):
     """What a user reads after a step: the model's own parameters, in stage 3 gathered."""
-    sharded = any(bucket.full is not None for bucket in engine.buckets)
+    sharded = any(bucket.full_parameters is not None for bucket in engine.buckets)
     with engine.gathered() if sharded else contextlib.nullcontext():
         return {name: p.detach().cpu().clone() for name, p in engine._module.named_parameters()}
 

@@ -6,8 +6,8 @@ from common.measure.memory import CLASSES
 from course.lessons.templates import PARTS, render
 from lab.figures.style import PHASES
 
-NAMES = (*CLASSES, "second shards", "staging buffers")  # the number of a class is that of its colour
-STACKED = ("parameters", "second shards", *NAMES[1:7], "staging buffers")  # from the bottom up
+NAMES = (*CLASSES, "secondary shards", "staging buffers")  # the number of a class is that of its colour
+STACKED = ("parameters", "secondary shards", *NAMES[1:7], "staging buffers")  # from the bottom up
 COLUMNS = 240  # drawn of a step; each is that of its operations which holds most, so that no peak is lost
 WIDTH, HEIGHT = 960, 400  # units of the drawing, which is stretched to its place
 

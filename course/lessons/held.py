@@ -40,7 +40,7 @@ class Held:
         self._buffers = defaultdict(list)  # bucket -> tensors that its collectives use until they arrive
         self._fresh, self._stepped = {}, set()  # shards whose parameters are new; buckets whose states are
         # Places there are taken once; what is read from them stands in the optimizer for a while.
-        self._on_disk = {"disk": sum(engine.accounts.held("nvme").values())} if on_disk else {}
+        self._on_disk = {"disk": sum(engine.accounting.held("nvme").values())} if on_disk else {}
 
     # ---- what happens ------------------------------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ class Held:
 
     def uses(self, name, buffers):
         """What is under way for a bucket uses these, and its own gradients."""
-        self._buffers[name] += filter(torch.is_tensor, [*buffers, self.buckets[name].local])
+        self._buffers[name] += filter(torch.is_tensor, [*buffers, self.buckets[name].local_gradients])
 
     def arrives(self, name):
         """All of that is over. Returns what it was."""
@@ -72,12 +72,12 @@ class Held:
     # ---- letters -----------------------------------------------------------------------------------------------
 
     def cells(self):
-        """{bucket: (parameters, gradients, optimizer states, second shards)}, the last where the engine has some.
+        """{bucket: (parameters, gradients, optimizer states, secondary shards)}, the last where the engine has some.
 
         Each is a string: a letter for each shard on the device, one for this rank's own on the host, one on disk.
         """
         of = [self._parameters, self._gradients, self._states]
-        of += [self._second] if second_shards(self.engine) else []
+        of += [self._second] if secondary_shards(self.engine) else []
         return {name: tuple(letters(bucket) for letters in of) for name, bucket in self.buckets.items()}
 
     def _area_of(self, bucket, state):
@@ -103,7 +103,7 @@ class Held:
 
     def _parameters(self, bucket):
         fresh, coming = self._fresh.get(bucket.name, ()), bucket.gathering is not None
-        whole = bucket.full is not None and bucket.full.untyped_storage().nbytes() > 0
+        whole = bucket.full_parameters is not None and bucket.full_parameters.untyped_storage().nbytes() > 0
         held = self.ranks if whole else self._kept(bucket, "parameters")
         letters = {shard: NEW if shard in fresh else HERE for shard in held}
         if whole and not coming and self._rounds(bucket):
@@ -122,7 +122,7 @@ class Held:
             found = {shard: HERE for piece in bucket.pieces for shard in shards(bucket, piece.part)}
         else:
             found = {shard: OWN for name in bucket.reported for shard in shards(bucket, bucket.slots[name])}
-        room = self.ranks if bucket.local is not None else self._kept(bucket, "gradients")
+        room = self.ranks if bucket.local_gradients is not None else self._kept(bucket, "gradients")
         letters = dict.fromkeys(self.ranks, UNDER_WAY) if leaves else {k: found.get(k, ROOM) for k in room}
         return self._row(bucket, "gradients", letters, HERE if arrived and not leaves else ROOM)
 
@@ -133,11 +133,11 @@ class Held:
         return self._row(bucket, "optimizer", letters, self.written.get((bucket.name, "optimizer"), at_rest))
 
     def _second(self, bucket):
-        current = bucket in getattr(bucket.comes_by, "current", ())
+        current = bucket in getattr(bucket.gather_with, "current", ())
         letter = STALE if not current else ROUNDED if self._rounds(bucket) else HERE
         letter = UNDER_WAY if "all_gather" in self.begun.get(bucket.name, ()) else letter
         return self._row(
-            bucket, "second", dict.fromkeys(shards(bucket, self.engine.owned(bucket).second), letter), ABSENT
+            bucket, "second", dict.fromkeys(shards(bucket, self.engine.owned(bucket).secondary), letter), ABSENT
         )
 
     def _rounds(self, bucket):
@@ -148,13 +148,15 @@ class Held:
 
     def states(self):
         """The tensors of model states on the device, gathered units and room for gradients."""
-        kept = [tensor for tensors in self.engine.accounts.kept().values() for tensor in tensors]
-        return kept + [part for bucket in self.engine.buckets for part in (bucket.full, bucket.local)]
+        kept = [tensor for tensors in self.engine.accounting.kept().values() for tensor in tensors]
+        return kept + [
+            part for bucket in self.engine.buckets for part in (bucket.full_parameters, bucket.local_gradients)
+        ]
 
     def bytes(self):
         """{"held": bytes on the device, of what travels and the receive buffer too, "host": bytes, "disk": bytes}."""
-        travelling = [buffer for buffers in self._buffers.values() for buffer in buffers]
-        found = {"held": storage_bytes([*self.states(), *travelling, self.engine.comm.room])}
+        in_flight = [buffer for buffers in self._buffers.values() for buffer in buffers]
+        found = {"held": storage_bytes([*self.states(), *in_flight, self.engine.comm.room])}
         if "host" in self.areas:
             found["host"] = storage_bytes(tensor for tensors in on_host(self.engine).values() for tensor in tensors)
         return found | self._on_disk
@@ -166,9 +168,9 @@ def shards(bucket, part):
     return range(begin // bucket.shard_numel, -(-end // bucket.shard_numel))
 
 
-def second_shards(engine):
-    """The second shards of parameters that a rank keeps for its node, of engines whose ranks do."""
-    return [bucket.second for bucket in engine.buckets if getattr(bucket, "second", None) is not None]
+def secondary_shards(engine):
+    """The secondary shards of parameters that a rank keeps for its node, of engines whose ranks do."""
+    return [bucket.secondary for bucket in engine.buckets if getattr(bucket, "second", None) is not None]
 
 
 def on_host(engine):
@@ -178,14 +180,14 @@ def on_host(engine):
     CPU rank has them in private memory; they are shown with the host all the same.
     """
     tiers = [tier for name, tier in getattr(engine, "tier", {}).items() if name != "device" and tier is not None]
-    at_rest = engine.accounts._at_rest().items() if tiers else ()
+    at_rest = engine.accounting._at_rest().items() if tiers else ()
     found = {state: tensors for (state, tier), tensors in at_rest if tier == "cpu"}
     found["staging buffers"] = [room for tier in tiers for room in tier.rooms()]
     return {name: tensors for name, tensors in found.items() if tensors}
 
 
 def live(engine):
-    """What `engine.live()` has, for a timeline: all of the host apart, and second shards."""
+    """What `engine.live()` has, for a timeline: all of the host apart, and secondary shards."""
     beside = {HOST: [tensor for tensors in on_host(engine).values() for tensor in tensors]}
     # A storage counts in the first class that names it.
-    return {**beside, "second shards": second_shards(engine)} | {**engine.live(), **beside}
+    return {**beside, "secondary shards": secondary_shards(engine)} | {**engine.live(), **beside}

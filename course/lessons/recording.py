@@ -15,7 +15,7 @@ from common.measure.hardware import hardware
 from common.measure.memory import HOST, Timeline, storage_bytes
 from common.ranks.world import LocalWorld
 from course.lessons.events import Recorder
-from course.lessons.held import live, on_host, second_shards
+from course.lessons.held import live, on_host, secondary_shards
 
 RANKS, PER_NODE = 4, 2  # told that they live on two nodes, which one engine makes something of
 MODEL, BATCH, BUCKET_MB = "gpt-nano", 4, 0.5  # small, and yet of several buckets and units
@@ -43,7 +43,7 @@ def record(world, name):
         train_step(engine, before)
     with Recorder(engine) as recorder:
         train_step(engine, recorded)
-    measured, predicted, areas = engine.accounts.measured(), engine.accounts.predicted(), recorder.held.areas
+    measured, predicted, areas = engine.accounting.measured(), engine.accounting.predicted(), recorder.held.areas
     engine.comm.traffic.phase = "forward"
     with Timeline(SimpleNamespace(comm=engine.comm, live=partial(live, engine))) as timeline:
         train_step(engine, last)
@@ -56,7 +56,7 @@ def record(world, name):
         "measured": measured,
         "predicted": predicted,
         "areas": areas,
-        "per_node": engine.comm.ranks_per_node if second_shards(engine) else 0,  # where it makes something of nodes
+        "per_node": engine.comm.ranks_per_node if secondary_shards(engine) else 0,  # where it makes something of nodes
         "buckets": [
             {
                 "name": bucket.name,

@@ -45,7 +45,7 @@ def sentence(event, before, nbytes):
         decides = {
             "less parameters": absent[0][0] < absent[0][1],
             "more gradients": absent[1][0] > absent[1][1],
-            "second shards": len(now) > 3,
+            "secondary shards": len(now) > 3,
             "out of date": STALE in "".join(now[3:]),
             "one shard": now[2].count(NEW) < len(now[2]),
             "rounded": sizes["sent"] < sizes["plain"],

@@ -39,12 +39,12 @@ def b():
     class Engine(find_engine("stage3_param")):
         truth = TRUTHS["b"]
 
-        def use(self, unit, order):
-            super().use(unit, order)
-            if self.rank == self.truth.rank and self.updates and self.recording:
+        def unshard(self, unit, order):
+            super().unshard(unit, order)
+            if self.rank == self.truth.rank and self.updates and self.grad_enabled:
                 for bucket in unit.buckets:
                     if self.truth.place in bucket.members:
-                        bucket.members[self.truth.place].data = bucket.nothing.views[self.truth.place]
+                        bucket.members[self.truth.place].data = bucket.freed.views[self.truth.place]
 
     return Engine
 
@@ -56,9 +56,9 @@ def c():
         truth = TRUTHS["c"]
 
         def reduce(self, bucket):
-            self.take_room(bucket)
+            self.allocate_gradients(bucket)
             if (self.rank, bucket.name) == (self.truth.rank, self.truth.place):
-                self.seen = [*getattr(self, "seen", ()), bucket.local]
+                self.seen = [*getattr(self, "seen", ()), bucket.local_gradients]
             super().reduce(bucket)
 
     return Engine

@@ -46,7 +46,7 @@ def make(engine, precision="bf16", **own):
 
 def by_tier(engine):
     """Bytes of model states that this rank keeps: {tier: {class: bytes}}."""
-    counted = engine.accounts.measured()
+    counted = engine.accounting.measured()
     return {tier: counted[name] for tier, name in COUNTS.items() if sum(counted.get(name, {}).values())}
 
 
@@ -61,7 +61,7 @@ def count(world, engine, precision="bf16", **own):
     for step in range(2):
         made.comm.traffic.reset()
         train_step(made, [batch(world, made.module, step, world.size)])
-    moved, predicted = {}, made.accounts.predicted()
+    moved, predicted = {}, made.accounting.predicted()
     for (phase, kind), nbytes in made.comm.traffic.sent.items():
         if kind in BUS + DISK and nbytes:
             moved.setdefault(kind, {})[phase] = nbytes

@@ -56,7 +56,7 @@ def count(world, switches):
         "numel": sum(p.numel() for p in models.build("gpt-nano").parameters()),
         "out": out,
         "inside": sent - out,
-        "predicted": sum(engine.accounts.predicted_between_nodes().values()),
+        "predicted": sum(engine.accounting.predicted_between_nodes().values()),
         "held": sum(engine.model_state_bytes().values()),
     }
 
@@ -143,13 +143,13 @@ def leaves_a_node(formula, ranks, counted):
 
 
 @asks(NUMBER)
-def second_shards(formula, ranks, counted):
-    """Hold `formula(numel, n, p)`, bytes of states with second shards, against a count and the paper's own case."""
+def secondary_shards(formula, ranks, counted):
+    """Hold `formula(numel, n, p)`, bytes of states with secondary shards, against a count and the paper's own case."""
     for n, p, numel, truth in (
         (ranks, PLACES, counted["numel"], counted["held"]),
         (1024, 16, 100e9, 16 * 100e9 / 1024 + 2 * 100e9 / 16),
     ):
-        said = judged("second_shards", formula(numel, n, p), truth, within=0.01, numel=numel, n=n, p=p)
+        said = judged("secondary_shards", formula(numel, n, p), truth, within=0.01, numel=numel, n=n, p=p)
         print(f"{n} ranks in nodes of {p}: {said}")
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.engine.misuse import engine_of
+from common.engine.guards import engine_of
 from common.errors import InputError
 from interop.deepspeed.refusals import DATA_PARALLEL, refuse_arguments
 

@@ -182,7 +182,7 @@ class Recorder:
 
     def losing(self, loss):
         """Before a backward."""
-        if self.is_plain and self.engine.syncing:
+        if self.is_plain and self.engine.sync_gradients:
             self.meet("calls backward()")
         self.step["losses"].append(loss.detach().double().item() if loss.numel() == 1 else math.nan)
         self.step["random"].append(self._drawn())

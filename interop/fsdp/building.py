@@ -5,8 +5,8 @@ import gc
 import torch
 from torch.optim import Optimizer
 
-from common.engine import door, units
-from common.engine.misuse import engine_of
+from common.engine import units, validation
+from common.engine.guards import engine_of
 from common.engine.mixed_precision import gradient_norm
 from common.errors import InputError
 from interop.fsdp.engine import Sharded, copy_options, part_of, parts_of
@@ -55,7 +55,7 @@ def engine_behind(module):
 def built(root, part):
     """Build the engine of a root."""
     for module, other in parts_of(root).items():
-        fp32_norm = isinstance(module, door.BATCH_NORMS) and other.policy.param_dtype in (None, torch.float32)
+        fp32_norm = isinstance(module, validation.BATCH_NORMS) and other.policy.param_dtype in (None, torch.float32)
         if other.mesh != part.mesh or (other.policy.param_dtype != part.policy.param_dtype and not fp32_norm):
             raise InputError("fully_shard: give one mesh and one mp_policy to all modules; batch norms may be in fp32")
         if other.policy.output_dtype is not None and module is not root:
@@ -87,7 +87,7 @@ def before_state_dict(module, *_):
     """Refuse the state of a module whose parameters are sharded, before the engine does in words of its own."""
     for parameter in module.parameters(recurse=False):
         engine = engine_of.get(id(parameter))
-        if engine is not None and units.hollow(parameter) and not engine.naming:
+        if engine is not None and units.is_freed(parameter) and not engine.naming:
             raise InputError(
                 "state_dict() of what is sharded is refused: engine_behind(model).full_state_dict() has the whole "
                 "model, and within engine_behind(model).gathered() modules have their own"
@@ -132,7 +132,7 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
     engine.heed_zero_grad()
     if not engine.shown:
         raise InputError("clip_grad_norm_: there are no gradients; call it after loss.backward()")
-    door.check_numbers(max_norm, None, norm_type, bucket_mb=1)
+    validation.check_numbers(max_norm, None, norm_type, bucket_mb=1)
     norm = gradient_norm(engine.buckets, engine.comm, norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}")

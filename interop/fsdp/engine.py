@@ -70,12 +70,12 @@ class Sharded(find_engine("stage3_param")):
     def end_forward(self):
         """What stayed is gathered once."""
         super().end_forward()
-        if self.recording:
+        if self.grad_enabled:
             self.kept += [u for u in self.units if part_of(u.module).reshard is False and u not in self.kept]
 
     def backward(self, loss, retain_graph=False):
         """Backpropagate; then p.grad shows that there are gradients."""
-        syncing = {part.syncing for part in parts_of(self._module).values()}
+        syncing = {part.sync_gradients for part in parts_of(self._module).values()}
         if len(syncing) > 1:
             raise InputError("set_requires_gradient_sync says different things to two modules; call it on the root")
         self.heed_zero_grad()

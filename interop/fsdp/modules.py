@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from common.engine import units
-from common.engine.misuse import engine_of
+from common.engine.guards import engine_of
 from common.errors import InputError
 from common.tensors import map_tensors
 from interop.fsdp.building import engine_behind
@@ -91,7 +91,7 @@ class FSDPModule:
         if part is None:  # a slice of a Sequential
             return super().__call__(*inputs, **named)
         engine = engine_behind(self)
-        if self is engine._module and not engine.running:
+        if self is engine._module and not engine.in_forward:
             return forward(engine, inputs, named)
         if part.policy.param_dtype is not None:
             inputs, named = map_tensors(engine._cast, inputs), map_tensors(engine._cast, named)
@@ -115,7 +115,7 @@ class FSDPModule:
     def set_requires_gradient_sync(self, requires_gradient_sync, *, recurse=True):
         """Whether a step may follow the next backward; that reduces in any case."""
         for module in parts_of(self) if recurse else [self]:
-            part_of(module).syncing = requires_gradient_sync
+            part_of(module).sync_gradients = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward):
         """Nothing: each backward waits for its reductions."""
@@ -143,4 +143,4 @@ class UnshardHandle:
     def wait(self):
         """Return when the parameters are whole."""
         for unit in self._units:
-            self._engine.use(unit, units.Order())
+            self._engine.unshard(unit, units.PrefetchOrder())

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import models
 from common.engine import StepResult
-from common.engine.door import BATCH_NORMS
+from common.engine.validation import BATCH_NORMS
 from common.ranks.collectives import Collectives
 from common.tensors import host_value, tensors_of_state
 from interop.peers.base import Peer, blocks, regroup

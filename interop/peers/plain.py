@@ -59,7 +59,7 @@ class AverageAfterBackward(ExactNorm, Replicated):
         super().__init__(model, optimizer, **options)
         self.total = {parameter: torch.zeros_like(master) for parameter, master in self.masters.items()}
         self.own = {parameter: torch.zeros_like(master) for parameter, master in self.masters.items()}
-        self.syncing = True
+        self.sync_gradients = True
 
     def __call__(self, *args, **kwargs):
         for buffer in self.module.buffers():
@@ -76,7 +76,7 @@ class AverageAfterBackward(ExactNorm, Replicated):
             self.zero_grad()
             raise
         self.collect()
-        if self.syncing:
+        if self.sync_gradients:
             self.average()
 
     def collect(self):
@@ -111,9 +111,9 @@ class AverageAfterBackward(ExactNorm, Replicated):
 
     @contextlib.contextmanager
     def no_sync(self):
-        self.syncing = False
+        self.sync_gradients = False
         yield
-        self.syncing = True
+        self.sync_gradients = True
 
     def save(self, path, extra=None):
         """Each rank writes all that it has."""

@@ -10,8 +10,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from common import models
-from common.engine.door import BATCH_NORMS
 from common.engine.mixed_precision import LossScaler, StepResult, dtype_of
+from common.engine.validation import BATCH_NORMS
 from common.ranks.collectives import Collectives
 from common.tensors import host_value, map_tensors, tensors_of_state
 from interop.peers.base import Peer, regroup

@@ -76,11 +76,11 @@ class Owned(InfinityEngine):
         if not unit.gathered:
             unit.gathered = True
             for bucket in unit.buckets:
-                bucket.full.untyped_storage().resize_(bucket.full.nbytes)
+                bucket.full_parameters.untyped_storage().resize_(bucket.full_parameters.nbytes)
                 risen = None
                 if bucket.owner == self.rank:
-                    risen = self.bus.carry("up", bucket.name, bucket.full, bucket.whole_on_host)
-                bucket.gathering = self.comm.broadcast(bucket.full, bucket.owner, bucket.name, after=risen)
+                    risen = self.bus.carry("up", bucket.name, bucket.full_parameters, bucket.whole_on_host)
+                bucket.gathering = self.comm.broadcast(bucket.full_parameters, bucket.owner, bucket.name, after=risen)
 
     def update(self):
         """Step; then what was stepped goes to its owner."""

@@ -81,7 +81,7 @@ def train(world, options):
                 began = time.perf_counter()
                 loss, _ = train_step(engine, [model.inputs_and_targets(batches.of(step, 0, 1))])
                 steps.append({"seconds": time.perf_counter() - began, "loss": loss.item()})
-        measured = engine.accounts.measured()
+        measured = engine.accounting.measured()
         return {
             "hardware": hardware(world.device),
             "width": options.width,
@@ -91,7 +91,7 @@ def train(world, options):
             "building_seconds": building,
             "steps": steps,
             **{name: measured[name] for name in ("disk_bytes_per_step", "disk_state_bytes", "model_state_bytes")},
-            "predicted_disk_state_bytes": engine.accounts.predicted()["disk_state_bytes"],
+            "predicted_disk_state_bytes": engine.accounting.predicted()["disk_state_bytes"],
             "resident_peak_bytes": high_water(world.device),
         }
     finally:

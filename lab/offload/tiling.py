@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from common import models
-from common.engine.layout import Run
+from common.engine.layout import FlatRange
 from common.engine.units import make_units
 from common.engines import find_engine
 from common.measure.hardware import hardware
@@ -76,7 +76,7 @@ def build(width, tiles):
 
 def attempt(width, tiles, cap, world_size):
     """Two steps, each rank under the cap, in a world of its own: a row of the results, and what was held before."""
-    units = make_units(build(width, tiles), [], lambda name, parameter: parameter.dtype, world_size, Run)
+    units = make_units(build(width, tiles), [], lambda name, parameter: parameter.dtype, world_size, FlatRange)
     sizes = sorted(sum(4 * run.padded_numel for run in unit.buckets) for unit in units)
     held_before, found = capacity.trial(_train_under, SMALL, (width, tiles), cap, world_size)
     gathered = sum(sizes[-2:])  # the one in use, the one that is prefetched

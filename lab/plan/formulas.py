@@ -122,12 +122,12 @@ class Rank:
         return (device, 0, beside) if dict(way.own).get("tiers") == "nvme" else (device, beside, 0)
 
     def _switches(self, way):
-        """Which of ZeRO++'s three are on. Within one node a second shard would be the first, so there is none."""
+        """Which of ZeRO++'s three are on. Within one node a secondary shard would be the first, so there is none."""
         int8, second, int4 = (dict(way.own).get(switch, True) for switch in SWITCHES)
         return int8, second and self.ranks > self.per_node, int4
 
     def _second(self, way):
-        """Bytes for each parameter of hpZ's second shard."""
+        """Bytes for each parameter of hpZ's secondary shard."""
         return self.width / self.per_node * self._switches(way)[1]
 
     def transient(self, way):
@@ -172,7 +172,7 @@ class Rank:
         w, n, p, psi = self.width, self.ranks, self.per_node, self.psi
         int8, second, int4 = self._switches(way)
         first = (1 + SCALE if int8 else w) * (n - 1) / n
-        again = w * (p - 1) / p if second else first  # from the node's second shards, nothing leaves it
+        again = w * (p - 1) / p if second else first  # from the node's secondary shards, nothing leaves it
         gathered, gathered_out = first * psi + again * (psi - self._kept()), first * psi
         if not second:
             gathered_out = gathered

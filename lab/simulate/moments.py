@@ -73,7 +73,7 @@ class Moments(Timeline):
 
     def _units(self):
         """Bytes of units that are gathered."""
-        return sum(b.full.untyped_storage().nbytes() for b in self._buckets if b.full is not None)
+        return sum(b.full_parameters.untyped_storage().nbytes() for b in self._buckets if b.full_parameters is not None)
 
     def _may_be_worse(self):
         if self._now + self._grown > self.worst.nbytes:

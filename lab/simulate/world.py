@@ -287,7 +287,7 @@ def simulate(setting, step):
         loss = loss_of if isinstance(module, Foreign) else models.loss
         for _ in range(WARM_UP):
             step(engine, micro_batches, setting.no_sync, loss)
-        books = engine if hasattr(engine, "accounts") else Outsider(engine)
+        books = engine if hasattr(engine, "accounting") else Outsider(engine)
         books.comm.traffic.reset()
         with contextlib.ExitStack() as modes:
             if books is not engine:
@@ -357,7 +357,7 @@ def counted(books, moments, setting, module):
     if isinstance(books, Outsider):
         row["model_state_bytes"] = {state: moments.peak_of(state) for state in STATES}
         return {**row, "wire_bytes_per_step": traffic.by_collective()}
-    measured, predicted = books.accounts.measured(), books.accounts.predicted()
+    measured, predicted = books.accounting.measured(), books.accounting.predicted()
     if setting.offload_activations:
         moved = Counter(predicted.get("bus_bytes_per_step", {}))
         moved.update(predicted_moves(module, setting.batch * setting.accumulate, books.dtype))

@@ -66,13 +66,13 @@ class AsTheyAre:
 def in_16_bits(engine):
     """Two hops alone, without int4."""
     for bucket in engine.buckets:
-        bucket.goes_by.blocks = AsTheyAre(bucket.kind.dtype)
+        bucket.reduce_with.blocks = AsTheyAre(bucket.kind.dtype)
 
 
 def in_one_hop(engine):
     """int4 alone, without two hops."""
     for bucket in engine.buckets:
-        bucket.goes_by = OneHop(engine.comm, Blocks(4, engine.block))
+        bucket.reduce_with = OneHop(engine.comm, Blocks(4, engine.block))
 
 
 # What is compared: (engine, what it is called, its options, what is changed once it is built).
@@ -176,7 +176,7 @@ def measure(world, options, name, switches, own, change):
     # Of the first step to predict for: one whose order of units is known.
     everyone = comm.gather_objects((losses, left[1:], metered[1:]))
     nodes = comm.size // comm.ranks_per_node
-    predicted, one = engine.accounts.predicted_between_nodes(), engine.predicted_wire_bytes_per_step()
+    predicted, one = engine.accounting.predicted_between_nodes(), engine.predicted_wire_bytes_per_step()
     row = {
         "engine": name,
         "switches": switches,

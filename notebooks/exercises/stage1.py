@@ -15,10 +15,10 @@ At hand:
     self.rank, self.world_size                      r and N
     bucket.whole()                                  all elements of a bucket, a slice
     bucket.shard(rank)                              those of a rank's shard, a slice
-    bucket.local                                    [N x shard] this rank's own gradients, once they are in
-    bucket.reduced                                  [shard] where the mean of this rank's shard is expected
-    bucket.seal()                                   makes `local` ready to travel: zeros as padding, and where
-                                                    no gradient came
+    bucket.local_gradients                          [N x shard] this rank's own gradients, once they are in
+    bucket.gradient_shard                           [shard] where the mean of this rank's shard is expected
+    bucket.finalize()                               makes `local_gradients` ready to travel: zeros as padding,
+                                                    and where no gradient came
     bucket.handle                                   the reduction under way, a Handle; None before. Yours to
                                                     assign: others wait for it
     bucket.gathering                                the all-gather under way, a Handle; None if there is none.
@@ -39,15 +39,15 @@ The rest stands as in the engine, and what it says of itself as well:
 
 Stage 1, P_os: optimizer states are sharded. Every rank keeps all parameters and gradients and steps its shard.
 
-A rank keeps the optimizer's states of shard `rank` of every bucket, an N-th of them. It needs the mean gradient of
-that shard only: a reduce-scatter, half of stage 0's all-reduce. It steps its shard and the new parameters travel to
-all ranks in an all-gather, the other half, while it steps the next one. So the bytes sent are those of stage 0.
+A rank keeps the optimizer states of shard `rank` of every bucket, an N-th of them. It needs the mean gradient of that
+shard only, so a reduce-scatter, half of stage 0's all-reduce, is enough. It steps its shard, and an all-gather, the
+other half, sends the new parameters to all ranks while it steps the next bucket. The bytes sent are those of stage 0.
 
 Phases of a step, over N ranks and Ψ parameters:
 
     1. gradient_ready    backward       a gradient moves into its bucket
     2. reduce            backward       a full bucket: reduce-scatter to the mean     (N-1)/N Ψ sent
-    3. finish_backward   backward       send what is not full, wait for all means
+    3. finish_backward   backward       reduce buckets that did not fill, wait for all
     4. update            step           every rank steps its shard, Ψ/N parameters
     5. gather            step           all-gather of the new parameters               (N-1)/N Ψ sent
     6. synchronize       step           wait for all parameters
@@ -77,48 +77,48 @@ class Engine(EngineBase):
             self.allocate(bucket)
             for name, parameter in bucket.members.items():
                 parameter.data = bucket.view(bucket.parameters, name)
-            bucket.local = bucket.gradients  # gradients are packed where they are kept
+            bucket.local_gradients = bucket.gradients  # gradients are packed where they are kept
 
     def begin_backward(self):
         """Start with the bucket that fills first."""
         self.next_bucket = 0
 
     def gradient_ready(self, bucket, name, parameter):
-        """Phase 1. A parameter's gradient is there: move it into the bucket; send the buckets that are full now.
+        """Phase 1. Move a gradient that is ready into its bucket, and reduce the buckets that are full now.
 
-        Ranks may get their gradients in different orders, and a collective needs all of them to agree: so buckets
-        leave in the order of the list, a full one waiting for those before it.
+        Gradients may become ready in a different order on each rank, but collectives must be issued in the same order
+        on all of them. So buckets are reduced in the order of the list, and a full one waits for those before it.
         """
         gradient, parameter.grad = parameter.grad, None
         bucket.pack(name, gradient)
-        while self.reducing and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
+        while self.reduce_grads and self.next_bucket < len(self.buckets) and self.buckets[self.next_bucket].complete:
             self.reduce(self.buckets[self.next_bucket])
             self.next_bucket += 1
 
     def reduce(self, bucket):
-        """Phase 2. This rank's shard of the bucket becomes the mean over ranks, beside the rest of backward."""
+        """Phase 2. This rank's shard of the bucket becomes the mean over ranks, overlapped with backward."""
         # PART 2 of 5, 2 lines here. A rank steps its own shard. Of which gradients does it need the mean?
         raise NotImplementedError("part 2, reduce, is still open")
 
     def finish_backward(self):
-        """Phase 3. Send the buckets that did not fill, so that all ranks send the same; wait for every mean."""
+        """Phase 3. Reduce the buckets that did not fill, so that all ranks issue the same collectives; wait for all."""
         for bucket in self.buckets:
             if bucket.handle is None:
                 self.reduce(bucket)
         for bucket in self.buckets:
-            bucket.arrive()
+            bucket.wait_reduce()
 
     def update(self):
-        """Phase 4. Each rank steps its own shards, and sends each on its way while it steps the next."""
+        """Phase 4. Each rank steps its shard of a bucket, and all-gathers it while it steps the next one."""
         # PART 3 of 5, 4 lines here. Step, and hand on what is new. A bucket may travel while the next is stepped.
         raise NotImplementedError("part 3, update, is still open")
 
     def gather(self, bucket):
-        """Phase 5. Collect all shards of a bucket's parameters in place, beside the steps of the buckets after it."""
+        """Phase 5. All-gather a bucket's parameters in place, overlapped with the steps of the buckets after it."""
         # PART 4 of 5, 2 lines here. A rank has new values of its own shard, and needs those of all.
         raise NotImplementedError("part 4, gather, is still open")
 
     def synchronize(self):
-        """Phase 6. Wait for all parameters. Whoever reads or writes them after the step has the new ones in hand."""
+        """Phase 6. Wait for all parameters. When it returns, the parameters are up to date."""
         # PART 5 of 5, 2 lines here. When it returns, anybody may read the parameters, and all are new.
         raise NotImplementedError("part 5, synchronize, is still open")

@@ -1,4 +1,4 @@
-"""Exercise. From Blocks, SecondShards and TwoHops of zeropp/ 17 lines are missing, in 4 parts.
+"""Exercise. From Blocks, SecondaryShards and TwoHops of zeropp/ 17 lines are missing, in 4 parts.
 
 Write them all, and ask as often as you like; from then on the answers are about what is wrong:
 
@@ -22,7 +22,7 @@ At hand:
                                                       for each of them
     tensor.clamp_(-largest, largest)                  keeps values within the range, in place; NaN stays
     bucket.padded_numel                               elements of a bucket, padding included
-    bucket.local                                      [N x shard] this rank's own gradients: N pieces in the
+    bucket.local_gradients                            [N x shard] this rank's own gradients: N pieces in the
                                                       order of the ranks
     nodes, places, shard                              how many nodes, how many ranks on each, elements of a
                                                       shard
@@ -51,7 +51,7 @@ How a unit's parameters come and its gradients go: stage 3's ways, and what each
 
     parameters    AllGather            stage 3: every rank's shard, as it is, to every rank
                   QuantizedAllGather   qwZ: the shard as int8
-                  SecondShards         hpZ: one of those two once an update, and copies inside the node after that
+                  SecondaryShards      hpZ: one of those two once an update, and copies inside the node after that
     gradients     ReduceScatter        stage 3: every piece, as it is, to the rank that adds them up
                   OneHop               pieces as int4
                   TwoHops              qgZ: pieces as int4 inside the node, their sums as int4 across nodes
@@ -183,7 +183,7 @@ class Blocks:
 # ---- transports.py --------------------------------------------------------------------------------------------------
 
 
-class SecondShards(AllGather):
+class SecondaryShards(AllGather):
     """hpZ (sec. 3.2): every node holds all parameters a second time, a part on each of its ranks.
 
     The first gather after an update goes across nodes, and each rank keeps its part of what came. Every gather after
@@ -199,7 +199,7 @@ class SecondShards(AllGather):
     def __init__(self, comm, inside, first):
         super().__init__(comm)
         self.inside, self.first = inside, first
-        # The buckets whose second shards are the parameters of now. Sets of buckets are weak: those hold their ways.
+        # The buckets whose secondary shards are the parameters of now. Sets of buckets are weak: those hold their ways.
         self.current = weakref.WeakSet()
         # Those that went across nodes in forward or backward since the last step, and before it. What an evaluation
         # or `gathered` brings between two steps, the second of them finds in the node.
@@ -207,18 +207,18 @@ class SecondShards(AllGather):
 
     def gather(self, bucket):
         if bucket in self.current:
-            return self.inside.all_gather(bucket.second, bucket.full, bucket.name)
+            return self.inside.all_gather(bucket.secondary, bucket.full_parameters, bucket.name)
         self.current.add(bucket)
         if self.comm.traffic.phase in ("forward", "backward"):
             self.refreshed.add(bucket)
-        arrived, handle = bucket.full[self.second(bucket)], self.first.gather(bucket)
-        keep = partial(bucket.second.copy_, arrived)
-        return self.comm.work(f"keep a part of {bucket.name}", keep, *handle.buffers, arrived, bucket.second)
+        arrived, handle = bucket.full_parameters[self.secondary(bucket)], self.first.gather(bucket)
+        keep = partial(bucket.secondary.copy_, arrived)
+        return self.comm.work(f"keep a part of {bucket.name}", keep, *handle.buffers, arrived, bucket.secondary)
 
-    def second(self, bucket):
+    def secondary(self, bucket):
         # PART 3 of 4, 2 lines here. Of a node's copy of a bucket each of its ranks keeps an equal part, in the
         # order of its ranks.
-        raise NotImplementedError("part 3, SecondShards.second, is still open")
+        raise NotImplementedError("part 3, SecondaryShards.secondary, is still open")
 
     def outdate(self, bucket):
         self.current.discard(bucket)
@@ -262,7 +262,7 @@ class TwoHops(OneHop):
         # PART 4 of 4, 10 lines here. Both hops, but for the sum at the end: pieces to messages in the right order,
         # inside the node, their sums over this node, and those across.
         raise NotImplementedError("part 4, TwoHops.reduce, is still open")
-        return self._mean(bucket, incoming, bucket.local, messages, received, sums, outgoing)
+        return self._mean(bucket, incoming, bucket.local_gradients, messages, received, sums, outgoing)
 
     def residuals(self, bucket):
         return (bucket.padded_numel, self.across.size * bucket.shard_numel) if self.error_feedback else ()

@@ -91,9 +91,9 @@ def test_a_unit_that_no_forward_runs_is_foreseen_to_be_reduced_and_not_gathered(
             made.comm.traffic.reset()
             take_a_step(made, inputs(world, 0))
             made.synchronize()
-            measured, counted = per_step(made.accounts.measured()), way == before
+            measured, counted = per_step(made.accounting.measured()), way == before
         if counted:
-            assert measured == per_step(made.accounts.predicted()), way
+            assert measured == per_step(made.accounting.predicted()), way
             looks += 1
         before = way
     assert looks == 6

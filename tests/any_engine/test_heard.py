@@ -111,7 +111,7 @@ def holds_before_a_step(world, engine):
     if told is None:
         raise NotImplementedError("it tells no bytes: model_state_bytes()")
     if hasattr(made, "accounts"):  # ours: on the host, which here is the same memory, and between it and a disk
-        on_host = sum(made.accounts.measured().get("host_state_bytes", {}).values())
+        on_host = sum(made.accounting.measured().get("host_state_bytes", {}).values())
         told = {**told, "on the host": on_host, "in flight": storage_bytes(made.live()["buckets in flight"])}
     return held, sum(told.values())
 

@@ -145,7 +145,7 @@ def resident_beside(call, path):
 def load_large(world, name, path):
     """Load; return the bytes of the engine's own state, the most resident beside it, those needed and those read."""
     engine = make_engine(name, large(), bucket_mb=25.0)
-    predicted = engine.accounts.predicted()
+    predicted = engine.accounting.predicted()
     own = sum(sum(predicted.get(where, {}).values()) for where in ("model_state_bytes", "host_state_bytes"))
     moments = sum(8 * length(engine.owned(bucket).optimizer) for bucket in engine.buckets)
     needed = moments + sum(4 * len(bucket.parameters) for bucket in engine.buckets)
@@ -177,7 +177,7 @@ def on_disk(world, path):
     engine.backward(engine(torch.ones(2, 1024)).square().mean())
     engine.step()
     most = [resident_beside(call, path / "saved") for call in (engine.save, engine.load)]
-    return sum(engine.accounts.measured()["disk_state_bytes"].values()), most
+    return sum(engine.accounting.measured()["disk_state_bytes"].values()), most
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system tells no high water mark")

@@ -149,10 +149,15 @@ def test_the_engine_that_waits_is_stage_2_but_for_four_methods():
         return {name: lines[node.lineno - 1 : node.end_lineno] for name, node in methods.items()}
 
     given, engine = bodies(*given), bodies(*engine)
-    assert [name for name in engine if given[name] != engine[name]] == ["take_room", "reduce", "update", "gather"]
+    assert [name for name in engine if given[name] != engine[name]] == [
+        "allocate_gradients",
+        "reduce",
+        "update",
+        "gather",
+    ]
     zeropp = ALL[-2]
     joined = bodies(*methods_of(zeropp.solution))
-    assert zeropp.classes == CASES["rounded"].classes == ("Blocks", "SecondShards", "TwoHops")
+    assert zeropp.classes == CASES["rounded"].classes == ("Blocks", "SecondaryShards", "TwoHops")
     whole = {}
     for source in zeropp.sources:
         whole |= bodies(*methods_of((zeropp.engine.parent / source).read_text()))
@@ -171,7 +176,7 @@ def test_hints_come_in_three_steps():
 
 
 def test_hints_are_shown_as_they_are_written(capsys):
-    """Square brackets too, which rich takes for colours: without them `local[shard]` is `local`."""
+    """Square brackets too, which rich takes for colours: without them `local_gradients[shard]` is `local_gradients`."""
     report = {"part": None, "printed": "", "file": "stage1.py", "stage": STAGES[1]}
     for steps in ALL_HINTS:
         for number, hint in enumerate(steps, 1):
@@ -206,11 +211,11 @@ SUBMISSION_FOR_TWO = [
 
 
 def test_a_crash_of_one_rank_names_rank_and_line(worlds, references, tmp_path):
-    lines = ["bucket.seal()", "mean = [bucket.reduced][self.rank]"]
-    lines += ["bucket.handle = self.comm.reduce_scatter(bucket.local, mean, bucket.name)"]
+    lines = ["bucket.finalize()", "mean = [bucket.gradient_shard][self.rank]"]
+    lines += ["bucket.handle = self.comm.reduce_scatter(bucket.local_gradients, mean, bucket.name)"]
     file = submitted(tmp_path, STAGE1, reduce=lines)
     _, finding = first(grade(within(worlds), str(file), STAGES[1], references[STAGES[1]]))
-    line = 1 + file.read_text().splitlines().index("        mean = [bucket.reduced][self.rank]")
+    line = 1 + file.read_text().splitlines().index("        mean = [bucket.gradient_shard][self.rank]")
     assert f"On rank 1, line {line} in reduce: IndexError: list index out of range" in finding.where
     assert finding.idea == "crash"
 
@@ -253,8 +258,11 @@ def test_a_later_exercises_own_engine_passes(worlds, references, tmp_path, exerc
 
 
 def test_a_bucket_without_any_gradient_needs_room_too(worlds, references, tmp_path):
-    lines = ["bucket.seal()", "bucket.handle = self.comm.reduce_scatter(bucket.local, bucket.reduced, bucket.name)"]
-    lines += ["bucket.local = None", "self.travelling.append(bucket.handle)"]
+    lines = [
+        "bucket.finalize()",
+        "bucket.handle = self.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)",
+    ]
+    lines += ["bucket.local_gradients = None", "self.in_flight.append(bucket.handle)"]
     file = str(submitted(tmp_path, STAGE2, reduce=lines))
     name, finding = first(grade(within(worlds), file, STAGES[2], references[STAGES[2]]))
     assert (name, finding.idea) == ("unused", "nothing there")
@@ -335,7 +343,9 @@ def test_a_file_that_cannot_be_read_or_imported_is_an_answer(tmp_path, capsys, t
 def test_an_open_part_is_named_and_hints_grow(tmp_path, capsys):
     report = tmp_path / "report.json"
     first, status = said(capsys, STAGE2.path, "--json", str(report))
-    assert "Still open: part 1, owned; part 2, take_room; part 3, reduce. Hint 1 of 3. Fill in the table" in first
+    assert (
+        "Still open: part 1, owned; part 2, allocate_gradients; part 3, reduce. Hint 1 of 3. Fill in the table" in first
+    )
     finding = json.loads(report.read_text())["finding"]
     assert (finding["idea"], status) == ("open owned", 1)
     assert finding["hints"] == HINTS["open"]["owned"]
@@ -400,7 +410,7 @@ def test_where_students_write_the_engines_parts_are_not_filled_and_later_exercis
 
 def test_a_part_that_is_not_there_is_one_line(capsys):
     line = refused(capsys, grade_command.main, [str(OVERLAP.path), "--part", "7"])
-    assert "--part 7: the parts of overlap.py are 1 take_room, 2 reduce, 3 update, 4 gather" in line
+    assert "--part 7: the parts of overlap.py are 1 allocate_gradients, 2 reduce, 3 update, 4 gather" in line
 
 
 def test_all_promises_are_tried_and_have_points(tmp_path, capsys):

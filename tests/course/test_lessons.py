@@ -69,13 +69,13 @@ def test_notes_tell_what_was_counted(recorded):
         ("owned", first, "Saves", "2.91 MB of optimizer states: 3.88 MB before, 969 kB now"),
         ("reduce", first, "Sends", "1.45 MB in 5 reduce-scatters; before: 2.91 MB in 5 all-reduces*"),
         ("update", first, "Sends", "1.45 MB in 5 all-gathers, through `gather`; before: nothing"),
-        ("take_room", second, "Saves", "nothing; takes 1.94 MB"),
+        ("allocate_gradients", second, "Saves", "nothing; takes 1.94 MB"),
         ("reduce", second, "Saves", "gives back 1.94 MB; before: nothing"),
         ("free", third, "Saves", "gives back 3.28 MB"),
         ("begin_load", third, "Sends", "nothing: the recorded step does not call it"),
         ("reduce", offload, "Moves", "484 kB down the bus, in 5 parts; before: nothing"),
         ("moves", offload, "Moves", "nothing itself; it predicts 484 kB down the bus and 484 kB up the bus"),
-        ("bring_up", infinity, "Moves", "820 kB up the bus, in 8 parts"),
+        ("copy_up", infinity, "Moves", "820 kB up the bus, in 8 parts"),
         ("reduce_scatter", infinity, "Moves", "*; 500 kB written to disk, in 5 parts; before*"),
         ("owned", zeropp, "Saves", "nothing; takes 969 kB of parameters: 485 kB before, 1.45 MB now"),
         ("reduce_scatter", zeropp, "Sends", "125 kB in 5 all-to-alls in the node; 62.5 kB in 5 all-to-*"),
@@ -113,7 +113,7 @@ def test_the_schedule_is_open_and_the_edges_are_folded(recorded, pages, pair):
         assert not {event.method for event in recorded[name]["events"]} & edges
     if pair[1] == "stage3_param":
         assert {"gather", "free", "prefetch", "before_forward", "end_backward", "update"} < core
-        assert {"__init__", "hold", "release", "before_recomputation", "begin_load", "at_hand"} < edges
+        assert {"__init__", "pin", "unpin", "before_recomputation", "begin_load", "unsharded"} < edges
 
 
 def test_one_page_is_written_alone_and_one_that_is_not_there_is_refused(recorded, tmp_path, monkeypatch, capsys):
@@ -435,7 +435,7 @@ def test_the_stepper_steps_by_click_and_by_slider(opened, recorded, pair):
         shown = stepper.locator(".ranks .shards").evaluate_all(
             "rows => rows.map((row) => [...row.children].map((cell) => cell.dataset.state).join(''))"
         )
-        order = [0, 3, 1, 2] if name == "zeropp" else [0, 1, 2]  # second shards behind parameters
+        order = [0, 3, 1, 2] if name == "zeropp" else [0, 1, 2]  # secondary shards behind parameters
         cells_of = recorded[name]["events"][7].cells
         assert shown == [cells_of[rank][bucket][kind] for bucket in cells_of[0] for rank in RANKS for kind in order]
         stepper.locator("[data-go=last]").click()
@@ -491,10 +491,10 @@ def test_two_keys_step_both_engines_from_one_shared_moment_to_the_next(opened):
 
 def test_a_print_shows_all_folds_both_engines_and_no_controls(opened):
     page = opened(file_of(INCREMENTS[2]), scheme="dark")
-    assert not page.locator("[data-name=at_hand]").is_visible()
+    assert not page.locator("[data-name=unsharded]").is_visible()
     page.emulate_media(media="print")
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    assert page.locator("[data-name=at_hand]").is_visible()
+    assert page.locator("[data-name=unsharded]").is_visible()
     assert page.locator("details:not([open])").count() == 0
     assert page.locator("button, input").locator("visible=true").count() == 0
     assert page.locator(".stepper").locator("visible=true").count() == 2

@@ -66,7 +66,7 @@ def machine_by_hand(told):
         for key, p, rate in re.findall(r"([ABC])  nodes of (\d+), .* ([\d.]+) GB", told)
     }
     weights = 1 if "gathers in int8" in told else 2
-    second, reduced = "a second shard" in told, 0.5 if "in int4" in told else 2
+    second, reduced = "a secondary shard" in told, 0.5 if "in int4" in told else 2
     room = {title: 1e9 * float(gb) for title, gb in re.findall(r"^    (\S.*?)  +([\d.]+) GB$", told, re.MULTILINE)}
     two, three = (2 * times * psi * (ranks - 1) / ranks for times in (2, 3))
     fitting, first = {}, None

@@ -113,7 +113,7 @@ def test_an_exercise_as_given_names_its_gaps(released):
     file = str(EXERCISES[1].path.relative_to(ROOT))
     opened = run_in(released.tree, "-m", "course.grade", file)
     assert opened.returncode == 1, opened.stderr
-    assert "Still open: part 1, owned; part 2, take_room; part 3, reduce; part 4, update;" in opened.stdout
+    assert "Still open: part 1, owned; part 2, allocate_gradients; part 3, reduce; part 4, update;" in opened.stdout
     assert "0 of 18 points" in opened.stdout
 
 

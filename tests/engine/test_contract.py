@@ -13,7 +13,7 @@ from training import inputs as inputs_of
 from trap_models import Counting, FewRows, Net
 
 from common import models
-from common.engine.units import hollow as is_freed
+from common.engine.units import is_freed
 from common.loop import sha256
 
 SCHEDULERS = {

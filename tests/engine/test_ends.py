@@ -41,7 +41,7 @@ def live_bytes():
 
 HELD = [(name, {}) for name in ALL]
 HELD += [("offload", {"ratio": 0.5, "delayed_update": True}), ("offload.nvme", {"tiers": "cpu"})]
-HELD += [("zeropp", {"ranks_per_node": 1, "error_feedback": True})]  # second shards, and scales of what is rounded
+HELD += [("zeropp", {"ranks_per_node": 1, "error_feedback": True})]  # secondary shards, and scales of what is rounded
 
 
 @pytest.mark.parametrize(("name", "options"), HELD, ids=str)

@@ -41,7 +41,7 @@ def read_and_written(world, engine, precision, how):
         for index in range(after):
             made.backward(loss(made(inputs(world, 2 * step + index + 10))))
         made.step()
-    assert made.accounts.measured() == made.accounts.predicted()
+    assert made.accounting.measured() == made.accounting.predicted()
     return read, made.full_state_dict()
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from common.engine.layout import ALIGNMENT, SLOT_BYTES, Run, buckets, kinds
+from common.engine.layout import ALIGNMENT, SLOT_BYTES, FlatRange, buckets, kinds
 
 DIMENSION = st.integers(0, 40)
 SHAPES = st.one_of(st.just(()), st.tuples(DIMENSION), st.tuples(DIMENSION, DIMENSION), st.just((7, 15)))
@@ -118,7 +118,7 @@ def test_buckets_come_in_the_order_in_which_backward_fills_them(members, bucket_
 def test_parameters_and_gaps_fill_a_run_and_parameters_begin_at_cache_lines(members, world_size):
     named, groups, dtype_of = make(members)
     for kind, same in kinds(named, groups, dtype_of).items():
-        run = Run(same, kind, world_size)
+        run = FlatRange(same, kind, world_size)
         flat = torch.arange(run.padded_numel)
         assert list(run.cut(flat)) == [name for name, _ in same]
         laid = run.cut(flat).values()
@@ -132,7 +132,7 @@ def test_parameters_and_gaps_fill_a_run_and_parameters_begin_at_cache_lines(memb
 
 def test_a_shard_holds_parts_of_several_parameters():
     (kind, named), *_ = kinds(*of_sizes(50, 30, 32)).items()
-    run = Run(named, kind, 4)
+    run = FlatRange(named, kind, 4)
     assert (run.shard_numel, run.padded_numel, run.numel) == (32, 128, 128)
     laid = [[(name, there, here.start) for name, there, here in run.overlaps(run.shard(rank))] for rank in range(4)]
     assert laid == [

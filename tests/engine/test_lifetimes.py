@@ -78,7 +78,9 @@ class Noting(Engine):
     def whole(self):
         """Whether the unit's parameters are whole. Then they lie in its buffer, else the buffer is empty."""
         for bucket in self.unit.buckets:
-            assert bucket.full.untyped_storage().nbytes() == self.unit.gathered * bucket.full.nbytes
+            assert (
+                bucket.full_parameters.untyped_storage().nbytes() == self.unit.gathered * bucket.full_parameters.nbytes
+            )
         return self.unit.gathered
 
 
@@ -95,7 +97,7 @@ def noted(phase):
     return run
 
 
-OF_A_UNIT = ("before_forward", "before_recomputation", "take_turn", "gradient_ready")
+OF_A_UNIT = ("before_forward", "before_recomputation", "start_backward", "gradient_ready")
 OF_ALL_UNITS = ("begin_forward", "end_forward", "finish_backward", "begin_step")
 for name in OF_A_UNIT + OF_ALL_UNITS:
     setattr(Noting, name, noted(name))
@@ -252,11 +254,11 @@ def moments(notes, watched, call, calls):
 
     def next_backward(start):
         """The next unit's turn, or when that is computed again before it, if the watched one is over by then."""
-        turn = following(start, "take_turn", end=len(notes))
+        turn = following(start, "start_backward", end=len(notes))
         again = following(start, "before_recomputation", end=turn or start)
         return again if again is not None and notes[again][2] else turn
 
-    forward, backward = number("before_forward", call), number("take_turn", calls - 1 - call)
+    forward, backward = number("before_forward", call), number("start_backward", calls - 1 - call)
     come = {
         "its forward": forward,
         "next forward": following(forward, "before_forward"),
@@ -267,7 +269,7 @@ def moments(notes, watched, call, calls):
         "next step": next_step,
     }
     if backward is not None:
-        until = number("take_turn", calls - call) or next_step
+        until = number("start_backward", calls - call) or next_step
         gradients = [k for k in own["gradient_ready"] if backward < k < until]
         come["its backward"] = backward
         come["last gradient"] = gradients[-1] if gradients else None

@@ -204,7 +204,7 @@ def accumulated(world, stage, precision, model, backwards, quiet=False):
         engine.comm.traffic.reset()
         for micro in range(backwards):
             inputs, targets = batch(engine.module, world, step, global_batch=12)
-            engine.syncing = not quiet or micro == backwards - 1  # as no_sync has it
+            engine.sync_gradients = not quiet or micro == backwards - 1  # as no_sync has it
             engine.backward(models.loss(engine(inputs), targets) / backwards)
         engine.step()
     return engine
@@ -245,4 +245,4 @@ def test_gradients_are_in_fp32_one_bucket_at_a_time(world, stage):
     with Timeline(engine) as timeline:
         engine.step()
     peak = timeline.peak_of("buckets in flight", "receive buffer")
-    assert 0 < peak <= 4 * max(len(bucket.reduced) for bucket in engine.buckets)
+    assert 0 < peak <= 4 * max(len(bucket.gradient_shard) for bucket in engine.buckets)

@@ -26,7 +26,7 @@ from trap_models import (
 )
 
 from common import models
-from common.engine.layout import Run
+from common.engine.layout import FlatRange
 from common.engine.units import Order, make_units
 from common.engines import find_engine
 from common.loop import sha256
@@ -108,7 +108,7 @@ def test_bytes_of_an_odd_step_are_those_predicted(world, engine, odd_step):
     step(made, inputs(world, 0))
     made.comm.traffic.reset()
     odd_step(made, inputs(world, 1))
-    counts, predicted = made.accounts.measured(), made.accounts.predicted()
+    counts, predicted = made.accounting.measured(), made.accounting.predicted()
     if odd_step is penalized:  # somebody holds units: the reductions alone
         counts, predicted = (every["wire_bytes_per_step"].get("reduce_scatter") for every in (counts, predicted))
     assert counts == predicted
@@ -124,7 +124,7 @@ class Watched(Engine):
     def gather(self, unit):
         self.gathers[unit.name] += not unit.gathered
         super().gather(unit)
-        whole = [unit for unit in self.units if any(b.full.untyped_storage().nbytes() for b in unit.buckets)]
+        whole = [unit for unit in self.units if any(b.full_parameters.untyped_storage().nbytes() for b in unit.buckets)]
         self.idle = max(self.idle, sum(not unit.depth and not unit.open for unit in whole))
 
 
@@ -338,7 +338,7 @@ def own_dtype(name, parameter):
 @pytest.mark.parametrize("name", CUTS)
 def test_a_model_is_cut_into_units(name):
     make, expected = CUTS[name]
-    cut = make_units(make(), [], own_dtype, 1, Run)
+    cut = make_units(make(), [], own_dtype, 1, FlatRange)
     assert {unit.name: [slot for run in unit.buckets for slot in run.slots] for unit in cut} == expected
 
 
@@ -346,7 +346,7 @@ def test_a_unit_has_one_run_for_each_kind_of_parameter():
     model = nn.Sequential(Holding(a=LINEAR(), b=LINEAR(), c=LINEAR(), d=LINEAR().double()))
     a, b, c, d = model.parameters()
     c.requires_grad_(False)
-    (unit,) = make_units(model, [{"params": [a]}, {"params": [b, d]}], own_dtype, 1, Run)
+    (unit,) = make_units(model, [{"params": [a]}, {"params": [b, d]}], own_dtype, 1, FlatRange)
     assert [list(run.slots) for run in unit.buckets] == [["0.a.weight"], ["0.b.weight"], ["0.c.weight"], ["0.d.weight"]]
     assert [run.kind.trainable for run in unit.buckets] == [True, True, False, True]
 

@@ -169,7 +169,7 @@ def test_bytes_on_the_device_on_the_host_and_over_the_bus_are_those_predicted(wo
 def test_bytes_held_follow_the_papers_table(world, precision):
     made = make_engine("offload", "gpt-nano", bucket_mb=0.5, precision=precision)
     train_step(made, world)
-    measured = made.accounts.measured()
+    measured = made.accounting.measured()
     on_device, on_host = bytes_held("offload", world.size, precision), bytes_on_host(world.size, precision)
     assert sum(measured["model_state_bytes"].values()) == pytest.approx(on_device * PARAMETERS, rel=5e-3)
     assert sum(measured["host_state_bytes"].values()) == pytest.approx(on_host * PARAMETERS, rel=5e-3)
@@ -183,7 +183,7 @@ def test_accumulating_sums_on_the_host_and_each_backwards_gradient_crosses_the_b
             inputs, targets = batch(made.module, world, 2 * index + micro)
             made.backward(models.loss(made(inputs), targets) / 2)
         made.step()
-    measured, predicted = made.accounts.measured(), made.accounts.predicted()
+    measured, predicted = made.accounting.measured(), made.accounting.predicted()
     for name in ("host_state_bytes", "bus_bytes_per_step"):
         assert measured[name] == predicted[name]
     crossed = measured["bus_bytes_per_step"]
@@ -199,7 +199,7 @@ def test_a_timeline_shows_the_host_apart_and_does_not_count_it(world):
             train_step(made, world, 1)
         timelines.append(timeline)
         if engine == "offload":
-            assert timeline.peak_of(HOST) >= sum(made.accounts.held("cpu").values())
+            assert timeline.peak_of(HOST) >= sum(made.accounting.held("cpu").values())
     beside_host, without = timelines
     assert beside_host.peak_bytes() < without.peak_bytes()
 

@@ -11,7 +11,7 @@ from training import UNFUSED, make_engine, message_of, same_bits, train_step
 
 def counts(made):
     """Every count of bytes with its prediction."""
-    measured, predicted = made.accounts.measured(), made.accounts.predicted()
+    measured, predicted = made.accounting.measured(), made.accounting.predicted()
     return {name: (measured[name], predicted[name]) for name in predicted}
 
 

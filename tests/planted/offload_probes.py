@@ -50,7 +50,7 @@ def counts(world, engine, folder):
         train_step(made, world, step)
     padded = sum(bucket.padded_numel for bucket in made.buckets)
     on_host = padded // world.size if made.ratio == 0 else None
-    measured, predicted = made.accounts.measured(), made.accounts.predicted()
+    measured, predicted = made.accounting.measured(), made.accounting.predicted()
     crossed = measured["bus_bytes_per_step"]
     return broken(
         **{name: measured[name] == predicted[name] for name in predicted},

@@ -54,7 +54,9 @@ globals().update((mutant.plant.__name__, mutant.plant) for mutant in MUTANTS)  #
 @shown_by(CLIPPED)
 def padding_is_not_zeroed(engine):
     what_empty_may_hold = float("nan")
-    return followed(Bucket, "seal", lambda bucket: bucket.local[bucket.numel :].fill_(what_empty_may_hold))
+    return followed(
+        Bucket, "finalize", lambda bucket: bucket.local_gradients[bucket.numel :].fill_(what_empty_may_hold)
+    )
 
 
 @shown_by(SOMETIMES_UNUSED)
@@ -94,7 +96,7 @@ def a_bucket_does_not_wait_for_room(engine):
 
     with (
         preceded(engine, "backward", hold_reductions),
-        preceded(engine, "take_room", lambda self, _: self.travelling.clear()),
+        preceded(engine, "allocate_gradients", lambda self, _: self.in_flight.clear()),
         preceded(engine, "finish_backward", lambda self: self.late.set()),
     ):
         yield

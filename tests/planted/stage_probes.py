@@ -72,9 +72,9 @@ def in_flight(world, engine, model):
     made.synchronize()
     with Timeline(made) as timeline:
         train_step(made, world, 1)
-    travelling = sorted(bucket.padded_numel * 4 for bucket in made.buckets)
-    received = travelling[-1] * (world.size - 1) // world.size
-    return timeline.peak_of("buckets in flight", "receive buffer"), sum(travelling[-2:]) + received
+    in_flight = sorted(bucket.padded_numel * 4 for bucket in made.buckets)
+    received = in_flight[-1] * (world.size - 1) // world.size
+    return timeline.peak_of("buckets in flight", "receive buffer"), sum(in_flight[-2:]) + received
 
 
 def two_buckets_in_flight(world, engine, folder):
@@ -208,7 +208,7 @@ def overflow_is_agreed(world, engine, folder):
     made = small_engine(world, engine, "fp16")
     made.backward(loss(made(inputs(world, 0))))
     if world.rank == world.size - 1:
-        made.buckets[0].reduced[0] = float("inf")
+        made.buckets[0].gradient_shard[0] = float("inf")
     return broken(flag=bool(overflow_flag(made.buckets, made.comm) > 0))
 
 

@@ -1,4 +1,4 @@
-"""Probes of ZeRO++, at 4 ranks in two nodes of two: bounds of rounding, second shards, bytes that leave a node."""
+"""Probes of ZeRO++, at 4 ranks in two nodes of two: bounds of rounding, secondary shards, bytes that leave a node."""
 
 import contextlib
 
@@ -47,11 +47,11 @@ def reduced_by(engine, seed=0):
         local = uneven(bucket.padded_numel, engine.block, 1000 * seed + 10 * number + engine.rank)
         everyone = torch.stack(engine.comm.gather_objects(local))
         pieces = everyone.view(engine.world_size, engine.world_size, -1)[:, engine.rank]
-        bucket.local = local.clone()
-        bucket.goes_by.reduce(bucket).wait()
+        bucket.local_gradients = local.clone()
+        bucket.reduce_with.reduce(bucket).wait()
         bound = bound_of_mean(pieces, engine.comm.ranks_per_node, engine.block)
-        yield bucket.reduced.double(), pieces.double().mean(dim=0), bound
-        bucket.local = None
+        yield bucket.gradient_shard.double(), pieces.double().mean(dim=0), bound
+        bucket.local_gradients = None
 
 
 def means_are_within_their_bound(world, engine, folder):
@@ -67,13 +67,13 @@ def weights_are_within_their_bound(world, engine, folder):
     train_step(made, world)
     kept, near = made.full_state_dict(), []
     for unit in made.units:
-        made.use(unit, units.Order())  # as in a forward
+        made.unshard(unit, units.PrefetchOrder())  # as in a forward
     weights = {name: p.detach().clone() for name, p in made.module.named_parameters()}
     for bucket in made.buckets:
         exact = torch.zeros(bucket.padded_numel)
         for name, view in bucket.cut(exact).items():
             view.copy_(kept[name])
-        shards = zip(bucket.full.split(bucket.shard_numel), exact.split(bucket.shard_numel), strict=True)
+        shards = zip(bucket.full_parameters.split(bucket.shard_numel), exact.split(bucket.shard_numel), strict=True)
         near += [((a - b).abs() <= steps_of(b, made.block, 127) * 0.50001).all() for a, b in shards]
     same = len(set(made.comm.gather_objects(sha256(weights)))) == 1
     return broken(bound=all(near), same_on_every_rank=same)
@@ -94,13 +94,13 @@ def bytes_are_as_predicted(world, engine, folder):
     return broken(
         held=made.model_state_bytes() == made.predicted_model_state_bytes(),
         sent=traffic.by_collective() == made.predicted_wire_bytes_per_step(),
-        left=traffic.between_nodes() == made.accounts.predicted_between_nodes(),
+        left=traffic.between_nodes() == made.accounting.predicted_between_nodes(),
         by_hand=sum(traffic.between_nodes().values()) == across,
     )
 
 
 def copies_are_never_stale(world, engine, folder):
-    """With second shards a run ends with stage 3's bits: after updates, a load, a skipped step, evaluations."""
+    """With secondary shards a run ends with stage 3's bits: after updates, a load, a skipped step, evaluations."""
     ends = [eventful(world, name, f"{folder}/{name[:6]}") for name in ("stage3_param", engine)]
     return broken(losses=ends[0][0] == ends[1][0], weights=same_bits(ends[0][1], ends[1][1]))
 
@@ -155,9 +155,9 @@ def nothing_of_a_gradient_is_lost(world, engine, folder):
     total = torch.zeros_like(exact)
     for time in range(16):
         scale = 4.0 if time % 2 else 1.0  # the loss scaler's: what is carried was counted in units of the one before
-        bucket.local = local * scale
-        bucket.goes_by.reduce(bucket, scale).wait()
-        total += bucket.reduced / scale
+        bucket.local_gradients = local * scale
+        bucket.reduce_with.reduce(bucket, scale).wait()
+        total += bucket.gradient_shard / scale
     pieces = torch.stack(made.comm.gather_objects(local)).view(made.world_size, made.world_size, -1)[:, made.rank]
     once = bound_of_mean(pieces, made.comm.ranks_per_node, made.block)
     return broken(sum=bool(((total - 16 * exact).abs() <= 2 * once + 1e-4 * exact.abs()).all()))
@@ -169,7 +169,7 @@ def an_overflow_passes_and_leaves_nothing(world, engine, folder):
     bucket = made.buckets[0]
     means = []
     for value in (float("inf"), 1.0):
-        bucket.local = torch.full((bucket.padded_numel,), value)
-        bucket.goes_by.reduce(bucket).wait()
-        means.append(bucket.reduced.clone())
+        bucket.local_gradients = torch.full((bucket.padded_numel,), value)
+        bucket.reduce_with.reduce(bucket).wait()
+        means.append(bucket.gradient_shard.clone())
     return broken(shows=not means[0].isfinite().any(), is_gone=bool((means[1] - 1).abs().max() < 1e-5))

@@ -23,7 +23,7 @@ from common.ranks.lanes import StreamLane
 from common.tiers.activations import HostActivations
 
 # What waits, or tells somebody that he has to. The mutants leave out one of these at a time.
-WAITS = {"wait", "wait_on_host", "wait_event", "wait_stream", "record_stream", "follow", "result", "let_go"}
+WAITS = {"wait", "wait_on_host", "wait_event", "wait_stream", "record_stream", "wait_for_caller", "result", "let_go"}
 OF_EVENTS = ("done.record()", "self._event.synchronize()")  # others of these names have to do with no stream
 FILES = [
     "common/tensors.py",
@@ -101,8 +101,8 @@ def train(gpu, name, options, checkpoint, micro_batches=2, precision="fp32", bes
         if step == 2 and engine.comm.size == 1:  # there, one rank's files are all
             engine.save(checkpoint)
             engine.load(checkpoint)
-    held = engine.accounts.measured().get("host_state_bytes")
-    assert held in (None, engine.accounts.predicted().get("host_state_bytes"))  # pinned memory is of powers of two
+    held = engine.accounting.measured().get("host_state_bytes")
+    assert held in (None, engine.accounting.predicted().get("host_state_bytes"))  # pinned memory is of powers of two
     engine.full_state_dict()
 
 
@@ -181,7 +181,7 @@ def test_a_lane_waits_for_what_was_queued_before_it_and_the_caller_at_the_end_fo
 
 # Such as no scene needs, and why they stay.
 EXPLAINED = {
-    "self.travelling.pop(0).wait()": "bounds how much memory is under way; the lane keeps the order without it",
+    "self.in_flight.pop(0).wait()": "bounds how much memory is under way; the lane keeps the order without it",
     "before.wait()": "two writes of one part have a read between them here: `test_swap.py` has threads come late",
     "after.wait_on_host()": "a buffer comes back here when all is done with it: see `faults.toml`",
     "self._written.pop().wait()": "what is left when an engine saves or ends, which waits for a file and for no memory",

@@ -216,8 +216,8 @@ class KeepsWholeGradients(ShardedGradients):
     follows, reduces_at_once = "stage2_grad", True
 
     def reduce(self, bucket):
-        self.take_room(bucket)
-        self.whole = {**getattr(self, "whole", {}), bucket: bucket.local}
+        self.allocate_gradients(bucket)
+        self.whole = {**getattr(self, "whole", {}), bucket: bucket.local_gradients}
         super().reduce(bucket)
 
 

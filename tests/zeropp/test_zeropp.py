@@ -1,4 +1,4 @@
-"""ZeRO++: rounding within its bound, hops that add up, second shards that are never stale, bytes as predicted."""
+"""ZeRO++: rounding within its bound, hops that add up, secondary shards that are never stale, bytes as predicted."""
 
 import itertools
 import json
@@ -187,11 +187,11 @@ def fed_back(world):
         if world.rank in ranks:
             gradient = gradient_of(world.rank, event) * scale
             gradient[0, 0] = torch.inf if what == "overflow" else gradient[0, 0]
-            made.take_room(bucket)
+            made.allocate_gradients(bucket)
             with mock.patch.object(Bucket, "scale_of_backward", scale):
                 bucket.pack("weight", gradient.to(made.dtype))
         made.finish_backward()
-        means.append(bucket.reduced.float() / scale)
+        means.append(bucket.gradient_shard.float() / scale)
         skipped = made.zero_grad() if what == "zero_grad" else made.step().skipped
         assert skipped == {"step": False, "overflow": True, "zero_grad": None}[what]
     return torch.cat(made.comm.gather_objects(torch.stack(means).cpu().T))
@@ -282,7 +282,7 @@ def test_bytes_held_and_sent_and_leaving_the_node_are_those_predicted(
         made.step()
     assert made.model_state_bytes() == made.predicted_model_state_bytes()
     assert traffic.by_collective() == made.predicted_wire_bytes_per_step()
-    assert traffic.between_nodes() == made.accounts.predicted_between_nodes()
+    assert traffic.between_nodes() == made.accounting.predicted_between_nodes()
 
 
 @pytest.mark.parametrize("per_node", [1, 2])
@@ -335,7 +335,7 @@ def test_what_keep_fp32_names_is_not_quantized(world):
     made = make_engine("quantized:Weights", "gpt-tiny", precision="bf16", keep_fp32=["ln_1", "ln_2", "ln_f"], seed=1)
     exact = made.full_state_dict()
     for unit in made.units:
-        made.use(unit, units.Order())  # as in a forward
+        made.unshard(unit, units.PrefetchOrder())  # as in a forward
     kept = {name: parameter for name, parameter in made.module.named_parameters() if "ln_" in name}
     assert kept
     assert all(torch.equal(parameter.float(), exact[name]) for name, parameter in kept.items())

@@ -9,8 +9,8 @@ from numbers import Integral, Real
 import torch
 from torch import nn
 
+from common.engine.guards import check_hooks, engine_of
 from common.engine.master_weights import alone, groups_of
-from common.engine.misuse import check_hooks, engine_of
 from common.engine.mixed_precision import DTYPES
 from common.engine.readers import Freed
 from common.engine.ties import extent

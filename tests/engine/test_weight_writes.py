@@ -227,7 +227,7 @@ def test_a_write_within_gathered_is_refused(world, name, precision, road):
     first = {other_data: "'blocks.2.up.weight' was", in_inference_mode: "'stem.bias' was"}
     assert message.startswith(first.get(road, "'"))
     assert road is not through_data or "or another weight of" in message
-    if any(bucket.full is not None for bucket in made.buckets):  # sharded: weights are as they were
+    if any(bucket.full_parameters is not None for bucket in made.buckets):  # sharded: weights are as they were
         assert same_bits(before, made.full_state_dict())
         step(made, inputs(world, 1))
 

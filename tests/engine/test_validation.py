@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn, optim
 from training import ADAMW, inputs, make_engine, message_in_step, message_of, same_bits
 
-from common.engine.door import check_model, check_types
+from common.engine.validation import check_model, check_types
 from common.engines import find_engine
 from common.errors import InputError
 

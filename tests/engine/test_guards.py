@@ -27,7 +27,7 @@ from training import (
 )
 from trap_models import WIDTH, Block, FrozenEnds, Net, chain, loss, step
 
-from common.engine.door import check_elementwise
+from common.engine.validation import check_elementwise
 from common.engines import find_engine
 from common.errors import InputError
 

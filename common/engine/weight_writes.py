@@ -1,7 +1,7 @@
-"""Who writes weights past the steps of an engine, and how every rank comes to keep what was written.
+"""Writes to weights outside of an engine's steps, and how every rank comes to keep what was written.
 
-Weights stand in several places: whole parameters, a rank's shard, fp32 master weights, and in ZeRO++ the second shards
-of a node. A write to one of them reaches no other. So weights are written within `engine.gathered(write=True)`, which
+Weights stand in several places: whole parameters, a rank's shard, fp32 master weights, and in ZeRO++ a node's secondary
+shards. A write to one of them reaches no other. So weights are written within `engine.gathered(write=True)`, which
 takes what is there afterwards to all of these places. A write elsewhere that would be lost, or that no other rank would
 hear of, is refused at the engine's next call.
 
@@ -23,7 +23,7 @@ from common.tensors import checksum, host_value, past_subclasses
 HOW = "write weights within `with engine.gathered(module, write=True):`"
 
 
-class Writes:
+class WeightWrites:
     """Tells the writes of others to an engine's buckets, trainable and frozen, from those of the engine.
 
     Attributes:
@@ -96,7 +96,7 @@ def gathered(engine, *modules, write=False):
     """A context in which the weights of `modules` (all, if none is named) are whole on every rank, for reading.
 
     With `write`, a collective, for writing: each rank keeps its shard of what is there when the context is left, in
-    master weights and second shards too. What the optimizer keeps stays.
+    master weights and secondary shards too. What the optimizer keeps stays.
 
     Raises:
         InputError: weights were written in a context for reading, or not alike on all ranks.
@@ -107,16 +107,16 @@ def gathered(engine, *modules, write=False):
     members = [(b, name, p) for b in buckets for name, p in b.members.items() if p in wanted]
     if write:
         engine.synchronize()
-    with engine.at_hand(buckets), engine.buffers.apart():
+    with engine.unsharded(buckets), engine.buffers.apart():
         if write:
             with _kept(engine, members):
                 yield
         else:
-            engine.writes.accept(parameter for _, _, parameter in members)
-            changes, before = engine.writes.changes, {bucket: bucket.sum_of_bits() for bucket in buckets}
+            engine.weight_writes.accept(parameter for _, _, parameter in members)
+            changes, before = engine.weight_writes.changes, {bucket: bucket.sum_of_bits() for bucket in buckets}
             yield
-            unseen = changed(before) if changes == engine.writes.changes else []
-            _check_read_only(engine.writes, members, unseen)
+            unseen = changed(before) if changes == engine.weight_writes.changes else []
+            _check_read_only(engine.weight_writes, members, unseen)
 
 
 def _check_read_only(writes, members, unseen):
@@ -137,10 +137,10 @@ def _check_read_only(writes, members, unseen):
 @contextlib.contextmanager
 def _kept(engine, members):
     """In this context parameters are written; after it the engine keeps that. After an exception all is as before."""
-    places = {parameter: bucket.view(bucket.at_hand, name) for bucket, name, parameter in members}
+    places = {parameter: bucket.view(bucket.whole_parameters, name) for bucket, name, parameter in members}
     with torch.inference_mode(False):
         before = {parameter: place.clone() for parameter, place in places.items()}
-    engine.writes.open.append(before)
+    engine.weight_writes.open.append(before)
     try:
         yield
         _agree(engine.comm, members, places, before)
@@ -148,10 +148,10 @@ def _kept(engine, members):
         for parameter, place in places.items():
             place.data.copy_(before[parameter])
             parameter.data = place
-        engine.writes.accept(places)
+        engine.weight_writes.accept(places)
         raise
     finally:
-        engine.writes.open.pop()
+        engine.weight_writes.open.pop()
         for bucket, name, _ in members:
             bucket.strays.discard(name)
     _take_over(engine, members, before)
@@ -195,7 +195,7 @@ def _take_over(engine, members, before):
         if others.any():
             written.setdefault(bucket, {})[name] = now, others
             torch.autograd.graph.increment_version([parameter])
-            for outer in engine.writes.open:
+            for outer in engine.weight_writes.open:
                 if parameter in outer:
                     outer[parameter].copy_(parameter)
     for bucket, of_name in written.items():
@@ -207,10 +207,10 @@ def _take_over(engine, members, before):
                     target[here] = torch.where(others, now.to(target.dtype), target[here])
 
         bucket.take_over(engine.owned(bucket).parameters, fill)
-        engine.writes.changes += 1
-        engine.writes.accept(bucket.masters)
+        engine.weight_writes.changes += 1
+        engine.weight_writes.accept(bucket.masters)
         bucket.bits = None
-    engine.writes.accept(parameter for _, _, parameter in members)
+    engine.weight_writes.accept(parameter for _, _, parameter in members)
 
 
 def _holds_nan(tensor):

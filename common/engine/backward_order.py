@@ -18,7 +18,7 @@ import torch
 from common.tensors import graph_nodes_made
 
 
-class Turn:
+class UnitCall:
     """A forward of a unit that backward will come to.
 
     Attributes:
@@ -32,7 +32,7 @@ class Turn:
         self.checkpoint = None if torch.is_grad_enabled() else graph_nodes_made()
 
 
-class Turns:
+class BackwardOrder:
     """The turns that are to come.
 
     Attributes:
@@ -51,7 +51,7 @@ class Turns:
         self._running, self._number = [], next(self._numbers)
 
     def note(self, unit, inputs, outputs):
-        """A forward of a unit ended, and returned `outputs`, tensors. Return its `Turn`; None if it has no backward."""
+        """A unit's forward ended and returned the tensors `outputs`. Returns its `UnitCall`, or None without a backward."""
         # Whether a gradient comes is another matter on each rank; whether one may come is not.
         tensors = outputs if torch.is_grad_enabled() else [value for value in inputs if torch.is_tensor(value)]
         behind = torch.is_grad_enabled() and any(turn.unit.trainable for turn in self._running)
@@ -61,7 +61,7 @@ class Turns:
         before = next((turn for turn in behind if turn.unit is unit or turn.unit.beside(unit)), None)
         if before is not None and before.unit is unit:  # from the one turn to the other no unit ends it
             before.gathers = False
-        self._running.append(Turn(unit, self._number))
+        self._running.append(UnitCall(unit, self._number))
         return self._running[-1]
 
     def end_forward(self):

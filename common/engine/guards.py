@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.engine.hooks import Hook
-from common.engine.writes import HOW
+from common.engine.weight_writes import HOW
 from common.errors import InputError
 from common.tensors import length, past_subclasses
 
@@ -55,7 +55,7 @@ class Guards:
             gone = next(name for name, parameter in members if parameter not in names)
             raise InputError(f"{gone!r} is no part of the model any more; {HOW_TO_CHANGE}")
         self.check_places()
-        engine.writes.check()
+        engine.weight_writes.check()
 
     @past_subclasses
     def check_places(self):
@@ -107,15 +107,15 @@ class Guards:
         engine = self._engine
         if engine.unfinished is None:
             return
-        engine.reducing, engine.unfinished = engine.unfinished, None
+        engine.reduce_grads, engine.unfinished = engine.unfinished, None
         try:
             engine.finish_backward()
         finally:
-            engine.reducing = False
+            engine.reduce_grads = False
         engine.comm.maximum(engine.comm.buffer(1), "the end of a backward that failed")
 
     def _before_load_state_dict(self, module, *_):
-        bucket_of, writes = self._engine.bucket_of, self._engine.writes
+        bucket_of, writes = self._engine.bucket_of, self._engine.weight_writes
         own = [p for p in module.parameters(recurse=False) if p in bucket_of and not writes.is_open(p)]
         if any(bucket_of[parameter].loses_writes for parameter in own):
             raise RuntimeError(
