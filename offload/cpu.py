@@ -72,8 +72,8 @@ class OffloadEngine(EngineBase):
         self.matches_stage0 = not delayed_update
         super().__init__(model, optimizer, **options)
         for bucket in self.buckets:
-            for piece in bucket.pieces:
-                piece.stepper = Stepper(piece, optimizer)
+            for shard in bucket.optimizer_shards:
+                shard.stepper = Stepper(shard, optimizer)
         self.guards.rest_optimizer()
 
     def owned(self, bucket):
@@ -168,18 +168,18 @@ class OffloadEngine(EngineBase):
         """Phase 4. Begin every step on the host, take those on the device, and wait for all unless they are delayed."""
         self._failed = True  # until all is begun
         for bucket in self.buckets:
-            bucket.stepping = [self.step_piece(bucket, piece) for piece in bucket.pieces]
+            bucket.stepping = [self.step_optimizer_shard(bucket, shard) for shard in bucket.optimizer_shards]
         if not self.delayed_update or self.updates < self.warmup_steps:
             self.landed += 1
             self.synchronize()
         self.show_step()
 
-    def step_piece(self, bucket, piece):
+    def step_optimizer_shard(self, bucket, shard):
         """Step an optimizer shard in its tier. The host steps one after the other, on a lane of its own."""
-        piece.stepper.ask(piece, self.optimizer, self.optimizer.param_groups[bucket.kind.group], self._factor)
-        if piece.spare is not None:  # the next backward's mean may arrive before this one is spent
-            piece.gradient_shard, piece.spare = piece.spare, piece.gradient_shard
-        return piece.tier.lane.submit(partial(piece.stepper.take, bucket.name, after=bucket.copying_up))
+        shard.stepper.ask(shard, self.optimizer, self.optimizer.param_groups[bucket.kind.group], self._factor)
+        if shard.spare is not None:  # the next backward's mean may arrive before this one is spent
+            shard.gradient_shard, shard.spare = shard.spare, shard.gradient_shard
+        return shard.tier.lane.submit(partial(shard.stepper.take, bucket.name, after=bucket.copying_up))
 
     def copy_up(self, bucket, steps):
         """Phase 5. Copy a bucket's parameters to the device once it is stepped, overlapped with the steps after it."""

@@ -34,7 +34,7 @@ import stage3_param
 from common.engine import accounting, units
 from common.engine.validation import check_elementwise, check_swapped
 from common.errors import InputError
-from common.tiers.accounting import STATES, TIERS, Move, TieredAccounting
+from common.tiers.accounting import STATES, TIERS, Move, TieredAccounting, moves_of_sums
 from common.tiers.bus import Bus
 from common.tiers.disk import Disks, refuse_state_dict
 from common.tiers.opening import open_tiers
@@ -100,7 +100,7 @@ class InfinityEngine(stage3_param.Engine):
             is_sum = reductions > 1 or self.accounting.became_fp32(bucket)
             mean = in_fp32 if is_sum else shard
             moves += [Move(1, "device", gradients, shard), Move(1, gradients, steps_on, mean)]
-            moves += self.moves_of_sums(gradients, reductions - 1, shard, in_fp32)
+            moves += moves_of_sums(gradients, reductions - 1, shard, in_fp32)
             if gradients == "nvme":
                 looks = self.takes_norm + (self.loss_scaler is not None)
                 moves += [Move(looks, gradients, "cpu", mean), *self.accounting.looks_on_disk(bucket)]
@@ -111,13 +111,6 @@ class InfinityEngine(stage3_param.Engine):
             if bucket.masters_are_apart:
                 moves += [Move(1, steps_on, parameters, shard)]
         return moves
-
-    def moves_of_sums(self, gradients, further, shard, in_fp32):
-        """What the backwards after a step's first move, which add to the gradients: in fp32, and where these lie."""
-        if gradients != "nvme":
-            return [Move(further, "device", gradients, shard)]
-        read = [Move(min(further, 1), gradients, "cpu", shard), Move(max(further - 1, 0), gradients, "cpu", in_fp32)]
-        return [Move(further, "device", "cpu", shard), *read, Move(further, "cpu", gradients, in_fp32)]
 
     def make_units(self):
         """Cut the model into units, and open the tiers that hold them."""
@@ -212,7 +205,7 @@ class InfinityEngine(stage3_param.Engine):
     def update(self):
         """Phase 7. Each rank steps its shards: one sub-group is stepped while the next is read and the last written."""
         self.free_all()
-        sub_groups = [piece for bucket in self.buckets for piece in bucket.pieces]
+        sub_groups = [shard for bucket in self.buckets for shard in bucket.optimizer_shards]
         sub_groups[0].swap_in(self.optimizer)
         for sub_group, following in zip(sub_groups, [*sub_groups[1:], None], strict=True):
             if following is not None:

@@ -70,4 +70,4 @@ class Engine(EngineBase):
     def update(self):
         """Phase 4. Every rank takes the same step over all parameters."""
         for bucket in self.buckets:
-            self.step_shard(bucket)
+            self.step_shard(bucket.optimizer_shard)

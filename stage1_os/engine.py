@@ -72,7 +72,7 @@ class Engine(EngineBase):
     def update(self):
         """Phase 4. Each rank steps its shard of a bucket, and all-gathers it while it steps the next one."""
         for bucket in self.buckets:
-            self.step_shard(bucket)
+            self.step_shard(bucket.optimizer_shard)
             self.gather(bucket)
         self.synchronize()
 

@@ -288,7 +288,7 @@ class Engine(EngineBase):
         """Phase 7. Each rank steps its own shards."""
         self.free_all()
         for bucket in self.buckets:
-            self.step_shard(bucket)
+            self.step_shard(bucket.optimizer_shard)
 
     def free_all(self):
         """Free all units: their shards are about to change, and what is gathered would be out of date.

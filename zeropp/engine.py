@@ -139,7 +139,7 @@ class Engine(stage3_param.Engine):
         for bucket in self.buckets:
             bucket.gather_with.outdate(bucket)
             bucket.reduce_with.take(bucket)
-            self.step_shard(bucket)
+            self.step_shard(bucket.optimizer_shard)
 
     def begin_load(self):
         """Before the parameters are read from a file: the rounding errors belong to earlier gradients."""

@@ -216,10 +216,10 @@ def _dtypes(engine, bucket):
     """The states of a bucket that have a number for each element: {name: dtype}; None names the parameters."""
     if not bucket.kind.trainable:
         return {None: bucket.kind.dtype}
-    piece = bucket.pieces[0]
+    shard = bucket.optimizer_shards[0]
     return {
-        None: piece.master.dtype,
-        **{k: state.dtype for k, state in optimizer_state.states(engine, piece)[0].items()},
+        None: shard.master.dtype,
+        **{k: state.dtype for k, state in optimizer_state.states(engine, shard)[0].items()},
     }
 
 
@@ -227,7 +227,8 @@ def _index(engine, tensors):
     """What the files hold. Rank 0 writes it, and adds the tensors among scalars and options to its own `tensors`."""
     parameters = {}
     for bucket in engine.buckets + engine.frozen:
-        dtypes, (elementwise, scalars) = _dtypes(engine, bucket), optimizer_state.states(engine, bucket.pieces[0])
+        dtypes = _dtypes(engine, bucket)
+        elementwise, scalars = optimizer_state.states(engine, bucket.optimizer_shards[0])
         for slot in bucket.slots.values():
             parameters[slot.name] = {
                 "shape": list(slot.shape),
@@ -343,12 +344,12 @@ def check_intact(folder, entry):
 
 
 def _fill_optimizer(engine, index, source):
-    def states_of(bucket, piece):
+    def states_of(bucket, shard):
         saved = index["parameters"][next(iter(bucket.slots))]  # all parameters have been stepped equally often
         fills = {}
         for state in saved["states"]:
             names = {name: f"optimizer/{state}/{name}" for name in bucket.slots}
-            fills[state] = partial(weights.fill_part, source, bucket, names, part=piece.part)
+            fills[state] = partial(weights.fill_part, source, bucket, names, part=shard.part)
         return copy.deepcopy(saved["scalars"]), fills  # each piece counts its own steps
 
     optimizer_state.fill(engine, index["groups"], states_of)

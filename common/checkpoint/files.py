@@ -61,7 +61,7 @@ class Files:
             with bucket.values_in_memory():
                 kept = bucket.parameters
                 if bucket.kind.trainable and bucket.sixteen_bit:
-                    kept = end_to_end([piece.master for piece in bucket.pieces], comm.device)
+                    kept = end_to_end([shard.master for shard in bucket.optimizer_shards], comm.device)
                 whole = whole_of(comm, bucket, kept, to_rank)
                 del kept  # before the next takes room
                 for name, parameter in bucket.members.items() if here else ():

@@ -3,10 +3,10 @@
 import torch
 
 
-def states(engine, piece):
+def states(engine, shard):
     """The optimizer's states of a piece: those with a number for each element, and the others, such as `step`."""
-    states = engine.optimizer.state.get(piece.master, {})
-    elementwise = {k: v for k, v in states.items() if torch.is_tensor(v) and v.shape == piece.master.shape}
+    states = engine.optimizer.state.get(shard.master, {})
+    elementwise = {k: v for k, v in states.items() if torch.is_tensor(v) and v.shape == shard.master.shape}
     return elementwise, {k: v for k, v in states.items() if k not in elementwise}
 
 
@@ -28,9 +28,9 @@ def fill(engine, groups, states_of):
     optimizer.state.clear()  # so that old and new states are not held at once
     fresh = optimizer.state_dict()
     fresh["param_groups"] = [{**now, **then} for now, then in zip(fresh["param_groups"], groups, strict=True)]
-    place_of = {piece.master: (bucket, piece) for bucket in engine.buckets for piece in bucket.pieces}
+    place_of = {shard.master: (bucket, shard) for bucket in engine.buckets for shard in bucket.optimizer_shards}
     masters = [master for group in optimizer.param_groups for master in group["params"]]
-    for number, (bucket, piece) in enumerate(place_of[master] for master in masters):
-        others, fills = states_of(bucket, piece)
-        fresh["state"][number] = others | {name: piece.take_state(name, of_name) for name, of_name in fills.items()}
+    for number, (bucket, shard) in enumerate(place_of[master] for master in masters):
+        others, fills = states_of(bucket, shard)
+        fresh["state"][number] = others | {name: shard.take_state(name, of_name) for name, of_name in fills.items()}
     optimizer.load_state_dict(fresh)  # moves them to the device

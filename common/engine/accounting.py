@@ -16,13 +16,13 @@ def state_bytes(bucket, engine):
 
     As probed at the door until it has kept anything; its options may have changed since: a momentum was switched on.
     """
-    optimizer, piece = getattr(engine, "optimizer", None), bucket.pieces[0]
-    states = [] if optimizer is None else piece.states(optimizer)
+    optimizer, shard = getattr(engine, "optimizer", None), bucket.optimizer_shards[0]
+    states = [] if optimizer is None else shard.states(optimizer)
     if not states:
         per_element, per_tensor = engine.optimizer_bytes
         return getattr(engine, "state_bytes", ()) or [per_element], per_tensor
-    each = [state.itemsize for state in states if state.shape == piece.master.shape]
-    return each, sum(state.nbytes for state in states if state.shape != piece.master.shape)
+    each = [state.itemsize for state in states if state.shape == shard.master.shape]
+    return each, sum(state.nbytes for state in states if state.shape != shard.master.shape)
 
 
 class Accounting:
@@ -52,7 +52,7 @@ class Accounting:
 
     def note_step(self):
         """What the predictions for a step like this one depend on."""
-        self._summed = {b for b in self._engine.buckets if any(piece.carried is not None for piece in b.pieces)}
+        self._summed = {b for b in self._engine.buckets if any(s.carried is not None for s in b.optimizer_shards)}
         self._last_step, self._last_looks = (max(1, self.backwards), self.reductions), self.looks
 
     def forget(self):
@@ -150,7 +150,7 @@ class Accounting:
             "receive buffer": [engine.comm.room],
             "buckets in flight": [b.local_gradients for b in buckets]
             + [total for b in buckets for total in b.sums.values()]
-            + [p.master.grad for b in buckets for p in b.pieces]
+            + [p.master.grad for b in buckets for p in b.optimizer_shards]
             + [p.grad for p in engine.bucket_of]
             + [tensor for handle in handles for tensor in handle.buffers],
         }

@@ -51,7 +51,7 @@ class BackwardOrder:
         self._running, self._number = [], next(self._numbers)
 
     def note(self, unit, inputs, outputs):
-        """A unit's forward ended and returned the tensors `outputs`. Returns its `UnitCall`, or None without a backward."""
+        """A unit's forward ended and returned tensors `outputs`. Returns its `UnitCall`, or None without a backward."""
         # Whether a gradient comes is another matter on each rank; whether one may come is not.
         tensors = outputs if torch.is_grad_enabled() else [value for value in inputs if torch.is_tensor(value)]
         behind = torch.is_grad_enabled() and any(turn.unit.trainable for turn in self._running)

@@ -27,7 +27,7 @@ from common.engine.gradients import gradients
 from common.engine.guards import Guards, NoModule, engine_of
 from common.engine.hooks import Hook
 from common.engine.master_weights import alone, groups_of
-from common.engine.mixed_precision import LossScaler, decide, dtype_of
+from common.engine.mixed_precision import LossScaler, decide, dtype_of, running_backward
 from common.engine.reentrant import mark_gradients_in_parts
 from common.engine.snapshots import continue_from, restore, snapshot
 from common.engine.validation import BATCH_NORMS
@@ -160,8 +160,8 @@ class EngineBase(Files, NoModule):
         self.guards, self.accounting = Guards(self), self.accounting_class(self)
         self.optimizer = optimizer(building.shards_of(self.buckets, self.param_groups, param_groups is None))
         self._group_of = groups_of(self.optimizer)
-        for piece in (piece for bucket in self.buckets for piece in bucket.pieces):
-            piece.adopt(self.optimizer.state.get(piece.master, {}))  # made with its first breath, as Adagrad's
+        for shard in (shard for bucket in self.buckets for shard in bucket.optimizer_shards):
+            shard.adopt(self.optimizer.state.get(shard.master, {}))  # made with its first breath, as Adagrad's
         self.guards.take_optimizer()
         self.weight_writes = WeightWrites(self.buckets + self.frozen)
 
@@ -220,15 +220,16 @@ class EngineBase(Files, NoModule):
         self._begin_gradients()
         mark_gradients_in_parts(loss)
         self.begin_backward()
-        Bucket.scale_of_backward, self.reduce_grads = self._scale, self.sync_gradients
+        self.reduce_grads = self.sync_gradients
         try:
             scaled = loss if self.loss_scaler is None else loss.float() * self._scale
-            scaled.backward(retain_graph=retain_graph)
+            with running_backward.of_loss_scaled_by(self._scale):
+                scaled.backward(retain_graph=retain_graph)
             if self.sync_gradients:
                 self.finish_backward()
         finally:
             # What comes later is of another engine's backward: ranks may disagree on it, so that it waits for step().
-            Bucket.scale_of_backward, self.reduce_grads, self.retains_graph = None, False, False
+            self.reduce_grads = self.retains_graph = False
         self.accounting.backwards += 1
         self.accounting.reductions += self.sync_gradients
         self._failed, self.unfinished = False, None
@@ -279,25 +280,25 @@ class EngineBase(Files, NoModule):
         if not all(bucket.has_gradient for bucket in self.buckets):
             raise RuntimeError(f"{call}() without a backward() since the last step")
 
-    def step_shard(self, bucket):
-        """Step the optimizer over one bucket's shard. 16-bit gradients are cast to fp32 for it, a bucket at a time."""
+    def step_shard(self, shard):
+        """Step the optimizer over one `OptimizerShard`. 16-bit gradients are cast to fp32 for it, a shard at a time."""
         self._failed = True  # until all shards are stepped
-        gradient, lender = bucket.mean, bucket.tier or self.comm
+        gradient, lender = shard.mean, shard.tier or self.comm
         if gradient.dtype != torch.float32:
             gradient = lender.scratch(len(gradient), torch.float32).copy_(gradient)
         if self._factor is not None:
             gradient.mul_(self._factor)
-        bucket.master.grad = gradient
+        shard.master.grad = gradient
         try:
-            with alone(self.optimizer, bucket.master, self._group_of[bucket.master]):
+            with alone(self.optimizer, shard.master, self._group_of[shard.master]):
                 self.show_step()
         finally:
-            bucket.master.grad = None
-        if bucket.is_apart:
-            bucket.stepped.copy_(bucket.master.detach())
+            shard.master.grad = None
+        if shard.is_apart:
+            shard.stepped.copy_(shard.master.detach())
 
     def show_step(self):
-        """The optimizer's own step. Schedulers watch it, so it is called where pieces step by themselves."""
+        """The optimizer's own step. Schedulers watch it, so it is called where optimizer shards step by themselves."""
         self.stepping = True
         try:
             self.optimizer.step()
@@ -424,6 +425,7 @@ class EngineBase(Files, NoModule):
             if bucket.kind.trainable:  # called when autograd has added up all uses of the parameter in a backward
                 report = Hook(self._report_gradient, name)
                 self.handles.append(parameter.register_post_accumulate_grad_hook(report))
+        bucket.filling = self.filling
         bucket.allocate(self, whole)
         (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
 
@@ -435,7 +437,7 @@ class EngineBase(Files, NoModule):
     def _report_gradient(self, name, parameter):
         if parameter.grad is None:
             return  # autograd came by with nothing, as from a reentrant checkpoint of a constant
-        if Bucket.scale_of_backward is None:
+        if running_backward.loss_scale is None:
             parameter.grad, self._failed, self.unfinished = None, True, False
             raise RuntimeError(f"{name!r} got a gradient outside of engine.backward(): write that for loss.backward()")
         self.gradient_ready(self.bucket_of[parameter], name, parameter)

@@ -9,6 +9,7 @@ from torch import nn
 
 from common.engine.layout import FlatRange
 from common.engine.master_weights import OptimizerShard
+from common.engine.mixed_precision import running_backward
 from common.errors import InputError
 from common.measure.memory import storage_id
 from common.tensors import end_to_end, length, let_go, within
@@ -23,15 +24,12 @@ class Owned:
     optimizer: slice
 
 
-class Bucket(FlatRange, OptimizerShard):
+class Bucket(FlatRange):
     """A run, with the tensors that this rank holds of it.
-
-    `scale_of_backward`, one for all buckets of a process, is the loss scale of the backward that runs, of whichever
-    engine; None while none does.
 
     Attributes:
         parameters, gradients: flat tensors, as long as `owned` says. None for the gradients of frozen parameters, and
-            where they lie in pieces.
+            where they lie in optimizer shards.
         handle: the reduction under way in this backward.
         gathering: the all-gather of parameters under way.
         full_parameters, unit: the whole run of parameters where it is not kept, and the unit it belongs to.
@@ -43,13 +41,12 @@ class Bucket(FlatRange, OptimizerShard):
         strays: names of parameters that were found to lie elsewhere, after `parameter.data = tensor`.
     """
 
-    scale_of_backward = bits = None
+    bits = None
 
     def __init__(self, named_parameters, kind, world_size):
-        FlatRange.__init__(self, named_parameters, kind, world_size)
+        super().__init__(named_parameters, kind, world_size)
         self.members = dict(named_parameters)  # name -> the model's own parameter
-        OptimizerShard.__init__(self)
-        self.cut_into = ()  # pieces
+        self.optimizer_shards = [OptimizerShard()]  # end to end; several, if a placement table cuts the shard
         self.parameters = self.gradients = self.local_gradients = None
         self.full_parameters = self.handle = self.gathering = self._unit = self.views = self.freed = None
         self.storages, self.strays, self.filling = set(), set(), set()
@@ -63,11 +60,11 @@ class Bucket(FlatRange, OptimizerShard):
         self.parameters = whole.to(dtype) if keeps_all else whole[owned.parameters].to(dtype, copy=True)
         if not self.kind.trainable:
             return
-        self.part, self.stepped = owned.optimizer, self.parameters[within(owned.optimizer, owned.parameters)]
         self.gradients = torch.zeros(length(owned.gradients), dtype=dtype, device=whole.device)
-        self.filling = engine.filling
-        self.master = nn.Parameter(whole[owned.optimizer].clone() if self.sixteen_bit else self.stepped)
-        self.gradient_shard = self.gradients[within(owned.optimizer, owned.gradients)]
+        shard = self.optimizer_shard
+        shard.part, shard.stepped = owned.optimizer, self.parameters[within(owned.optimizer, owned.parameters)]
+        shard.master = nn.Parameter(whole[shard.part].clone() if self.sixteen_bit else shard.stepped)
+        shard.gradient_shard = self.gradients[within(shard.part, owned.gradients)]
 
     def forget(self):
         """Drop every gradient since the last step."""
@@ -80,9 +77,9 @@ class Bucket(FlatRange, OptimizerShard):
         self.scales = set()  # (name, loss scale) of its gradients
         if self.local_gradients is not self.gradients:
             self.local_gradients = None
-        for piece in self.pieces:
-            let_go(piece.carried)
-            piece.carried = None
+        for shard in self.optimizer_shards:
+            let_go(shard.carried)
+            shard.carried = None
 
     def drop(self, names):
         """Drop the gradients of some parameters since the last step: they are zeros then, as of unused ones."""
@@ -92,9 +89,9 @@ class Bucket(FlatRange, OptimizerShard):
         self._filled -= names
         self.sums = {name: total for name, total in self.sums.items() if name not in names}
         self.scales = {(name, scale) for name, scale in self.scales if name not in names}
-        for piece in self.pieces if self.has_gradient or self.is_aside else ():
-            with piece.mean_in_memory(write=True) as mean:
-                for name, _, here in self.overlaps(piece.part):
+        for shard in self.optimizer_shards if self.has_gradient or self.is_aside else ():
+            with shard.mean_in_memory(write=True) as mean:
+                for name, _, here in self.overlaps(shard.part):
                     if name in names:
                         mean[here].zero_()
 
@@ -102,16 +99,15 @@ class Bucket(FlatRange, OptimizerShard):
         """Have the mean gradient in fp32, in the place of 16-bit. Returns whether it was not."""
         if not self.sixteen_bit or self.is_aside:
             return False
-        for piece in self.pieces:
-            piece.widen()
-        if self.carried is not None and not self.packs_in_place:
-            self._resize_gradients(0)
+        for shard in self.optimizer_shards:
+            shard.widen()
+        self._make_way_for_sum()
         return True
 
     @property
     def is_aside(self):
         """An earlier backward's mean stands aside, while gradients or their mean arrive in its place."""
-        return any(piece.adds or piece.carried is not None for piece in self.pieces)
+        return any(shard.adds or shard.carried is not None for shard in self.optimizer_shards)
 
     @property
     def local_gradients(self):
@@ -142,14 +138,25 @@ class Bucket(FlatRange, OptimizerShard):
         return bool(self._filled) or self.handle is not None
 
     @property
-    def pieces(self):
-        """What the optimizer steps, end to end: the bucket as it is or, where a placement table cuts it, several."""
-        return self.cut_into or (self,)
+    def is_placed(self):
+        """A placement table says in which tiers its optimizer shards lie."""
+        return any(shard.tier is not None for shard in self.optimizer_shards)
+
+    @property
+    def optimizer_shard(self):
+        """The part of it that this rank's optimizer steps, if no placement table cuts that."""
+        (shard,) = self.optimizer_shards
+        return shard
+
+    @property
+    def gradient_shard(self):
+        """Where the mean gradient of that part arrives."""
+        return self.optimizer_shard.gradient_shard
 
     @property
     def masters(self):
         """The master weights, unless a step under way is changing them."""
-        return [piece.master for piece in self.pieces] if self.kind.trainable else []
+        return [shard.master for shard in self.optimizer_shards] if self.kind.trainable else []
 
     def read(self, state, optimizer):
         """What this rank keeps of a state of the optimizer, flat; of None master weights, or what is frozen."""
@@ -165,11 +172,11 @@ class Bucket(FlatRange, OptimizerShard):
                 what they were.
         """
         fill(self.parameters, part)
-        for piece in self.pieces if self.kind.trainable else ():
+        for shard in self.optimizer_shards if self.kind.trainable else ():
             if self.sixteen_bit:  # the parameters are rounded
-                fill(piece.master, piece.part)
+                fill(shard.master, shard.part)
             else:
-                piece.master.copy_(self.parameters[within(piece.part, part)])
+                shard.master.copy_(self.parameters[within(shard.part, part)])
 
     @property
     def whole_parameters(self):
@@ -199,7 +206,7 @@ class Bucket(FlatRange, OptimizerShard):
     @property
     def masters_are_apart(self):
         """What is written to its parameters is lost in the next step, which makes them from masters elsewhere."""
-        return self.kind.trainable and any(piece.is_apart for piece in self.pieces)
+        return self.kind.trainable and any(shard.is_apart for shard in self.optimizer_shards)
 
     @property
     def loses_writes(self):
@@ -229,7 +236,7 @@ class Bucket(FlatRange, OptimizerShard):
         self._filled.add(name)
         self.filling.add(self)
         self.reported.add(name)
-        self.scales.add((name, Bucket.scale_of_backward))
+        self.scales.add((name, running_backward.loss_scale))
 
     def _sum_up(self, name, place):
         """Add what lies in a parameter's place to the sum of what lay there before."""
@@ -256,8 +263,8 @@ class Bucket(FlatRange, OptimizerShard):
 
     def _make_room(self):
         if self.has_gradient:
-            for piece in self.pieces:
-                piece.set_aside()
+            for shard in self.optimizer_shards:
+                shard.set_aside()
         self.has_gradient = False
 
     def note_strays(self):
@@ -281,16 +288,20 @@ class Bucket(FlatRange, OptimizerShard):
         16-bit gradients would lose small ones in a growing sum. So they add up in fp32, and where their own room has
         no other use it gives way to that sum.
         """
-        if self.cut_into:  # some of it is the host's
+        if self.is_placed:  # some of it is the host's
             self.handle.wait_on_host()
         self.handle.wait()
         self.handle = None
-        for piece in self.pieces:
-            piece.add_up()
-        if self.carried is not None and not self.packs_in_place:
-            self._resize_gradients(0)
+        for shard in self.optimizer_shards:
+            shard.add_up()
+        self._make_way_for_sum()
         self._filled.clear()
         self.has_gradient = True
+
+    def _make_way_for_sum(self):
+        """Free 16-bit gradients while their sum is kept in fp32, if nothing is packed there."""
+        if not self.is_placed and self.optimizer_shard.carried is not None and not self.packs_in_place:
+            self._resize_gradients(0)
 
     def _resize_gradients(self, nbytes):
         storage = self.gradients.untyped_storage()

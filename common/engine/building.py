@@ -97,7 +97,7 @@ def shards_of(buckets, param_groups, are_one):
     """What the optimizer is made of: this rank's shards, in torch's groups or, if they `are_one`, in a list."""
     shards = [[] for _ in param_groups]
     for bucket in buckets:
-        shards[bucket.kind.group] += [piece.master for piece in bucket.pieces]
+        shards[bucket.kind.group] += [shard.master for shard in bucket.optimizer_shards]
     if are_one and shards[0]:
         return shards[0]
     return [{**group, "params": own} for group, own in zip(param_groups, shards, strict=True)]

@@ -44,8 +44,8 @@ def gradients(engine, *modules, write=False):
 def _whole_mean(engine, bucket):
     """A bucket's mean gradient over all ranks, of the loss as it was scaled, [padded_numel]. A collective."""
     parts = []
-    for piece in bucket.pieces:
-        with piece.mean_in_memory() as mean:
+    for shard in bucket.optimizer_shards:
+        with shard.mean_in_memory() as mean:
             parts.append(mean.clone())
     kept = end_to_end(parts, engine.comm.device)
     engine.accounting.looks.append(("read", bucket, kept.itemsize))
@@ -73,13 +73,13 @@ def _agree(engine, places, found):
 
 @torch.no_grad()
 def _keep(engine, places, found):
-    """Have each piece keep its part of what was written, in fp32."""
+    """Have each optimizer shard keep its part of what was written, in fp32."""
     written = {}  # bucket -> {name: flat}
     for name, (bucket, place) in places.items():
         if not torch.equal(found[name], place):
             written.setdefault(bucket, {})[name] = found[name].detach().float().reshape(-1) * engine._scale
     for bucket, of_name in written.items():
         engine.accounting.looks.append(("written", bucket, bucket.widen_mean()))
-        for piece in bucket.pieces:
-            with piece.mean_in_memory(write=True) as mean:
-                bucket.fill(mean, piece.part, of_name)
+        for shard in bucket.optimizer_shards:
+            with shard.mean_in_memory(write=True) as mean:
+                bucket.fill(mean, shard.part, of_name)

@@ -173,16 +173,16 @@ class Guards:
         """Whose shards this rank's optimizer steps, and how they are cut, as a dict of text and numbers."""
         engine = self._engine
         whole = all(length(engine.owned(bucket).optimizer) == bucket.padded_numel for bucket in engine.buckets)
-        pieces = [(list(b.slots), piece.part.start, piece.part.stop) for b in engine.buckets for piece in b.pieces]
+        shards = [(list(b.slots), s.part.start, s.part.stop) for b in engine.buckets for s in b.optimizer_shards]
         return {
             "engine": f"{engine.__class__.__module__}.{engine.__class__.__qualname__}",
             "world_size": engine.world_size,
             "rank": "any rank" if whole else f"rank {engine.rank}",
-            "cut": hashlib.sha256(repr(pieces).encode()).hexdigest(),
+            "cut": hashlib.sha256(repr(shards).encode()).hexdigest(),
         }
 
     def rest_optimizer(self):
-        """Have the optimizer's own step do nothing, where pieces step by themselves. Schedulers still watch it."""
+        """Have the optimizer's own step do nothing, if optimizer shards step by themselves. Schedulers watch it."""
         refuse = Hook(self.before_optimizer)
 
         def step(optimizer, closure=None):
@@ -196,8 +196,8 @@ class Guards:
         put = vars(self._engine.optimizer).get("step")  # None where it is that of the class
         if put is not None and _watched(put) is not self._own_step:
             raise InputError(f"engine.optimizer.step was replaced after the engine was built; {WHERE_TO_WRITE}")
-        for piece in (piece for bucket in self._engine.buckets for piece in bucket.pieces):
-            piece.check_states(self._engine.optimizer.state.get(piece.master, {}))
+        for shard in (shard for bucket in self._engine.buckets for shard in bucket.optimizer_shards):
+            shard.check_states(self._engine.optimizer.state.get(shard.master, {}))
 
     def before_optimizer(self, *_):
         """A hook of the engine's optimizer: refuse a step that the engine does not make."""

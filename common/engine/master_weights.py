@@ -1,4 +1,4 @@
-"""A piece: the part of a rank's shard that one step of the optimizer changes, and the tier that it lies in."""
+"""An optimizer shard: the part of a rank's shard that one step of the optimizer changes, and its tier."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ from common.tensors import let_go
 class OptimizerShard:
     """A part of a run: its master weights, where its mean gradient arrives, and what is rounded from them.
 
-    A bucket is its own only piece, unless an engine's placement table cuts it.
+    A bucket has one, unless an engine's placement table cuts it.
 
     Attributes:
         part: its elements, as a slice of the run.

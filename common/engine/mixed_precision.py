@@ -5,6 +5,7 @@ part alone: 2 bytes for a parameter, 2 for its gradient, 4 for its master and 8 
 1910.02054, sec. 3.1). In fp32 the parameters are their own master weights.
 """
 
+import contextlib
 import itertools
 import math
 from dataclasses import asdict, dataclass
@@ -23,6 +24,27 @@ def dtype_of(precision):
     if precision not in DTYPES:
         raise InputError(f"unknown precision {precision!r}; choose one of: {', '.join(DTYPES)}")
     return DTYPES[precision]
+
+
+class RunningBackward:
+    """The backward that an engine of this process runs. Its graph may reach parameters of other engines, too.
+
+    Attributes:
+        loss_scale: what its loss was multiplied by; None while none runs.
+    """
+
+    loss_scale = None
+
+    @contextlib.contextmanager
+    def of_loss_scaled_by(self, loss_scale):
+        before, self.loss_scale = self.loss_scale, loss_scale
+        try:
+            yield
+        finally:
+            self.loss_scale = before
+
+
+running_backward = RunningBackward()
 
 
 @dataclass(frozen=True)
@@ -118,8 +140,8 @@ def overflow_flag(buckets, comm):
     """1 where any rank has an inf or a NaN in its part of the mean gradient, else 0: an fp32 tensor [1]."""
     finite = torch.ones(1, device=comm.device)
     for bucket in buckets:
-        for piece in bucket.pieces:
-            with piece.mean_in_memory() as mean:
+        for shard in bucket.optimizer_shards:
+            with shard.mean_in_memory() as mean:
                 finite *= mean.isfinite().all()
     return comm.maximum(1 - finite, "the overflow flag")
 
@@ -132,10 +154,10 @@ def gradient_norm(buckets, comm, norm_type=2.0):
     shard has its largest element in the place of its sum.
 
     Args:
-        buckets: the `mean` gradients of their pieces are one shard each, or all N of them end to end.
+        buckets: the `mean` gradients of their optimizer shards are one shard each, or all N of them end to end.
         comm: asked only when a rank holds one shard.
     """
-    held = sum(length(piece.part) for piece in buckets[0].pieces) // buckets[0].shard_numel  # 1 or N
+    held = sum(length(own.part) for own in buckets[0].optimizer_shards) // buckets[0].shard_numel  # 1 or N
     shards = torch.zeros(held, dtype=torch.float64, device=comm.device)
     for bucket in buckets:
         for shard, chunk in _chunks(bucket, held):
@@ -156,17 +178,17 @@ def gradient_norm(buckets, comm, norm_type=2.0):
 
 
 def _chunks(bucket, shards):
-    """Chunks of the mean gradient of so many shards, put together from the pieces, of which one is at hand at a time.
+    """Chunks of the mean gradient of so many shards, from the optimizer shards, of which one is in memory at a time.
 
     Yields:
         The number of the shard, and its next elements: all of them on CUDA, else CHUNK or the last.
     """
-    on_cuda = bucket.pieces[0].tier is None and bucket.pieces[0].mean.is_cuda
+    on_cuda = bucket.optimizer_shards[0].tier is None and bucket.optimizer_shards[0].mean.is_cuda
     size = bucket.shard_numel if on_cuda else CHUNK
     starts = itertools.product(range(shards), range(0, bucket.shard_numel, size))
     parts, missing = [], 0
-    for piece in bucket.pieces:
-        with piece.mean_in_memory() as mean:
+    for own in bucket.optimizer_shards:
+        with own.mean_in_memory() as mean:
             begin = 0
             while begin < len(mean):
                 if missing == 0:
@@ -174,8 +196,8 @@ def _chunks(bucket, shards):
                     missing = min(size, bucket.shard_numel - start)
                 parts.append(mean[begin : begin + missing])
                 begin, missing = begin + len(parts[-1]), missing - len(parts[-1])
-                if missing > 0 and begin == len(mean):  # it goes on in the next piece, which may take this one's buffer
+                if missing > 0 and begin == len(mean):  # it goes on in the next one, which may take this one's buffer
                     parts[-1] = parts[-1].clone()
                 if missing == 0:
-                    yield shard, end_to_end(parts, parts[0].device if len(bucket.pieces) == 1 else "cpu")
+                    yield shard, end_to_end(parts, parts[0].device if len(bucket.optimizer_shards) == 1 else "cpu")
                     parts = []

@@ -43,7 +43,7 @@ def snapshot(engine, optimizer=True):
     if optimizer:
         of_buckets = []
         for bucket in engine.buckets:
-            elementwise, others = optimizer_state.states(engine, bucket.pieces[0])
+            elementwise, others = optimizer_state.states(engine, bucket.optimizer_shards[0])
             flat = {name: detached(bucket.read(name, engine.optimizer)) for name in elementwise}
             of_buckets.append((flat, copy.deepcopy(others)))
         scaler = engine.loss_scaler and engine.loss_scaler.state_dict()
@@ -81,7 +81,7 @@ def restore(engine, snapshot, optimizer=True):
             engine.loss_scaler.load_state_dict(scaler)
         of_buckets = dict(zip(engine.buckets, of_buckets, strict=True))
         optimizer_state.fill(
-            engine, groups, lambda bucket, piece: _states_of(engine, bucket, piece, *of_buckets[bucket])
+            engine, groups, lambda bucket, shard: _states_of(engine, bucket, shard, *of_buckets[bucket])
         )
     engine.weight_writes.made(engine.buckets + engine.frozen)
 
@@ -115,14 +115,14 @@ def continue_from(engine, old):
         stepped = [one for one in dict.fromkeys(known.values()) if one.kind.trainable] if bucket.kind.trainable else []
         flat, others = {}, {}
         for one in stepped:
-            elementwise, others = optimizer_state.states(old, one.pieces[0])
+            elementwise, others = optimizer_state.states(old, one.optimizer_shards[0])
             for state in elementwise:
                 own = flat.setdefault(state, torch.zeros(length(engine.owned(bucket).optimizer)))
                 values = _values(old, {name: home for name, home in known.items() if home is one}, state)
                 bucket.fill(own, engine.owned(bucket).optimizer, values)
         of_buckets[bucket] = flat, others
     optimizer_state.fill(
-        engine, _options(engine), lambda bucket, piece: _states_of(engine, bucket, piece, *of_buckets[bucket])
+        engine, _options(engine), lambda bucket, shard: _states_of(engine, bucket, shard, *of_buckets[bucket])
     )
     engine.weight_writes.made(engine.buckets + engine.frozen)
 
@@ -142,8 +142,8 @@ def _values(old, known, state):
     return values
 
 
-def _states_of(engine, bucket, piece, flat, others):
-    """The states of a piece: those that are no tensors of its shape, and what fills the others."""
-    here = within(piece.part, engine.owned(bucket).optimizer)
+def _states_of(engine, bucket, shard, flat, others):
+    """The states of a optimizer shard: those that are no tensors of its shape, and what fills the others."""
+    here = within(shard.part, engine.owned(bucket).optimizer)
     fills = {name: lambda target, values=values: target.copy_(values[here]) for name, values in flat.items()}
     return copy.deepcopy(others), fills

@@ -14,6 +14,7 @@ from torch import nn
 
 from common.engine import layout
 from common.engine.hooks import Hook
+from common.engine.mixed_precision import running_backward
 from common.engine.readers import Freed, Reader, copy_weights
 from common.tensors import graph_task, inside_backward, tensors_in
 
@@ -267,7 +268,7 @@ def _watch_backward(engine, unit, tensors, turn):
                 f"create_graph=True reads the weights of {unit.name or 'the model'!r} again when they are freed: "
                 "do it, and engine.backward() of what comes of it, within engine.gathered()"
             )
-        by_autograd = engine.bucket_class.scale_of_backward is None  # torch.autograd.grad, and no engine's backward
+        by_autograd = running_backward.loss_scale is None  # torch.autograd.grad, and no engine's backward
         if by_autograd and not engine.backward_order.is_begun(graph_task()):
             engine.begin_backward()
         engine.before_backward(unit, turn)

@@ -25,6 +25,20 @@ class Move:
     nbytes: int
 
 
+def moves_of_sums(gradients, further, shard, in_fp32):
+    """What each further backward of a step moves: its mean is added, in fp32, to the sum in the gradients' tier.
+
+    Args:
+        gradients: that tier's name.
+        further: the backwards after the first.
+        shard, in_fp32: bytes of a rank's mean and of the sum.
+    """
+    if gradients != "nvme":
+        return [Move(further, "device", gradients, shard)]
+    read = [Move(min(further, 1), gradients, "cpu", shard), Move(max(further - 1, 0), gradients, "cpu", in_fp32)]
+    return [Move(further, "device", "cpu", shard), *read, Move(further, "cpu", gradients, in_fp32)]
+
+
 class TieredAccounting(Accounting):
     """What a rank holds in each tier of `engine.tier`, and what moves between them."""
 

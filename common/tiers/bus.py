@@ -19,23 +19,23 @@ class Bus:
         self.lane = lane_of(comm.group, comm.backend, "bus")
 
     def to_host(self, bucket, mean, after):
-        """Copy a bucket's mean gradient, [shard] on the device, to its pieces' `gradient_shard`, once `after` wrote it.
+        """Copy a bucket's mean gradient, [shard] on the device, to its shards' `gradient_shard`, once `after` wrote it.
 
         Returns:
             A Handle, for which the host waits by `wait_on_host`.
         """
         shard = bucket.shard(self._comm.rank)
-        for piece in bucket.pieces:
-            there = mean[within(piece.part, shard)], piece.gradient_shard
-            handle = self.carry("down", bucket.name, *there, after, crosses=piece.tier.on_host)
+        for own in bucket.optimizer_shards:
+            there = mean[within(own.part, shard)], own.gradient_shard
+            handle = self.carry("down", bucket.name, *there, after, crosses=own.tier.on_host)
         return handle  # of the last, which the others come before
 
     def to_device(self, bucket):
-        """Bring what is `fresh` of a bucket's pieces to their `stepped`. Returns a Handle, None where nothing comes."""
+        """Bring what is `fresh` of a bucket's shards to their `stepped`. Returns a Handle, None where nothing comes."""
         handle = None
-        for piece in bucket.pieces:
-            if piece.is_apart:
-                handle = self.carry("up", bucket.name, piece.stepped, piece.fresh, crosses=piece.tier.on_host)
+        for shard in bucket.optimizer_shards:
+            if shard.is_apart:
+                handle = self.carry("up", bucket.name, shard.stepped, shard.fresh, crosses=shard.tier.on_host)
         return handle
 
     def carry(self, direction, name, on_device, on_host, after=None, crosses=True):

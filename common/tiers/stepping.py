@@ -1,4 +1,4 @@
-"""Buckets that are stepped piece by piece, each piece in its tier, where a step sees what it steps and no more."""
+"""Buckets that are stepped shard by shard, each shard in its tier, where a step sees what it steps and no more."""
 
 from collections import defaultdict
 
@@ -13,14 +13,15 @@ from common.measure import timeline
 class SteppedBucket(Bucket):
     """A bucket whose shard is stepped where the placement table has it."""
 
-    stepping = copying_up = None  # the steps of its pieces under way, and the copy of what they made to the device
+    stepping = copying_up = None  # the steps of its shards under way, and the copy of what they made to the device
 
     def allocate(self, engine, whole):
-        """Get whole parameters on the device, and pieces in their tiers; see `Bucket.allocate`."""
+        """Get whole parameters on the device, and shards in their tiers; see `Bucket.allocate`."""
         self.parameters = whole.to(self.kind.dtype)
         if self.kind.trainable:
             placed = engine.placed(self)["optimizer"]
-            self.cut_into = [SteppedPiece(part, tier, self.parameters[part], whole[part]) for part, tier in placed]
+            parts = ((part, tier, self.parameters[part], whole[part]) for part, tier in placed)
+            self.optimizer_shards = [SteppedShard(*part) for part in parts]
 
     def wait_gather(self):
         """See `Bucket.wait_gather`. What torch does not count of later writes, which would be lost, the bits tell."""
@@ -37,14 +38,14 @@ class SteppedBucket(Bucket):
     def at_rest(self, optimizer):
         """What it keeps between its uses: (state, name of the tier, tensor)."""
         yield "parameters", "device", self.parameters
-        for piece in self.cut_into:
-            for gradient in (piece.gradient_shard, piece.spare, piece.carried):
-                yield "gradients", piece.tier.name, gradient
-            for state in ([piece.master] if piece.is_apart else []) + piece.states(optimizer):
-                yield "optimizer", piece.tier.name, state
+        for shard in self.optimizer_shards:
+            for gradient in (shard.gradient_shard, shard.spare, shard.carried):
+                yield "gradients", shard.tier.name, gradient
+            for state in ([shard.master] if shard.is_apart else []) + shard.states(optimizer):
+                yield "optimizer", shard.tier.name, state
 
 
-class SteppedPiece(OptimizerShard):
+class SteppedShard(OptimizerShard):
     """A part of a shard that a stepper of its own steps in its tier. Its first `values` come unrounded.
 
     Attributes:
@@ -72,41 +73,41 @@ class SteppedPiece(OptimizerShard):
 
 
 class Stepper:
-    """Steps one piece by the rule and the states of an optimizer, which itself does not step.
+    """Steps one shard by the rule and the states of an optimizer, which itself does not step.
 
-    So two pieces can be stepped at once, and on another thread. `ask` takes what a step needs: the gradient, and the
-    options of the piece's group, which a scheduler may change before the step is taken. Of a piece one step at a time
+    So two shards can be stepped at once, and on another thread. `ask` takes what a step needs: the gradient, and the
+    options of the shard's group, which a scheduler may change before the step is taken. Of a shard one step at a time
     is under way.
 
     Args:
-        piece: its master weights and their states, which it shares, are stepped. It holds the stepper, which holds it
+        shard: its master weights and their states, which it shares, are stepped. It holds the stepper, which holds it
             only from `ask` to the end of `take`.
-        make: the factory of the optimizer. It makes another one, over this piece's weights: a copy of the one over all
-            would read their states, which the steps of other pieces are making.
+        make: the factory of the optimizer. It makes another one, over this shard's weights: a copy of the one over all
+            would read their states, which the steps of other shards are making.
     """
 
-    def __init__(self, piece, make):
-        self._weights = nn.Parameter(piece.master.detach())
+    def __init__(self, shard, make):
+        self._weights = nn.Parameter(shard.master.detach())
         self._optimizer = make([self._weights])
-        self._optimizer.state.clear()  # Adagrad makes its states at once; the piece has some already
+        self._optimizer.state.clear()  # Adagrad makes its states at once; the shard has some already
 
-    def ask(self, piece, optimizer, group, factor):
+    def ask(self, shard, optimizer, group, factor):
         """Take what the next step needs.
 
         Args:
-            optimizer, group: whose states they are, as a load replaces them, and which of its groups the piece is in.
+            optimizer, group: whose states they are, as a load replaces them, and which of its groups the shard is in.
             factor: what the gradient is multiplied by, a number or a scalar tensor on the CPU; None leaves it.
         """
-        self._piece, self._gradient, self._factor = piece, piece.mean, factor
+        self._piece, self._gradient, self._factor = shard, shard.mean, factor
         # What goes up in 16-bit takes the room of the gradient, which is as large, and spent by then.
-        self._fresh = piece.gradient_shard if piece.gradient_shard.dtype != torch.float32 else piece.master.detach()
+        self._fresh = shard.gradient_shard if shard.gradient_shard.dtype != torch.float32 else shard.master.detach()
         options = {name: value.clone() if torch.is_tensor(value) else value for name, value in group.items()}
         self._optimizer.param_groups = [{**options, "params": [self._weights]}]
-        self._states = optimizer.state[piece.master]
+        self._states = optimizer.state[shard.master]
         self._optimizer.state = defaultdict(dict, {self._weights: self._states})
 
     def take(self, name, after):
-        """Step the master weights of a bucket called so; what is to go to the device is then in the piece's `fresh`.
+        """Step the master weights of a bucket called so; what is to go to the device is then in the shard's `fresh`.
 
         It begins when `after`, a Handle or None, no longer reads the last `fresh`.
         """

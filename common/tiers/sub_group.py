@@ -50,7 +50,7 @@ class TieredBucket(Bucket):
         if self.sixteen_bit or optimizer is not parameters:
             self.masters_at = optimizer.keep(numel, torch.float32, self.name)
             self.masters_at.store(slice(0, numel), values)
-        self.cut_into = [SubGroup(self, part, shard.start, optimizer) for part in self.parts]
+        self.optimizer_shards = [SubGroup(self, part, shard.start, optimizer) for part in self.parts]
 
     def allocated(self, parts):
         """See `Bucket.allocated`: the whole shard is one, whatever is stepped at a time."""
@@ -58,9 +58,9 @@ class TieredBucket(Bucket):
 
     def forget(self):
         """Drop every gradient since the last step."""
-        for piece in self.cut_into:
-            piece.adds = False
-            piece.drop_mean()
+        for shard in self.optimizer_shards:
+            shard.adds = False
+            shard.drop_mean()
         super().forget()
 
     def receive(self, mean, after, bus, host):
@@ -77,32 +77,32 @@ class TieredBucket(Bucket):
         return after  # it was reduced into its place
 
     def _to_disk(self, mean, after, bus):
-        for piece in self.pieces:
-            if piece.adds:  # beside the sum
-                room = self.gradients_at.tier.scratch(length(piece.own), self.kind.dtype)
+        for shard in self.optimizer_shards:
+            if shard.adds:  # beside the sum
+                room = self.gradients_at.tier.scratch(length(shard.own), self.kind.dtype)
             else:
-                room, _ = self.gradients_at.lend(piece.own, fresh=True)
-            bus.carry("down", self.name, mean[piece.own], room, after).wait_on_host()
-            if piece.adds:  # in fp32
-                self.lend_sum(piece).add_(room)
-                self.sums_at.put_back(piece.own)
+                room, _ = self.gradients_at.lend(shard.own, fresh=True)
+            bus.carry("down", self.name, mean[shard.own], room, after).wait_on_host()
+            if shard.adds:  # in fp32
+                self.lend_sum(shard).add_(room)
+                self.sums_at.put_back(shard.own)
             else:
-                self.gradients_at.put_back(piece.own)
+                self.gradients_at.put_back(shard.own)
 
-    def lend_sum(self, piece):
-        """The fp32 sum of the means of a piece, in memory: at first that of its first mean."""
+    def lend_sum(self, shard):
+        """The fp32 sum of the means of a optimizer shard, in memory: at first that of its first mean."""
         if self.sums_at is None:
             numel = self.shard_numel
             self.sums_at = self.gradients_at.tier.keep(numel, torch.float32, self.name) if self.sixteen_bit else None
             self.sums_at = self.sums_at or self.gradients_at
-        if self.sixteen_bit and piece.carried is None:
-            first, read = self.gradients_at.lend(piece.own)
-            total, _ = self.sums_at.lend(piece.own, fresh=True)
+        if self.sixteen_bit and shard.carried is None:
+            first, read = self.gradients_at.lend(shard.own)
+            total, _ = self.sums_at.lend(shard.own, fresh=True)
             read.wait_on_host()
             total.copy_(first)
-            self.gradients_at.drop(piece.own)
+            self.gradients_at.drop(shard.own)
         else:
-            total, read = self.sums_at.lend(piece.own)
+            total, read = self.sums_at.lend(shard.own)
             read.wait_on_host()
         return total
 
@@ -114,11 +114,11 @@ class TieredBucket(Bucket):
             places += [("optimizer", self.masters_at)] if self.masters_are_apart else []
         for state, place in places:
             yield state, place.tier.name, place if place.tensor is None else place.tensor
-        for piece in self.cut_into:
-            yield "gradients", piece.gradient_tier.name, piece.carried
-            for state in piece.states(optimizer):
+        for shard in self.optimizer_shards:
+            yield "gradients", shard.gradient_tier.name, shard.carried
+            for state in shard.states(optimizer):
                 if not is_freed(state):
-                    yield "optimizer", piece.tier.name, state
+                    yield "optimizer", shard.tier.name, state
 
     def read(self, state, optimizer):
         """See `Bucket.read`: wherever it lies; an InputError says that its disk has failed."""
@@ -144,13 +144,13 @@ class TieredBucket(Bucket):
     def values_in_memory(self):
         """Parameters and master weights in memory: copies take the place of what lies on disk meanwhile."""
         self.parameters = self.parameters_at.copy(slice(0, self.shard_numel))
-        on_disk = self.cut_into if self.masters_at.tensor is None else ()
-        for piece in on_disk:
-            piece.master.data = self.masters_at.copy(piece.own)
+        on_disk = self.optimizer_shards if self.masters_at.tensor is None else ()
+        for shard in on_disk:
+            shard.master.data = self.masters_at.copy(shard.own)
         yield
         self.parameters = self.parameters_at.tensor
-        for piece in on_disk:
-            piece.master.data = piece.nothing()
+        for shard in on_disk:
+            shard.master.data = shard.nothing()
 
 
 class SubGroup(OptimizerShard):

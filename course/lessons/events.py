@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 
-from common.checkpoint.pages import padded
 from common.engine import EngineBase
 from common.engine.bucket import Bucket
 from common.measure.memory import storage_bytes
@@ -37,6 +36,7 @@ from common.ranks.lanes import Handle, ThreadLane
 from common.tensors import length
 from common.tiers.bus import Bus
 from common.tiers.disk import Disk, OnDisk
+from common.tiers.swap import padded
 from course.lessons.held import NEW, UNDER_WAY, Held
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
@@ -171,19 +171,19 @@ class Recorder:
     def _submit(self, name, called, handle):
         """What the host is given to do: to step a bucket or, in backward, to bring a mean down and on to disk."""
         if called.self is self._host:
-            about, pieces = self._about[-1], self.held.buckets[self._about[-1]].pieces
+            about, shards = self._about[-1], self.held.buckets[self._about[-1]].optimizer_shards
             if self.traffic.phase == "step":
                 self.note("host_step", about)
-                self._given[handle] = partial(self._steps, about, pieces)
+                self._given[handle] = partial(self._steps, about, shards)
             else:
                 self.held.begins(about, "down")
                 self.note("down", about)
-                self._given[handle] = partial(self._lies_on_disk, pieces, list(self._within))
+                self._given[handle] = partial(self._lies_on_disk, shards, list(self._within))
 
-    def _lies_on_disk(self, pieces, within):
+    def _lies_on_disk(self, shards, within):
         """The host has brought a mean down, piece by piece, and written it in whole pages."""
-        for piece in pieces:
-            nbytes = length(piece.own) * piece.bucket.kind.dtype.itemsize
+        for shard in shards:
+            nbytes = length(shard.own) * shard.bucket.kind.dtype.itemsize
             self._count("down", nbytes, within=within)
             self._count("write", padded(nbytes), within=within)
 
@@ -220,9 +220,9 @@ class Recorder:
         self.held.written = dict.fromkeys(self.held.written, NEW)
         self.note("arrive", None, ["write"])
 
-    def _steps(self, about, pieces):
-        for piece in pieces:
-            self.held.steps(about, piece)
+    def _steps(self, about, shards):
+        for shard in shards:
+            self.held.steps(about, shard)
         self.note("stepped", about)
 
     # ---- what is noted ----------------------------------------------------------------------------------------

@@ -61,12 +61,12 @@ class Held:
             self._fresh[name] = self.ranks
         return kinds
 
-    def steps(self, name, piece):
+    def steps(self, name, shard):
         """The optimizer steps a piece of a bucket: what was read for it stands ready."""
         bucket = self.buckets[name]
         self._stepped.add(name)
         if self._area_of(bucket, "parameters") == self._area_of(bucket, "optimizer"):
-            self._fresh[name] = shards(bucket, piece.part)
+            self._fresh[name] = shards(bucket, shard.part)
         self.lent |= {whose: HERE for whose in self.lent if whose[0] == name}
 
     # ---- letters -----------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Held:
         # Whether they are on their way to the mean.
         leaves = any(kind.partition(" ")[0] in REDUCTIONS for kind in self.begun.get(bucket.name, ()))
         if arrived:
-            found = {shard: HERE for piece in bucket.pieces for shard in shards(bucket, piece.part)}
+            found = {shard: HERE for own in bucket.optimizer_shards for shard in shards(bucket, own.part)}
         else:
             found = {shard: OWN for name in bucket.reported for shard in shards(bucket, bucket.slots[name])}
         room = self.ranks if bucket.local_gradients is not None else self._kept(bucket, "gradients")

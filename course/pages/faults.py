@@ -73,7 +73,7 @@ def d():
         def finish_backward(self):
             super().finish_backward()
             for bucket in self.buckets:
-                bucket.mean.div_(self.world_size)
+                bucket.optimizer_shard.mean.div_(self.world_size)
 
     return Engine
 
@@ -88,11 +88,11 @@ def e():
             for bucket in self.buckets:
                 late = (self.rank, bucket.name) == (self.truth.rank, self.truth.place)
                 if not late:
-                    self.step_shard(bucket)
+                    self.step_shard(bucket.optimizer_shard)
                 self.gather(bucket)
                 if late:
                     self.synchronize()
-                    self.step_shard(bucket)
+                    self.step_shard(bucket.optimizer_shard)
             self.synchronize()
 
     return Engine

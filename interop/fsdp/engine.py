@@ -6,7 +6,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from common.engine import layout, units
-from common.engine.bucket import Bucket
+from common.engine.mixed_precision import running_backward
 from common.engines import find_engine
 from common.errors import InputError
 from common.tensors import map_tensors, tensors_in
@@ -21,7 +21,7 @@ class Part:
     reshard: bool | None
     policy: MixedPrecisionPolicy
     engine: object = None  # once it is built; that of the root, in all its modules
-    syncing: bool = True  # what `set_requires_gradient_sync` said last
+    sync_gradients: bool = True  # what `set_requires_gradient_sync` said last
 
 
 def part_of(module):
@@ -59,7 +59,7 @@ class Sharded(find_engine("stage3_param")):
         made = []
         for module, named in members.items():
             kinds = layout.kinds(named, self.param_groups, self.dtype_of)
-            buckets = [self.bucket(same, kind, self.world_size) for kind, same in kinds.items()]
+            buckets = [self.bucket_class(same, kind, self.world_size) for kind, same in kinds.items()]
             made.append(units.Unit(paths[module], module, buckets))
         return made
 
@@ -131,7 +131,7 @@ class Sharded(find_engine("stage3_param")):
 
     def _report_gradient(self, name, parameter):
         """Refuse a gradient that comes by no forward, and say so in the script's words."""
-        if Bucket.scale_of_backward is None:
+        if running_backward.loss_scale is None:
             parameter.grad = None
             raise InputError(f"{name!r} got a gradient outside of the model's forward: read weights in that alone")
         super()._report_gradient(name, parameter)

@@ -26,20 +26,20 @@ At hand:
     bucket.local_gradients                              [N x shard] this rank's own gradients on the device;
                                                         None when the room is given back
     bucket.parameters                                   [N x shard] all parameters of the bucket, on the device
-    bucket.pieces                                       the parts of this rank's shard, each of which lies in
+    bucket.optimizer_shards                             the parts of this rank's shard, each of which lies in
                                                         one tier and is stepped there
     bucket.handle                                       the Handle of the reduction and what follows it. Yours
                                                         to assign: others wait for it
-    bucket.stepping                                     a list: the Handles of the steps of its pieces. Yours to
-                                                        assign
+    bucket.stepping                                     a list: the Handles of the steps of its optimizer
+                                                        shards. Yours to assign
     bucket.copying_up                                   the Handle of the copy that brings new parameters up.
                                                         Yours to assign
     bucket.gathering                                    the Handle of the all-gather. Yours to assign as well
     bucket.name                                         what traces and messages call it: the `label` of a
                                                         collective
-    self.step_piece(bucket, piece)                      -> Handle; begins a piece's step, in its tier
-    self.bus.to_host(bucket, mean, after=)              -> Handle; `mean` [shard] goes down to the pieces, once
-                                                        the Handle `after` is done
+    self.step_optimizer_shard(bucket, shard)            -> Handle; begins the step of one of them, in its tier
+    self.bus.to_host(bucket, mean, after=)              -> Handle; `mean` [shard] is copied to the optimizer
+                                                        shards, once the Handle `after` is done
     self.bus.to_device(bucket)                          -> Handle; what the steps have made comes up into this
                                                         rank's part of `bucket.parameters`
     self.comm.reduce_scatter(tensor, shard, label)      -> Handle; the mean of this rank's part of `tensor`, in
@@ -127,8 +127,8 @@ class OffloadEngine(EngineBase):
         self.matches_stage0 = not delayed_update
         super().__init__(model, optimizer, **options)
         for bucket in self.buckets:
-            for piece in bucket.pieces:
-                piece.stepper = Stepper(piece, optimizer)
+            for shard in bucket.optimizer_shards:
+                shard.stepper = Stepper(shard, optimizer)
         self.guards.rest_optimizer()
 
     def owned(self, bucket):
@@ -225,12 +225,12 @@ class OffloadEngine(EngineBase):
             self.synchronize()
         self.show_step()
 
-    def step_piece(self, bucket, piece):
+    def step_optimizer_shard(self, bucket, shard):
         """Step an optimizer shard in its tier. The host steps one after the other, on a lane of its own."""
-        piece.stepper.ask(piece, self.optimizer, self.optimizer.param_groups[bucket.kind.group], self._factor)
-        if piece.spare is not None:  # the next backward's mean may arrive before this one is spent
-            piece.gradient_shard, piece.spare = piece.spare, piece.gradient_shard
-        return piece.tier.lane.submit(partial(piece.stepper.take, bucket.name, after=bucket.copying_up))
+        shard.stepper.ask(shard, self.optimizer, self.optimizer.param_groups[bucket.kind.group], self._factor)
+        if shard.spare is not None:  # the next backward's mean may arrive before this one is spent
+            shard.gradient_shard, shard.spare = shard.spare, shard.gradient_shard
+        return shard.tier.lane.submit(partial(shard.stepper.take, bucket.name, after=bucket.copying_up))
 
     def copy_up(self, bucket, steps):
         """Phase 5. Copy a bucket's parameters to the device once it is stepped, overlapped with the steps after it."""

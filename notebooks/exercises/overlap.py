@@ -26,7 +26,7 @@ At hand:
     self.comm.reduce_scatter(tensor, shard, label)  -> Handle; the mean of this rank's part of `tensor`, in
                                                     `shard`
     self.comm.all_gather(shard, tensor, label)      -> Handle; all ranks' shards, in `tensor`
-    self.step_shard(bucket)                         the optimizer's step over this rank's shard
+    self.step_shard(bucket.optimizer_shard)         the optimizer's step over this rank's shard
     self.in_flight                                  a list, empty when backward begins: room for the handles of
                                                     buckets that have left, until somebody has waited for them
     self.synchronize()                              waits for all all-gathers under way
@@ -128,7 +128,7 @@ class Engine(EngineBase):
         """Phase 4. Each rank steps its shard of a bucket, and all-gathers it while it steps the next one."""
         # PART 3 of 4. One bucket's shards may travel while the next one's is stepped.
         for bucket in self.buckets:
-            self.step_shard(bucket)
+            self.step_shard(bucket.optimizer_shard)
         for bucket in self.buckets:
             self.gather(bucket)
 

@@ -32,7 +32,7 @@ At hand:
     self.comm.reduce_scatter(tensor, shard, label)  -> Handle; the mean of this rank's part of `tensor`, in
                                                     `shard`
     self.comm.all_gather(shard, tensor, label)      -> Handle; all ranks' shards, in `tensor`
-    self.step_shard(bucket)                         the optimizer's step over this rank's shard
+    self.step_shard(bucket.optimizer_shard)         the optimizer's step over this rank's shard
     self.buckets                                    in the order in which gradients fill them
 
 The rest stands as in the engine, and what it says of itself as well:

@@ -67,7 +67,7 @@ def test_a_step_that_failed_half_way_is_not_repeated_and_leaves_no_gradient(worl
     engine.backward(models.loss(engine(inputs), targets))
     assert message_of(engine.step) == "broken"
     assert message_of(engine.step) == "step() without a backward() since the last step"
-    assert all(bucket.master.grad is None for bucket in engine.buckets)
+    assert all(bucket.optimizer_shard.master.grad is None for bucket in engine.buckets)
     train_step(engine, world, 1)
 
 

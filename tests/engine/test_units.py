@@ -27,7 +27,7 @@ from trap_models import (
 
 from common import models
 from common.engine.layout import FlatRange
-from common.engine.units import Order, make_units
+from common.engine.units import PrefetchOrder, make_units
 from common.engines import find_engine
 from common.loop import sha256
 from common.tensors import map_tensors
@@ -174,7 +174,7 @@ def test_tensors_are_changed_wherever_they_are_and_what_holds_none_is_not_copied
     ],
 )
 def test_the_order_says_what_comes_next(iterations, expected):
-    order, ahead = Order(), []
+    order, ahead = PrefetchOrder(), []
     for needed in iterations.split():
         order.rewind()
         for unit in needed:

@@ -85,7 +85,7 @@ def a_slow_host():
         time.sleep(5e-3)
         return make(*args, **options)
 
-    def step_piece(original, *args):
+    def step_optimizer_shard(original, *args):
         step = original(*args)
         time.sleep(3e-3)
         return step
@@ -94,7 +94,7 @@ def a_slow_host():
     with (
         replaced(torch, "ones", slow),
         replaced(torch, "tensor", slow),
-        replaced(OffloadEngine, "step_piece", step_piece),
+        replaced(OffloadEngine, "step_piece", step_optimizer_shard),
     ):
         yield
 
@@ -119,7 +119,7 @@ def test_a_step_on_the_host_meets_no_half_made_states_of_another(world, optimize
 def test_states_that_an_optimizer_makes_when_it_is_built_are_not_kept_twice(world):
     """Beside those on the host."""
     made = make_engine("offload", optimizer=OPTIMIZERS["Adagrad"])
-    assert not any(piece.stepper._optimizer.state for bucket in made.buckets for piece in bucket.pieces)
+    assert not any(shard.stepper._optimizer.state for bucket in made.buckets for shard in bucket.optimizer_shards)
 
 
 @pytest.mark.parametrize("other", [*ENGINES, "offloaded:Half"])

@@ -64,5 +64,5 @@ def lies_on_the_host(world, engine, folder):
     made = make_engine(engine)
     train_step(made, world)
     states = [value for state in made.optimizer.state.values() for value in state.values() if value.dim()]
-    masters = [piece.master for bucket in made.buckets for piece in bucket.pieces]
+    masters = [shard.master for bucket in made.buckets for shard in bucket.optimizer_shards]
     return broken(mapped=not any(t.untyped_storage().resizable() for t in states + masters))

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import shutil
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,8 +16,8 @@ from machine import needs_two_nodes
 from matrix import Cell, train_cell
 from training import handed_on, make_engine, message_of, train_step
 
-from common.engine import Bucket, units
-from common.engine.mixed_precision import DTYPES
+from common.engine import units
+from common.engine.mixed_precision import DTYPES, running_backward
 from common.errors import InputError
 from common.loop import sha256
 from lab.zeropp import convergence, two_nodes
@@ -188,7 +187,7 @@ def fed_back(world):
             gradient = gradient_of(world.rank, event) * scale
             gradient[0, 0] = torch.inf if what == "overflow" else gradient[0, 0]
             made.allocate_gradients(bucket)
-            with mock.patch.object(Bucket, "scale_of_backward", scale):
+            with running_backward.of_loss_scaled_by(scale):
                 bucket.pack("weight", gradient.to(made.dtype))
         made.finish_backward()
         means.append(bucket.gradient_shard.float() / scale)
