@@ -7,7 +7,7 @@ owns. No other partition moves so few bytes and leaves so little on the device.
 
 Phases of a step, over N ranks and Ψ parameters:
 
-    1. gradient_ready    backward       a gradient moves into its bucket, whose buffer it allocates if first
+    1. gradient_ready    backward       a gradient moves into its bucket; the first allocates the buffer
     2. reduce            backward       a full bucket: reduce-scatter to the mean     (N-1)/N Ψ sent
                                         which is copied to the host; buffer is freed  Ψ/N over the bus
     3. finish_backward   backward       reduce buckets that did not fill, wait for all
@@ -60,8 +60,8 @@ class OffloadEngine(EngineBase):
 
     Args:
         ratio: the part of each shard that stays on the device and is stepped there, 0 to 1.
-        delayed_update: let each step of the host run beside the next forward and backward.
-        warmup_steps: the updates that are not delayed, at first.
+        delayed_update: overlap each step of the host with the next forward and backward.
+        warmup_steps: how many first updates are not delayed.
     """
 
     own_options = ("ratio", "delayed_update", "warmup_steps")
@@ -128,7 +128,7 @@ class OffloadEngine(EngineBase):
             self.next_bucket += 1
 
     def allocate_gradients(self, bucket):
-        """Allocate a bucket's gradient buffer. At most one other bucket that is in flight has one at that time."""
+        """Allocate a bucket's gradient buffer, after waiting until at most one other bucket has one."""
         if bucket.local_gradients is None:
             while self.in_flight and len(self.in_flight) + len(self.filling) > 1:
                 self.in_flight.pop(0).wait()
@@ -177,7 +177,7 @@ class OffloadEngine(EngineBase):
     def step_optimizer_shard(self, bucket, shard):
         """Step an optimizer shard in its tier. The host steps one after the other, on a lane of its own."""
         shard.stepper.ask(shard, self.optimizer, self.optimizer.param_groups[bucket.kind.group], self._factor)
-        if shard.spare is not None:  # the next backward's mean may arrive before this one is spent
+        if shard.spare is not None:  # the next backward's mean may arrive before this one is used
             shard.gradient_shard, shard.spare = shard.spare, shard.gradient_shard
         return shard.tier.lane.submit(partial(shard.stepper.take, bucket.name, after=bucket.copying_up))
 
@@ -223,7 +223,7 @@ class OffloadEngine(EngineBase):
     # ---- before training ---------------------------------------------------------------------------------------
 
     def check_optimizer(self, optimizer):
-        """Refuse an optimizer that cannot step on the host or, with a part there, on the device."""
+        """Refuse an optimizer that cannot step on the host or, if a part stays on the device, there."""
         check_options(self.ratio, self.delayed_update, self.warmup_steps)
         if self.ratio > 0:
             super().check_optimizer(optimizer)

@@ -1,14 +1,14 @@
 """ZeRO-Offload on one page: what only the update needs lies on the host, from torch alone.
 
-In stage 2 a rank keeps three kinds of shards beside its parameters: gradients, and Adam's two moments. Nobody reads
-them before the update. Here they lie in the host's memory, with a copy of the rank's own parameters, and the CPU makes
-the update. A gradient's shard crosses the bus as soon as it is reduced; after the update the new parameters come back
-the same way. So the device holds parameters alone: 4 bytes for each in fp32, instead of 4 + 12/N.
+In stage 2 a rank keeps three shards besides its parameters: gradients, and Adam's two moments. Only the update reads
+them. Here they lie in host memory, with a copy of the rank's own shard of the parameters, and the CPU makes the update.
+A gradient's shard crosses the bus as soon as it is reduced; after the update the new parameters cross it back. So the
+device holds parameters alone: 4 bytes for each in fp32, instead of 4 + 12/N.
 
     python -m offload.minimal                                 two ranks of this machine
     torchrun --nproc-per-node 2 -m offload.minimal            the same, started by torchrun
 
-Read `stage2_grad/minimal.py` before it and `cpu.py` after. What that engine does besides is listed at the end.
+Read `stage2_grad/minimal.py` before it and `cpu.py` after. What that engine adds is listed at the end.
 """
 
 import os
@@ -24,7 +24,7 @@ HOST = "cpu"
 
 
 class OffloadedOptimizer:
-    """Train `model` by `optimizer`, a function that makes one of torch's from a list of parameters."""
+    """Train `model` with `optimizer`, a function that makes a torch optimizer from a list of parameters."""
 
     def __init__(self, model, optimizer):
         # Each parameter becomes a flat tensor of its own, padded to N shards of a multiple of 32.
@@ -41,16 +41,16 @@ class OffloadedOptimizer:
         self.optimizer = optimizer(self.masters)
 
     def reduce(self, padded, master, p):
-        """A gradient is there: this rank's shard of the mean goes down to the host, and nothing stays."""
+        """When a gradient is complete: copy this rank's shard of the mean to the host, and free the rest."""
         gradient, p.grad = nn.functional.pad(p.grad.flatten(), (0, padded - p.numel())), None
         master.grad = mean_of_my_shard(gradient).to(HOST)
 
     def backward(self, loss):
-        """Each rank computes the gradients of its own samples. What follows each of them is `reduce`."""
+        """Each rank computes the gradients of its own samples. As each is complete, `reduce` is called."""
         loss.backward()
 
     def step(self):
-        """The host steps its shards; they come up, and all ranks collect the new parameters."""
+        """The host steps its shards and copies them to the device; then all ranks all-gather the new parameters."""
         self.optimizer.step()
         self.optimizer.zero_grad()
         for whole, master in zip(self.parameters, self.masters, strict=True):
@@ -59,7 +59,7 @@ class OffloadedOptimizer:
             dist.all_gather(list(whole.chunk(dist.get_world_size())), mine)
 
     def held(self):
-        """Bytes of model states on this rank; just before an update all of them are there."""
+        """Bytes of model states on this rank. Just before an update, all of them exist."""
         states = [state for m in self.masters for state in self.optimizer.state[m].values() if state.dim()]
         kinds = {
             "parameters": self.parameters,
@@ -74,15 +74,15 @@ def mean_of_my_shard(tensor):
     """Rank r gets the r-th part of the mean of `tensor` over ranks: a reduce-scatter.
 
     Python's sum adds from left to right, in the order of the ranks. NCCL's own reduce-scatter may add in another order,
-    and then rounds otherwise.
+    which rounds differently.
     """
     received = torch.empty_like(tensor)
-    dist.all_to_all_single(received, tensor)  # to each rank its part; here arrives what all ranks have for this one
+    dist.all_to_all_single(received, tensor)  # part i goes to rank i; this rank's part arrives from all ranks
     return sum(received.chunk(dist.get_world_size())) / dist.get_world_size()
 
 
 def train():
-    """On each rank: learn to continue Python's own os.py, and say what is held."""
+    """On each rank: learn to continue Python's own os.py, and print what is held."""
     torch.manual_seed(0)  # the same weights, and later the same draws, on every rank
     model = nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 256))
     engine = OffloadedOptimizer(model, partial(torch.optim.AdamW, lr=3e-3, fused=True))
@@ -101,7 +101,7 @@ def train():
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        dist.init_process_group()  # of NCCL's between GPUs, of gloo's between CPUs
+        dist.init_process_group()  # NCCL between GPUs, gloo between CPUs
         if torch.cuda.device_count() >= dist.get_world_size():  # a GPU for each rank
             torch.set_default_device(f"cuda:{dist.get_rank()}")
         train()
@@ -111,8 +111,8 @@ if __name__ == "__main__":
         torch.distributed.run.main(["--standalone", "--nproc-per-node=2", "-m", "offload.minimal"])
 
 # What cpu.py adds:
-# - the bus beside the computation: buckets go down while backward goes on, pinned, on streams of their own
-# - the update beside the bus: one bucket is stepped while the next comes down and the last goes up
-# - 16-bit parameters and gradients on the device: what crosses the bus is 2 + 2 bytes for each instead of 4 + 4
+# - copies overlapped with the computation: buckets are copied down during backward, pinned, on streams of their own
+# - copies overlapped with the update: one bucket is stepped while the next is copied down and the last one up
+# - 16-bit parameters and gradients on the device: 2 + 2 bytes for each cross the bus instead of 4 + 4
 # - delayed updates: the host steps while the device computes the next gradients
 # - all that the end of stage2_grad/minimal.py lists

@@ -1,14 +1,13 @@
 """ZeRO-Infinity on one page: stage 3 whose shards lie on disk, from torch alone.
 
-In stage 3 a rank keeps its shard of everything, and that may still be too much. Here a shard is in memory only while
-something is done to it: a unit's parameters when they are gathered, its gradient when it was just reduced, all of it
-when it is stepped. Between those moments it lies on disk. So a model may be as large as the disk, and memory holds a
-unit of it.
+In stage 3 a rank keeps its shard of everything, and that may still be too much. Here a shard is in memory only while it
+is used: a unit's parameters when they are gathered, its gradient when it has just been reduced, all of it when it is
+stepped. Between uses it lies on disk. So a model may be as large as the disk, and memory holds one unit of it.
 
     python -m offload.minimal_nvme                            two ranks of this machine
     torchrun --nproc-per-node 2 -m offload.minimal_nvme       the same, started by torchrun
 
-Read `stage3_param/minimal.py` before it and `nvme.py` after. What that engine does besides is listed at the end.
+Read `stage3_param/minimal.py` before it and `nvme.py` after. What that engine adds is listed at the end.
 """
 
 import os
@@ -23,7 +22,7 @@ from torch import nn
 
 
 class Unit:
-    """Parameters that come and go together: between two uses of them a rank has its shard on disk."""
+    """Parameters that are gathered and freed together. Between uses a rank has its shard of them on disk."""
 
     def __init__(self, parameters, optimizer):
         self.parameters, self.folder = parameters, tempfile.TemporaryDirectory()
@@ -33,29 +32,29 @@ class Unit:
             p.data = data.view_as(p)
             p.register_post_accumulate_grad_hook(self.reduce_if_complete)
         self.write("parameters", self.whole.chunk(dist.get_world_size())[dist.get_rank()])
-        self.shard = nn.Parameter(torch.empty(0))  # has its values while it is stepped
+        self.shard = nn.Parameter(torch.empty(0))  # holds its values only while it is stepped
         self.optimizer = optimizer([self.shard])
         self.free()
 
     def write(self, name, shard):
-        """Put a shard on disk, in place of what was there."""
+        """Write a shard to disk, over its last version."""
         torch.save(shard.detach().clone(), Path(self.folder.name, name))
 
     def read(self, name):
-        """Bring a shard into memory."""
+        """Read a shard into memory."""
         return torch.load(Path(self.folder.name, name))
 
     def gather(self, *_):
-        """Before the unit runs: read this rank's shard, collect all of them, and so bring the parameters to life."""
+        """Before the unit runs: read this rank's shard and all-gather. The parameters are views of the result."""
         self.whole.untyped_storage().resize_(self.whole.nbytes)
         dist.all_gather(list(self.whole.chunk(dist.get_world_size())), self.read("parameters"))
 
     def free(self, *_):
-        """After it ran. The storage itself shrinks: autograd holds views of it, so dropping ours would free nothing."""
+        """After the unit ran. Autograd holds views of the storage, so the storage itself has to shrink."""
         self.whole.untyped_storage().resize_(0)
 
     def reduce_if_complete(self, _):
-        """The last of its gradients is there: write this rank's shard of the mean, give back the rest."""
+        """When the last of its gradients is complete: write this rank's shard of the mean to disk, free the rest."""
         if all(p.grad is not None for p in self.parameters):
             gradients = torch.cat([p.grad.flatten() for p in self.parameters])
             gradients = nn.functional.pad(gradients, (0, len(self.whole) - len(gradients)))
@@ -65,11 +64,11 @@ class Unit:
             self.free()
 
     def moments(self):
-        """Adam's, by name: there from the first update on."""
+        """Adam's moments by name, from the first update on."""
         return {name: state for name, state in self.optimizer.state[self.shard].items() if state.dim()}
 
     def step(self):
-        """Bring the shard and what belongs to it from the disk, step it, and take it back there."""
+        """Read the shard with its gradient and moments from disk, step it, and write it back."""
         self.shard.data = self.read("parameters")
         self.shard.grad = self.read("gradients")
         for name, moment in self.moments().items():
@@ -82,10 +81,10 @@ class Unit:
 
 
 class StatesOnDisk:
-    """Train `model` by `optimizer`, a function that makes one of torch's from a list of parameters.
+    """Train `model` with `optimizer`, a function that makes a torch optimizer from a list of parameters.
 
-    `layers` are modules of it, which become units. All other parameters are one more unit, whole from the begin of
-    forward to the end of backward.
+    `layers` are the modules of it that become units. All other parameters are one more unit, which is whole from the
+    beginning of forward to the end of backward.
     """
 
     def __init__(self, model, layers, optimizer):
@@ -103,12 +102,12 @@ class StatesOnDisk:
         loss.backward()
 
     def step(self):
-        """One unit after the other: no more than one shard with its moments is in memory."""
+        """Step one unit after the other, so that memory holds one shard with its moments."""
         for unit in self.units:
             unit.step()
 
     def held(self):
-        """Bytes of model states on this rank; just before an update all of them are there."""
+        """Bytes of model states on this rank. Just before an update, all of them exist."""
         held = {"parameters in memory": sum(unit.whole.untyped_storage().nbytes() for unit in self.units)}
         for unit in self.units:
             for file in sorted(Path(unit.folder.name).iterdir()):
@@ -120,15 +119,15 @@ def mean_of_my_shard(tensor):
     """Rank r gets the r-th part of the mean of `tensor` over ranks: a reduce-scatter.
 
     Python's sum adds from left to right, in the order of the ranks. NCCL's own reduce-scatter may add in another order,
-    and then rounds otherwise.
+    which rounds differently.
     """
     received = torch.empty_like(tensor)
-    dist.all_to_all_single(received, tensor)  # to each rank its part; here arrives what all ranks have for this one
+    dist.all_to_all_single(received, tensor)  # part i goes to rank i; this rank's part arrives from all ranks
     return sum(received.chunk(dist.get_world_size())) / dist.get_world_size()
 
 
 def train():
-    """On each rank: learn to continue Python's own os.py, and say what is held."""
+    """On each rank: learn to continue Python's own os.py, and print what is held."""
     torch.manual_seed(0)  # the same weights, and later the same draws, on every rank
     model = nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 256))
     engine = StatesOnDisk(model, [model[2], model[4]], partial(torch.optim.AdamW, lr=3e-3, fused=True))
@@ -147,7 +146,7 @@ def train():
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        dist.init_process_group()  # of NCCL's between GPUs, of gloo's between CPUs
+        dist.init_process_group()  # NCCL between GPUs, gloo between CPUs
         if torch.cuda.device_count() >= dist.get_world_size():  # a GPU for each rank
             torch.set_default_device(f"cuda:{dist.get_rank()}")
         train()
@@ -157,8 +156,8 @@ if __name__ == "__main__":
         torch.distributed.run.main(["--standalone", "--nproc-per-node=2", "-m", "offload.minimal_nvme"])
 
 # What nvme.py adds:
-# - reading ahead and writing behind: threads read the next unit while this one computes, past the system's cache
+# - reading ahead and writing behind: threads read the next unit while this one computes, bypassing the page cache
 # - three tiers: each kind of state on the device, on the host or on disk; pinned memory and streams between them
 # - an update in sub-groups, for units that are larger than memory, and 16-bit training
-# - a disk that fails or is full: all ranks hear of it
+# - a disk that fails or is full: an error on all ranks
 # - all that the end of stage3_param/minimal.py lists

@@ -14,13 +14,13 @@ Phases of a step, over N ranks and Ψ parameters:
        prefetch          forward     and begin with those of the unit after it
     2. free              forward     after a unit ran: free its parameters
     3. the same          backward    in the order of backward
-    4. gradient_ready    backward    a gradient moves into its unit's buffer, allocated with the first
+    4. gradient_ready    backward    a gradient moves into its unit's buffer; the first allocates it
     5. reduce, free      backward    after a unit's backward: reduce-scatter to the mean     (N-1)/N Ψ sent
                                      which is copied to the host, and on to disk             Ψ/N
     6. finish_backward   backward    reduce what is missing, wait for all
     7. update            step        sub-group by sub-group: one is stepped, while the next is read with all of
                                      its states and the one before is written                2 x 12/N Ψ bytes
-    8. agree             step        whether every rank's disk did what it was asked for
+    8. agree             step        on whether the disk of any rank has failed
 
 Source: ZeRO-Infinity, arXiv 2104.07857, sec. 5 and 6. Model states with Adam: 16/N Ψ bytes, wherever they lie; 20/N Ψ
 in fp32 where parameters and optimizer states lie apart.
@@ -73,7 +73,7 @@ class InfinityEngine(stage3_param.Engine):
 
     own_options = (*stage3_param.Engine.own_options, "tiers", "sub_group_mb")
     bucket_class, accounting_class = TieredBucket, TieredAccounting
-    state_bytes = ()  # of an element of each of the optimizer's states that lie on disk
+    state_bytes = ()  # per element, for each optimizer state that lies on disk
 
     def __init__(self, model, optimizer, *, tiers="nvme", path=None, sub_group_mb=64.0, **options):
         self.tiers, self.path, self.sub_group_mb = tiers, path, sub_group_mb
@@ -160,7 +160,7 @@ class InfinityEngine(stage3_param.Engine):
                 bucket.parameters_at.ahead(slice(0, bucket.shard_numel))
 
     def pin(self, unit):
-        """Gather a unit and keep it, until as many calls of `unpin`."""
+        """Gather a unit and keep it gathered until `unpin` has been called as often."""
         if unit.pins == 0:
             unit.found_whole = unit.whole
             self.unshard(unit, units.PrefetchOrder())
@@ -170,7 +170,7 @@ class InfinityEngine(stage3_param.Engine):
     # ---- forward and backward ---------------------------------------------------------------------------------
 
     def after_forward(self, unit, traced):
-        """Phase 2. As in stage 3. A module that is called directly reports a disk that failed, too."""
+        """Phase 2. As in stage 3. A module that is called directly reports a failed disk, too."""
         super().after_forward(unit, traced)
         if not (self.in_forward or any(other.depth for other in self.units) or all(other.pins for other in self.units)):
             self.disks.agree()

@@ -1,12 +1,12 @@
 """Stage 0 on one page: data parallelism, from torch alone.
 
-Every rank keeps all parameters, gradients and optimizer states. It computes gradients on its own part of the batch, and
-averages them with the others. As all start from the same weights and take the same step, they stay equal.
+Every rank keeps all parameters, gradients and optimizer states. The ranks compute gradients, each on its own part of
+the batch, and average them. They start from the same weights and take the same step, so they stay equal.
 
     python -m stage0_ddp.minimal                              two ranks of this machine
     torchrun --nproc-per-node 2 -m stage0_ddp.minimal         the same, started by torchrun
 
-Read this first, `engine.py` second. What the engine does that this page leaves out is listed at the end.
+Read this first, `engine.py` second. What the engine adds is listed at the end.
 """
 
 import os
@@ -20,11 +20,11 @@ from torch import nn
 
 
 class DataParallel:
-    """Train `model` by `optimizer`, a function that makes one of torch's from a list of parameters."""
+    """Train `model` with `optimizer`, a function that makes a torch optimizer from a list of parameters."""
 
     def __init__(self, model, optimizer):
-        # One flat tensor holds all parameters, one all gradients; the model's own become views of them. So a collective
-        # moves a single tensor. It is padded to N shards of a multiple of 32, which later stages will need.
+        # One flat tensor holds all parameters, another all gradients; the model's own become views of them, so that a
+        # collective moves a single tensor. Padding it to N shards of a multiple of 32 is for later stages.
         parameters, size = list(model.parameters()), dist.get_world_size()
         numel, multiple = sum(p.numel() for p in parameters), 32 * size
         self.parameters = nn.Parameter(torch.zeros(-(-numel // multiple) * multiple))
@@ -49,7 +49,7 @@ class DataParallel:
         self.gradients.zero_()
 
     def held(self):
-        """Bytes of model states on this rank; just before an update all of them are there."""
+        """Bytes of model states on this rank. Just before an update, all of them exist."""
         states = [state for state in self.optimizer.state[self.parameters].values() if state.dim()]
         kinds = {"parameters": [self.parameters], "gradients": [self.gradients], "optimizer states": states}
         return {name: sum(tensor.nbytes for tensor in some) for name, some in kinds.items()}
@@ -59,15 +59,15 @@ def mean_of_my_shard(tensor):
     """Rank r gets the r-th part of the mean of `tensor` over ranks: a reduce-scatter.
 
     Python's sum adds from left to right, in the order of the ranks. NCCL's own reduce-scatter may add in another order,
-    and then rounds otherwise.
+    which rounds differently.
     """
     received = torch.empty_like(tensor)
-    dist.all_to_all_single(received, tensor)  # to each rank its part; here arrives what all ranks have for this one
+    dist.all_to_all_single(received, tensor)  # part i goes to rank i; this rank's part arrives from all ranks
     return sum(received.chunk(dist.get_world_size())) / dist.get_world_size()
 
 
 def train():
-    """On each rank: learn to continue Python's own os.py, and say what is held."""
+    """On each rank: learn to continue Python's own os.py, and print what is held."""
     torch.manual_seed(0)  # the same weights, and later the same draws, on every rank
     model = nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 256))
     engine = DataParallel(model, partial(torch.optim.AdamW, lr=3e-3, fused=True))
@@ -86,7 +86,7 @@ def train():
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        dist.init_process_group()  # of NCCL's between GPUs, of gloo's between CPUs
+        dist.init_process_group()  # NCCL between GPUs, gloo between CPUs
         if torch.cuda.device_count() >= dist.get_world_size():  # a GPU for each rank
             torch.set_default_device(f"cuda:{dist.get_rank()}")
         train()
@@ -96,9 +96,9 @@ if __name__ == "__main__":
         torch.distributed.run.main(["--standalone", "--nproc-per-node=2", "-m", "stage0_ddp.minimal"])
 
 # What engine.py adds:
-# - buckets: gradients leave in parts, while backward still computes the next ones; here nothing runs beside anything
-# - parameters that begin at multiples of 64 bytes, as kernels for a few rows need them to round alike
+# - buckets: gradients are reduced in parts, while backward computes the next ones; here nothing overlaps
+# - parameters that begin at multiples of 64 bytes, which kernels for a few rows need to round alike
 # - 16-bit training with fp32 masters, loss scaling, clipping, accumulation, parameter groups, frozen weights, buffers
-# - checkpoints, models built on the meta device, a count of what is held and sent, beside a prediction
+# - checkpoints, models built on the meta device, a count of what is held and sent, and its prediction
 # - NCCL: collectives on a stream of their own
-# - what may go wrong, refused with a reason: a rank that goes another way, an optimizer that steps behind its back
+# - errors that say what went wrong: a rank that issues other collectives, an optimizer stepped behind its back

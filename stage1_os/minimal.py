@@ -1,13 +1,13 @@
 """Stage 1 on one page: optimizer states are sharded, from torch alone.
 
 In stage 0 all ranks take the same step over all parameters: N times the same work, from N copies of the same states.
-Here each rank steps its shard, and keeps states for no more. What it sends is what it sent: in stage 0 the mean came to
-every rank by an all-gather of gradients, and now an all-gather of parameters takes its place.
+Here each rank steps its shard, and keeps states for no more. It sends as many bytes as before: an all-gather of
+parameters takes the place of stage 0's all-gather of gradients.
 
     python -m stage1_os.minimal                               two ranks of this machine
     torchrun --nproc-per-node 2 -m stage1_os.minimal          the same, started by torchrun
 
-Read this first, `engine.py` second. What the engine does that this page leaves out is listed at the end.
+Read this first, `engine.py` second. What the engine adds is listed at the end.
 """
 
 import os
@@ -21,12 +21,12 @@ from torch import nn
 
 
 class ShardedOptimizer:
-    """Train `model` by `optimizer`, a function that makes one of torch's from a list of parameters."""
+    """Train `model` with `optimizer`, a function that makes a torch optimizer from a list of parameters."""
 
     def __init__(self, model, optimizer):
-        # One flat tensor holds all parameters, one all gradients; the model's own become views of them. So a collective
-        # moves a single tensor. It is padded to N shards of a multiple of 32: of a shorter tail fused optimizers round
-        # otherwise.
+        # One flat tensor holds all parameters, another all gradients; the model's own become views of them, so that a
+        # collective moves a single tensor. It is padded to N shards of a multiple of 32, because fused optimizers round
+        # a shorter tail differently.
         parameters, size = list(model.parameters()), dist.get_world_size()
         numel, multiple = sum(p.numel() for p in parameters), 32 * size
         self.parameters = torch.zeros(-(-numel // multiple) * multiple)
@@ -37,7 +37,7 @@ class ShardedOptimizer:
             self.parameters[place] = p.data.flatten()
             p.data, p.grad = self.parameters[place].view_as(p), self.gradients[place].view_as(p)
             begin += p.numel()
-        # What this rank steps: a view of its N-th of the parameters. The optimizer sees nothing else.
+        # This rank steps a view of its N-th of the parameters. The optimizer sees nothing else.
         self.shard = nn.Parameter(self.parameters.chunk(size)[dist.get_rank()])
         self.optimizer = optimizer([self.shard])
 
@@ -47,13 +47,13 @@ class ShardedOptimizer:
         self.shard.grad = mean_of_my_shard(self.gradients)
 
     def step(self):
-        """Each rank steps its shard; then all ranks collect the new parameters."""
+        """Each rank steps its shard; then all ranks all-gather the new parameters."""
         self.optimizer.step()
         dist.all_gather(list(self.parameters.chunk(dist.get_world_size())), self.shard.data)
         self.gradients.zero_()
 
     def held(self):
-        """Bytes of model states on this rank; just before an update all of them are there."""
+        """Bytes of model states on this rank. Just before an update, all of them exist."""
         states = [state for state in self.optimizer.state[self.shard].values() if state.dim()]
         kinds = {"parameters": [self.parameters], "gradients": [self.gradients], "optimizer states": states}
         return {name: sum(tensor.nbytes for tensor in some) for name, some in kinds.items()}
@@ -63,15 +63,15 @@ def mean_of_my_shard(tensor):
     """Rank r gets the r-th part of the mean of `tensor` over ranks: a reduce-scatter.
 
     Python's sum adds from left to right, in the order of the ranks. NCCL's own reduce-scatter may add in another order,
-    and then rounds otherwise.
+    which rounds differently.
     """
     received = torch.empty_like(tensor)
-    dist.all_to_all_single(received, tensor)  # to each rank its part; here arrives what all ranks have for this one
+    dist.all_to_all_single(received, tensor)  # part i goes to rank i; this rank's part arrives from all ranks
     return sum(received.chunk(dist.get_world_size())) / dist.get_world_size()
 
 
 def train():
-    """On each rank: learn to continue Python's own os.py, and say what is held."""
+    """On each rank: learn to continue Python's own os.py, and print what is held."""
     torch.manual_seed(0)  # the same weights, and later the same draws, on every rank
     model = nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 256))
     engine = ShardedOptimizer(model, partial(torch.optim.AdamW, lr=3e-3, fused=True))
@@ -90,7 +90,7 @@ def train():
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        dist.init_process_group()  # of NCCL's between GPUs, of gloo's between CPUs
+        dist.init_process_group()  # NCCL between GPUs, gloo between CPUs
         if torch.cuda.device_count() >= dist.get_world_size():  # a GPU for each rank
             torch.set_default_device(f"cuda:{dist.get_rank()}")
         train()
@@ -100,7 +100,7 @@ if __name__ == "__main__":
         torch.distributed.run.main(["--standalone", "--nproc-per-node=2", "-m", "stage1_os.minimal"])
 
 # What engine.py adds:
-# - buckets: gradients leave in parts while backward computes the next ones, and parameters come back while the
-#   optimizer steps the next ones; here nothing runs beside anything
-# - no copy of the mean: it is made in place, within the gradients
+# - buckets: gradients are reduced in parts while backward computes the next ones, and parameters are gathered while the
+#   optimizer steps the next ones; here nothing overlaps
+# - no copy of the mean: it is computed in place, within the gradients
 # - all that the end of stage0_ddp/minimal.py lists

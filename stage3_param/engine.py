@@ -10,7 +10,7 @@ Phases of a step, over N ranks and Ψ parameters:
        prefetch          forward     and begin with those of the unit after it
     2. free              forward     after a unit ran: free its parameters
     3. gather, prefetch  backward    the same, in the order of backward                      (N-1)/N Ψ sent
-    4. gradient_ready    backward    a gradient moves into its unit's buffer, allocated with the first
+    4. gradient_ready    backward    a gradient moves into its unit's buffer; the first allocates it
     5. reduce, free      backward    after a unit's backward: reduce-scatter to the mean     (N-1)/N Ψ sent
     6. finish_backward   backward    reduce what is missing, wait for all
     7. update            step        every rank steps its shard, Ψ/N parameters
@@ -70,12 +70,12 @@ class Engine(EngineBase):
             unit.gathered = True
             self.free(unit)
         self.forward_prefetch, self.backward_prefetch = units.PrefetchOrder(), units.PrefetchOrder()
-        self.ended, self.kept = [], []  # units whose forward ended since another began; that were kept for a backward
+        self.ended, self.kept = [], []  # units whose forward ended since another began; units kept for backward
         self.backward_order = BackwardOrder()
         self.watches = units.watch(self, self.units)
 
     def make_units(self):
-        """Cut the model into units, in whose buckets nothing lies yet."""
+        """Cut the model into units, whose buckets are still empty."""
         return units.make_units(self._module, self.param_groups, self.dtype_of, self.world_size, self.bucket_class)
 
     # ---- parameters come and go -------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Engine(EngineBase):
     def before_recomputation(self, unit):
         """An activation checkpoint is about to recompute a unit. Only tiles are freed before its backward."""
         passed = self.backward_order.until_checkpoint(unit)
-        if passed is not None:  # autograd has come to that checkpoint, so that what was open is over
+        if passed is not None:  # autograd has reached that checkpoint, so the open units are over
             for one in passed:
                 self.start_backward(one)
             self.end_others(unit)
@@ -207,7 +207,7 @@ class Engine(EngineBase):
         self.unshard(unit, self.backward_prefetch)
 
     def end_others(self, unit):
-        """Autograd runs in the reverse of forward, so others are over, except those around this one and inside it."""
+        """End the backward of open units, except those around this one or inside it: autograd reverses the forward."""
         for other in self.units:
             if other.open and other.beside(unit):
                 self.end_backward(other)
@@ -239,7 +239,7 @@ class Engine(EngineBase):
             self.reduce(unit)
 
     def allocate_gradients(self, bucket):
-        """Allocate a bucket's gradient buffer. At most one other bucket that is in flight has one at that time."""
+        """Allocate a bucket's gradient buffer, after waiting until at most one other bucket has one."""
         if bucket.local_gradients is None:
             while self.in_flight and len(self.in_flight) + len(self.filling) > 1:
                 self.in_flight.pop(0).wait()

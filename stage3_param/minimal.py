@@ -1,13 +1,13 @@
 """Stage 3 on one page: parameters are sharded too, from torch alone.
 
 In stage 2 every rank keeps all parameters, though at any moment it computes with one layer's. Here a rank keeps its
-shard of everything. The model is cut into units, its layers. A unit's parameters are gathered just before it runs,
-forward and backward, and given back after it. So they are sent once more: 3 times all parameters instead of 2.
+shard of everything. The model is cut into units, its layers. A unit's parameters are gathered just before its forward
+and its backward, and freed after it. So they are sent once more: 3 times all parameters instead of 2.
 
     python -m stage3_param.minimal                            two ranks of this machine
     torchrun --nproc-per-node 2 -m stage3_param.minimal       the same, started by torchrun
 
-Read this first, `engine.py` second. What the engine does that this page leaves out is listed at the end.
+Read this first, `engine.py` second. What the engine adds is listed at the end.
 """
 
 import os
@@ -21,7 +21,7 @@ from torch import nn
 
 
 class Unit:
-    """Parameters that come and go together: between two uses of them a rank keeps its shard."""
+    """Parameters that are gathered and freed together. Between uses a rank keeps its shard of them."""
 
     def __init__(self, parameters):
         self.parameters = parameters
@@ -34,16 +34,16 @@ class Unit:
         self.free()
 
     def gather(self, *_):
-        """Before the unit runs: collect all shards, and so bring the model's parameters, which are views, to life."""
+        """Before the unit runs: all-gather the shards. The model's parameters are views of the result."""
         self.whole.untyped_storage().resize_(self.whole.nbytes)
         dist.all_gather(list(self.whole.chunk(dist.get_world_size())), self.shard.data)
 
     def free(self, *_):
-        """After it ran. The storage itself shrinks: autograd holds views of it, so dropping ours would free nothing."""
+        """After the unit ran. Autograd holds views of the storage, so the storage itself has to shrink."""
         self.whole.untyped_storage().resize_(0)
 
     def reduce_if_complete(self, _):
-        """The last of its gradients is there: keep this rank's shard of the mean, give back the rest."""
+        """When the last of its gradients is complete: keep this rank's shard of the mean, free the rest."""
         if all(p.grad is not None for p in self.parameters):
             gradients = torch.cat([p.grad.flatten() for p in self.parameters])
             self.shard.grad = mean_of_my_shard(nn.functional.pad(gradients, (0, len(self.whole) - len(gradients))))
@@ -53,10 +53,10 @@ class Unit:
 
 
 class ShardedParameters:
-    """Train `model` by `optimizer`, a function that makes one of torch's from a list of parameters.
+    """Train `model` with `optimizer`, a function that makes a torch optimizer from a list of parameters.
 
-    `layers` are modules of it, which become units. All other parameters are one more unit, whole from the begin of
-    forward to the end of backward.
+    `layers` are the modules of it that become units. All other parameters are one more unit, which is whole from the
+    beginning of forward to the end of backward.
     """
 
     def __init__(self, model, layers, optimizer):
@@ -80,10 +80,10 @@ class ShardedParameters:
         self.optimizer.zero_grad()
 
     def held(self):
-        """Bytes of model states on this rank; just before an update all of them are there."""
+        """Bytes of model states on this rank. Just before an update, all of them exist."""
         shards = [unit.shard for unit in self.units]
         states = [state for shard in shards for state in self.optimizer.state[shard].values() if state.dim()]
-        whole = [unit.whole for unit in self.units if unit.whole.untyped_storage().nbytes()]  # not given back
+        whole = [unit.whole for unit in self.units if unit.whole.untyped_storage().nbytes()]  # not freed
         kinds = {"parameters": shards + whole, "gradients": [s.grad for s in shards], "optimizer states": states}
         return {name: sum(tensor.nbytes for tensor in some) for name, some in kinds.items()}
 
@@ -92,15 +92,15 @@ def mean_of_my_shard(tensor):
     """Rank r gets the r-th part of the mean of `tensor` over ranks: a reduce-scatter.
 
     Python's sum adds from left to right, in the order of the ranks. NCCL's own reduce-scatter may add in another order,
-    and then rounds otherwise.
+    which rounds differently.
     """
     received = torch.empty_like(tensor)
-    dist.all_to_all_single(received, tensor)  # to each rank its part; here arrives what all ranks have for this one
+    dist.all_to_all_single(received, tensor)  # part i goes to rank i; this rank's part arrives from all ranks
     return sum(received.chunk(dist.get_world_size())) / dist.get_world_size()
 
 
 def train():
-    """On each rank: learn to continue Python's own os.py, and say what is held."""
+    """On each rank: learn to continue Python's own os.py, and print what is held."""
     torch.manual_seed(0)  # the same weights, and later the same draws, on every rank
     model = nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 256))
     engine = ShardedParameters(model, [model[2], model[4]], partial(torch.optim.AdamW, lr=3e-3, fused=True))
@@ -119,7 +119,7 @@ def train():
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        dist.init_process_group()  # of NCCL's between GPUs, of gloo's between CPUs
+        dist.init_process_group()  # NCCL between GPUs, gloo between CPUs
         if torch.cuda.device_count() >= dist.get_world_size():  # a GPU for each rank
             torch.set_default_device(f"cuda:{dist.get_rank()}")
         train()
@@ -130,7 +130,7 @@ if __name__ == "__main__":
 
 # What engine.py adds:
 # - prefetch: the next unit is gathered while this one computes; here each waits for its parameters
-# - what runs twice, inside another unit, in another order, in a checkpoint, or not at all; outputs of any shape
-# - reading freed weights is refused; here a use outside the unit's forward ends the process
-# - the units that end the forward stay for their backward, which saves their second gather
+# - units that run twice, inside another, in another order, in a checkpoint, or not at all; outputs of any shape
+# - an error when freed weights are read; here a use outside the unit's forward ends the process
+# - the units that end the forward stay gathered for their backward, which saves their second gather
 # - all that the end of stage2_grad/minimal.py lists

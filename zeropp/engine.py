@@ -10,7 +10,7 @@ Phases of a step, over N ranks in nodes of P, and Ψ parameters of 16 bits, M = 
     2. free              forward     after a unit ran: free its parameters
     3. gather, prefetch  backward    the same, in the order of backward                      M of stage 3
                                                                                              0   `hierarchical`
-    4. gradient_ready    backward    a gradient moves into its unit's buffer, allocated with the first
+    4. gradient_ready    backward    a gradient moves into its unit's buffer; the first allocates it
     5. reduce, free      backward    after a unit's backward: reduce-scatter to the mean     M of stage 3
                                                                                              M/4 `quantize_gradients`
     6. finish_backward   backward    reduce what is missing, wait for all
@@ -157,10 +157,10 @@ class Engine(stage3_param.Engine):
 
 
 def check_options(block, error_feedback, quantize_gradients):
-    """Refuse options that make no sense.
+    """Validate the options.
 
     Raises:
-        InputError: such as a block of an odd number of elements.
+        InputError: `block` is odd or below 2, or `error_feedback` lacks `quantize_gradients`.
     """
     if block < 2 or block % 2:
         raise InputError(f"block {block!r}: give an even number of elements that share a scale, 256 for instance")

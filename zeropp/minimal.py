@@ -4,13 +4,13 @@ Stage 3 sends M bytes three times: parameters before forward and before backward
 is cheap. Between nodes it is not, so here, where an element has 32 bits,
 
     qwZ     before forward parameters come in 8 bits, with a scale for each block of them          M/4
-    hpZ     each node keeps them, a part on each of its ranks, so before backward nothing crosses    0
-    qgZ     gradients go in 4 bits and two hops: added up inside the node, then across nodes       M/8
+    hpZ     each node keeps them, a part on each of its ranks; before backward nothing leaves it      0
+    qgZ     gradients go in 4 bits and two hops: summed inside the node, then across nodes         M/8
 
     python -m zeropp.minimal                                  four ranks of this machine, as two nodes
     torchrun --nproc-per-node 4 -m zeropp.minimal             the same, started by torchrun
 
-Read `stage3_param/minimal.py` before it and `engine.py` after. What that engine does besides is listed at the end.
+Read `stage3_param/minimal.py` before it and `engine.py` after. What that engine adds is listed at the end.
 """
 
 import os
@@ -27,9 +27,9 @@ PLACES = 2  # ranks of a node
 
 
 def quantize(values, bits):
-    """A message for values [..., n]: a scale for each block of them, and for each value a code that counts its steps.
+    """A message for values [..., n]: a scale for each block of them, and a code for each value, in units of the scale.
 
-    Two codes of 4 bits, from -7 to 7, are the digits of a byte in base 16.
+    Two 4-bit codes, from -7 to 7, are the digits of a byte in base 16.
     """
     blocks, largest = values.float().unflatten(-1, (-1, BLOCK)), {8: 127, 4: 7}[bits]
     scales = (blocks.abs().amax(dim=-1) / largest).clamp(min=torch.finfo(torch.float32).tiny)
@@ -48,7 +48,7 @@ def dequantize(message, bits, n):
 
 
 def exchange(parts, bits, group):
-    """Send the i-th of `parts` [members, ..., n] to the i-th member of a group; return what its members send here."""
+    """Send the i-th of `parts` [members, ..., n] to the i-th member of a group; return what they send to this rank."""
     messages = quantize(parts, bits)
     received = torch.empty_like(messages)
     dist.all_to_all_single(received, messages, group=group)
@@ -56,13 +56,13 @@ def exchange(parts, bits, group):
 
 
 class Unit:
-    """Parameters that come and go together: between two uses a rank keeps its shard, and a part for its node."""
+    """Parameters that are gathered and freed together. Between uses a rank keeps its shard, and a part for its node."""
 
     def __init__(self, parameters, mesh):
         self.parameters, self.mesh = nn.ParameterList(parameters), mesh
         self.padding = torch.zeros(-sum(p.numel() for p in parameters) % (BLOCK * dist.get_world_size()))
         self.whole = torch.cat([*(p.data.flatten() for p in parameters), self.padding])
-        nn.utils.vector_to_parameters(self.whole, parameters)  # which are views of it from now on
+        nn.utils.vector_to_parameters(self.whole, parameters)  # they are views of it from now on
         for p in parameters:
             p.register_post_accumulate_grad_hook(self.reduce_if_complete)
         self.shard = nn.Parameter(self.whole.chunk(dist.get_world_size())[dist.get_rank()].clone())
@@ -75,19 +75,19 @@ class Unit:
         self.secondary = self.whole.chunk(PLACES)[self.mesh.get_local_rank("inside")].clone()
 
     def gather_in_node(self, *_):
-        """Before backward (hpZ): the parts that the ranks of this node keep, as they are."""
+        """Before backward (hpZ): all-gather the parts that the ranks of this node keep, unquantized."""
         self.whole.untyped_storage().resize_(self.whole.nbytes)
         dist.all_gather(list(self.whole.chunk(PLACES)), self.secondary, group=self.mesh.get_group("inside"))
 
     def free(self, *_):
-        """After it ran. The storage itself shrinks: autograd holds views of it, so dropping ours would free nothing."""
+        """After the unit ran. Autograd holds views of the storage, so the storage itself has to shrink."""
         self.whole.untyped_storage().resize_(0)
 
     def reduce_if_complete(self, _):
-        """The last of its gradients is there: keep this rank's shard of the mean (qgZ), give back the rest."""
+        """When the last of its gradients is complete: keep this rank's shard of the mean (qgZ), free the rest."""
         if all(p.grad is not None for p in self.parameters):
             gradients = torch.cat([*(p.grad.flatten() for p in self.parameters), self.padding])
-            # Each rank of this node gets the shards of its place on all nodes, and passes them on, added up: one each.
+            # A rank adds up its node's gradients for the ranks at its place on all nodes, and sends each its sum.
             shards = gradients.view(-1, PLACES, len(self.shard)).transpose(0, 1)
             sums = exchange(shards, 4, self.mesh.get_group("inside")).sum(dim=0)
             self.shard.grad = exchange(sums, 4, self.mesh.get_group("across")).sum(dim=0) / dist.get_world_size()
@@ -96,10 +96,10 @@ class Unit:
 
 
 class CompressedCommunication:
-    """Train `model` by `optimizer`, a function that makes one of torch's from a list of parameters.
+    """Train `model` with `optimizer`, a function that makes a torch optimizer from a list of parameters.
 
-    `layers` are modules of it, which become units. All other parameters are one more unit, whole from the begin of
-    forward to the end of backward.
+    `layers` are the modules of it that become units. All other parameters are one more unit, which is whole from the
+    beginning of forward to the end of backward.
     """
 
     def __init__(self, model, layers, optimizer):
@@ -125,7 +125,7 @@ class CompressedCommunication:
         self.optimizer.zero_grad()
 
     def held(self):
-        """Bytes of model states on this rank; just before an update all of them are there."""
+        """Bytes of model states on this rank. Just before an update, all of them exist."""
         states = [s for unit in self.units for s in self.optimizer.state[unit.shard].values() if s.dim()]
         parts = [part for unit in self.units for part in (unit.shard, unit.secondary, unit.whole)]
         kinds = {"parameters": parts, "gradients": [u.shard.grad for u in self.units], "optimizer states": states}
@@ -133,7 +133,7 @@ class CompressedCommunication:
 
 
 def train():
-    """On each rank: learn to continue Python's own os.py, and say what is held."""
+    """On each rank: learn to continue Python's own os.py, and print what is held."""
     torch.manual_seed(0)  # the same weights, and later the same draws, on every rank
     model = nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 256))
     engine = CompressedCommunication(model, [model[2], model[4]], partial(torch.optim.AdamW, lr=3e-3, fused=True))
@@ -152,7 +152,7 @@ def train():
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        dist.init_process_group()  # of NCCL's between GPUs, of gloo's between CPUs
+        dist.init_process_group()  # NCCL between GPUs, gloo between CPUs
         if torch.cuda.device_count() >= dist.get_world_size():  # a GPU for each rank
             torch.set_default_device(f"cuda:{dist.get_rank()}")
         train()
@@ -162,8 +162,8 @@ if __name__ == "__main__":
         torch.distributed.run.main(["--standalone", "--nproc-per-node=4", "-m", "zeropp.minimal"])
 
 # What engine.py adds:
-# - a switch for each of the three; what `keep_fp32` names, and integers, go as they are
+# - a switch for each of the three; what `keep_fp32` names, and integers, is sent unquantized
 # - messages of the exact length: a last block may be short, where this page pads; infinities and NaN arrive as NaN
 # - secondary shards that outlast a step's first forward, and are renewed only after an update, a load or a write
-# - what rounding takes from a gradient may be added to the next one (error feedback)
+# - error feedback: the rounding error of a gradient may be added to the next one
 # - all that the end of stage3_param/minimal.py lists

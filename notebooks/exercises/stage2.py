@@ -46,12 +46,12 @@ The rest stands as in the engine, and what it says of itself as well:
 Stage 2, P_os+g: gradients are sharded too. Every rank keeps all parameters, and gradients of its shard alone.
 
 Stage 1 throws most of the reduced gradient away unread: a rank steps its shard only. So here the buffer for a bucket's
-gradients is taken when its first gradient arrives, and given back when the bucket is reduced; what stays is the mean
-of this rank's shard. At most two buckets are alive at a time: one that fills and one that travels.
+gradients is allocated when its first gradient arrives, and freed when the bucket is reduced; what stays is the mean of
+this rank's shard. At most two buckets have one at a time: one that fills and one in flight.
 
 Phases of a step, over N ranks and Ψ parameters:
 
-    1. gradient_ready    backward       a gradient moves into its bucket, whose buffer it allocates if first
+    1. gradient_ready    backward       a gradient moves into its bucket; the first allocates the buffer
     2. reduce            backward       a full bucket: reduce-scatter to the mean     (N-1)/N Ψ sent; buffer is freed
     3. finish_backward   backward       reduce buckets that did not fill, wait for all
     4. update            step           every rank steps its shard, Ψ/N parameters
@@ -107,7 +107,7 @@ class Engine(EngineBase):
             self.next_bucket += 1
 
     def allocate_gradients(self, bucket):
-        """Allocate a bucket's gradient buffer. At most one other bucket that is in flight has one at that time."""
+        """Allocate a bucket's gradient buffer, after waiting until at most one other bucket has one."""
         # PART 2 of 3, 4 lines here. `bucket.local_gradients` gets a tensor, unless it has one. Two of them at most
         # are alive at once.
         raise NotImplementedError("part 2, allocate_gradients, is still open")
