@@ -1,4 +1,4 @@
-"""What measures the engines: side by side, beside other libraries, planned, simulated, and drawn."""
+"""Measurements of the engines: compared, against other libraries, planned, simulated, and drawn."""
 
 import zero_stages
 

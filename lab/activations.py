@@ -1,11 +1,11 @@
 """`python -m lab.activations`: the other half of the bill. Peak memory by stage, checkpointing and batch size.
 
-Model states are what ZeRO shards; activations grow with the batch instead, and are what checkpointing saves. Each
-combination is trained two steps, and the second is followed by the timeline of live bytes. Then the same is done to
-find the largest batch that each stage's savings buy: the largest per rank whose measured peak stays under one cap.
-How many gradients are in flight at a peak is a matter of timing, so peaks vary a little from run to run.
+ZeRO shards model states; activations grow with the batch, and checkpointing saves them. Each combination is trained two
+steps, of which the timeline of live bytes follows the second. In the same way the command finds the largest batch that
+each stage's savings buy: the largest per rank whose measured peak stays under one cap.
+How many gradients are in flight at a peak depends on timing, so peaks vary a little from run to run.
 
-Source: Chen et al., arXiv 1604.06174, sec. 4.1; ZeRO, arXiv 1910.02054, sec. 6.1, for activations beside model states.
+Source: Chen et al., arXiv 1604.06174, sec. 4.1; ZeRO, arXiv 1910.02054, sec. 6.1, for activations and model states.
 """
 
 import argparse
@@ -89,9 +89,9 @@ def total(now):
 
 
 def largest_fitting(fits, near=1):
-    """The largest number that fits, 0 where not even 1 does. Whatever fits must fit when smaller, so it is bisected.
+    """The largest number that fits, 0 if not even 1 does. `fits` must be true of every number below one that fits.
 
-    The search begins `near`, and strides away from there, ever wider, until the boundary lies between two tries.
+    The search begins at `near` and doubles its stride until the boundary lies between two tries; then it bisects.
     """
     stride = max(1, near // 32)
     if fits(near):

@@ -1,18 +1,18 @@
-"""`python -m lab.bench`: how long a step takes, stages beside the libraries, in one run.
+"""`python -m lab.bench`: how long a step takes, stages and libraries, in one run.
 
 Every contestant trains in a world of its own. In each round all contestants take some steps in turn, in a new order
-every time, so that the machine's moods fall on all alike. A world may be a few per cent slower or faster for as long as
-it lives: so after some rounds, of which the first warm up, all worlds are opened anew. What counts is the ratio of two
-contestants' times within a round: its median over the rounds of all worlds, and the interval in which that median lies
-in 95 % of bootstrap samples, drawn from the worlds first and from the rounds of each second.
+every time, so that the machine's variations affect all alike. A world may be a few per cent slower or faster for as
+long as it lives: so after some rounds, of which the first warm up, all worlds are opened anew. What counts is the ratio
+of two contestants' times within a round: its median over the rounds of all worlds, and the interval in which that
+median lies in 95 % of bootstrap samples, drawn from the worlds first and from the rounds of each second.
 
 All start from the same weights, see the same batches and get fused AdamW; a library runs with the settings that its
-own documentation recommends. Losses are held against those of torch's DistributedDataParallel: who does not compute
-the same gets no time.
+own documentation recommends. Losses are compared with those of torch's DistributedDataParallel: a contestant that does
+not compute the same gets no time.
 
-How near they come to what the machine allows is told by a bound: the same model steps on every rank without
-communication (`bare_loop`), and then as many bytes as a contestant sends in a step go round: by plain sockets, and
-between GPUs by NCCL's all-reduce. Who is below it hides some of that beside the computation.
+A bound shows how near they come to what the machine allows: the same model steps on every rank without communication
+(`bare_loop`), and then as many bytes as a contestant sends in a step go round: by plain sockets, and between GPUs by
+NCCL's all-reduce. A contestant below the bound overlaps some of that with the computation.
 
 On GPUs a contestant has all of them to itself, and worlds come one after the other: several would share their memory.
 """
@@ -53,12 +53,12 @@ from lab.sockets import bytes_sent_by_own_sockets, ring
 
 WARM_UP = 6  # rounds that are not timed: libraries take several to settle
 FEWEST_ROUNDS = 11
-BUCKET_MB = 25.0  # of the stages: what libraries have by default
+BUCKET_MB = 25.0  # of the stages: the libraries' default
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the contestants are compared in."""
+    """The settings in which contestants are compared."""
 
     model: str
     precision: str
@@ -195,9 +195,9 @@ def compare(who, case, options, log):
 
 @contextmanager
 def entered(contestants, case):
-    """In this context each contestant has a world; given are those who take part."""
+    """In this context each contestant has a world. Yields those that take part."""
     with ExitStack() as worlds:
-        # Of identical contestants the one in the first world is slower by a few per cent: so that one is nobody's.
+        # The first world is slower by a few per cent than others with an identical contestant, so it stays empty.
         if not torch.cuda.is_available():
             worlds.enter_context(case.world())
         for contestant in contestants:
@@ -218,8 +218,8 @@ class Contestant:
         refusal: why it does not take part, or None.
         seconds: of a step, for each world and round.
         losses: of each step, the mean over ranks.
-        sent: bytes of a step on the rank that sent most, as the kernel counts them; None where it does not.
-        peak_bytes: most memory held in any world, above what was held before it was built, on the rank that held most.
+        sent: bytes of a step on the rank that sent most, as the kernel counts them; None if it does not.
+        peak_bytes: most memory held in any world, less what was held before building it, on the rank that held most.
     """
 
     def __init__(self, one, log=None):
@@ -259,7 +259,7 @@ class Bound(Contestant):
 
     Attributes:
         nbytes: what data parallelism sends in a step, 2 (N-1)/N of the gradients.
-        passing: the seconds that they took, for each world and round.
+        passing: the seconds that these bytes took, for each world and round.
     """
 
     def __init__(self, case):
@@ -297,7 +297,7 @@ def _enter(world, one, case):
     try:
         # A library may form groups of its own.
         with small_send_buffers() if case.small_send_buffers else nullcontext():
-            make(models.build("mlp"), adamw, **options)  # so that what a library loads is not counted as its memory
+            make(models.build("mlp"), adamw, **options)  # first, so that what a library loads does not count
             _here["before"] = high_water(world.device)
             _here["engine"] = make(module, adamw, **options)
     except NotImplementedError as error:
@@ -322,13 +322,13 @@ def _take_steps(world, first, count):
 
 
 def _sent(world):
-    """Bytes that this rank's sockets have sent; None where NCCL goes other ways, or the system does not tell."""
+    """Bytes that this rank's sockets have sent; None if NCCL may bypass them, or the system does not tell."""
     with suppress(OSError):
         return None if world.device.type == "cuda" else bytes_sent_by_own_sockets()
 
 
 def _pass_on(world, nbytes):
-    """Pass on so many bytes; return the seconds they took."""
+    """Pass on `nbytes` bytes; return the seconds they took."""
     if "ring" not in _here and world.device.type == "cuda":
         gradients = torch.zeros(nbytes * world.size // (2 * (world.size - 1)), dtype=torch.uint8, device=world.device)
         _here["ring"] = partial(dist.all_reduce, gradients)
@@ -342,7 +342,7 @@ def _pass_on(world, nbytes):
 
 
 def _peak(world):
-    """Most memory held since the contestant was built, above what was held before."""
+    """Most memory held since the contestant was built, less what was held before."""
     return high_water(world.device) - _here["before"]
 
 

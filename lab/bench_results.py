@@ -1,4 +1,4 @@
-"""What the rounds of `lab.bench` come to: ratios of times with their intervals, in JSON, tables and Markdown."""
+"""Results of `lab.bench`: ratios of times with their intervals, in JSON, tables and Markdown."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from common.measure.tables import Table, show_bytes
 from interop import peers
 from lab.figures import described
 
-# Relative differences of losses that another order of additions and other places of rounding explain.
+# Relative differences of losses that another order of additions and other rounding explain.
 SAME_LOSS = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
 REFERENCE = peers.TorchDDP.name
 ALONE = peers.BareLoop.name  # a peer of every stage, at world size 1
@@ -16,7 +16,7 @@ HEADER = ("", "ms per step", "to torch DDP", "to its peers", "peak memory", "tok
 
 
 def row(contestant, contestants, reference, case):
-    """What a contestant's rounds come to; null where it does not take part or does not compute the same."""
+    """The result of a contestant's rounds; null if it does not take part or does not compute the same."""
     result = {"engine": contestant.name, **case.label(), "note": contestant.refusal, "loss_difference": None}
     result |= dict.fromkeys(("median_seconds", "tokens_per_second", "ratio_to_torch_ddp", "ratio_interval"))
     result |= {"ratios_to_peers": {}, "peak_bytes": contestant.peak_bytes, "seconds": []}
@@ -46,7 +46,7 @@ def row(contestant, contestants, reference, case):
 
 
 def loss_difference(losses, reference):
-    """The largest relative difference of two runs' losses; infinite where one is no number."""
+    """The largest relative difference of two runs' losses; infinite if one is NaN."""
     differences = np.abs(np.subtract(losses, reference)) / np.abs(reference)
     return float(np.nan_to_num(differences, nan=np.inf).max())
 
@@ -91,7 +91,7 @@ def show_ratio(ratio, interval):
 
 
 def tables(results):
-    """A table of each case for the terminal: ratios to peers on lines of their own, what has no time below."""
+    """A table of each case for the terminal: ratios to peers on lines of their own, refusals in the caption."""
     for title, rows in by_case(results).items():
         lines = []
         for found in rows:

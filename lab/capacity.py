@@ -1,14 +1,13 @@
-"""`python -m lab.capacity`: the largest GPT that each stage trains when a rank may hold so much and no more.
+"""`python -m lab.capacity`: the largest GPT that each stage trains when a rank's memory is limited.
 
 Every rank gets a hard limit from the system: an allocation beyond it fails. Under that limit a GPT of fixed width is
 trained two steps (the first creates the optimizer's states, so the second holds everything), with more layers or
-fewer, until the largest that trains is found: Table 2 of the ZeRO paper, with the wall in place of the GPUs' memory.
+fewer, until the largest that trains is found: Table 2 of the ZeRO paper, with a limit for the GPUs' memory.
 
-Beside it stands the prediction: the same engine takes the same steps on fake tensors, in a simulated world of that
-many ranks, at two numbers of layers. The peaks of live bytes that are counted there lie on a line, and the prediction
-is where that line meets the limit, less what a rank held before the model was built (its libraries and threads).
-What is measured stays a few percent below: Python's objects and the pieces that malloc keeps, some 0.2 MB a layer,
-are in no prediction.
+For the prediction the same engine takes the same steps on fake tensors, in a simulated world of as many ranks, at two
+numbers of layers. The peaks of live bytes that are counted there define a line, and the prediction is where that line
+meets the limit, less what a rank held before the model was built (its libraries and threads). The measurement stays a
+few percent below: the prediction leaves out Python's objects and malloc's fragments, some 0.2 MB a layer.
 
 Source: ZeRO, arXiv 1910.02054, sec. 5.4 and Table 2.
 """
@@ -43,21 +42,21 @@ from lab.compare import BASELINE
 from lab.simulate.world import Setting
 from lab.simulate.world import simulate as a_step
 
-# Small blocks, short samples and small buckets: what fills the memory is then model states, which ZeRO shards.
+# Small blocks, short samples and small buckets, so that model states, which ZeRO shards, fill the memory.
 SHAPE = {"width": 256, "heads": 8, "sequence": 32}
 BUCKET_MB = 2.0
 CHECKPOINTS = models.KINDS[0]
 SIMULATED = (8, 16)  # layers of the two models that a prediction is drawn through
 DDP_BYTES = 16  # of model states per parameter, with Adam: 4 + 4 + 8 in fp32, 2 + 2 + 12 in 16-bit
 TRIAL_SECONDS = 600  # without an answer in this time a trial is an error
-# How a rank that ran out of memory ends: the words of Python, C++ and torch, of CUDA, its libraries and NCCL; an abort,
-# a crash.
+# How a rank that ran out of memory ends: with an error of Python, C++, torch, CUDA, its libraries or NCCL; an abort, a
+# crash.
 OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|MemoryError|bad_alloc|RLIMIT_DATA leaves|out of memory|ALLOC_FAILED|Failed to CUDA calloc|"
     r"died with exit code -(6|11)$",
     re.MULTILINE,
 )
-UP_TO = 256  # layers that a search ends at: where everything lies on disk, memory sets no bound for long
+UP_TO = 256  # layers that a search ends at: if everything lies on disk, memory is no bound for long
 MORE = {  # columns, where some engine has it
     "host": "host_bytes",
     "disk": "disk_bytes",
@@ -83,7 +82,7 @@ def main(arguments=None):
 def survey(options):
     """Find the largest model of every engine in every precision: the JSON of `lab.capacity`.
 
-    Parameters are of the largest model, 0 where not even one layer fits. Options that cannot be used are an InputError.
+    Parameters are of the largest model, 0 if not even one layer fits. Options that cannot be used are an InputError.
     """
     if options.up_to < 1:
         raise InputError(f"--up-to {options.up_to}: at least 1 layer is needed")
@@ -110,7 +109,7 @@ def survey(options):
 
 
 def check(options):
-    """Refuse what cannot be, before any rank is started; return the engines, the precisions and the cap in bytes."""
+    """Validate the options before any rank starts; return the engines, the precisions and the cap in bytes."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise InputError("lab.capacity starts its own ranks, a world for each trial; run it without torchrun")
     if not torch.cuda.is_available() and sys.platform != "linux":
@@ -191,7 +190,7 @@ def row(engine, precision, cap, world_size, up_to=UP_TO):
 
 
 def ends_alike(found, cap, world_size):
-    """Whether the model of a row of the results ends with the same bits under the cap and without."""
+    """Whether the model of a row of the results ends with the same bits under the cap as without."""
     what = found["engine"], found["precision"], found["layers"]
     limited, free = (attempt(*what, limit, world_size, digest=True).digest for limit in (cap, None))
     return limited is not None and limited == free
@@ -210,7 +209,7 @@ def build(layers, shape=SHAPE):
 
 
 def parameters(layers):
-    """How many a model of so many layers has; none without layers."""
+    """How many parameters a model of so many layers has; none without layers."""
     return models.count(build(layers)) if layers else 0
 
 
@@ -294,9 +293,9 @@ def attempt(engine, precision, layers, cap, world_size, digest=False):
 def trial(train_under, small, asked, cap, world_size):
     """Train a small model without a limit, then the one that is asked for under the cap, in a world of its own.
 
-    `train_under` is called on every rank with the World, the cap or None, and what `small` and `asked` hold. Returned
-    are the most bytes that a rank held in between, and what all ranks answered: None where one ran out of memory. What
-    else fails is a RankFailed.
+    `train_under` is called on every rank with the World, the cap or None, and what `small` and `asked` hold. Returns
+    the most bytes that a rank held in between, and the answers of all ranks: None if one ran out of memory. Any other
+    failure is a RankFailed.
     """
     with LocalWorld(world_size, oversubscribe=True) as world:
         held_before = max(world.run(warm_up, train_under, small, timeout=TRIAL_SECONDS))
@@ -314,7 +313,7 @@ def ran_out_of_memory(failure):
 
 
 def warm_up(world, train_under, small):
-    """Load all that a step needs, by training a small model; return the bytes held when it is gone."""
+    """Load all that a step needs, by training a small model; return the bytes held after it is freed."""
     if world.device.type == "cpu":
         give_back_freed_memory()
     train_under(world, None, *small)
@@ -344,9 +343,9 @@ def trained_under(device, cap, engine, precision, layers, **options):
 
 
 def give_back_freed_memory():
-    """Have malloc return what is freed to the system, as otherwise it keeps pieces that count and fit nothing.
+    """Let malloc return freed memory to the system: otherwise it keeps fragments that count and fit nothing.
 
-    Called in the rank: a rank is forked, and malloc reads MALLOC_MMAP_THRESHOLD_ only where a program starts.
+    Called in the rank: a rank is forked, and malloc reads MALLOC_MMAP_THRESHOLD_ only when a program starts.
     """
     set_malloc_thresholds(2**16)
 
@@ -361,7 +360,7 @@ def held(device):
 
 @contextmanager
 def hard_limit(device, cap):
-    """In this context an allocation that takes this process beyond `cap` bytes fails; without a cap, as ever."""
+    """In this context an allocation that takes this process beyond `cap` bytes fails; None sets no limit."""
     if cap is None:
         yield
         return
@@ -374,7 +373,7 @@ def hard_limit(device, cap):
         lift = partial(resource.setrlimit, resource.RLIMIT_DATA, before)
     try:
         yield
-    finally:  # telling of an error takes memory too
+    finally:  # reporting an error takes memory too
         lift()
 
 

@@ -1,8 +1,8 @@
 """`python -m lab.compare`: all engines on one model and the same text; a table, JSON and a picture.
 
-Every engine starts from the same weights and sees the same batches. The comparison holds each one's final weights
-against stage 0's bit for bit and against torch's own DistributedDataParallel by norm, its model states and its bytes
-on the wire against their predictions. An engine that quantizes is held by its losses instead.
+Every engine starts from the same weights and sees the same batches. Its final weights are compared with stage 0's bit
+for bit and with torch's own DistributedDataParallel by norm, its model states and its bytes on the wire with their
+predictions. An engine that quantizes is judged by its losses instead.
 """
 
 import sys
@@ -38,7 +38,7 @@ COUNTS = ("model_state_bytes", "wire_bytes_per_step", *BESIDE.values())
 
 @one_line_errors()
 def main(arguments=None):
-    """Parse the arguments, compare, show and write the results; exit with 1 where a promise does not hold."""
+    """Parse the arguments, compare, show and write the results; exit with 1 if a promise is broken."""
     parser = parser_of("lab.compare", __doc__)
     add_arguments(parser)
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: all)")
@@ -105,9 +105,9 @@ def compare(world, engines, options):
 
 
 def simulated_peak(world, name, options):
-    """{"estimated_peak_bytes": the peak of live bytes as it is simulated over the paths of this world's collectives}.
+    """{"estimated_peak_bytes": the peak of live bytes, simulated over the paths of this world's collectives}.
 
-    {} of an engine of a user's own that reads values, of which a simulation has none. A collective.
+    {} for a user's own engine that reads values, of which a simulation has none. A collective.
     """
     setting = Setting(
         find_engine(name),
@@ -133,7 +133,7 @@ def relative_difference(weights, reference):
 
 
 def holds(row):
-    """Whether a row keeps the promises: bitwise equal, or near as `_verdict` says how; measured = predicted."""
+    """Whether a row keeps the promises: bitwise equal, or as near as `_verdict` asks; measured = predicted."""
     if row["bitwise_promised"]:
         equal = row["bitwise_equal_to_stage0"] is not False
     elif row["quantizes"]:

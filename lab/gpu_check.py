@@ -1,7 +1,7 @@
 """`python -m lab.gpu_check`: the first forty minutes on a GPU, in the order that finds most faults soonest.
 
-Each check is a row of common/GPUS.md, which says what to expect and what it means otherwise. All run, whatever those
-before them found, and one report has the commands, how they ended and what they printed last: `make gpu-check`.
+Each check is a row of common/GPUS.md, which says what to expect and what a failure means. All run, even after a
+failure, and one report has the commands, how they ended and what they printed last: `make gpu-check`.
 """
 
 import gc
@@ -31,11 +31,11 @@ from common.measure.tables import Table
 from common.outputs import ROOT, check_output, one_line_errors, parser_of, write_text
 from common.ranks.world import LocalWorld, RankFailed
 
-MODEL, LARGER = "gpt-tiny", "gpt-mini"  # the second so that its tensors outweigh what libraries take
-LAST = 3000  # characters of what a command printed that stand in the report
+MODEL, LARGER = "gpt-tiny", "gpt-mini"  # the second is large enough for its tensors to outweigh the libraries
+LAST = 3000  # characters of a command's output in the report
 WATCHED = {"NCCL_DEBUG": "WARN", "PYTHONFAULTHANDLER": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 WATCHED |= {"TORCH_FR_BUFFER_SIZE": "2000"}
-SOON = 70  # seconds in which all ranks are to end when one has
+SOON = 70  # seconds in which all ranks must end after one has
 plain = {}  # way -> {engine: digest} of one rank, without anything that helps
 WAYS = {"fp32": [], "bf16": ["--precision", "bf16"], "fp16": ["--precision", "fp16"], "clipped": ["--clip-norm", "1"]}
 
@@ -86,7 +86,7 @@ def page(found):
 
 
 def ran(*command, minutes=10, **environment):
-    """Run a command of Python's: whether it ended with status 0, and what it printed."""
+    """Run a Python command. Returns whether it ended with status 0, and what it printed."""
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     running = subprocess.Popen([sys.executable, *command], cwd=ROOT, env={**os.environ, **environment}, **output)
     try:
@@ -111,9 +111,9 @@ def versions():
 
 
 def digests(nproc, **environment):
-    """All engines, five steps in each precision: whether they keep their promises, one digest among them.
+    """All engines, five steps in each precision: whether they keep their promises, one digest for all included.
 
-    Beside that, what to show, and {way: {engine: digest}}.
+    Also returns what to show, and {way: {engine: digest}}.
     """
     passed, said, ends = True, [], {}
     for way, options in WAYS.items():
@@ -130,14 +130,14 @@ def digests(nproc, **environment):
 
 
 def of_one_rank():
-    """The digests that others are held to."""
+    """The digests that others must equal."""
     passed, said, ends = digests(1)
     plain.update(ends)
     return passed, said
 
 
 def alike(**environment):
-    """The digests of one rank once more, in an environment that brings a missing wait to light: none changes."""
+    """The digests of one rank once more, in an environment that exposes a missing wait: none changes."""
     if not plain:
         of_one_rank()
     passed, said, ends = digests(1, **environment)
@@ -146,7 +146,7 @@ def alike(**environment):
 
 
 def in_a_world(function):
-    """Run a function on a rank of its own, and show what it says."""
+    """Run a function on a rank of its own, and show its answer."""
     with LocalWorld(1) as world:
         return world.run(function, timeout=600)[0]
 
@@ -161,7 +161,7 @@ def made(name, model=MODEL):
 
 
 def count_syncs(world):
-    """The third step of each stage, as CUDA itself tells who waits for it."""
+    """The third step of each stage, with CUDA's own report of what waits for it."""
     said = {}
     for name in STAGES:
         engine, batch = made(name)
@@ -177,7 +177,7 @@ def count_syncs(world):
 
 
 def look_at_memory(world):
-    """The allocator after 5 and after 50 steps, and its peak beside the timeline's."""
+    """The allocator after 5 and after 50 steps, and its peak next to the timeline's."""
     said, passed = [], True
     for name in ENGINES:
         engine = batch = timeline = None
@@ -199,7 +199,7 @@ def look_at_memory(world):
 
 
 def step_or_end(world, how):
-    """Train; in the third step rank 1 goes another way."""
+    """Train; in the third step rank 1 diverges."""
     engine, batch = made("stage2_grad")
     for step in range(4):
         if step == 2 and world.rank == 1:
@@ -213,7 +213,7 @@ def step_or_end(world, how):
 
 
 def drills():
-    """A rank raises, is killed, or leaves the others waiting: all end soon, and somebody names it."""
+    """A rank raises, is killed, or leaves the others waiting: all end soon, and an error names it."""
     said, passed = [], True
     for how in ("raises", "is killed", "leaves"):
         try:

@@ -1,16 +1,16 @@
-"""`python -m lab.gpu_counts`: what a step asks of a GPU beyond the model's own work, counted without one.
+"""`python -m lab.gpu_counts`: what a step asks of a GPU beyond the model's own work, counted without a GPU.
 
 Each engine trains a GPT of 12 blocks as one of 8 ranks on torch's fake process group, over NCCL's paths: collectives
-are issued and move nothing, and tensors are a CPU's. Every operation of the third step is counted as it is dispatched.
-What a loop without any engine dispatches is taken off. torch's DDP and FSDP2 train on two real ranks, over gloo.
+are issued and move nothing, and tensors are on the CPU. Every operation of the third step is counted as it is
+dispatched, less what a loop without any engine dispatches. torch's DDP and FSDP2 train on two real ranks, over gloo.
 
     collectives   by kind; DDP's all-reduces and FSDP2's reduce-scatters among them
     launches      operations that write memory: copies, additions, the optimizer's; views and empty tensors are none
-    copies        of those, what moves values from one tensor to another
+    copies        the launches that move values from one tensor to another
     syncs         numbers that the host asks for: on a GPU it waits for all that was launched before
 
-A kernel that torch launches within an operation is not seen: a fused optimizer's step is one. What zeropp packs is
-counted operation by operation, as a CPU runs it; on a GPU torch.compile makes two kernels of ten.
+Kernels that torch launches within an operation are not seen: a fused optimizer's step counts as one. zeropp's packing
+is counted operation by operation, as a CPU runs it; on a GPU torch.compile makes two kernels of ten.
 """
 
 from collections import Counter
@@ -85,7 +85,7 @@ def count_all():
 
 
 def counted(name, **options):
-    """What a step of one of our engines dispatches, as rank 0 of a world that is not there."""
+    """What a step of one of our engines dispatches, as rank 0 of a simulated world."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     try:
         with mock.patch.dict(lanes.PATHS, fake="nccl"):
@@ -102,7 +102,7 @@ def of_a_step(world, make, options):
     engine = make(model, optimizer, init=models.initial_values(0), **options)
     for part in (getattr(engine, "comm", None), *getattr(engine, "groups", ())):
         if part is not None:
-            part.simulated = False  # what packs and adds on the way is counted, too
+            part.simulated = False  # packing and adding on the way counts, too
             part.backend = "nccl"  # which divides by itself
     windows = torch.randint(256, (1, model.window), dtype=torch.uint8)
     for _ in range(STEPS):

@@ -2,8 +2,8 @@
 
     node 0: ranks, loopback, 10.77.0.1 ----- a veth pair, tbf at both ends ----- 10.77.0.2, loopback, ranks: node 1
 
-What ranks of one node send each other stays on that node's loopback; what goes to the other node passes the pair, whose
-counters the kernel keeps. A program runs there under torchrun, as it would on two machines. Linux, root and iproute2.
+Ranks of one node send each other bytes over that node's loopback; bytes for the other node pass the pair, whose
+counters the kernel keeps. A program runs there under torchrun, as on two machines. Needs Linux, root and iproute2.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from common.errors import InputError
 
 INTERFACE = "zero0"  # of each node, towards the other
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-PORT = 29_577  # in a namespace of its own nobody else has it
+PORT = 29_577  # free, as the namespace is its own
 MTU = 65_535  # a header for so many bytes: what the kernel counts is then nearly all payload
 BURST = 2**18  # bytes that may pass at once after a pause: several packets, and
 BURST_SECONDS = 1e-3  # as many as pass in this time, for the kernel does not look up for each packet
@@ -32,7 +32,7 @@ class TwoNodes:
     """Two nodes, as a context manager. The link has a rate in each direction, such as "100mbit", unless that is None.
 
     Raises:
-        InputError: this machine or user cannot make them, or there is no such rate.
+        InputError: this machine or user cannot make the nodes, or `rate` is no rate.
     """
 
     def __init__(self, rate=None):
@@ -55,7 +55,7 @@ class TwoNodes:
                 _call("ip", "-n", name, "address", "add", f"{address}/30", "dev", INTERFACE)
                 _call("ip", "-n", name, "link", "set", INTERFACE, "mtu", str(MTU), "up")
                 _call("ip", "-n", name, "link", "set", "lo", "up")
-                # Nothing is lost here: so nothing need be sent again on suspicion, when an answer waits behind a queue.
+                # Nothing is lost here, so nothing need be sent again when an answer waits behind a queue.
                 _call("ip", "netns", "exec", name, "sh", "-c", "echo 0 > /proc/sys/net/ipv4/tcp_early_retrans")
                 if self.limit:
                     _call("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *self.limit)
@@ -84,7 +84,7 @@ class TwoNodes:
     def started(self, module, *arguments, ranks=2, restarts=0):
         """Start it, and end what is left of it afterwards. A context manager: the process of torchrun on each node.
 
-        A rank that is lost ends the run, or, with `restarts`, has torchrun start all ranks anew, so many times.
+        A lost rank ends the run or, with `restarts`, makes torchrun start all ranks anew, so many times.
         """
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
         environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # c10d warns that addresses here have no names
@@ -108,7 +108,7 @@ class TwoNodes:
                     node.wait()
 
     def kill(self, node):
-        """End all that runs on a node, at once and without a word, as a power cut does."""
+        """Kill all processes on a node at once, as a power cut does."""
         for process in _call("ip", "netns", "pids", self.names[node]).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(process), signal.SIGKILL)
@@ -123,7 +123,7 @@ def _together(node, restarts):
 
 
 def limit_of(rate):
-    """What tc's token bucket takes for a rate such as "100mbit"; what is no rate is an InputError."""
+    """The options of tc's token bucket for a rate such as "100mbit"; an InputError if it is no rate."""
     parts = re.fullmatch(r"([1-9]\d*(?:\.\d+)?)([kmg]bit)", rate)
     if parts is None:
         raise InputError(f"rate {rate!r}: give one such as 500kbit, 100mbit or 10gbit")

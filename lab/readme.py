@@ -1,7 +1,7 @@
 """`python -m lab.readme`: write the recorded results into the READMEs, between their markers.
 
 So every figure there comes from a file under results/, which names its hardware. A test holds the pages to the files.
-readme.toml says which text comes from where.
+readme.toml has the source of each text.
 """
 
 import importlib
@@ -36,7 +36,7 @@ PAGES = {"offload.nvme": "offload/INFINITY.md"}  # others have a README.md
 
 @one_line_errors()
 def main(arguments=None):
-    """Parse the arguments, of which there are none, and write the pages."""
+    """Parse the (empty) arguments and write the pages."""
     parser_of("lab.readme", __doc__).parse_args(arguments)
     check_clone("results/scores")
     for path, text in pages().items():
@@ -53,7 +53,7 @@ def pages():
 
 
 def made(command, *names):
-    """What a command's `table` makes of each of its records; or what a function, module:name, makes of them all."""
+    """The text that a command's `table` makes of each record, or a function, module:name, of all of them."""
     module, _, function = command.partition(":")
     found, records = importlib.import_module(module), map(_read, names)
     if function:
@@ -80,7 +80,7 @@ def fill(page, parts):
 
 
 def stages_table(demo):
-    """The stages beside each other: idea, formulas, and what was counted, as Markdown."""
+    """A row for each stage: idea, formulas, and what was counted, as Markdown."""
     sent_by = {row["engine"]: sum(row["wire_bytes_per_step"].values()) for row in demo["rows"]}
     between = {row["engine"]: sum(row["internode_bytes_per_step"].values()) for row in demo["rows"]}
     rows = []

@@ -1,4 +1,4 @@
-"""What sockets have sent, as the kernel counts it; and a ring of plain ones."""
+"""Bytes that sockets have sent, as the kernel counts them; and a ring of plain sockets."""
 
 import contextlib
 import socket
@@ -24,11 +24,11 @@ def bytes_sent_by_own_sockets():
 def bytes_sent_by(own):
     """Payload bytes that a TCP socket has sent, as the Linux kernel counts them.
 
-    Independent of the meter: it reads struct tcp_info, so needs no root, and the traffic of other processes does
-    not show. What the kernel sent a second time counts once.
+    Independent of the meter: it reads struct tcp_info, so it needs no root and does not see other processes' traffic.
+    Retransmitted bytes count once.
 
     Raises:
-        OSError: it is none of TCP.
+        OSError: the socket is not a TCP socket.
     """
     info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     sent, sent_again = struct.unpack_from("<QQ", info, 200)  # tcpi_bytes_sent, tcpi_bytes_retrans
@@ -36,9 +36,9 @@ def bytes_sent_by(own):
 
 
 def ring(comm, nbytes):
-    """A plain TCP connection from each rank of one machine to the next, without a library between. A collective.
+    """A plain TCP connection from each rank of one machine to the next, without a library. A collective.
 
-    Returned is a function that sends so many bytes to the next rank, while as many come from the one before.
+    Returns a function that sends `nbytes` bytes to the next rank while it receives as many from the previous one.
     """
     with socket.create_server(("127.0.0.1", 0)) as listening:
         ports = comm.gather_objects(listening.getsockname()[1], "ports")

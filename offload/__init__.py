@@ -1,4 +1,4 @@
-"""Offload: optimizer states, gradients and the step itself beside the device (ZeRO-Offload)."""
+"""Offload: optimizer states, gradients and the step itself on the host (ZeRO-Offload)."""
 
 import zero_stages  # before all others
 from offload.cpu import OffloadEngine

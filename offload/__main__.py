@@ -1,4 +1,4 @@
-"""`python -m offload`: train with states beside the device and print what was measured."""
+"""`python -m offload`: train with states on the host or on disk and print what was measured."""
 
 from common.errors import InputError
 from common.outputs import check_name
@@ -7,7 +7,7 @@ from offload import cpu, nvme
 
 
 def add_own(parser):
-    """Add the options of both engines; return which one it is, and what it takes of them."""
+    """Add the options of both engines; return a function that says which engine to use, with which of them."""
     parser.add_argument(
         "--tier",
         default="cpu",
@@ -15,7 +15,7 @@ def add_own(parser):
         "ZeRO-Infinity, with all states or each of them in a tier",
     )
     parser.add_argument("--ratio", type=float, default=0.0, help="part that stays on the device (default: %(default)s)")
-    parser.add_argument("--delayed-update", action="store_true", help="step beside the next forward and backward")
+    parser.add_argument("--delayed-update", action="store_true", help="step during the next forward and backward")
     parser.add_argument("--warmup-steps", type=int, default=0, help="updates before the first delayed one")
     parser.add_argument("--path", metavar="DIR", help="a folder on the disk to use (default: for temporary files)")
     parser.add_argument(

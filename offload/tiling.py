@@ -1,7 +1,7 @@
 """Memory-centric tiling: a linear layer in tiles, each gathered, used and freed before the next.
 
-Stage 3 gathers a layer whole, so a rank must hold the largest layer's weight and gradient however many ranks there
-are. In tiles it holds a few of those in their place. `python -m lab.offload.tiling` shows it.
+Stage 3 gathers a layer whole, so a rank must hold the largest layer's weight and gradient, however many ranks there
+are. Of a tiled layer it holds a few tiles instead. `python -m lab.offload.tiling` shows it.
 
 Source: ZeRO-Infinity, arXiv 2104.07857, sec. 5.1.3 and fig. 6b, where 16 tiles raise the largest hidden size from 8K
 to 64K.
@@ -19,31 +19,31 @@ from common.engine.units import READ_THEIR_CHILDREN
 from common.engine.validation import check_types
 from common.errors import InputError
 
-ROWS = 32  # kernels take rows in blocks: where the cuts lie between blocks, every row is computed as in the whole
+ROWS = 32  # kernels take rows in blocks: if cuts lie between blocks, every row is computed as without tiles
 PART = re.compile(r"(?P<layer>(.*\.)?)tiles\.(?P<number>\d+)\.(?P<kind>weight|bias)")
 
 
 class TiledLinear(nn.Module):
-    """`nn.Linear`, cut along its outputs into tiles: smaller linear layers, whose outputs lie side by side.
+    """`nn.Linear`, cut along its outputs into tiles: smaller linear layers, whose outputs are concatenated.
 
     Shapes: [..., in_features] -> [..., out_features], in the dtype of the weights.
 
     An output, and an element of the gradient of weight or bias, is the same dot product as in `nn.Linear`. Measured on
-    x86 CPUs it has the same bits: in fp32 where tiles have 32 rows or more, in bf16 always. The gradient of the input
-    is a sum over tiles that are rounded one by one: it differs by 1e-5 of its norm or less in fp32, by 2e-2 in bf16.
+    x86 CPUs it has the same bits: in fp32 if tiles have 32 rows or more, in bf16 always. The gradient of the input is a
+    sum over tiles that are rounded one by one: it differs by 1e-5 of its norm or less in fp32, by 2e-2 in bf16.
 
-    Under stage 3 each tile is a unit, inside a block too: gathered are the one in use and the one that is prefetched.
-    An activation checkpoint gathers each once more, and beside those two there may be the one that backward has come
-    to. The outputs are as large as ever, and there twice while they are put together.
+    Under stage 3 each tile is a unit, inside a block too: one in use and one prefetched are gathered at a time. An
+    activation checkpoint gathers each once more, so that a third one, whose backward runs, may be gathered too. The
+    outputs are as large as without tiles, and exist twice while they are concatenated.
 
-    `load_state_dict` takes the `weight` and `bias` of an nn.Linear too; `untiled` is the way back.
+    `load_state_dict` takes the `weight` and `bias` of an nn.Linear too; `untiled` returns them.
 
     Args:
         in_features, out_features, bias, device, dtype: as of `nn.Linear`.
-        tiles: how many; where they cannot be alike, some have more rows.
+        tiles: how many; if they cannot be equal, some have more rows.
 
     Raises:
-        InputError: there are more tiles than outputs, or none; or that is no whole number.
+        InputError: `tiles` is no whole number, below 1, or above the number of outputs.
     """
 
     gathered_apart = True  # see `common.engine.units.make_units`
@@ -57,7 +57,7 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def of(cls, linear, tiles):
-        """An `nn.Linear` in tiles, which hold copies of its values."""
+        """Make tiles of an `nn.Linear`, with copies of its values."""
         weight, bias = linear.weight, linear.bias is not None
         made = cls(linear.in_features, linear.out_features, bias, tiles=tiles, device=weight.device, dtype=weight.dtype)
         made.load_state_dict(linear.state_dict())
@@ -71,7 +71,7 @@ class TiledLinear(nn.Module):
 
 
 def _cut(rows, tiles):
-    """How many rows each tile has: whole multiples of ROWS, but for the last, where there are enough."""
+    """How many rows each tile has: multiples of ROWS if there are enough, except for the last tile."""
     check_types({"tiles": int}, {"tiles": tiles})
     if not 1 <= tiles <= rows:
         raise InputError(f"tiles={tiles}: a layer of {rows} outputs can be cut into 1 to {rows} tiles")
@@ -81,7 +81,7 @@ def _cut(rows, tiles):
 
 
 def _cut_loaded(layer, state, prefix, *_):
-    """Before a state_dict is loaded: in the place of a whole weight or bias put its parts."""
+    """Before a state_dict is loaded: replace a whole weight or bias by its parts."""
     for name in ("weight", "bias"):
         whole = state.pop(prefix + name, None)
         if whole is not None:
@@ -90,12 +90,12 @@ def _cut_loaded(layer, state, prefix, *_):
 
 
 def untiled(state, model=None):
-    """A state_dict as the model without tiles has it: from `engine.full_state_dict()`, for instance.
+    """The state_dict of the model without tiles, from `engine.full_state_dict()` for instance.
 
     Args:
-        state: {name: tensor}, in any order; a name such as `up.tiles.3.weight` is that of a part of `up.weight`.
-        model: the one in tiles. Without it all such names are taken for those of a TiledLinear: give it if a module of
-            your own has a list of linear layers that is called `tiles`.
+        state: {name: tensor}, in any order; a name such as `up.tiles.3.weight` is a part of `up.weight`.
+        model: the model with tiles. Without it all such names count as those of a TiledLinear: pass it if a module of
+            your own has a list of linear layers called `tiles`.
 
     Raises:
         InputError: parts are missing.
@@ -112,13 +112,13 @@ def untiled(state, model=None):
 
 
 def _tiled_layers(model):
-    """What the names of their parameters begin with, such as "blocks.0.up."."""
+    """The prefixes of tiled layers' parameters, such as "blocks.0.up."."""
     named = model.named_modules(remove_duplicate=False)
     return {f"{name}.".lstrip(".") for name, module in named if isinstance(module, TiledLinear)}
 
 
 def _joined(name, numbered):
-    numbered = sorted(numbered, key=lambda part: part[0])  # files may have them in the order 0, 1, 10, 2
+    numbered = sorted(numbered, key=lambda part: part[0])  # a file may order them 0, 1, 10, 2
     numbers, tensors = zip(*numbered, strict=True)
     if numbers != tuple(range(len(numbers))):
         raise InputError(
@@ -128,15 +128,15 @@ def _joined(name, numbered):
 
 
 def tile(model, max_bytes):
-    """Cut every `nn.Linear` inside a model whose weight is larger than that into tiles of about `max_bytes`, in place.
+    """Cut every `nn.Linear` inside a model whose weight exceeds `max_bytes` into tiles of about that size, in place.
 
-    Some stay whole: one whose weight or bias others share, one whose weight is made from other tensors, by weight norm
-    for instance, and a layer whose weight torch's attention reads without calling it.
-    Not for what only some ranks run, such as an expert: tiles are gathered, and all ranks must take part.
+    A layer stays whole if its weight or bias is shared, if its weight is made from other tensors, by weight norm for
+    instance, or if torch's attention reads its weight without calling it. Do not tile a layer that only some ranks run,
+    such as an expert: tiles are gathered, and all ranks must take part.
 
     Raises:
-        InputError: `max_bytes` is no number above 0; or a layer that would be cut has hooks, or its parameters have:
-            they would be lost. Nothing is cut then.
+        InputError: `max_bytes` is no number above 0; or a layer that would be cut, or one of its parameters, has hooks,
+            which would be lost. Then nothing is cut.
     """
     check_types({"max_bytes": float}, {"max_bytes": max_bytes})
     if not max_bytes > 0:
@@ -155,7 +155,7 @@ def tile(model, max_bytes):
         if _has_hooks(layer):
             where = f"{path}.{name}".lstrip(".")
             raise InputError(f"{where!r} has hooks, which its tiles would not; tile the model first, then add them")
-    made = {}  # a layer that stands in several places stays one
+    made = {}  # a layer used in several places stays one
     for _, parent, name, layer in found:
         if layer not in made:
             tiles = math.ceil(min(layer.weight.nbytes / max_bytes, layer.out_features))

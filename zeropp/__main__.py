@@ -5,14 +5,14 @@ from zeropp.engine import check_options
 
 
 def add_own(parser):
-    """Add the switches; return the engine's name, and what it takes of them."""
+    """Add the switches; return a function that gives the engine's name and its switches."""
     for switch, told in (
         ("quantize-weights", "gather parameters as they are, not as int8"),
         ("hierarchical", "keep no copy of the parameters in each node"),
         ("quantize-gradients", "reduce gradients as they are, not as int4 in two hops"),
     ):
         parser.add_argument(f"--no-{switch}", dest=switch.replace("-", "_"), action="store_false", help=told)
-    parser.add_argument("--error-feedback", action="store_true", help="carry what rounding takes to the next gradient")
+    parser.add_argument("--error-feedback", action="store_true", help="add rounding errors to the next gradient")
     parser.add_argument("--block", type=int, default=256, help="elements that share a scale (default: %(default)s)")
 
     def own(options):

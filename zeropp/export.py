@@ -1,7 +1,7 @@
-"""Weights as int8: a file of half the size of 16-bit ones, for evaluation after training.
+"""Weights as int8: a file half the size of one of 16-bit weights, for evaluation after training.
 
-A safetensors file with, under each name, the message of `quantize.py` as bytes: scales, then codes. Shapes, dtypes and
-the block stand in its metadata. What is not floating-point is stored as it is.
+A safetensors file that has under each name the message of `quantize.py` as bytes: scales, then codes. Its metadata has
+the shapes, the dtypes and the block. Tensors that are not floating-point are stored as they are.
 """
 
 import json
@@ -15,10 +15,10 @@ from zeropp.quantize import Blocks
 
 
 def save_int8(weights, path, block=256):
-    """Write a state dict, {name: tensor}, such as `engine.full_state_dict()`; on one rank.
+    """Write a state dict, {name: tensor}, such as `engine.full_state_dict()`. Call it on one rank.
 
     Raises:
-        InputError: there is something else in it, such as extra state of a module.
+        InputError: a value is no tensor, such as extra state of a module.
     """
     blocks, messages, told = Blocks(8, block), {}, {}
     for name, tensor in weights.items():
@@ -34,10 +34,10 @@ def save_int8(weights, path, block=256):
 
 
 def load_int8(path):
-    """Read such a file: {name: tensor} in the shapes and dtypes they had.
+    """Read a file of `save_int8`: {name: tensor} in their original shapes and dtypes.
 
     Raises:
-        InputError: it is no such file.
+        InputError: the file cannot be read, or holds no int8 weights.
     """
     try:
         with safe_open(path, "pt") as file:

@@ -1,15 +1,15 @@
 """Block quantization: numbers to 8 or 4 bits, with a scale for each block of them.
 
-One outlier makes the steps of everybody who shares its scale coarse; so not a tensor has one scale, but every `block`
-elements. Symmetric: zero stays zero, and a code counts steps of the scale in both directions.
+An outlier makes the steps of all elements that share its scale coarse, so every `block` elements have a scale of their
+own. Quantization is symmetric: zero stays zero, and a code counts steps of the scale in both directions.
 
     scale = largest absolute value of the block / 127 (or 7)
     code  = round(value / scale)                                  |value - code * scale| <= scale / 2
 
-Two codes of 4 bits, from -7 to 7, are the two digits of a byte in base 16: byte = first + 16 * second, -119 to 119. To
-take it apart round byte / 16: that is the second, as the first is less than half of 16.
+Two 4-bit codes, from -7 to 7, are the two digits of a byte in base 16: byte = first + 16 * second, -119 to 119.
+Rounding byte / 16 gives the second, as the first is less than half of 16.
 
-A message holds what a rank needs to read some elements, as bytes, its scales in fp32:
+A message holds some elements as bytes, their scales in fp32:
 
     | scale of block 0 | scale of block 1 | ... | codes of block 0 | codes of block 1 | ... | padding to 4 bytes |
 
@@ -20,21 +20,20 @@ Source: ZeRO++, arXiv 2306.10209, sec. 3.1 and 4.2.
 
 import torch
 
-# Elements at a time. On a CPU what lies between them and their codes stays in the cache, on a GPU it is 64 MB or so for
-# each of a few kernels.
+# Elements at a time: on a CPU intermediate results stay in the cache, on a GPU each of a few kernels gets some 64 MB.
 CHUNK, GPU_CHUNK = 2**17, 2**24
-# The compiler divides as eager kernels do, to the last bit; torch 2.11 has no such option.
+# Lets the compiler divide as eager kernels do, to the last bit; torch 2.11 has no such option.
 DIVISION = {name: True for name in torch._inductor.list_options() if name == "eager_numerics.division_rounding"}
 
 
 class Blocks:
-    """A way to quantize.
+    """A format of quantized blocks.
 
     Args:
-        bits: 8 or 4, of a code.
+        bits: of a code, 8 or 4.
         block: elements that share a scale, an even number.
         chunk: elements at a time.
-        compiled: let torch.compile fuse the arithmetic, with the same bits. On a GPU two kernels take the place of ten.
+        compiled: let torch.compile fuse the arithmetic, with the same bits. On a GPU two kernels replace ten.
     """
 
     def __init__(self, bits, block=256, chunk=CHUNK, compiled=False):
@@ -45,7 +44,7 @@ class Blocks:
             self._values = torch.compile(self._values, dynamic=True, options=DIVISION)
 
     def nbytes(self, numel):
-        """The bytes of a message of so many elements."""
+        """The bytes of a message of `numel` elements."""
         blocks, codes = -(-numel // self.block), -(-numel * self.bits // 8)
         return 4 * blocks + -(-codes // 4) * 4
 
@@ -75,7 +74,7 @@ class Blocks:
     def _steps(self, part):
         """The scales [...] and the codes [..., bytes], as fp32, of fp32 values [..., elements]."""
         top = part.abs().amax(dim=-1)
-        # Steps of the smallest normal number do for denormal values, and no division overflows.
+        # The smallest normal number is fine enough a step for denormal values, and no division overflows.
         scale = (top / self.largest).clamp_(min=torch.finfo(torch.float32).tiny)
         scales = torch.where(top.isfinite(), scale, torch.nan)
         steps = (part / scale[..., None]).round_().clamp_(-self.largest, self.largest)
@@ -94,7 +93,7 @@ class Blocks:
             tens = torch.mul(first, 1 / 16).round_()
             first.sub_(tens, alpha=16)
             second.copy_(tens[..., : second.shape[-1]])
-        # What was the largest finite number may have become an infinity by rounding; NaN stays.
+        # Rounding may turn the largest finite number into an infinity, which is clamped; NaN stays.
         largest = torch.finfo(part.dtype).max
         return steps.mul_(scales[..., None]).clamp_(-largest, largest)
 

@@ -1,14 +1,14 @@
-"""How a unit's parameters come and its gradients go: stage 3's ways, and what each part of ZeRO++ puts in their place.
+"""How a unit's parameters are gathered and its gradients reduced: stage 3's strategies, and those of ZeRO++.
 
     parameters    AllGather            stage 3: every rank's shard, as it is, to every rank
                   QuantizedAllGather   qwZ: the shard as int8
                   SecondaryShards      hpZ: one of those two once an update, and copies inside the node after that
-    gradients     ReduceScatter        stage 3: every piece, as it is, to the rank that adds them up
-                  OneHop               pieces as int4
-                  TwoHops              qgZ: pieces as int4 inside the node, their sums as int4 across nodes
+    gradients     ReduceScatter        stage 3: every shard, as it is, to the rank that adds them up
+                  OneHop               shards as int4
+                  TwoHops              qgZ: shards as int4 inside the node, their sums as int4 across nodes
 
-Plain work and collectives are handed to one lane, which runs them in the order of the calls, beside the computation. So
-the collective that follows some packing sends what was packed, and the last Handle is that of all.
+One lane runs packing and collectives in the order of the calls, overlapped with the computation. So a collective sends
+what was packed before it, and the last Handle stands for all.
 
 Source: ZeRO++, arXiv 2306.10209, sec. 3.
 """
@@ -27,7 +27,7 @@ from zeropp.quantize import CHUNK, GPU_CHUNK, Blocks
 
 
 class AllGather:
-    """Stage 3's way: shards as they are.
+    """Stage 3's strategy: shards as they are.
 
     Args:
         comm: the engine's Collectives.
@@ -37,7 +37,7 @@ class AllGather:
         self.comm = comm
 
     def gather(self, bucket):
-        """Begin to fill `bucket.full_parameters`; return the Handle of that."""
+        """Begin to fill `bucket.full_parameters`. Returns a Handle."""
         return self.comm.all_gather(bucket.parameters, bucket.full_parameters, bucket.name)
 
     def secondary(self, bucket):
@@ -48,14 +48,14 @@ class AllGather:
         """The bucket's parameters are about to change."""
 
     def begin_step(self):
-        """A step is about to decide, and ends what `sends` tells of."""
+        """A step begins: `sends` counts from here on."""
 
     def sends(self, bucket, gathers):
         """The collectives of so many gathers in a step: {name in the meter: times}."""
         return {"all_gather": gathers}
 
     def legs(self, bucket):
-        """What each of those sends once: {name: bytes of this rank}."""
+        """What each of those collectives sends once: {name: bytes of this rank}."""
         return {"all_gather": bucket.shard_numel * bucket.kind.dtype.itemsize * (self.comm.size - 1)}
 
 
@@ -92,23 +92,23 @@ class QuantizedAllGather(AllGather):
 class SecondaryShards(AllGather):
     """hpZ (sec. 3.2): every node holds all parameters a second time, a part on each of its ranks.
 
-    The first gather after an update goes across nodes, and each rank keeps its part of what came. Every gather after
-    that, the backward's among them, collects those parts inside the node, until the next update. (The paper goes across
-    nodes in each forward: where a step has several micro-batches, that is once for each of them.)
+    The first gather after an update crosses nodes, and each rank keeps a part of the result. Every later gather, in
+    backward too, gathers those parts inside the node, until the next update. (In the paper every forward crosses nodes:
+    once for each micro-batch of a step.)
 
     Args:
         comm: the engine's Collectives.
-        inside: those of this rank's node.
-        first: the way of the first gather.
+        inside: the Collectives of this rank's node.
+        first: the strategy of the first gather.
     """
 
     def __init__(self, comm, inside, first):
         super().__init__(comm)
         self.inside, self.first = inside, first
-        # The buckets whose secondary shards are the parameters of now. Sets of buckets are weak: those hold their ways.
+        # The buckets whose secondary shards are up to date. The sets are weak, because buckets hold their strategies.
         self.current = weakref.WeakSet()
-        # Those that went across nodes in forward or backward since the last step, and before it. What an evaluation
-        # or `gathered` brings between two steps, the second of them finds in the node.
+        # The buckets that crossed nodes in forward or backward since the last step, and before it. If an evaluation or
+        # `gathered` gathers one between two steps, the second step finds it in the node.
         self.refreshed, self.crossed = weakref.WeakSet(), None
 
     def gather(self, bucket):
@@ -141,7 +141,7 @@ class SecondaryShards(AllGather):
 
 
 class ReduceScatter:
-    """Stage 3's way: pieces as they are.
+    """Stage 3's strategy: shards as they are.
 
     Args:
         comm: the engine's Collectives.
@@ -151,48 +151,48 @@ class ReduceScatter:
         self.comm = comm
 
     def reduce(self, bucket, scale=1.0):
-        """Begin to write this rank's shard of the mean to `bucket.gradient_shard`; return the Handle of that.
+        """Begin to write this rank's shard of the mean to `bucket.gradient_shard`. Returns a Handle.
 
-        Uses up `bucket.local_gradients`, this rank's own gradients, of a loss that all ranks multiplied by `scale`.
+        Uses up `bucket.local_gradients`, this rank's own gradients of a loss that all ranks multiplied by `scale`.
         """
         return self.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)
 
     def residuals(self, bucket):
-        """The elements of a bucket's gradients that rounding leaves to the next step, hop by hop: none."""
+        """How many elements of a bucket's gradients have a rounding error to keep, hop by hop: none."""
         return ()
 
     def take(self, bucket):
-        """A step takes what was reduced."""
+        """A step uses the reduced gradients."""
 
     def drop(self, bucket):
-        """What was reduced since the last step is dropped, if anything was."""
+        """The gradients reduced since the last step, if any, are dropped."""
 
     def sends(self, bucket, reductions):
         """The collectives of so many reductions in a step: {name in the meter: times}."""
         return dict.fromkeys(self.legs(bucket), reductions)
 
     def legs(self, bucket):
-        """What each of those sends once: {name: bytes of this rank}."""
+        """What each of those collectives sends once: {name: bytes of this rank}."""
         sent_in = self.comm.reduced_in(bucket.kind.dtype)
         return {"reduce_scatter": bucket.shard_numel * sent_in.itemsize * (self.comm.size - 1)}
 
 
 class OneHop(ReduceScatter):
-    """Pieces in 4 bits. What came is dequantized, added in fp32 in rank order, divided once and rounded once.
+    """Shards in 4 bits. A rank dequantizes them, adds them in fp32 in rank order, divides once and rounds once.
 
     Codes are never added: those of two ranks count steps of different sizes.
 
     Args:
         comm: the engine's Collectives.
         blocks: how to quantize, a `Blocks`.
-        error_feedback: what rounding takes from a gradient is added to the next one: see `_pack`.
+        error_feedback: add the rounding error of a gradient to the next one: see `_pack`.
     """
 
     def __init__(self, comm, blocks, error_feedback=False):
         super().__init__(comm)
         self.blocks, self.error_feedback = blocks, error_feedback
         self._scales = weakref.WeakKeyDictionary()  # bucket -> {hop: the loss scale of what it rounded last}
-        self._reduced = weakref.WeakSet()  # the buckets whose reductions no step has taken yet
+        self._reduced = weakref.WeakSet()  # the buckets whose reduced gradients no step has used yet
 
     def reduce(self, bucket, scale=1.0):
         pieces = bucket.local_gradients.view(self.comm.size, -1)
@@ -217,16 +217,16 @@ class OneHop(ReduceScatter):
         return {"all_to_all": self.blocks.nbytes(bucket.shard_numel) * (self.comm.size - 1)}
 
     def _messages(self, bucket, *shape):
-        """Room for messages of a shard each [*shape, bytes]."""
+        """A buffer for messages of a shard each [*shape, bytes]."""
         return self.comm.buffer(*shape, self.blocks.nbytes(bucket.shard_numel))
 
     def _pack(self, bucket, hop, scale, pieces, messages):
-        """Quantize pieces of a gradient [..., elements] into their messages [..., bytes].
+        """Quantize shards of a gradient [..., elements] into their messages [..., bytes].
 
-        With error feedback what rounding took the last time is added first, and what it takes now is kept: what a step
-        takes of a gradient is not lost, it comes later. Where no step takes it, because zero_grad() drops it or fp16
-        overflows, what is kept goes with it: it is of that gradient, too large a one perhaps. What rounding took before
-        that is lost then, half a quantization step at most; to give it back would take room for a second copy.
+        Error feedback adds the last rounding error first and keeps the new one, so that a later step gets what this one
+        lacks. If no step uses a gradient, because zero_grad() drops it or fp16 overflows, its error is dropped too, as
+        it may be too large. The error before it is lost with it, half a quantization step at most: to restore that
+        would take a second copy.
         """
         pack = partial(self.blocks.pack, pieces, messages)
         if self.error_feedback:
@@ -245,7 +245,7 @@ class OneHop(ReduceScatter):
         self.comm.work(f"quantize the gradient of {bucket.name}", pack)
 
     def _growth_of_scale(self, bucket, hop, scale):
-        """What the loss scale of this backward is to that of the last one. Residuals are as much too small."""
+        """The loss scale of this backward over that of the last one, by which residuals are to be multiplied."""
         scales = self._scales.setdefault(bucket, {})
         before, scales[hop] = scales.get(hop, scale), scale
         return scale / before
@@ -263,20 +263,20 @@ class OneHop(ReduceScatter):
 
 
 class TwoHops(OneHop):
-    """qgZ (sec. 3.3): each piece crosses to another node once, whatever the number of ranks there.
+    """qgZ (sec. 3.3): one sum per shard crosses to another node, whatever the number of ranks there.
 
-    N ranks, P of them on each of N/P nodes. Rank (n, p), the p-th of node n, is to have the sum of all pieces (n, p).
+    N ranks, P of them on each of N/P nodes. Rank (n, p), the p-th of node n, is to have the sum of all shards (n, p).
 
-        messages [P, N/P]    for place p all pieces of ranks (0, p), (1, p), ...: to the p-th rank of this node
-        received [P, N/P]    from each rank of this node its pieces of ranks (0, p), (1, p), ..., as they were sent
+        messages [P, N/P]    for place p the shards of ranks (0, p), (1, p), ...: to the p-th rank of this node
+        received [P, N/P]    from each rank of this node its shards of ranks (0, p), (1, p), ..., as they were sent
         sums     [N/P]       over this node: for ranks (0, p), (1, p), ..., quantized again, each to its own node
         received [N/P]       from each node its sum for this rank
 
-    Packing writes the messages in the order of the places, so that no hop needs a copy to change the order of pieces.
+    Packing writes the messages in the order of the places, so that no hop needs a copy to reorder shards.
 
     Args:
         comm: the engine's Collectives.
-        inside, across: those of this rank's node, and of the ranks at its place in all nodes.
+        inside, across: the Collectives of this rank's node, and of the ranks at its place in all nodes.
         blocks, error_feedback: as in OneHop.
     """
 
@@ -311,16 +311,15 @@ class TwoHops(OneHop):
 
 
 class Strategies:
-    """Which way each bucket takes. The switches choose here, once.
+    """The strategies of each bucket, chosen once by the switches.
 
     Args:
         comm: the engine's Collectives. Its `ranks_per_node` says what a node is.
-        dtype: what is quantized: parameters and gradients of this dtype. Those that `keep_fp32` names, and integers, go
-            as they are.
+        dtype: of the parameters and gradients that are quantized: not those that `keep_fp32` names, and no integers.
         quantize_weights, hierarchical, quantize_gradients, error_feedback, block: the engine's.
 
     Attributes:
-        exact: the way of parameters that are not for a step: stage 3's.
+        exact: the strategy for parameters that are not for a step: stage 3's.
     """
 
     def __init__(self, comm, dtype, *, quantize_weights, hierarchical, quantize_gradients, error_feedback, block):
@@ -331,7 +330,7 @@ class Strategies:
         self.exact = self.plain = self.quantized = AllGather(comm)
         if quantize_weights:
             self.quantized = QuantizedAllGather(comm, fine)
-        if hierarchical and across.size > 1:  # one node's secondary shards would be its first ones
+        if hierarchical and across.size > 1:  # on one node they would repeat the first shards
             self.plain, self.quantized = (SecondaryShards(comm, inside, way) for way in (self.plain, self.quantized))
         self.plain_back = self.quantized_back = ReduceScatter(comm)
         if quantize_gradients and 1 in (inside.size, across.size):  # one of the hops would go nowhere
@@ -340,7 +339,7 @@ class Strategies:
             self.quantized_back = TwoHops(comm, inside, across, coarse, error_feedback)
 
     def of(self, bucket):
-        """How its parameters come, and how its gradients go."""
+        """How a bucket's parameters are gathered, and how its gradients are reduced."""
         if bucket.kind.dtype == self.dtype:
             return self.quantized, self.quantized_back
         return self.plain, self.plain_back
@@ -353,11 +352,11 @@ class Strategies:
 
 @dataclass(frozen=True)
 class OwnedBesides(Owned):
-    """What a rank keeps of a bucket besides.
+    """What a rank keeps of a bucket.
 
     Attributes:
         secondary: a second part of the parameters, for the ranks of its node: a slice of the run.
-        residuals: what rounding took from gradients, so many elements for each time that they are rounded.
+        residuals: how many elements of rounding errors of gradients, for each hop that rounds them.
     """
 
     secondary: slice
@@ -365,11 +364,11 @@ class OwnedBesides(Owned):
 
 
 class RoutedBucket(Bucket):
-    """A bucket with a way to come and a way to go.
+    """A bucket with its strategies.
 
     Attributes:
-        gather_with, reduce_with: the ways of its parameters and of its gradients.
-        second, residuals: what `OwnedBesides` says is kept: a flat tensor or None, and a tuple of them.
+        gather_with, reduce_with: the strategies of its parameters and of its gradients.
+        secondary, residuals: what `OwnedBesides` sizes: a flat tensor or None, and a tuple of flat tensors.
     """
 
     gather_with = reduce_with = secondary = None
@@ -384,24 +383,24 @@ class RoutedBucket(Bucket):
         self.residuals = tuple(self.parameters.new_zeros(numel) for numel in owned.residuals)
 
     def forget(self):
-        """Drop every gradient since the last step, and what rounding took from it."""
+        """Drop every gradient since the last step, and its rounding error."""
         super().forget()
         if self.reduce_with is not None:
             self.reduce_with.drop(self)
 
     def drop(self, names):
-        """See `Bucket.drop`. What rounding took from the whole bucket goes too: it is less than half a step of int4."""
+        """See `Bucket.drop`. Also drops the rounding errors of the whole bucket: less than half a step of int4 each."""
         super().drop(names)
         self.reduce_with.drop(self)
 
     def take_over(self, part, fill):
-        """See `Bucket.take_over`. What nodes keep of the parameters before is out of date."""
+        """See `Bucket.take_over`. The nodes' copies of the old parameters are out of date."""
         self.gather_with.outdate(self)
         super().take_over(part, fill)
 
 
 class QuantizedAccounting(Accounting):
-    """The books of an engine whose buckets take ways of their own."""
+    """The accounting of an engine whose buckets have strategies."""
 
     def kept(self):
         """The model states on this rank, by class."""

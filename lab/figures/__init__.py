@@ -1,7 +1,7 @@
 # ruff: noqa: F401
-"""Pictures of what was counted. Each function draws onto an Axes that it is given, or returns a Figure.
+"""Figures of the measurements. Each function draws onto a given Axes, or returns a Figure.
 
-`style` has the colours, `stages` sets stages beside each other, `records` draws what the commands record.
+`style` has the colours, `stages` compares stages, `records` draws what the commands record.
 """
 
 from lab.figures.records import activation_memory, bench, capacity, scaling

@@ -1,4 +1,4 @@
-"""Pictures of the records: activations, the largest model, step times; and what goes with the number of GPUs."""
+"""Figures of the records: activations, the largest model, step times; and what depends on the number of GPUs."""
 
 import textwrap
 
@@ -9,7 +9,7 @@ from lab.figures.style import COLORS, LABELS, MARKERS, PALETTE, STEP_COLORS, des
 
 
 def activation_memory(results):
-    """Of what `lab.activations` writes, peaks by class without and with checkpoints; below, the largest batches."""
+    """Draw `lab.activations`: peaks by class without and with checkpoints; below, the largest batches."""
     engines = list(dict.fromkeys(row["engine"] for row in results["rows"]))
     figure = plt.figure(figsize=(13, 9), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=(1.6, 1))
@@ -55,7 +55,7 @@ def largest_batches(axes, rows, cap):
 
 
 def capacity(results):
-    """Of what `lab.capacity` writes, the largest models, measured beside predicted, a panel for each precision."""
+    """Draw `lab.capacity`: the largest models, measured and predicted, a panel for each precision."""
     precisions = list(dict.fromkeys(row["precision"] for row in results["rows"]))
     engines = len(results["rows"]) // len(precisions)
     size = max(6.4, 1 + 1.4 * engines), 1 + 3.6 * len(precisions)
@@ -90,7 +90,7 @@ def largest_models(axes, rows):
 
 
 def bench(results):
-    """Of what `lab.bench` writes, step times of one model over torch DDP's; of several, or without DDP, curves."""
+    """Draw `lab.bench`: step times of one model over torch DDP's; curves for several models, or without DDP."""
     timed = [row for row in results["rows"] if row["median_seconds"] is not None]
     one_model = len({row["model"] for row in timed}) == 1
     draw = step_times if one_model and all(row["ratio_interval"] for row in timed) else growth
@@ -100,7 +100,7 @@ def bench(results):
 
 
 def step_times(rows):
-    """Bars of the step time over torch DDP's with its interval, and of peak memory beside it, for each case."""
+    """Bars of the step time over torch DDP's with its interval, and of peak memory next to it, for each case."""
     cases = list(dict.fromkeys((row["precision"], row["world_size"]) for row in rows))
     figure, grid = plt.subplots(len(cases), 2, figsize=(12, 3.4 * len(cases)), layout="constrained", squeeze=False)
     for (precision, size), (left, right) in zip(cases, grid, strict=True):
@@ -151,7 +151,7 @@ def growth(rows):
 
 
 def scaling(results):
-    """Of what `lab.plan.scaling` writes, over the GPUs: memory, the largest model, speed, exposed communication."""
+    """Draw `lab.plan.scaling`, over the GPUs: memory, the largest model, speed, exposed communication."""
     figure, ((one, two), (three, four)) = plt.subplots(2, 2, figsize=(13, 10), layout="constrained")
     engines = dict.fromkeys(row["engine"] for row in results["memory"])
     styles = {name: {"color": PALETTE[n], "marker": MARKERS[n]} for n, name in enumerate(engines)}

@@ -1,4 +1,4 @@
-"""Stages beside each other: memory by stage, memory through a step, bytes on the wire, throughput."""
+"""Comparisons of stages: memory by stage, memory through a step, bytes on the wire, throughput."""
 
 from itertools import zip_longest
 
@@ -22,7 +22,7 @@ from lab.figures.style import (
 
 
 def memory_by_stage(axes, rows):
-    """Stacked bars of model states per rank, measured, beside what the formula says."""
+    """Stacked bars of model states per rank, measured, next to the formula's."""
     states = ("parameters", "gradients", "optimizer")
     for position, row in enumerate(rows):
         measured, predicted = (row[key] for key in ("model_state_bytes", "predicted_model_state_bytes"))
@@ -57,7 +57,7 @@ def memory_timeline(axes, samples, title):
         axes.fill_between(range(len(samples)), below, color=HOST_COLOR, step="post", label=HOST)
         axes.axhline(0, color="black", linewidth=0.8)
     bottom, top = axes.get_ylim()
-    axes.set_ylim(min(bottom, -1.1 * max(on_host)), max(top, 1.15 * highest))  # beside others the highest of all counts
+    axes.set_ylim(min(bottom, -1.1 * max(on_host)), max(top, 1.15 * highest))  # shared axes: the highest of all
     axes.set(ylabel="live MB", title=title)
 
 
@@ -88,7 +88,7 @@ def throughput(axes, rows):
 
 
 def comparison(results):
-    """Of what `lab.compare` writes, to be read in a page's column: what a rank holds by state, and what it sends."""
+    """Draw `lab.compare` in a page's column: what a rank holds by state, and what it sends."""
     with plt.rc_context({"font.size": 15}):
         figure, panels = plt.subplots(1, 2, figsize=(13.3, 5.8), sharey=True, layout="constrained")
         for place, row in enumerate(results["rows"]):
@@ -117,7 +117,7 @@ def comparison(results):
 
 
 def timelines(results, samples):
-    """Each engine's step, live bytes by class, of what `lab.compare` writes, and {engine: samples of its Timeline}."""
+    """Draw each engine's step, live bytes by class, from `lab.compare` and {engine: samples of its Timeline}."""
     rows, columns = results["rows"], 4
     shape = -(-len(rows) // columns), columns
     figure, panels = plt.subplots(*shape, figsize=(13.3, 3.6 * shape[0]), sharey=True, layout="constrained")

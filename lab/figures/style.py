@@ -1,4 +1,4 @@
-"""What all pictures share: a colour for each class of memory, names of engines, how a figure is written."""
+"""What all figures share: a colour for each class of memory, names of engines, how a figure is written."""
 
 import statistics
 
@@ -8,7 +8,7 @@ from common.measure.memory import CLASSES
 
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
 
-# One colour per class in every picture; a palette that colour-blind readers can tell apart.
+# One colour per class in every figure; a palette that colour-blind readers can tell apart.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00", "#CC79A7", "#BBBBBB")
 COLORS = dict(zip(CLASSES, PALETTE, strict=True))
 HOST_COLOR = "#F0E442"  # what lies on the host, and what crosses the bus to it: drawn apart, or below the axis
@@ -26,7 +26,7 @@ LABELS = {
 STEP_COLORS = {"ours": "#0072B2", "others": "#BBBBBB"}
 MARKERS = "osD^vPX*<>h"
 PHASES = ("forward", "backward", "step")
-MARGIN = 1.03  # of an x axis of operations, in which is seen what is left after the step
+MARGIN = 1.03  # of an x axis of operations, to show what is left after the step
 
 
 def described(results):
@@ -50,7 +50,7 @@ def once(axes, label):
 def stacked(axes, place, parts, width=0.6, told=None, **look):
     """A bar of parts, [(height, how `axes.bar` is to draw it)], the first at the bottom; a label is in the legend once.
 
-    `told` stands above it, a format for its height; `look` is how all parts are drawn.
+    `told` formats its height, above the bar; `look` styles all parts.
     """
     bottom = 0
     for height, own in parts:
@@ -64,8 +64,8 @@ def stacked(axes, place, parts, width=0.6, told=None, **look):
 def live_bytes(axes, samples, classes=CLASSES, unit=1e6):
     """Live bytes of some classes through a step, stacked, the first at the bottom, with its phases named.
 
-    `samples` are [(phase, {class: bytes})], one for each operation, and `unit` bytes in which the axis counts. Returned
-    is the height of the stack at each operation.
+    `samples` are [(phase, {class: bytes})], one for each operation, and `unit` the bytes in which the axis counts.
+    Returns the height of the stack at each operation.
     """
     heights = [[now.get(name, 0) / unit for _, now in (*samples, samples[-1])] for name in classes]
     places = [*range(len(samples)), MARGIN * len(samples)]
@@ -79,7 +79,7 @@ def mark_phases(axes, phases):
     """Name the phases above the data, over an x axis that counts operations. `phases` has one for each of them."""
     begins = {phase: phases.index(phase) for phase in PHASES if phase in phases}
     end = begins.get("step", len(phases))
-    # Forward may be narrow, and the step is: its name stands left of where it begins.
+    # Forward may be narrow, and the step always is: its name goes left of its beginning.
     for phase, begin in begins.items():
         place, side, text = {
             "forward": (begin, "left", " forward"),
@@ -93,11 +93,11 @@ def mark_phases(axes, phases):
 
 
 def smoothed(values, over):
-    """The means of so many values one after another, each begun at the next one."""
+    """The moving average over so many values."""
     return [statistics.fmean(values[end - over : end]) for end in range(over, len(values) + 1)]
 
 
 def stage_axis(axes, rows, headroom):
-    """Name the engines below, and leave room above the bars: `headroom` times the highest."""
+    """Name the engines below, and leave space above the bars: `headroom` times the highest."""
     axes.set_xticks(range(len(rows)), [LABELS.get(row["engine"], row["engine"]) for row in rows])
     axes.set_ylim(min(0, 1.3 * axes.dataLim.ymin), axes.dataLim.ymax * headroom)

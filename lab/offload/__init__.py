@@ -1,1 +1,1 @@
-"""What was measured of ZeRO-Offload and ZeRO-Infinity: `python -m lab.offload.delay --help`, for instance."""
+"""Measurements of ZeRO-Offload and ZeRO-Infinity: `python -m lab.offload.delay --help`, for instance."""

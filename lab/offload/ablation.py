@@ -1,12 +1,12 @@
 """Parameters on the host, split over all ranks or each on one, with slow buses.
 
-*Split*: a rank keeps its shard of every parameter, and to gather a unit all ranks bring their shards up at once, each
-over its own bus. *Owned*: a rank keeps whole units, and to gather one its owner brings all of it up and broadcasts it,
-while the other buses are idle. Both move the same bytes in a step, and end with the same bits. But only the first has
-them move over N buses side by side: with N ranks the parameters are there in a N-th of the time.
+*Split*: a rank keeps its shard of every parameter, and to gather a unit all ranks copy their shards up at once, each
+over its own bus. *Owned*: a rank keeps whole units, and to gather one its owner copies all of it up and broadcasts it,
+while the other buses are idle. Both move the same bytes in a step, and end with the same bits. But only the first uses
+N buses at once: with N ranks the parameters arrive in an N-th of the time.
 
-Each rank's bus is a token bucket of the given rate, slow enough to count beside a CPU rank's computation. Gradients and
-optimizer states stay on the device, so that what is compared is how parameters come.
+Each rank's bus is a token bucket of the given rate, slow enough to matter next to a CPU rank's computation. Gradients
+and optimizer states stay on the device, so that only the gathering of parameters is compared.
 
 Source: ZeRO-Infinity, arXiv 2104.07857, sec. 6.1.
 """
@@ -33,9 +33,9 @@ WARM_UP = 2  # steps that are not timed: in the first nothing is prefetched
 
 
 class SlowLane:
-    """A lane that keeps to a rate, bytes a second, by a token bucket; `lane`, a thread's, runs the copies.
+    """A lane with a rate, bytes a second, by a token bucket; `lane`, a thread's, runs the copies.
 
-    After so many bytes it is busy until the rate allows for them.
+    After a copy it stays busy until the rate allows for its bytes.
     """
 
     def __init__(self, lane, rate):
@@ -53,10 +53,10 @@ class SlowLane:
 
 
 class Owned(InfinityEngine):
-    """Whole parameters on the host of one rank each, which brings them up and broadcasts them."""
+    """Whole parameters on the host of one rank each, which copies them up and broadcasts them."""
 
     def partition(self):
-        """As ever; then each bucket gets an owner, in turns, and the owner all of it."""
+        """As in the base class; then each bucket gets an owner, in turns, and the owner all of it."""
         super().partition()
         for number, bucket in enumerate(self.buckets + self.frozen):
             bucket.owner, bucket.whole_on_host = number % self.world_size, None
@@ -65,14 +65,14 @@ class Owned(InfinityEngine):
             self.hand_over(bucket)
 
     def hand_over(self, bucket):
-        """The owner gets every rank's shard of what was stepped."""
+        """Send the owner every rank's stepped shard."""
         whole = torch.empty(bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device)
         self.comm.all_gather(bucket.parameters, whole, bucket.name).wait()
         if bucket.owner == self.rank:
             bucket.whole_on_host.copy_(whole)
 
     def gather(self, unit):
-        """Begin to have a unit's parameters brought up and broadcast by their owners."""
+        """Let the owners begin to copy a unit's parameters up and broadcast them."""
         if not unit.gathered:
             unit.gathered = True
             for bucket in unit.buckets:
@@ -83,7 +83,7 @@ class Owned(InfinityEngine):
                 bucket.gathering = self.comm.broadcast(bucket.full_parameters, bucket.owner, bucket.name, after=risen)
 
     def update(self):
-        """Step; then what was stepped goes to its owner."""
+        """Step, then send the stepped shards to their owners."""
         super().update()
         for bucket in self.buckets:
             self.hand_over(bucket)
@@ -107,7 +107,7 @@ def main(arguments=None):
 
 
 def check(options):
-    """Refuse what can be refused before any rank is started; return the numbers of ranks."""
+    """Validate the options before any rank starts; return the numbers of ranks."""
     try:
         sizes = [int(size) for size in options.nproc.split(",")]
     except ValueError:
@@ -141,7 +141,7 @@ def compare(options, sizes):
 
 
 def measure(world, kind, options):
-    """Train with one kind; what rank 0 answers has the bytes of all ranks and the median of its own steps."""
+    """Train with one kind; rank 0 returns the bytes of all ranks and the median of its own steps."""
     module = models.build(options.model)
     optimizer = partial(torch.optim.AdamW, lr=1e-3, fused=True)
     engine = KINDS[kind](module, optimizer, tiers=PLACED, init=models.initial_values(0))

@@ -1,9 +1,9 @@
-"""The delayed update beside the exact one: how both train, and what the overlap wins.
+"""Delayed and exact updates: how both train, and what the overlap gains.
 
 Two trainings from the same weights on the same batches, one with `delayed_update`. Their losses are drawn, and the
-time of their steps is compared. On CPU ranks the host steps on the cores that the model computes on: what the
-overlap wins there is time in which a core would have waited, for another rank or for memory, and no more. On a GPU the
-host's cores are free, and a step is shorter by as much as the host's part of it.
+time of their steps is compared. On CPU ranks the host steps on the cores that the model computes on, so the overlap
+gains only the time in which a core would have waited, for another rank or for memory. With a GPU the host's cores are
+free, and a step is shorter by the host's part of it.
 
 Source: ZeRO-Offload, arXiv 2101.06840, sec. 5.2.
 """
@@ -21,7 +21,7 @@ from common.train import add_arguments, command, how, run_with_progress
 from lab import figures
 
 LAST = 50  # losses whose mean is compared
-SMOOTH = 10  # losses that a point of the picture is the mean of
+SMOOTH = 10  # losses averaged in a point of the figure
 
 
 @one_line_errors()

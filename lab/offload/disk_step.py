@@ -1,9 +1,9 @@
-"""How fast the optimizer's step runs over states on disk, beside what the disk can do.
+"""How fast the optimizer's step runs over states on disk, compared with the disk itself.
 
 A linear layer's weights and moments lie on disk, 12 bytes of a parameter, and a step of fused AdamW reads and writes
-all of them. In turns with it fio reads and writes the same disk, as much of each, with direct I/O, 8 MiB at a time,
-eight requests under way: that is what the disk can do at that moment. A step cannot end before the slower of two ends,
-the disk at fio's speed or the update in memory: that is its bound.
+all of them. In turns with it fio reads and writes as many bytes on the same disk, with direct I/O, 8 MiB at a time,
+eight requests in flight: that is the disk's speed at that moment. A step takes at least as long as the slower of the
+disk at fio's speed and the update in memory: that is its bound.
 
 fio (Debian's package of that name) is needed; nothing else on the machine should use the disk meanwhile.
 
@@ -33,7 +33,7 @@ PLACED = {"parameters": "nvme", "gradients": "cpu", "optimizer": "nvme"}
 WIDTH = 8192
 STATES = 12  # bytes of a parameter on disk: weight and two moments, in fp32
 SUB_GROUP_MB = 64.0  # of fp32 weights
-WARM_UP, ROUNDS = 2, 7  # turns that are not timed, as the first makes the states; and those that are
+WARM_UP, ROUNDS = 2, 7  # turns that are not timed, as the first creates the states; and those that are
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 
@@ -93,7 +93,7 @@ def _turn(engine, folder, elements):
 
 
 def _update(elements):
-    """The seconds of the same update over states in memory, a part of it at a time: they need not all fit."""
+    """The seconds of the same update over states in memory, part by part, as not all of them need fit."""
     part = min(elements, 2**24)
     weights = nn.Parameter(torch.zeros(part))
     weights.grad = torch.full((part,), 1e-3)
@@ -132,7 +132,7 @@ def summary(results):
 
 
 def table(results):
-    """What all turns come to."""
+    """The result of all turns."""
     title = (
         f"A step over {results['elements']:,} elements on disk, sub-groups of {results['sub_group_mb']:g} MiB, "
         f"{results['threads']} threads\n{results['hardware']}"

@@ -1,7 +1,7 @@
 """The largest GPT that this machine's disk holds, trained a few steps by its memory.
 
-Everything lies on disk, 16 bytes of a parameter in fp32, so that the free room there sets the number of layers. Memory
-must hold what is in use: units on their way in and out, whose size does not depend on how many there are.
+Everything lies on disk, 16 bytes of a parameter in fp32, so that the free space there sets the number of layers. Memory
+must hold what is in use: units that are read and written, whose size does not depend on how many there are.
 
 Source: ZeRO-Infinity, arXiv 2104.07857, sec. 8.2, where one node trains a trillion parameters.
 """
@@ -28,7 +28,7 @@ from offload.nvme import InfinityEngine
 
 BYTES = 16  # on disk, of a parameter: weight, gradient, two moments, in fp32
 SEQUENCE = 64  # tokens of the one sample
-SPARE = 0.05  # of the disk's free room, which stays free
+SPARE = 0.05  # of the disk's free space, which stays free
 
 
 @one_line_errors()
@@ -53,7 +53,7 @@ def build(options, layers):
 
 
 def layers_on(free, options):
-    """The most layers whose states fit into so many bytes of disk; an InputError where not even one does."""
+    """The most layers whose states fit into so many bytes of disk; an InputError if not even one does."""
     one, two = (BYTES * models.count(build(options, layers)) for layers in (1, 2))
     layers = 1 + int((free - one) // (two - one))
     if layers < 1:

@@ -1,6 +1,6 @@
 """`python -m lab.offload.tiling`: a layer cut into more and more tiles, trained under a hard limit on memory.
 
-On ranks whose memory is limited it trains two steps of a model with one large layer, which `offload.tiling` cuts.
+Ranks whose memory is limited train a model with one large layer, which `offload.tiling` cuts, for two steps.
 
 Source: ZeRO-Infinity, arXiv 2104.07857, sec. 5.1.3 and fig. 6b, where 16 tiles raise the largest hidden size from 8K
 to 64K.
@@ -39,13 +39,13 @@ def main(arguments=None):
     parser.add_argument("--tiles", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="to try (default: 1 2 4 8 16)")
     parser.add_argument("--nproc", type=int, default=default_nproc(), help="local ranks (default: %(default)s)")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than there are GPUs or CPUs")
-    parser.set_defaults(engines=ENGINE, precisions="fp32")  # what `capacity.check` asks for besides
+    parser.set_defaults(engines=ENGINE, precisions="fp32")  # what else `capacity.check` reads
     options = asked(parser, arguments)
     tell(options, survey(options), table)
 
 
 def survey(options):
-    """Train with every number of tiles: the JSON of `lab.offload.tiling`. What could not be measured is None."""
+    """Train with every number of tiles: the JSON of `lab.offload.tiling`. None if it could not be measured."""
     check_counts(options, "width")
     for tiles in options.tiles:
         build(options.width, tiles)

@@ -1,1 +1,1 @@
-"""Which stage? `formulas` knows what each engine holds, sends and moves; `python -m lab.plan` advises."""
+"""Which stage? `formulas` computes what each engine holds, sends and moves; `python -m lab.plan` advises."""

@@ -5,9 +5,9 @@ r"""`python -m lab.plan`: my model, my ranks: which stage? Answered by formula, 
     python -m lab.plan --model my_package.models:make_model --world-size 16 --budget 40GB --simulate
     python -m lab.plan --landmark bloom-176b
 
-For each engine: model states by class and tier, what comes and goes within a step, activations, what is sent and moved,
-and whether it fits. The advice is the field's: the lowest stage that fits.
-`--simulate` has the engine that is advised take a step as one of these ranks, and shows its peak beside the formula's.
+For each engine: model states by class and tier, what is in flight within a step, activations, what is sent and moved,
+and whether it fits. The advice is the usual one: the lowest stage that fits.
+`--simulate` lets the advised engine take a step as one of these ranks, and shows its peak next to the formula's.
 
 Sources: model states ZeRO, arXiv 1910.02054, sec. 3 and 5, ZeRO-Offload, arXiv 2101.06840, sec. 3, ZeRO-Infinity, arXiv
 2104.07857, sec. 3, ZeRO++, arXiv 2306.10209, sec. 3; activations Korthikanti et al., arXiv 2205.05198, sec. 4.
@@ -36,9 +36,9 @@ from lab.simulate.hardware import PRESETS, preset
 from lab.simulate.world import Setting, model_of, own_options, simulate
 
 USABLE = 0.9  # of a device's memory: the rest is the allocator's, CUDA's and NCCL's
-ASPECT = 128  # width over layers, of a GPT of which the parameters alone are known
+ASPECT = 128  # width over layers, of a GPT of which only the number of parameters is known
 SEQUENCE, VOCABULARY = 2048, 50257
-LANDMARKS = tomllib.loads(Path(__file__).with_name("landmarks.toml").read_text())  # runs that papers tell of
+LANDMARKS = tomllib.loads(Path(__file__).with_name("landmarks.toml").read_text())  # runs from papers
 SEND_ALIKE = ("stage0_ddp", "stage1_os", "stage2_grad")
 ADVISED = (0, 1, 2, 3, 5, 6, 7)  # the order of advice: ZeRO++ is stage 3 for slow links, and needs as much
 
@@ -84,7 +84,7 @@ def parser():
 
 
 def plan(options):
-    """The JSON of `lab.plan`; an InputError where the options cannot be used."""
+    """The JSON of `lab.plan`; an InputError if the options cannot be used."""
     check_counts(options, "world_size", "per_node", "tensor", "pipeline", "batch", "seq")
     ran = None
     if options.landmark:
@@ -132,7 +132,7 @@ def plan(options):
 
 
 def ways(given):
-    """The WAYS, with ZeRO++'s switches as they are given; anything else is an InputError."""
+    """The WAYS, with ZeRO++'s switches as given; an unknown one is an InputError."""
     own = own_options(given)
     for name, value in own.items():
         if name not in SWITCHES or not isinstance(value, bool):
@@ -166,7 +166,7 @@ def of_size(text):
 
 
 def of_model(name):
-    """What a model's modules tell; a model that is no GPT tells of no activations."""
+    """The shape of a model, from its modules; if it is no GPT, nothing is known of activations."""
     with torch.device("meta"):
         model = model_of(name)
     outermost = [list(module) for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
@@ -183,7 +183,7 @@ def of_model(name):
 
 
 def advised(rows):
-    """The row of the lowest stage that fits, or may fit; None where none does."""
+    """The row of the lowest stage that fits, or may fit; None if none does."""
     return next((rows[number] for number in ADVISED if rows[number]["fits"] is not False), None)
 
 
@@ -219,7 +219,7 @@ def advice(rows, budget, computing, rank, ran):
 
 
 def confirmed(options, results):
-    """The engine that is advised, simulated; an InputError where none is, or where other degrees cut the model."""
+    """Simulate the advised engine; an InputError if none is advised, or if other degrees cut the model."""
     row = advised(results["rows"])
     if results["tensor"] * results["pipeline"] > 1:
         raise InputError("--simulate: the engines cut no model by tensor or pipeline degrees; give neither")

@@ -4,17 +4,17 @@ from dataclasses import dataclass
 
 from lab.simulate.hardware import Hardware
 
-# What a block keeps for its backward, in bytes of each element of its input in 16-bit, where attention keeps no square
-# of the sequence; and what each logit takes: in the precision, in fp32, and a gradient.
+# What a block keeps for its backward, in bytes for each element of its input in 16-bit, if attention keeps no square of
+# the sequence; and what each logit takes: in the precision, in fp32, and a gradient.
 BLOCK, LOGIT = 34, 12
 BUCKET = 25 * 2**20 // 4  # elements, at least
 SCALE = 4 / 256  # bytes of an element's part of an fp32 scale
-SWITCHES = ("quantize_weights", "hierarchical", "quantize_gradients")  # of ZeRO++: qwZ, hpZ, qgZ; on unless a way says
+SWITCHES = ("quantize_weights", "hierarchical", "quantize_gradients")  # of ZeRO++: qwZ, hpZ, qgZ; on by default
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What formulas know of a model."""
+    """A model, as formulas see it."""
 
     name: str
     parameters: float
@@ -27,7 +27,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Way:
-    """An engine, with what it takes: a row of the table."""
+    """An engine with its options: a row of the table."""
 
     title: str
     engine: str
@@ -63,7 +63,7 @@ class Rank:
 
     @property
     def psi(self):
-        """The parameters of which its data-parallel ranks have all."""
+        """The parameters that its data-parallel ranks share."""
         return self.shape.parameters / (self.tensor * self.pipeline)
 
     @property
@@ -74,9 +74,9 @@ class Rank:
     def row(self, way):
         """A row of the results.
 
-        `device` adds up what is in flight and activations, each at its peak. Where these come at different moments, as
-        in stage 3 with many ranks and a large vocabulary, a step needs less. A gradient before it is packed is left
-        out: with wide blocks a step needs more.
+        `device` adds up what is in flight and activations, each at its peak. If the peaks come at different moments, as
+        in stage 3 with many ranks and a large vocabulary, a step needs less. Gradients not yet packed are left out:
+        with wide blocks a step needs more.
         """
         device, host, disk = self.states(way)
         sent, out = self.sent(way)
@@ -122,7 +122,7 @@ class Rank:
         return (device, 0, beside) if dict(way.own).get("tiers") == "nvme" else (device, beside, 0)
 
     def _switches(self, way):
-        """Which of ZeRO++'s three are on. Within one node a secondary shard would be the first, so there is none."""
+        """Which of ZeRO++'s switches are on. On one node a secondary shard would repeat the first, so there is none."""
         int8, second, int4 = (dict(way.own).get(switch, True) for switch in SWITCHES)
         return int8, second and self.ranks > self.per_node, int4
 
@@ -131,7 +131,7 @@ class Rank:
         return self.width / self.per_node * self._switches(way)[1]
 
     def transient(self, way):
-        """Bytes that come and go within a step: buckets in flight, or units that are gathered and their gradients."""
+        """Bytes in flight within a step: buckets, or gathered units and their gradients."""
         rest, block = self.shape.rest / self.tensor, self._block()
         if way.engine in ("stage0_ddp", "stage1_os"):
             return 0
@@ -148,7 +148,7 @@ class Rank:
         return self._block() + self.shape.rest / self.tensor
 
     def activations(self):
-        """Bytes at their peak, of a GPT; None of others."""
+        """Bytes of activations at their peak; None for a model that is no GPT."""
         if self.shape.width is None:
             return None
         tokens, layers = self.batch * self.sequence, self.shape.layers / self.pipeline
@@ -159,7 +159,7 @@ class Rank:
         return layers * inputs + max(inside / self.tensor, logits)
 
     def sent(self, way):
-        """Bytes that a rank sends in a step, and of all ranks of a node what leaves it."""
+        """Bytes that a rank sends in a step, and bytes that leave its node."""
         if way.engine == "zeropp":
             return self._sent_compressed(way)
         w, n, psi = self.width, self.ranks, self.psi
@@ -168,7 +168,7 @@ class Rank:
         return sent, sent * (n > self.per_node)  # a ring leaves each node once
 
     def _sent_compressed(self, way):
-        """The same of ZeRO++, as its switches have it; a scale for each 256 elements."""
+        """The same for ZeRO++, by its switches; a scale for each 256 elements."""
         w, n, p, psi = self.width, self.ranks, self.per_node, self.psi
         int8, second, int4 = self._switches(way)
         first = (1 + SCALE if int8 else w) * (n - 1) / n

@@ -1,4 +1,4 @@
-r"""`python -m lab.plan.scaling`: how memory, size, speed and waiting go with the number of GPUs; all is simulated.
+r"""`python -m lab.plan.scaling`: how memory, size, speed and waiting depend on the number of GPUs; simulated.
 
     memory      model states of a rank and its peak, for each engine and number of ranks
     largest     the largest GPT that fits, for each engine and number of ranks
@@ -6,7 +6,7 @@ r"""`python -m lab.plan.scaling`: how memory, size, speed and waiting go with th
     exposed     seconds that computation waits for collectives, by the rate of the links between nodes
 
 GPTs are 128 times as wide as they are deep, in bf16 with activation checkpoints. A rank's part of its node's memory and
-disks ends a model, too. Times are those of `lab.simulate`'s clock, so of data sheets: compared with no run.
+disks limits a model, too. Times are those of `lab.simulate`'s clock, from data sheets: compared with no run.
 """
 
 from concurrent.futures import ProcessPoolExecutor
@@ -39,7 +39,7 @@ SPEEDS = ("stage2_grad", "stage3_param")
 EXPOSED, LAYERS_EXPOSED, AT = ("stage3_param", "zeropp"), 24, 64
 LINKS = (3.125, 6.25, 12.5, 25, 50, 100)  # Gbit/s of a GPU between nodes
 MOST = 400  # layers
-SUB_GROUPS = {"sub_group_mb": 2048.0}  # on the host, where there is room: with more of them a simulation takes minutes
+SUB_GROUPS = {"sub_group_mb": 2048.0}  # large, in host memory: with more sub-groups a simulation takes minutes
 
 
 @one_line_errors()
@@ -101,7 +101,7 @@ def memory(hardware, engine, ranks):
 
 
 def planned(way, machine, ranks):
-    """Layers of the largest GPT of the family that fits by formula; 1 where none does."""
+    """Layers of the largest GPT of the family that fits by formula; 1 if none does."""
 
     def fits(layers):
         width = ASPECT * layers
@@ -115,7 +115,7 @@ def planned(way, machine, ranks):
 
 
 def largest(hardware, way, ranks):
-    """The largest model: simulated, from the one on that is the largest by formula."""
+    """The largest model: simulated, beginning with the largest by formula."""
     way, machine = WAYS[way], preset(hardware)
 
     def fits(layers):
@@ -149,7 +149,7 @@ def speed(hardware, engine, ranks, filled):
 
 
 def filling(peak, machine, rounds=2):
-    """Nearly the largest batch whose peak fits; 1 where none does. A peak grows by no less the larger the batch is."""
+    """Nearly the largest batch whose peak fits; 1 if none does. The larger the batch, the more a peak grows."""
     room, fits = USABLE * machine.holds, 1
     low, more = peak(1), 2
     while (high := peak(more)) <= room:
@@ -179,7 +179,7 @@ def table(results):
 
 
 def said(results):
-    """What speed and exposed communication come to."""
+    """Speed and exposed communication, in sentences."""
     sentences = []
     for name in SPEEDS:
         rows = [row for row in results["speed"] if row["engine"] == name and row["filled"]]

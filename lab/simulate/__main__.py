@@ -5,8 +5,8 @@ r"""`python -m lab.simulate ENGINE`: one rank of a world of any size, with the b
     python -m lab.simulate zeropp --with hierarchical=False --model gpt2-1.5b --world-size 64 --ranks-per-node 8
     python -m lab.simulate my_package.my_module:MyEngine --model my_package.models:make_model --world-size 16
 
-The engine is the one that trains, on tensors that have shapes and no values. What is shown is counted in its second
-step, by the memory timeline and the traffic meter of real runs, and stands beside what its tables predict.
+The engine is the one that trains, on tensors that have shapes and no values. The memory timeline and the traffic meter
+of real runs count its second step, which is shown next to the predictions of its tables.
 """
 
 import json
@@ -110,7 +110,7 @@ def worst(results):
 
 
 def times(results):
-    """How long the step takes, what bounds it, and what of it is exposed."""
+    """How long the step takes, what bounds it, and how much is exposed."""
     time = results["time"]
     rows = [
         ["a step", f"{time['step_seconds']:.3g} s"],

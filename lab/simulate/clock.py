@@ -1,4 +1,4 @@
-"""How long a simulated step takes: each stream has a clock, operations move it on, and who waits takes the later one.
+"""How long a simulated step takes: each stream has a clock, which operations advance; waiting takes the later one.
 
 Streams are those that the engine uses: "compute", and a lane for collectives, for the bus, for the host's steps and for
 the disk. An operation takes as long as its arithmetic or its memory traffic, whichever is longer, and a little more; a
@@ -61,7 +61,7 @@ class Clock(TorchDispatchMode):
         return result
 
     def spend(self, what, seconds):
-        """Have the current stream do something."""
+        """Let the current stream do something."""
         if seconds > 0:
             self.events.append((self._stream, what, self.now[self._stream], seconds))
             self.now[self._stream] += seconds
@@ -69,7 +69,7 @@ class Clock(TorchDispatchMode):
 
     @contextlib.contextmanager
     def on(self, lane, buffers):
-        """In this context the current stream is a lane's, which begins when it is free and the caller has come here.
+        """In this context the current stream is a lane's, which begins when it is free and the caller has reached this.
 
         Work that shows no operation takes as long as its buffers take to move.
         """
@@ -84,7 +84,7 @@ class Clock(TorchDispatchMode):
             self._stream = caller
 
     def catch_up(self, lane, end):
-        """Have the current stream wait for what a lane does."""
+        """Let the current stream wait for a lane's work."""
         late = end - self.now[self._stream]
         if late > 0:
             if self._stream == COMPUTE:
@@ -92,7 +92,7 @@ class Clock(TorchDispatchMode):
             self.now[self._stream] = end
 
     def found(self, tokens, width):
-        """What a step of so many tokens, of all ranks, comes to; `width` is the precision's bytes of an element.
+        """The result of a step of so many tokens, of all ranks; `width` is the precision's bytes of an element.
 
         Returns:
             {"hardware", its "source", "step_seconds", "tokens_per_second"; "model_flops", three times those of
@@ -179,7 +179,7 @@ def _flops(function, args, kwargs, result):
 
 
 def _bytes_moved(function, args, kwargs, result):
-    """Bytes that an operation reads and writes; none where it makes a view, or takes memory that nobody fills."""
+    """Bytes that an operation reads and writes; none if it makes a view, or allocates memory without filling it."""
     if function.is_view or function.__name__.startswith(("empty", "new_empty", "detach", "_reshape_alias")):
         return 0
     written = sum(tensor.nbytes for tensor in tensors_in(result))

@@ -1,4 +1,4 @@
-"""What a rank runs on, in the few numbers that a step's time is made of. Presets, from data sheets: hardware.toml."""
+"""A rank's hardware, in the few numbers that determine a step's time. Presets, from data sheets: hardware.toml."""
 
 import math
 import tomllib
@@ -10,7 +10,7 @@ from common.errors import InputError
 
 @dataclass(frozen=True)
 class Hardware:
-    """A rank's device, and what it is connected by: bytes, and bytes a second, unless said otherwise."""
+    """A rank's device and its links: bytes, and bytes a second, unless said otherwise."""
 
     name: str
     flops: dict  # {bytes of an element: floating-point operations a second at their peak}
@@ -38,7 +38,7 @@ PRESETS["h200-141g"] = replace(PRESETS["h100-80g"], name="DGX H200", memory=4800
 
 
 def preset(name):
-    """The preset of this name; an InputError where there is none."""
+    """The preset of this name; an InputError if there is none."""
     if name not in PRESETS:
         raise InputError(f"unknown hardware {name!r}; known: {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -29,10 +29,10 @@ class Moment:
 
 
 class Moments(Timeline):
-    """A `Timeline` that looks only where something may have changed that matters: a model may have 100,000 operations.
+    """A `Timeline` that looks only when a peak may have changed, as a model may have 100,000 operations.
 
-    It looks where a part of the model begins, and whenever what was taken since the last look and is still there would
-    make a new peak, if nothing else had been given back. So the peak is that of a `Timeline`; `worst` is its Moment.
+    It looks when a part of the model begins, and when the bytes allocated since the last look and not freed would make
+    a new peak, if nothing else had been freed. So its peak is that of a `Timeline`; `worst` is its Moment.
     """
 
     def __init__(self, engine, model):
@@ -91,7 +91,7 @@ class Moments(Timeline):
         self._looking = found.nbytes >= self.worst.nbytes
         if found.nbytes > self.worst.nbytes:
             self.worst = found
-        if self._looking:  # at the peak still, perhaps: then this shows what became of what was made
+        if self._looking:  # perhaps still at the peak: then this shows what became of new tensors
             self.worst.resident, self.worst.activations = resident, self._largest()
 
     def _largest(self):
@@ -110,7 +110,7 @@ class Moments(Timeline):
 
     def _ends(self, name):
         self._running.pop()
-        if self.engine.comm.traffic.phase != "backward":  # there a part that was computed again goes on
+        if self.engine.comm.traffic.phase != "backward":  # a recomputed part goes on there
             self._part = self._running[-1] if self._running else ""
 
     def _marks(self, name):

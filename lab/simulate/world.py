@@ -1,7 +1,7 @@
-"""A rank that is not there: torch's fake process group and fake tensors, with an engine that knows of neither.
+"""A simulated rank: torch's fake process group and fake tensors, with an engine that knows of neither.
 
-Shapes, storages, collectives and their order are those of a real rank on GPUs; no value is computed, and nothing
-travels. So a model that reads values, by `.item()` say, cannot be simulated.
+Shapes, storages, collectives and their order are those of a real rank on GPUs; no value is computed, and nothing is
+sent. So a model that reads values, by `.item()` for instance, cannot be simulated.
 """
 
 import ast
@@ -59,7 +59,7 @@ def simulated_world(size, rank=0, ranks_per_node=None, backend="nccl"):
     Collectives take the paths of a backend, "nccl" or "gloo". Without `ranks_per_node` all ranks share a node.
 
     Raises:
-        InputError: there can be no such rank; or a model reads values.
+        InputError: `rank` is not below the world size, or a model reads values.
     """
     if size < 1 or not 0 <= rank < size:
         raise InputError(f"rank {rank} of {size}: give a world size of 1 or more, and a rank from 0 up to below it")
@@ -76,7 +76,7 @@ def simulated_world(size, rank=0, ranks_per_node=None, backend="nccl"):
 
 @contextlib.contextmanager
 def simulated_group(backend):
-    """The same beside a real world: a group of as many ranks, over which nothing travels. A collective."""
+    """The same within a real world: a group of as many ranks, over which nothing is sent. A collective."""
     group = dist.new_group(backend="fake")
     try:
         with _without_values(backend):
@@ -128,7 +128,7 @@ class Foreign(nn.Module):
 
 
 def loss_of(outputs, targets):
-    """What a step trains: the zoo's loss; a foreign model's own `loss`, or that of its logits or of what it returns."""
+    """What a step trains: the zoo's loss; a foreign model's own `loss`, or one of its logits or its output."""
     if hasattr(outputs, "loss") and outputs.loss is not None:
         return outputs.loss
     outputs = getattr(outputs, "logits", outputs)
@@ -144,7 +144,7 @@ def model_of(name, checkpoint_activations=None):
     function may be given that returns a module with the zoo's surface.
 
     Raises:
-        InputError: there is none of this name.
+        InputError: no model has this name.
     """
     if callable(name):
         with torch.device("meta"):
@@ -168,7 +168,7 @@ def model_of(name, checkpoint_activations=None):
 
 
 def batch_of(model, samples, length=None):
-    """(inputs, targets) of so many samples for a model of `model_of`; other lengths than it takes are an InputError."""
+    """(inputs, targets) of so many samples for a model of `model_of`; an InputError for a length it does not take."""
     if isinstance(model, Foreign):
         inputs = model.make_inputs(samples, length or LENGTH)
         return inputs, inputs
@@ -181,7 +181,7 @@ def batch_of(model, samples, length=None):
 
 
 def tokens_of(model, length=None):
-    """How many tokens a sample has; one that is no text counts as one."""
+    """How many tokens a sample has; a sample that is no text counts as one."""
     if isinstance(model, Foreign):
         return length or LENGTH
     if not getattr(model, "predicts_text", False):
@@ -274,7 +274,7 @@ def simulate(setting, step):
         "samples" of the timeline; and where there is hardware its "time", see `Clock.found`, and a "trace".
 
     Raises:
-        InputError: the setting cannot be, or the model reads values.
+        InputError: the setting is invalid, or the model reads values.
     """
     began = time.perf_counter()
     if dist.is_initialized():
@@ -315,7 +315,7 @@ def simulate(setting, step):
 
 @contextlib.contextmanager
 def _rarely_collected():
-    """In this context Python looks for garbage less often, which takes a second of twenty here."""
+    """In this context Python collects garbage less often, which otherwise takes one second of twenty."""
     before = gc.get_threshold()
     gc.set_threshold(100_000, *before[1:])
     try:
@@ -351,7 +351,7 @@ def engine_of(setting, group=None):
 
 
 def counted(books, moments, setting, module):
-    """What a step held, sent and moved, each beside its prediction where the engine has one."""
+    """What a step held, sent and moved, each with its prediction if the engine has one."""
     traffic = books.comm.traffic
     row = {"wire_bytes_by_phase": traffic.by_phase()}
     if isinstance(books, Outsider):
@@ -368,7 +368,7 @@ def counted(books, moments, setting, module):
 
 
 def own_options(pairs):
-    """What an engine takes besides, {name: value}, from texts such as "hierarchical=False", or an InputError."""
+    """An engine's own options, {name: value}, from texts such as "hierarchical=False", or an InputError."""
     found = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

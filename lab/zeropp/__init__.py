@@ -1,1 +1,1 @@
-"""What was measured of ZeRO++: `python -m lab.zeropp.two_nodes --help`, for instance."""
+"""Measurements of ZeRO++: `python -m lab.zeropp.two_nodes --help`, for instance."""

@@ -1,11 +1,11 @@
-"""What quantization costs in loss: stage 3 beside each switch, from several seeds.
+"""What quantization costs in loss: stage 3 and each switch, from several seeds.
 
 Every row trains the same model on the same batches of real text; a tenth of the text is held out. Two losses over that
-tenth are told at the end: with the weights as the optimizer keeps them, and with those weights as int8 from a file
-(`export.py`). What a seed alone changes is the spread of stage 3's own losses.
+tenth are reported at the end: with the weights as the optimizer keeps them, and with those weights as int8 from a file
+(`export.py`). The spread of stage 3's own losses shows what a seed alone changes.
 
-On one machine the ranks are told that they live on nodes of two, so that gradients take two hops; bits do not depend on
-how fast a link is.
+On one machine the ranks are treated as nodes of two, so that gradients take two hops; bits do not depend on the speed
+of a link.
 """
 
 import argparse
@@ -38,7 +38,7 @@ RUNS = {  # what is compared: (engine, its options)
     "quantize_gradients, error_feedback": ("zeropp", OFF | {"quantize_gradients": True, "error_feedback": True}),
     "all three, error_feedback": ("zeropp", {"error_feedback": True}),
 }
-SMOOTH = 20  # losses that a point of the picture is the mean of
+SMOOTH = 20  # losses averaged in a point of the figure
 
 
 @one_line_errors()
@@ -85,7 +85,7 @@ def compare(world, runs, options):
 
 
 def one_training(world, name, held_out, options):
-    """Train one engine from one seed; return its losses, those of the text held out, and the bytes it keeps."""
+    """Train one engine from one seed; return its losses, those on the held-out text, and the bytes it keeps."""
     row, weights, _ = train(world, name, options)
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "weights.safetensors")

@@ -1,9 +1,9 @@
 """How long packing and unpacking take on one thread, and what torch.compile would gain.
 
-All run in turns over the same values. What is compiled is what one part of a message becomes, codes and scales to
-values; the same bits are asked of it.
+All run in turns over the same values. Only the step from codes and scales to values is compiled, for one part of a
+message; it must give the same bits.
 
-Source: ZeRO++, arXiv 2306.10209, sec. 4.2, where kernels of their own do this on a GPU.
+Source: ZeRO++, arXiv 2306.10209, sec. 4.2, where special kernels do this on a GPU.
 """
 
 import statistics
@@ -57,7 +57,7 @@ def measure():
 
 
 def table(results):
-    """The median of each, and whether what is compiled has the same bits."""
+    """The median of each, and whether the compiled one has the same bits."""
     title = f"{results['elements']:,} fp32 elements in blocks of 256, one thread\n{results['hardware']}"
     rows = []
     for row in results["rows"]:

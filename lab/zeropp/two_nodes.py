@@ -1,13 +1,13 @@
 """What stage 3 and ZeRO++ send between two nodes, and how long their steps take.
 
-On one machine with root it makes the nodes itself: two network namespaces of Linux, joined by a link with a rate limit,
+On one machine with root it makes the nodes itself: two Linux network namespaces, joined by a link with a rate limit,
 with two ranks each. On two machines torchrun starts it on both, with GLOO_SOCKET_IFNAME naming the interface between
 them.
 
-**How bytes are counted.** Those leaving one node, over all of its ranks, per step. Three times: by the kernel, as its
-interface towards the other node counts them, headers included; by the meter of the engine; and as predicted. Between
-ranks of gloo all bytes go straight to the rank that needs them, so of an all-gather of M bytes over two nodes of two
-ranks M leave each node. A ring passes on what came, and needs (N-1)/N M; that figure is given by the formula, beside.
+**How bytes are counted.** The bytes that all ranks of a node send to the other node in a step, three times: by the
+kernel's counter of the interface between the nodes, headers included; by the engine's meter; and as predicted. With
+gloo all bytes go straight to the rank that needs them, so of an all-gather of M bytes over two nodes of two ranks M
+leave each node. In a ring (N-1)/N M leave it; the table has that figure too, by the formula.
 
 Source: ZeRO++, arXiv 2306.10209, sec. 3 and table 2.
 """
@@ -43,13 +43,13 @@ WEIGHTS, COPIES, GRADIENTS = ({**NONE, switch: True} for switch in NONE)
 
 
 class AsTheyAre:
-    """No quantization: the values, rounded to a dtype. What hops alone save is measured with it."""
+    """No quantization: the values, rounded to a dtype, to measure what hops alone save."""
 
     def __init__(self, dtype):
         self.dtype = dtype
 
     def nbytes(self, numel):
-        """The bytes of a message of so many elements."""
+        """The bytes of a message of `numel` elements."""
         return numel * self.dtype.itemsize
 
     def pack(self, values, message):
@@ -75,7 +75,7 @@ def in_one_hop(engine):
         bucket.reduce_with = OneHop(engine.comm, Blocks(4, engine.block))
 
 
-# What is compared: (engine, what it is called, its options, what is changed once it is built).
+# What is compared: (engine, its label, its options, a change after it is built).
 ENGINES = [
     ("stage3_param", "keep_last=False, as the paper counts", {"keep_last": False}, None),
     ("stage3_param", "as it is", {}, None),
@@ -109,7 +109,7 @@ def main(arguments=None):
 
 
 def chosen(options):
-    """The rows of ENGINES that are asked for; an InputError where the options make no sense."""
+    """The rows of ENGINES that are asked for; an InputError if the options are invalid."""
     if options.steps < 2:
         raise InputError(f"--steps {options.steps}: the first step warms up, so give 2 or more")
     models.build(options.model)
@@ -132,7 +132,7 @@ def on_nodes(nodes, options):
 
 
 def measure_and_write(world, options):
-    """On every rank: measure; rank 0 writes what was found."""
+    """On every rank: measure; rank 0 writes the results."""
     rows = [measure(world, options, *row) for row in chosen(options)]
     if world.rank == 0 and options.json:
         results = {
@@ -195,12 +195,12 @@ def measure(world, options, name, switches, own, change):
 
 
 def meet(comm):
-    """Return when every rank has come here, and all it was to send has left."""
+    """Return when every rank has reached this, and all its bytes have left."""
     comm.maximum(torch.zeros(1, device=comm.device)).item()
 
 
 def in_a_ring(sent, ranks_per_node):
-    """Bytes leaving one node, were every collective of all ranks a ring, of what one rank sends by collective.
+    """Bytes that would leave a node if every collective were a ring, from what one rank sends by collective.
 
     A rank of a ring sends all it sends to the next one, and one rank of each node has its next on another node. As many
     rings go across nodes as a node has ranks.
