@@ -1,6 +1,6 @@
-"""Other people's code: theirs behind our surface (`peers`), ours behind theirs (`deepspeed`, `fsdp`), and formats.
+"""Other people's code: theirs behind our API (`peers`), ours behind theirs (`deepspeed`, `fsdp`), and formats.
 
-Engines and `common/` know nothing of this folder; it imports nothing of `lab/` and `course/`.
+Engines and `common/` do not import this folder; it imports neither `lab/` nor `course/`.
 """
 
 import zero_stages  # noqa: F401  before all others

@@ -4,8 +4,8 @@
     accelerator = Accelerator(engine="stage3_param", gradient_accumulation_steps=2)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-Accelerate has no place for a strategy of one's own: `prepare` chooses by `DistributedType`, a closed enumeration. So
-this is its class, with the methods replaced that touch the model and the optimizer. Loaders, `accumulate`,
+Accelerate has no place for a strategy of your own: `prepare` chooses by `DistributedType`, a closed enumeration. So
+this class derives from its own and replaces the methods that touch the model and the optimizer. Loaders, `accumulate`,
 `gather_for_metrics`, trackers and the rest are Accelerate's.
 """
 
@@ -34,10 +34,10 @@ TOGETHER = "prepare() takes one model that trains, together with its one optimiz
 class Accelerator(accelerate.Accelerator):
     """Takes what Accelerate's takes, `engine`, by name, and `engine_options`, such as {"precision": "bf16"}.
 
-    It has the `engine` once `prepare` has built it; None before.
+    Attribute `engine` is None until `prepare` has built it.
 
     Raises:
-        InputError: what is asked for cannot be done by an engine; one line names it.
+        InputError: an engine cannot do what is asked for; one line names it.
     """
 
     engine = None
@@ -47,7 +47,7 @@ class Accelerator(accelerate.Accelerator):
         self.choose(engine, engine_options)
 
     def choose(self, engine, engine_options):
-        """Check what was asked for, and keep it for `prepare`."""
+        """Validate the arguments, and keep them for `prepare`."""
         self._engine_name, self._engine_options = engine, dict(engine_options or {})
         if self.distributed_type not in TYPES:
             raise InputError(
@@ -77,7 +77,7 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare(*objects, device_placement=device_placement)
 
     def prepare_model(self, model, device_placement=None, evaluation_mode=False):
-        """As Accelerate's, of a model that does not train, or not yet; else it is refused, as DDP would train it."""
+        """As Accelerate's, for a model that does not train, or not yet; others are refused, as DDP would train them."""
         if trains(model) and not evaluation_mode:
             raise InputError(f"prepare_model: {TOGETHER}")
         return super().prepare_model(model, device_placement, evaluation_mode)
@@ -94,10 +94,10 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
     def wrap(self, model, optimizer):
-        """Put the engine behind a model and an optimizer, and give the two that stand for them.
+        """Build the engine for a model and an optimizer, and return the wrappers of both.
 
         Raises:
-            InputError: Accelerate knows of other processes than torchrun; each would train on all of the data.
+            InputError: Accelerate sees another number of processes than torchrun: each would train on all of the data.
         """
         init_distributed()
         if dist.get_world_size() != self.num_processes:
@@ -111,7 +111,7 @@ class Accelerator(accelerate.Accelerator):
         return Model(engine, around, convert_to_fp32), self._stepping
 
     def use(self, engine, stepping):
-        """Train by this engine, and the optimizer that stands for its own, from now on; by none of None."""
+        """Train by this engine and its wrapped optimizer from now on; None stops that."""
         self.engine, self._stepping = engine, stepping
 
     def backward(self, loss, *, retain_graph=False):
@@ -119,7 +119,7 @@ class Accelerator(accelerate.Accelerator):
         self.engine.backward(loss / self.gradient_accumulation_steps, retain_graph=retain_graph)
 
     def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
-        """Have the next step clip. The norm that it gives is NaN until then: clipping is a part of an engine's step."""
+        """Let the next step clip. The returned norm is NaN until then, because an engine clips in its step."""
         if self.sync_gradients:
             return self._stepping.clip(max_norm, norm_type)
 
@@ -135,7 +135,7 @@ class Accelerator(accelerate.Accelerator):
         return self.engine.full_state_dict() if ours else super().get_state_dict(model, unwrap)
 
     def save_state(self, output_dir=None, **named):
-        """As Accelerate's, but that the engine saves model and optimizer; any engine at any world size loads those."""
+        """As Accelerate's, but the engine saves model and optimizer; any engine loads those, at any world size."""
         with self._others():
             folder = super().save_state(output_dir, **named)
         self.engine.save(os.path.join(folder, CHECKPOINT))
@@ -151,12 +151,12 @@ class Accelerator(accelerate.Accelerator):
         self._stepping.share()
 
     def _others(self):
-        """A context in which Accelerate knows the rest, and not the model and the optimizer of the engine."""
+        """A context in which Accelerate does not see the engine's model and optimizer."""
         return mock.patch.multiple(self, _models=[], _optimizers=[])
 
 
 def trains(thing):
-    """Whether this is a model that no engine has, and that has what to train."""
+    """Whether this is a trainable model without an engine."""
     is_new = isinstance(thing, nn.Module) and not isinstance(thing, Model)
     return is_new and any(parameter.requires_grad for parameter in thing.parameters())
 
@@ -167,7 +167,7 @@ def steps(thing):
 
 
 class AtBoundaries(Optimizer):
-    """Scripts call it after each micro-batch; it steps where gradients are synchronized, as Accelerate's does."""
+    """Scripts call it after each micro-batch; it steps when gradients are synchronized, as Accelerate's does."""
 
     def step(self, closure=None):
         if GradientState().sync_gradients:

@@ -1,8 +1,7 @@
-"""DeepSpeed beside its words: one script, with the real library and with these engines, and where losses part.
+"""DeepSpeed and its API here: one script, with the real library and with these engines, and where losses diverge.
 
-Where they do, a second row takes the cause away: then they are equal to the bit, or by as much as the next cause.
-DeepSpeed is installed into a folder of its own. That takes the package index and some minutes, of which DeepSpeed's own
-building takes most.
+If they do, a second row removes the cause: then they are equal to the bit, or differ by the next cause. DeepSpeed is
+installed into a folder of its own. That takes the package index and some minutes, most of them for building DeepSpeed.
 
     python -m interop.beside_deepspeed --json results/local/words_deepspeed.json
 """
@@ -48,7 +47,7 @@ def cases():
 
 
 def compared(cases, place, ranks):
-    """Run cases with both: how far apart their losses are, and from which micro-batch on."""
+    """Run cases with both. Returns how far apart their losses are, and from which micro-batch on."""
     scripts = [(configuration(*case[:3]), case[3]) for case in cases]
     theirs, ours = (losses(library, scripts, place, ranks) for library in ("deepspeed", "interop.deepspeed"))
     return [row(*found) for found in zip(cases, theirs, ours, strict=True)]
@@ -69,7 +68,7 @@ def row(case, theirs, ours):
 
 
 def cause(case):
-    """Which of the CAUSES it is, of the case's own; the rows beside it show that it is no other."""
+    """Which of the case's CAUSES it is; the other rows exclude the others."""
     stage, precision, way, rounded = case
     if precision == "bf16" and stage == 0 and way != "SGD":
         return "stage 0"
@@ -84,7 +83,7 @@ def losses(library, scripts, place, ranks):
     """Rank 0's losses of the program, started by torchrun, [scripts][micro-batches].
 
     Raises:
-        InputError: it failed, and the message has its last line; or it took too long.
+        InputError: the program failed, and the message has its last line; or it took too long.
     """
     tables.say(f"{len(scripts)} scripts with {library}")
     with tempfile.TemporaryDirectory() as folder:

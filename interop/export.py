@@ -1,14 +1,14 @@
-"""`python -m interop.export CHECKPOINT model.safetensors`: a checkpoint for programs elsewhere, its model in one file.
+"""`python -m interop.export CHECKPOINT model.safetensors`: a checkpoint for other programs, its model in one file.
 
-The file has the names of model.state_dict(), so that a plain load_state_dict(strict=True) takes it: parameters, fp32
-master weights where there are any, persistent buffers, and tied weights under all of their names. Extra state of
-modules is in it if it is a tensor, and else refused. No ranks and no model are needed, and no more memory than a tensor
-of it takes: each is put together from its pieces, cast and written. A number that is too large for --dtype is refused,
-with its parameter's name.
+The file has the names of model.state_dict(), so that a plain load_state_dict(strict=True) takes it: parameters, as fp32
+master weights if there are any, persistent buffers, and tied weights under all of their names. Extra state of modules
+is in it if it is a tensor, and refused otherwise. The export needs no ranks, no model, and memory for one tensor: each
+is put together from its pieces, cast and written. A number that is too large for --dtype is refused, with its
+parameter's name.
 
-With --format a folder is written instead, from which training goes on elsewhere: weights and the optimizer's states.
+With --format a folder is written instead, from which other programs resume training: weights and optimizer states.
 
-    dcp          for FSDP2, or whatever else loads by torch.distributed.checkpoint; engines here load it, too
+    dcp          for FSDP2, or other programs that load by torch.distributed.checkpoint; engines here load it, too
     universal    for DeepSpeed
 """
 
@@ -64,23 +64,23 @@ def newest(folder):
 
 
 def export(checkpoint, file, dtype=None, allow_overflow=False):
-    """Write a checkpoint's model into one safetensors file, outside of its folder. The file is there when it is whole.
+    """Write a checkpoint's model into one safetensors file, outside its folder. The file appears when it is complete.
 
     `dtype` is that of all floating parameters; None keeps the one that each was saved in. With `allow_overflow` finite
-    values that are too large for it become infinite. Returned is the file's sha256, in hex.
+    values that are too large for it become infinite. Returns the file's sha256, in hex.
 
     Raises:
-        InputError: there is no checkpoint, it is damaged, a value is too large for `dtype`, or nothing can be written.
+        InputError: the checkpoint is missing or damaged, a value is too large for `dtype`, or writing fails.
     """
     with _exported(checkpoint, file, Path.touch) as (index, saved, partial):
         return _write(index, saved, partial, dtype, allow_overflow)
 
 
 def export_folder(checkpoint, folder, form):
-    """Write a checkpoint's model and optimizer into a new folder, in a form of FOLDERS. It is there when it is whole.
+    """Write a checkpoint's model and optimizer into a new folder, in a format of FOLDERS. It appears when complete.
 
     Raises:
-        InputError: there is no checkpoint, it is damaged, the format cannot hold it, or it cannot be written.
+        InputError: the checkpoint is missing or damaged, the format cannot hold it, or it cannot be written.
     """
     with _exported(checkpoint, folder, Path.mkdir) as (index, saved, partial):
         FOLDERS[form](index, saved, partial)
@@ -88,9 +88,9 @@ def export_folder(checkpoint, folder, form):
 
 @contextlib.contextmanager
 def _exported(checkpoint, place, make):
-    """In this context a checkpoint is read, and a path beside `place` is written, which takes its name at the end.
+    """A context that reads a checkpoint and writes a temporary path next to `place`, renamed to it at the end.
 
-    Given are the index, its tensors as `Pieces`, and that path, which `make` has made.
+    Yields the index, its tensors as `Pieces`, and that path, which `make` has made.
     """
     partial = place.parent / f"{place.name}.partial"
     try:
@@ -110,7 +110,7 @@ def _exported(checkpoint, place, make):
 
 
 def _check_place(checkpoint, place, make):
-    """Refuse to write where something else is, or where it would take the place of one of the checkpoint's files."""
+    """Refuse to write over something else, or over one of the checkpoint's files."""
     if make == Path.mkdir and os.path.lexists(place):
         raise InputError("there is something; give the name of a new folder")
     if place.exists() and not place.is_file():

@@ -21,14 +21,14 @@ from lightning.fabric.plugins.precision import MixedPrecision, Precision  # noqa
 from lightning.fabric.strategies import DDPStrategy  # noqa: E402
 from lightning.fabric.wrappers import _FabricModule  # noqa: E402
 
-REST = "rest.ckpt"  # what a checkpoint holds besides models and optimizers
+REST = "rest.ckpt"  # the rest of a checkpoint, without models and optimizers
 
 
 class ZeroStrategy(DDPStrategy):
-    """Fabric's DDP strategy, but that an engine trains, with the options that it takes, such as precision="bf16".
+    """Fabric's DDP strategy, but an engine trains, with the options that it takes, such as precision="bf16".
 
     Raises:
-        InputError: what a script asks for cannot be done by an engine; one line names it.
+        InputError: an engine cannot do what the script asks for; one line names it.
     """
 
     def __init__(self, engine="stage2_grad", **options):
@@ -88,7 +88,7 @@ class ZeroStrategy(DDPStrategy):
             )
 
     def clip_gradients_norm(self, module, optimizer, max_norm, norm_type=2.0, error_if_nonfinite=True):
-        """Have the next step clip. The norm that it gives is NaN until then: clipping is a part of an engine's step."""
+        """Let the next step clip. The returned norm is NaN until then, because an engine clips in its step."""
         norm = optimizer.clip(max_norm, norm_type)
         optimizer.limit = norm, error_if_nonfinite
         return norm
@@ -98,7 +98,7 @@ class ZeroStrategy(DDPStrategy):
     # ---- files --------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path, state, storage_options=None, filter=None):
-        """Write a folder: of each model with its optimizer what any engine at any world size loads; and the rest."""
+        """Write a folder: each model with its optimizer, which any engine loads at any world size, and the rest."""
         if filter:
             raise InputError("filter: an engine's checkpoint is whole")
         models, rest = self._split(state)
@@ -109,7 +109,7 @@ class ZeroStrategy(DDPStrategy):
         self.barrier()
 
     def load_checkpoint(self, path, state=None, strict=True, weights_only=None):
-        """Read it into `state`, which has each model together with its optimizer; return what was saved besides."""
+        """Read it into `state`, which has each model together with its optimizer; return the rest of what was saved."""
         if not isinstance(state, dict):
             raise InputError("load() needs a dict of what was saved; for raw weights, load before setup()")
         models, rest = self._split(state)
@@ -121,7 +121,7 @@ class ZeroStrategy(DDPStrategy):
         return left
 
     def _split(self, state):
-        """The models of a state, by name; and what is neither a model of an engine nor its optimizer."""
+        """The models of a state, by name; and all that is neither an engine's model nor its optimizer."""
         models = {name: thing for name, thing in state.items() if isinstance(thing, Model)}
         optimizers = [thing.engine for thing in state.values() if isinstance(thing, Optimizer)]
         if {model.engine for model in models.values()} != set(optimizers):
@@ -154,4 +154,4 @@ def _zero_grad(self, set_to_none=True):
     self._forward_module.zero_grad(set_to_none)
 
 
-_FabricModule.zero_grad = _zero_grad  # torch's looks for p.grad, and an engine's gradients lie elsewhere
+_FabricModule.zero_grad = _zero_grad  # torch's own reads p.grad, but an engine keeps gradients elsewhere

@@ -1,8 +1,8 @@
-"""`python -m interop.museum`: bugs of released trainers, each red in a cell of the suite, and green where it is mended.
+"""`python -m interop.museum`: bugs of released trainers, each red in a cell of the suite, and green once it is fixed.
 
-Why a baseline? Because these were releases, and nobody was warned: the loss went down, only not as it should. For each
-exhibit two releases of DeepSpeed are installed, each into a folder of its own beside this environment's torch, and
-held to the same cell of the suite. An adapter here claims what the release's own documentation claims; those of
+Why a baseline? Because these were releases, and nothing warned their users: the loss went down, but not as it should.
+For each exhibit two releases of DeepSpeed are installed, each into a folder of its own, with this environment's torch,
+and the same cell of the suite tests both. An adapter here claims what the release's own documentation claims; those of
 `interop.peers` leave out what a library cannot do, which would hide the bug.
 
 It takes the package index, a C++ compiler (DeepSpeed builds what it sends with on a CPU) and some minutes.
@@ -55,7 +55,7 @@ class WithoutZero(DeepSpeed1):
 class SumsInFp32(DeepSpeed1):
     """Stage 1 in bf16 that accumulates in fp32: DeepSpeed has an optimizer of its own for that.
 
-    Its masters are made of weights in bf16 already, which is no bug: here they get the values that were there before.
+    It makes its masters from weights already in bf16, which is no bug: here they get the values from before.
     """
 
     name = "deepspeed1, fp32 sums"
@@ -96,7 +96,7 @@ class OffloadedInThrees(Offloaded):
 
 
 class NotContiguous(DeepSpeed1):
-    """Stage 1 that does not copy gradients into one buffer as they come."""
+    """Stage 1 that does not copy gradients into one buffer as they become ready."""
 
     name, follows, zero = "deepspeed1, not contiguous", "", {"contiguous_gradients": False}
 
@@ -115,7 +115,7 @@ SHOWN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())  # bugs, 
 
 @one_line_errors()
 def main(arguments=None):
-    """Install, run, show and write the results; exit with 1 where an exhibit is not red and then green."""
+    """Install, run, show and write the results; exit with 1 if an exhibit is not red and then green."""
     parser = parser_of("interop.museum", __doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / "results/local/museum", help="for releases (%(default)s)")
     parser.add_argument("--only", nargs="+", metavar="N", help="these issues' numbers alone")
@@ -142,7 +142,7 @@ def shown(exhibit, folder):
 
 
 def held(exhibit, release, folder):
-    """Hold a release to the exhibit's cell; return whether it passes, and the first line of what is said if not."""
+    """Run the exhibit's cell on a release; return whether it passes, and otherwise the first line of its message."""
     place = installed(release, folder)
     cell = f"{CELLS}[{exhibit['engine']}-{exhibit['cell']}]"
     ended = run(place, "-m", "pytest", "-m", "", "--tb=short", "--engine", exhibit["engine"], cell)
@@ -155,7 +155,7 @@ def held(exhibit, release, folder):
 
 
 def installed(release, folder):
-    """The folder of a release, installed where it is not yet; an InputError where pip does not get it."""
+    """The folder of a release, installed if it is not yet; an InputError if pip does not get it."""
     place = folder.absolute() / f"deepspeed-{release}"
     if not (place / "deepspeed").exists():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", place]
@@ -169,7 +169,7 @@ def installed(release, folder):
 
 
 def run(place, *arguments, **settings):
-    """Run Python with a release's folder before others; return the finished process. An InputError where it hangs."""
+    """Run Python with a release's folder before others; return the finished process. An InputError if it hangs."""
     environment = {**os.environ, "PYTHONPATH": f"{place}{os.pathsep}{ROOT}", **settings}
     environment |= {"DS_BUILD_OPS": "0", "TORCH_EXTENSIONS_DIR": str(place / "built")}
     options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": LIMIT}

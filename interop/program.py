@@ -1,4 +1,4 @@
-"""Scripts in DeepSpeed's words, which `interop.beside_deepspeed` runs with DeepSpeed and with these engines."""
+"""A script for DeepSpeed's API, which `interop.beside_deepspeed` runs with DeepSpeed and with these engines."""
 
 import importlib
 import json
@@ -15,7 +15,7 @@ STEPS = 12
 def main(library, cases, losses_file):
     """Train by "deepspeed" or "interop.deepspeed", once for each case; rank 0 writes its losses, [case][micro-batch].
 
-    Cases are JSON: [[DeepSpeed's configuration, whether the first weights are such as bf16 has]].
+    Cases are JSON: [[DeepSpeed's configuration, whether the first weights are rounded to bf16]].
     """
     deepspeed = importlib.import_module(library)
     deepspeed.init_distributed(dist_backend="gloo")
@@ -24,7 +24,7 @@ def main(library, cases, losses_file):
         with open(losses_file, "w") as file:
             json.dump(losses, file)
     dist.barrier()
-    os._exit(0)  # at an ordinary end a thread of DeepSpeed's aborts the process now and then
+    os._exit(0)  # at a normal exit a DeepSpeed thread sometimes aborts the process
 
 
 def train(deepspeed, config, rounded):

@@ -1,11 +1,11 @@
 """`python -m interop.take stage3_param my_project/zero3`: an engine as a package of your own, to read and to change.
 
 The package has the engine, the modules of `common/` that it imports, with relative imports, and the licence. So it
-needs nothing of this repository, and no other `common` is in its way:
+needs nothing from this repository, and does not conflict with another `common`:
 
     from my_project.zero3 import Engine
 
-`python -m interop.take words my_project/zero` takes the words for other libraries, with all engines behind them:
+`python -m interop.take words my_project/zero` takes the APIs of other libraries, with all engines behind them:
 
     from my_project.zero.interop import deepspeed
 
@@ -38,7 +38,7 @@ SILENT = ("stage0_ddp", "stage1_os")  # under no_sync
 
 
 def main(arguments=None):
-    """Parse the arguments, copy, have the copy judged, and say what was written."""
+    """Parse the arguments, copy, test the copy, and say what was written."""
     parser = parser_of("interop.take", __doc__)
     parser.add_argument("engine", help=", ".join((*ENGINES, WORDS)))
     parser.add_argument("package", type=Path, help="the folder to write, which is not there yet: a name for imports")
@@ -58,7 +58,7 @@ def main(arguments=None):
 
 
 def check(engine, package):
-    """Refuse what cannot be taken, or not there."""
+    """Refuse an unknown engine, or a package that cannot be written or imported."""
     if engine not in (*ENGINES, WORDS):
         raise InputError(f"{engine}: give one of {', '.join(ENGINES)}, or {WORDS}")
     if not package.name.isidentifier():
@@ -98,21 +98,21 @@ def of_engine(name):
 
 
 def of_words():
-    """The same of the words, all of them, with the engines that they find by name."""
+    """The same for all APIs of other libraries, with the engines that they find by name."""
     files = [file.relative_to(ROOT) for place in LIBRARIES for file in (ROOT / "interop").glob(place)]
     modules = [".".join(file.with_suffix("").parts) for file in files]
     return needed(*ENGINES, *modules), "Import what is in interop/.", ""
 
 
 def licence():
-    """The licence's text: in a clone a file beside the packages, else in what pip noted of them."""
+    """The licence's text: in a clone a file next to the packages, otherwise in pip's metadata."""
     if (ROOT / "LICENSE").exists():
         return (ROOT / "LICENSE").read_text()
     return importlib.metadata.distribution("zero-stages").read_text("licenses/LICENSE")
 
 
 def needed(*modules, without=None):
-    """The files that modules import, however far, themselves and the packages above included; one may be left out."""
+    """The files that modules import, however far, with themselves and their packages; one may be left out."""
     found, waiting = set(), list(modules)
     while waiting:
         parts = waiting.pop().split(".")
@@ -125,7 +125,7 @@ def needed(*modules, without=None):
 
 
 def files_of(name):
-    """The file of a module or package of this repository, in a list; an empty one where it is none."""
+    """The file of a module or package of this repository, in a list; an empty one if it is none."""
     place = ROOT / name.replace(".", "/")
     return [file for file in (place.with_suffix(".py"), place / "__init__.py") if file.exists()]
 
@@ -142,7 +142,7 @@ def names_in(node):
 
 
 def relative(file, files):
-    """The text of a file, in which what it imports of `files` is named from where it stands."""
+    """The text of a file, with relative imports of what it imports from `files`."""
     lines = file.read_text().splitlines(keepends=True)
     dots = "." * len(file.relative_to(ROOT).parts)
     for node in imports(file):
@@ -155,7 +155,7 @@ def relative(file, files):
 
 
 def judge(package):
-    """Run the suite's quick part on the package; write what it says beside it, and return its verdict, a line."""
+    """Run the suite's quick part on the package; write its output into VERDICT.txt, and return its last line."""
     environment = {**os.environ, "PYTHONPATH": str(package.absolute().parent)}
     suite = [sys.executable, "-m", "pytest", "tests", "--engine", f"{package.name}:Engine", "--quick", "--no-header"]
     ended = subprocess.run([*suite, "-q"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -1,12 +1,12 @@
-"""transformers' words: a `Trainer` that trains by an engine.
+"""transformers' API: a `Trainer` that trains by an engine.
 
     from interop.transformers import Trainer                        # for from transformers import Trainer
     trainer = Trainer(model, args, train_dataset=data, engine="stage3_param")
     trainer.train()
 
-The loop, the data, losses, rates, logs, callbacks and metrics are the Trainer's own. An engine comes in where the model
-is wrapped, where the optimizer is made and where files are written. Some of these methods are private, so the versions
-of `TRIED` matter. `class Mine(ByEngine, AnotherTrainer)` does the same for a Trainer that derives from transformers'.
+The loop, the data, losses, rates, logs, callbacks and metrics are the Trainer's own. An engine takes over when the
+model is wrapped, the optimizer is made and files are written. Some of these methods are private, so the versions of
+`TRIED` matter. `class Mine(ByEngine, AnotherTrainer)` does the same for a Trainer that derives from transformers'.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ REFUSED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())  # argu
 
 
 class ByEngine:
-    """What makes a Trainer of transformers train by an engine; it stands before the Trainer among the bases.
+    """Makes a transformers Trainer train by an engine; it comes before the Trainer among the bases.
 
-    It takes `engine`, by name, and `engine_options`, such as {"precision": "bf16"}; `max_grad_norm` of the arguments is
-    what clips. From `train` on it has the `engine`, and None before.
+    It takes `engine`, by name, and `engine_options`, such as {"precision": "bf16"}; `max_grad_norm` of the arguments
+    clips. Attribute `engine` is None before `train`.
 
     Raises:
-        InputError: what the arguments ask for cannot be done by an engine; one line names it.
+        InputError: an engine cannot do what the arguments ask for; one line names it.
     """
 
     wrapped = None  # the model as the loop has it
@@ -47,11 +47,11 @@ class ByEngine:
 
     @property
     def engine(self):
-        """Its weights are whole within `trainer.engine.gathered()`."""
+        """The model. Its weights are whole within `trainer.engine.gathered()`."""
         return None if self.wrapped is None else self.wrapped.engine
 
     def create_accelerator_and_postprocess(self):
-        """The accelerator as the Trainer has configured it, of our class."""
+        """The accelerator as the Trainer configures it, of our class."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = Accelerator  # backward, clipping and unwrapping are then an engine's
 
@@ -86,7 +86,7 @@ class ByEngine:
         return super()._wrap_model(model, training, dataloader) if self.wrapped is None else self.wrapped
 
     def prediction_step(self, *inputs, **named):
-        """As the Trainer's. Where it generates, weights are whole, so that ranks may generate different lengths."""
+        """As the Trainer's. While it generates, weights are gathered, so that ranks may generate different lengths."""
         generates = self.engine is not None and getattr(self.args, "predict_with_generate", False)
         with self.engine.gathered() if generates else contextlib.nullcontext():
             return super().prediction_step(*inputs, **named)
@@ -94,7 +94,7 @@ class ByEngine:
     # ---- files --------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir=None, state_dict=None):
-        """The whole model, gathered to whom writes it. 16-bit weights are saved as fp32 masters, and called that."""
+        """The whole model, on the ranks that write it. 16-bit weights are saved as fp32 masters, with that dtype."""
         if self.engine is None:
             return super()._save(output_dir, state_dict)
         state = self.engine.full_state_dict(to_rank=None if self.args.save_on_each_node else 0)
@@ -129,7 +129,7 @@ class ByEngine:
             self.lr_scheduler.load_state_dict(self._load_engine(checkpoint)["scheduler"])
 
     def _load_best_model(self):
-        """The engine's checkpoint of that step, with the optimizer's states of then."""
+        """The engine's checkpoint of that step, with the optimizer's states at that step."""
         self._load_engine(self.state.best_model_checkpoint)
 
     def _load_engine(self, checkpoint):

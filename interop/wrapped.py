@@ -1,8 +1,8 @@
-"""What the words share: what a script has before there is an engine, and what stands for its model and optimizer then.
+"""What other libraries' APIs share: building an engine from a script's objects, and wrappers of model and optimizer.
 
-Other trainers take these two for torch's own, and they train by an engine. Of a model, transformers' Trainer,
-Accelerate and Fabric use the forward, `no_sync` and attributes; of an optimizer `step`, `zero_grad` and `param_groups`.
-That is what these two have.
+Other trainers take the wrappers for torch's own, and so train by an engine. transformers' Trainer, Accelerate and
+Fabric use the forward, `no_sync` and attributes of a model, and `step`, `zero_grad` and `param_groups` of an optimizer:
+the wrappers have those.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ TRIED = {"transformers": "5.24.0", "accelerate": "1.15.0", "peft": "0.21.2", "li
 
 
 def tried(*libraries):
-    """An InputError where a library is not installed; a warning where it is not of the version of TRIED."""
+    """Raise an InputError if a library is not installed; warn if its version is not that of TRIED."""
     for library in libraries:
         try:
             found = importlib.metadata.version(library)
@@ -38,10 +38,10 @@ def tried(*libraries):
 
 
 def init_distributed(dist_backend=None, timeout=None):
-    """Make the default process group of what torchrun says, if there is none: NCCL with GPUs, else gloo.
+    """Make the default process group from torchrun's environment, if there is none: NCCL with GPUs, else gloo.
 
     Raises:
-        InputError: it was not torchrun that started this.
+        InputError: torchrun did not start this.
     """
     if dist.is_initialized():
         return
@@ -54,7 +54,7 @@ def init_distributed(dist_backend=None, timeout=None):
 
 
 def take_from_rank_0(model):
-    """Move a model to this rank's device, and give it the values of rank 0's."""
+    """Move a model to this rank's device, and give it rank 0's values."""
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -62,7 +62,7 @@ def take_from_rank_0(model):
 
 
 def refused(why):
-    """What stands in the place of a method that is refused; it can be pickled, as tensors that have it are."""
+    """The method in place of a refused one; it can be pickled, as tensors with it are."""
     return partial(_refuse, why)
 
 
@@ -74,7 +74,7 @@ def factory_of(optimizer):
     """A factory of optimizers of the same class, with the same defaults; its groups are for `param_groups=`.
 
     Raises:
-        InputError: it cannot be built again; or it has hooks of its step, or states, which would be lost.
+        InputError: the optimizer cannot be built again; or it has step hooks or states, which would be lost.
     """
     kind = type(optimizer)
     taken = inspect.signature(kind).parameters
@@ -90,9 +90,9 @@ def factory_of(optimizer):
 
 
 def engine_for(name, model, optimizer, options):
-    """Build an engine, by its name, for a model that has an optimizer already; `options` are what it takes besides.
+    """Build an engine, by its name, for a model that has an optimizer already; `options` are the engine's.
 
-    The model moves to this rank's device and takes rank 0's values, as under DDP. The optimizer, one of torch's over
+    The model moves to this rank's device and takes rank 0's values, as under DDP. The optimizer, a torch optimizer over
     its parameters, is built anew, over shards, with its own groups.
 
     Raises:
@@ -105,9 +105,9 @@ def engine_for(name, model, optimizer, options):
 
 
 class Model(nn.Module):
-    """The model that the script built, `module`, by whose forward the engine's runs.
+    """The script's model, `module`, whose forward calls the engine's.
 
-    `around` gives a context for every forward, such as autocast; `finish` is a function of what that returns, or None.
+    `around` makes a context for every forward, such as autocast; `finish` maps the forward's output, or is None.
     """
 
     _is_accelerate_prepared = True  # Accelerate neither moves it nor wraps it
@@ -142,7 +142,7 @@ class Model(nn.Module):
     )
 
     def __getattr__(self, name):
-        """What the model has besides."""
+        """The model's other attributes."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -150,7 +150,7 @@ class Model(nn.Module):
 
 
 def whole_for(found, engine):
-    """What a model has. Its methods find whole weights: a collective, so they are called on every rank."""
+    """An attribute of the model. Its methods run with gathered weights, a collective: call them on every rank."""
     if not callable(found) or isinstance(found, nn.Module):
         return found
 
@@ -162,7 +162,7 @@ def whole_for(found, engine):
 
 
 class StandIn(torch.optim.Optimizer):
-    """What stands for an engine's optimizer: its groups and states are those.
+    """A wrapper of an engine's optimizer, with its groups and states.
 
     `given` is the optimizer that the script built, or None: it shares the groups, so that its scheduler sets the rates.
     """
@@ -180,12 +180,12 @@ class StandIn(torch.optim.Optimizer):
     defaults = property(lambda self: self._engine.optimizer.defaults)
 
     def share(self):
-        """One set of rates, whoever changes it. To call after `engine.load`, which makes new groups."""
+        """Share one set of rates. Call it after `engine.load`, which makes new groups."""
         if self._given is not None:
             self._given.param_groups = self.param_groups
 
     def has_stepped(self):
-        """Note a step of the engine's. torch's schedulers ask for it, of the optimizer that they were made with."""
+        """Note a step of the engine. torch's schedulers ask their optimizer for it."""
         for optimizer in filter(None, (self, self._given)):
             optimizer._opt_called = True
 
@@ -218,13 +218,13 @@ class Optimizer(StandIn):
         self._norm = torch.tensor(math.nan)
 
     def clip(self, max_norm, norm_type=2.0):
-        """Have the next step scale its gradient down to this norm.
+        """Let the next step scale its gradient down to this norm.
 
         Returns:
             The norm before, a scalar tensor: NaN until that step, which computes it and fills it in.
 
         Raises:
-            InputError: it is no norm above 0, or neither of its type 2 nor infinity.
+            InputError: the norm is not above 0, or its type is neither 2 nor infinity.
         """
         check_numbers(max_norm, None, norm_type, bucket_mb=1.0)
         self._asked = float(max_norm), float(norm_type)
@@ -232,10 +232,10 @@ class Optimizer(StandIn):
         return self._norm
 
     def step(self, closure=None):
-        """The engine's step, clipped as `clip` has said since the last, or else as the engine was built.
+        """The engine's step, clipped by the last call of `clip` since the step before, or else as the engine was built.
 
         Raises:
-            InputError: there is a closure.
+            InputError: `closure` is given.
         """
         if closure is not None:
             raise InputError("step(closure): engines step once for a gradient; call backward before, and step()")

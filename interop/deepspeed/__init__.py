@@ -1,4 +1,4 @@
-"""DeepSpeed's words: in a script write `from interop import deepspeed` for `import deepspeed`.
+"""DeepSpeed's API: in a script write `from interop import deepspeed` for `import deepspeed`.
 
     engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds_config.json", ...)
     for batch in loader:
@@ -6,7 +6,7 @@
         engine.backward(loss)
         engine.step()
 
-It is started by torchrun, as these engines are. `keys.py` says of every key of the JSON what becomes of it here.
+torchrun starts the script, as for these engines. `keys.py` says what every key of the JSON does here.
 """
 
 from interop.deepspeed import accelerator, comm, ops, runtime, utils, zero

@@ -1,4 +1,4 @@
-"""`deepspeed.accelerator`: `get_accelerator()` names this rank's device, in DeepSpeed's words. The rest is not here."""
+"""`deepspeed.accelerator`: `get_accelerator()` names this rank's device, by DeepSpeed's API. The rest is not here."""
 
 import functools
 import os
@@ -7,7 +7,7 @@ import torch
 
 from interop.deepspeed.refusals import missing
 
-ON_CPUS = {  # words that are torch.cuda's own where there are GPUs -> what they give where there are none
+ON_CPUS = {  # functions that are torch.cuda's own if there are GPUs -> what they return if there are none
     "set_device": lambda device_index: None,
     "current_device": lambda: int(os.environ.get("LOCAL_RANK", "0")),
     "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),  # the ranks of this machine
@@ -25,7 +25,7 @@ ON_CPUS = {  # words that are torch.cuda's own where there are GPUs -> what they
 
 
 class Accelerator:
-    """The GPU that torchrun gives this rank, or the CPU; what is not here is named."""
+    """The GPU that torchrun gives this rank, or the CPU; an error names what is not here."""
 
     def device_name(self, device_index=None):
         """As `torch.device` takes it."""

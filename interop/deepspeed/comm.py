@@ -20,10 +20,10 @@ def init_distributed(
     rank=-1,
     world_size=-1,
 ):
-    """Make the default process group of what torchrun says, if there is none: NCCL with GPUs, else gloo.
+    """Make the default process group from torchrun's environment, if there is none: NCCL with GPUs, else gloo.
 
     Raises:
-        InputError: it was not torchrun that started this, or ranks are to be found otherwise.
+        InputError: torchrun did not start this, or an argument gives another way to find ranks.
     """
     numbers = {name: str(n) for name, n in (("rank", rank), ("world_size", world_size)) if n != -1}
     refuse_arguments("init_distributed", "torchrun says what ranks there are", init_method=init_method, **numbers)
@@ -31,7 +31,7 @@ def init_distributed(
 
 
 def get_local_rank():
-    """This rank's number on its machine, as torchrun tells it."""
+    """This rank's number on its machine, from torchrun."""
     return int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else dist.get_rank()
 
 

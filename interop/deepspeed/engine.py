@@ -1,4 +1,4 @@
-"""An engine with DeepSpeed's methods, and what stands for its optimizer.
+"""An engine with DeepSpeed's methods, and the wrapper of its optimizer.
 
 It counts micro-batches, divides the loss by their number, and steps with the last. Its numbers are those of the engine
 behind it. `DEEPSPEED.md` says where DeepSpeed's own differ, and why.
@@ -24,7 +24,7 @@ COUNTS = ("global_steps", "skipped_steps", "micro_steps", "global_samples")
 
 
 class Engine:
-    """What `initialize` returns first: an engine of this repository with `Settings`, and what it returns besides.
+    """What `initialize` returns first: an engine of this repository with `Settings`, its optimizer and scheduler.
 
     The scheduler steps with every update that is not skipped. `global_steps` counts updates, `skipped_steps` those that
     fp16 skipped, `micro_steps` micro-batches, `global_samples` samples of all ranks.
@@ -59,7 +59,7 @@ class Engine:
         return loss
 
     def step(self, lr_kwargs=None):
-        """After each micro-batch; after the last one of a step it updates the parameters, and then the rate."""
+        """Call it after each micro-batch; after the last of a step it updates the parameters, and then the rate."""
         if not self._syncing:
             raise InputError("step() within no_sync(): leave that first")
         self._stepped = False
@@ -82,13 +82,13 @@ class Engine:
             tables.say(f"step {self.global_steps}, skipped {self.skipped_steps}, rates {self.get_lr()}{scale}")
 
     def is_gradient_accumulation_boundary(self):
-        """Whether the micro-batch at hand is the last of a step."""
+        """Whether the current micro-batch is the last of a step."""
         if self._boundary is not None:
             return self._boundary
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary):
-        """Say it yourself from now on."""
+        """Set it yourself from now on."""
         self._boundary = is_boundary
 
     @contextlib.contextmanager
@@ -101,7 +101,7 @@ class Engine:
             self._syncing = True
 
     def zero_grad(self):
-        """Drop the gradients since the last step, those of earlier micro-batches too. step() does it by itself."""
+        """Drop the gradients since the last step, those of earlier micro-batches too. step() does so itself."""
         self._engine.zero_grad()
 
     def train(self, mode=True):
@@ -120,7 +120,7 @@ class Engine:
     world_size = dp_world_size = property(lambda self: self._engine.world_size)
 
     def __getattr__(self, name):
-        """What the model has besides, such as methods of its own: they find its weights whole, and may read them."""
+        """The model's other attributes, such as methods of its own, which run while its weights are gathered."""
         if name.startswith("_"):
             raise AttributeError(name)
         if name in INSTEAD["engine"]:
@@ -133,7 +133,7 @@ class Engine:
         return whole_for(found, self._engine)
 
     def parameters(self, recurse=True):
-        """The model's parameters, whole or not."""
+        """The model's parameters, gathered or not."""
         return self._engine.module.parameters(recurse)
 
     def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
@@ -141,7 +141,7 @@ class Engine:
         return self._engine.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def to(self, device):
-        """It stays where it is: elsewhere is an InputError."""
+        """Return the engine, which stays where it is: another device is an InputError."""
         if not isinstance(device, (str, int, torch.device)) or torch.device(device).type != self.device.type:
             raise InputError(f"to({device}): the engine is on {self.device}, in the precision of its configuration")
         return self
@@ -173,7 +173,7 @@ class Engine:
         return self._settings.options["precision"] == "fp16"
 
     def loss_scale(self):
-        """The configuration's: 0 adapts it. `optimizer.cur_scale` is that of now."""
+        """The configuration's loss scale: 0 adapts it. `optimizer.cur_scale` is the current one."""
         return self._settings.loss_scale
 
     def dynamic_loss_scale(self):
@@ -191,12 +191,12 @@ class Engine:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_mom(self):
-        """The momentum of each group of SGD and RMSprop; of other optimizers the betas; 0 where there is none."""
+        """The momentum of each group of SGD and RMSprop; the betas of other optimizers; 0 if there is none."""
         by_momentum = type(self._engine.optimizer).__name__ in ("SGD", "RMSprop")
         return [group.get("momentum" if by_momentum else "betas", 0.0) for group in self.optimizer.param_groups]
 
     def destroy(self):
-        """Nothing: what an engine holds goes with the last reference to it."""
+        """A no-op: an engine frees what it holds with the last reference to it."""
 
     # ---- files --------------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class Engine:
             save_latest: also write the tag into the file `latest`.
 
         Raises:
-            InputError: frozen parameters are to be left out, or `client_state` holds something else.
+            InputError: `exclude_frozen_parameters` is true, or `client_state` holds something else.
         """
         instead = "a checkpoint is whole; save_16bit_model leaves them out"
         refuse_arguments("save_checkpoint", instead, exclude_frozen_parameters=exclude_frozen_parameters)
@@ -234,7 +234,7 @@ class Engine:
         load_module_only=False,
         custom_load_fn=None,
     ):
-        """Read all of a checkpoint; return its path and its `client_state`, (None, None) where there is no `latest`."""
+        """Read all of a checkpoint; return its path and its `client_state`, (None, None) if there is no `latest`."""
         if not load_module_strict or not load_optimizer_states or load_module_only or custom_load_fn is not None:
             raise InputError("load_checkpoint reads all of a checkpoint: for weights alone, initialize a new engine")
         latest = Path(load_dir, "latest")
@@ -266,7 +266,7 @@ class Engine:
         """A copy of the model's state, whole, in the precision that it trains in; in stage 3 a collective.
 
         Raises:
-            InputError: parameters are to be handed out themselves.
+            InputError: the caller asks for the parameters themselves, not copies.
         """
         instead = "the model's parameters are not whole afterwards; leave it out"
         refuse_arguments("module_state_dict", instead, destination=destination, keep_vars=keep_vars)
@@ -285,7 +285,7 @@ class Engine:
 
 
 class Optimizer(StandIn):
-    """What `initialize` returns second: its groups and states are those of the engine's optimizer.
+    """What `initialize` returns second, with the groups and states of the engine's optimizer.
 
     `overflow` says that fp16 skipped the last step.
     """
@@ -296,13 +296,13 @@ class Optimizer(StandIn):
 
     @property
     def loss_scale(self):
-        """What fp16 scales losses by now; 1 in other precisions."""
+        """The current loss scale of fp16; 1 in other precisions."""
         return 1.0 if self._engine.loss_scaler is None else self._engine.loss_scaler.scale
 
     cur_scale = loss_scale
 
     def step(self, closure=None):
-        """Refused; a method, as schedulers want one."""
+        """Refused, but a method, because schedulers need one."""
         raise InputError("optimizer.step() is refused: write engine.step(), after each micro-batch")
 
     def has_stepped(self, skipped):
@@ -315,7 +315,7 @@ class Optimizer(StandIn):
 
 
 def plain(value, around=()):
-    """NumPy's numbers as Python's, in dicts, lists and tuples too; what contains itself stays, for save to refuse."""
+    """NumPy's numbers as Python's, in dicts, lists and tuples too; `save` refuses what contains itself."""
     if any(value is outer for outer in around):
         return value
     inner = partial(plain, around=(*around, value))

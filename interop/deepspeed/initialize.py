@@ -37,20 +37,19 @@ def initialize(
     mesh_param=None,
     config_params=None,
 ):
-    """DeepSpeed's four: the engine, an optimizer, a loader of `training_data` and a scheduler; None for what is not.
+    """DeepSpeed's four: the engine, an optimizer, a loader of `training_data`, a scheduler; None for what is missing.
 
     Args:
-        args: has `deepspeed_config` where `config` is not given.
+        args: has `deepspeed_config` if `config` is not given.
         model: an nn.Module. It moves to this rank's device, and takes rank 0's values.
-        optimizer: one of torch's over the model's parameters, or a function of those; None is what the configuration
-            names. It is built anew, over shards; the one that was given keeps its groups and their rates, which are the
-            engine's.
+        optimizer: a torch optimizer over the model's parameters, or a function of those; None is what the configuration
+            names. It is built anew, over shards; the given one keeps its groups and their rates, the engine's.
         model_parameters: parameters, or groups of them, for the configuration's optimizer.
         lr_scheduler: one of torch's, of that optimizer, or a function of it; None is what the configuration names.
         config: a dict in DeepSpeed's words, or the path of a JSON file. `config_params` is its older name.
 
     Raises:
-        InputError: something is refused, or missing; one line names it.
+        InputError: an argument is refused or missing; one line names it.
     """
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"initialize() needs model=, an nn.Module, not {model!r}")
@@ -77,7 +76,7 @@ def initialize(
 
 
 def optimizer_and_groups(optimizer, model_parameters, asked, model):
-    """A factory of optimizers over shards, and its groups; an InputError where nobody gave one that can be built."""
+    """A factory of optimizers over shards, and its groups; an InputError if none was given that can be built."""
     groups = grouped(model_parameters)
     if optimizer is None:
         if asked.optimizer is None:
@@ -101,7 +100,7 @@ def grouped(model_parameters):
 
 
 def scheduler_for(lr_scheduler, asked, optimizer):
-    """The scheduler that was given, or made by what was given, or that the configuration names."""
+    """The given scheduler, the one that the given function makes, or the one that the configuration names."""
     if lr_scheduler is None and asked.scheduler is not None:
         return scheduler_of(*asked.scheduler)(optimizer)
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):

@@ -1,7 +1,7 @@
-"""What becomes of each key of DeepSpeed's JSON: *obeyed*, *harmless*, or *refused* by name.
+"""The keys of DeepSpeed's JSON: each is *obeyed*, *harmless*, or *refused* by name.
 
 A key is harmless if it cannot change a number here: it is accepted, and the engine lists it once. A refused key is
-accepted with the values that ask for nothing. A key that is not in the table, keys.json, is refused, too.
+accepted if its value asks for nothing. A key that is not in the table, keys.json, is refused, too.
 
 Source: https://www.deepspeed.ai/docs/config-json/
 """
@@ -55,7 +55,7 @@ def classified(config):
     """The keys of DeepSpeed's JSON, a dict: {name: value} of those that are obeyed, and the names of the harmless ones.
 
     Raises:
-        InputError: a key is refused, or unknown; it names it.
+        InputError: a key is refused or unknown; the message names it.
     """
     obeyed, harmless = {}, []
     for name, value in _flat(config):
@@ -69,7 +69,7 @@ def classified(config):
         if key.kind == OBEYED and value is not None:
             check_value(name, value)
             obeyed[name] = value
-        elif key.kind != OBEYED:  # an obeyed one that is null is as good as left out
+        elif key.kind != OBEYED:  # an obeyed key that is null counts as missing
             harmless.append(name)
     return obeyed, harmless
 
@@ -85,7 +85,7 @@ def check_value(name, value):
 
 
 def _flat(section, prefix=""):
-    """(dotted name, value) of each key of the table, however deep; of keys that are in none as far as sections go."""
+    """(dotted name, value) of each key of the table, however deep; of unknown keys down to the last section."""
     for name, value in section.items():
         if f"{prefix}{name}" in SECTIONS and isinstance(value, dict | None):
             yield from _flat(value or {}, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""What DeepSpeed has and its words here have not: each name, and each argument, is refused by name."""
+"""Names and arguments of DeepSpeed that are missing here: each is refused by name."""
 
 import tomllib
 from pathlib import Path
@@ -20,7 +20,7 @@ def missing(module):
 
 
 def refuse_arguments(word, instead, **given):
-    """An InputError names an argument that asks for something: one that is not None, false, 0 or empty."""
+    """Raise an InputError that names an argument which asks for something: not None, false, 0 or empty."""
     for name, value in given.items():
         if value:
             raise InputError(f"{word}({name}={value!r}) is refused: {instead}")

@@ -1,4 +1,4 @@
-"""A configuration in DeepSpeed's words, as what an engine here takes.
+"""A DeepSpeed configuration, translated into an engine's options.
 
 Source: https://www.deepspeed.ai/docs/config-json/
 """
@@ -48,7 +48,7 @@ class Settings:
 
 
 def read(config):
-    """The configuration: a dict, or what the JSON file at a path holds; else an InputError."""
+    """The configuration: a dict, or the content of the JSON file at a path; else an InputError."""
     if isinstance(config, dict):
         return config
     if not isinstance(config, (str, os.PathLike)):
@@ -67,15 +67,15 @@ def settings(config, world_size, built_in):
     """What a configuration, a dict, asks of so many ranks; "auto" takes the precision that the model was `built_in`.
 
     Raises:
-        InputError: a key is refused, or a value cannot be; it names them.
+        InputError: a key is refused, or a value is invalid; the message names it.
     """
     obeyed, harmless = classified(config)
     get = partial(value_of, obeyed)
     engine, own = engine_of(get)
     precision = precision_of(get, built_in)
-    clip = get("gradient_clipping", 1.0)  # as it is documented
+    clip = get("gradient_clipping", 1.0)  # the documented default
     options = {"precision": precision, **own}
-    # Without a limit nothing is clipped, and the norm is there for get_global_grad_norm().
+    # An infinite limit clips nothing, but the norm is computed for get_global_grad_norm().
     options["clip_norm"] = float(clip) if clip else math.inf
     if get(f"{ZERO}reduce_bucket_size", AUTO, auto=AUTO) != AUTO:
         options["bucket_mb"] = get(f"{ZERO}reduce_bucket_size") * 4 / 2**20
@@ -94,7 +94,7 @@ def settings(config, world_size, built_in):
 
 
 def value_of(obeyed, name, default=None, auto=None):
-    """The value of a key that is obeyed, or a default; of "auto", or an InputError, what that stands for."""
+    """The value of an obeyed key, or a default; for "auto" its meaning, or an InputError if it has none."""
     value = obeyed.get(name, default)
     if value == AUTO and auto is None:
         raise InputError(f'the configuration\'s {name!r} is "auto", and nothing says what that is; give a value')
@@ -102,7 +102,7 @@ def value_of(obeyed, name, default=None, auto=None):
 
 
 def engine_of(get):
-    """The engine of a configuration, and what it alone takes."""
+    """The engine of a configuration, and its own options."""
     stage = get(f"{ZERO}stage", 0)
     if stage not in (0, 1, 2, 3):
         raise InputError(f"the configuration's '{ZERO}stage' is {stage!r}; give 0, 1, 2 or 3")
@@ -140,7 +140,7 @@ def engine_of(get):
 
 
 def precision_of(get, built_in):
-    """What `precision` an engine is to have; "auto" is that of a model built in 16-bit."""
+    """The engine's `precision`; "auto" is that of a model built in 16-bit."""
     asked = [name for name in ("bf16", "fp16") if get(f"{name}.enabled", False, auto=built_in == DTYPES[name])]
     if len(asked) > 1:
         raise InputError("the configuration enables bf16 and fp16; choose one")
@@ -162,7 +162,7 @@ def scaler_of(get):
 
 
 def batch_of(get, world_size):
-    """How a step is cut. What is not given, or "auto", follows from the rest; an InputError where it does not."""
+    """How a step is cut. A missing or "auto" size follows from the others; an InputError if it does not."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = [get(name, AUTO, auto=AUTO) for name in names]
     step, micro, accumulate = (None if value == AUTO else value for value in given)
@@ -214,14 +214,14 @@ def optimizer_of(name, arguments):
 
 
 def scheduler_of(name, arguments):
-    """A function of an optimizer that makes the scheduler that the configuration names."""
+    """A function that makes the configuration's scheduler for an optimizer."""
     if name not in KINDS:
         raise InputError(f"'scheduler.type' {name!r} is unknown here; give {', '.join(KINDS)}, or pass lr_scheduler=")
     return bound("scheduler", name, KINDS[name], arguments)
 
 
 def bound(what, name, made, arguments):
-    """A class or function with its arguments but the first, where it takes them."""
+    """A class or function with all arguments but the first; an InputError if it does not take them."""
     try:
         inspect.signature(made).bind(None, **arguments)
     except TypeError as error:

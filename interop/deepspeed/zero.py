@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: a model that is built in parts, and weights that are whole for a while."""
+"""`deepspeed.zero`: a model that is built in parts, and weights that are gathered for a while."""
 
 import contextlib
 
@@ -30,13 +30,13 @@ def Init(
     param_swapper=None,
     tensor_overrides=None,
 ):
-    """Build a model within it: on the host, in fp32, whole on each rank. `initialize` cuts it, as its JSON says.
+    """A context in which a model is built on the host, in fp32, whole on each rank. `initialize` shards it later.
 
-    DeepSpeed cuts each module while it is built. Here a model that the host's memory does not hold is built on the meta
-    device, and an engine fills it bucket by bucket: see `init` of `EngineBase`.
+    DeepSpeed shards each module while it is built. Here a model that the host's memory does not hold is built on the
+    meta device, and an engine fills it bucket by bucket: see `init` of `EngineBase`.
 
     Raises:
-        InputError: ranks are to be others than all.
+        InputError: a group of some ranks only is given.
     """
     groups = {"data_parallel_group": data_parallel_group, "zero_param_parallel_group": zero_param_parallel_group}
     groups |= {"mpu": mpu, "sequence_data_parallel_group": sequence_data_parallel_group}
@@ -55,13 +55,13 @@ def register_external_parameter(module, parameter):
 
 @contextlib.contextmanager
 def GatheredParameters(params, modifier_rank=None, fwd_module=None, enabled=True):
-    """Parameters are whole in it, for reading; with `modifier_rank` that rank writes, and all take what it wrote.
+    """A context in which parameters are gathered, for reading; what `modifier_rank` writes goes to all ranks.
 
     Args:
         params: a parameter, or several, of one engine or of none yet.
 
     Raises:
-        InputError: they are to be gathered for another module's forward, too.
+        InputError: they shall be gathered for another module's forward, too.
     """
     if fwd_module is not None:
         register_external_parameter(fwd_module, params)

@@ -1,6 +1,6 @@
-"""Why a user's own training function ends elsewhere than under plain data parallelism.
+"""Why a user's own training function ends with other weights than under plain data parallelism.
 
-`grad_enabled` runs it in the ranks and notes what it computes, `comparing` holds two recordings against each other,
-`causes` says what a difference looks like, `suspects` are engines that are wrong in one way each, to compare with, and
-`notes` tell what plain data parallelism does as well.
+`recording` runs it in the ranks and records what it computes, `comparing` compares two recordings, `causes` says what a
+difference looks like, `suspects` are engines with one fault each, to compare with, and `notes` tell what plain data
+parallelism does as well.
 """

@@ -1,4 +1,4 @@
-r"""`python -m interop.diagnose train.py:train`: where a function of yours parts from plain data parallelism, and why.
+r"""`python -m interop.diagnose train.py:train`: where your function diverges from plain data parallelism, and why.
 
     python -m interop.diagnose train.py:train --nproc 2 --steps 10
     python -m interop.diagnose train.py:train --engines stage3_param,my_package:MyEngine
@@ -6,9 +6,9 @@ r"""`python -m interop.diagnose train.py:train`: where a function of yours parts
 
 The function takes an engine's class and trains with it: `def train(Engine): engine = Engine(model, optimizer) ...`. It
 is run under torch's DDP and under each engine, and each run is compared with plain DDP: whole models, whose gradients
-are averaged when backward is done, in rank order. Shown is the first step in which more differs than rounding explains,
+are averaged after backward, in rank order. The table shows the first step in which more differs than rounding explains,
 the first rank, the parameter that is off by most, by how much of that step, and what it looks like.
-It ends with status 1 where an engine parts.
+It exits with status 1 if an engine diverges.
 """
 
 import ast
@@ -42,7 +42,7 @@ NAMED = {DDP: TorchDDP, PLAIN: PlainDDP}
 
 
 def main(arguments=None):
-    """Parse the arguments, run all, show what was found and write it; exit with 1 where an engine parts."""
+    """Parse the arguments, run all, show and write the results; exit with 1 if an engine diverges."""
     parser = parser_of("interop.diagnose", __doc__)
     parser.add_argument("target", metavar="FILE:FUNCTION", help="train.py:train")
     parser.add_argument("--nproc", type=int, default=default_nproc(), help="local ranks (default: %(default)s)")
@@ -74,7 +74,7 @@ def main(arguments=None):
 
 
 def check(target, names):
-    """Refuse a file, a function in it or an engine that is not there, before any rank is started."""
+    """Refuse a missing file, function or engine before any rank is started."""
     file, _, function = target.rpartition(":")
     if not file.endswith(".py") or not function.isidentifier():
         raise InputError(f"{target}: name a file and a function in it, such as train.py:train")
@@ -89,7 +89,7 @@ def check(target, names):
 
 
 def engine_of(name):
-    """An engine's class, by name; an InputError where there is none."""
+    """An engine's class, by name; an InputError if there is none."""
     made = NAMED.get(name) or find_engine(name)
     if not isinstance(made, type):
         raise InputError(f"{name} is no class: give an engine's class, package.module:Name")
@@ -99,8 +99,8 @@ def engine_of(name):
 def diagnose(target, names, steps, open_world, against=PLAIN):
     """Run the function of "train.py:train" under the engines of these names, and compare so many steps.
 
-    `open_world` opens a LocalWorld, again where a failure closed it. `against` names what others are compared with.
-    Returned is the JSON: a row for each engine, and notes. An InputError says what the function needs.
+    `open_world` opens a LocalWorld, again if a failure closed it. `against` names the engine that others are compared
+    with. Returns the JSON: a row for each engine, and notes. An InputError says what the function needs.
     """
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(target, steps, open_world, folder)
@@ -124,7 +124,7 @@ def diagnose(target, names, steps, open_world, against=PLAIN):
 
 
 class Runs:
-    """Runs of one function, in ranks that live on from one to the next."""
+    """Runs of one function, in ranks that outlive each run."""
 
     every_parameter = True
 
@@ -141,7 +141,7 @@ class Runs:
         return self.world.run(partial(record, **how), self.target, made, steps or self.steps, self.folder)
 
     def right(self, made, **how):
-        """A run that others are compared with; an InputError where it fails."""
+        """A run that others are compared with; an InputError if it fails."""
         try:
             return self(made, **how)
         except RankFailed as failure:
@@ -153,7 +153,7 @@ class Runs:
         return "; ".join([said, *(why for words, why in SAID["failures"].items() if re.search(words, said))])
 
     def check_reproducible(self, before):
-        """Run it under plain DDP once more; an InputError where it does not compute the same."""
+        """Run it under plain DDP once more; an InputError if it does not compute the same."""
         where = first_difference(before, self.right(PlainDDP))
         if where is None:
             return
@@ -179,7 +179,7 @@ def found_of(name, runs, compared):
     """Run the function with an engine.
 
     Returns:
-        Its row; and, where it parts in a way that has still to be named, (recording, step, found).
+        Its row; and, if it diverges from a cause still to be named, (recording, step, found).
     """
     made = engine_of(name)
     row = {"engine": name, "first_bit": None, "step": None, "rank": None, "what": None, "parameter": None}
@@ -215,7 +215,7 @@ def found_of(name, runs, compared):
 
 
 def suspect(parted, runs, compared):
-    """Name what is still to be named: run one suspect after the other, until each engine follows one.
+    """Name the remaining causes: run one suspect after the other, until each engine follows one.
 
     `parted` is {engine: (its row, recording, step, found)}; the rows get their "looks_like".
     """

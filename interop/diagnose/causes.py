@@ -1,4 +1,4 @@
-"""What a difference looks like: first what can be read off two recordings, then which of the suspects it follows."""
+"""What a difference looks like: causes that two recordings show by themselves, then the suspect that it follows."""
 
 import math
 
@@ -16,9 +16,9 @@ UNKNOWN = "none of the known causes"
 
 
 def seen(compared, other, step, found):
-    """What can be read off a recording that parts from the reference: causes in words, of which the first counts.
+    """The causes that a diverging recording shows, in words, of which the first counts.
 
-    `step` and `found` are as `Comparison.parts` returns them; what parts first, first.
+    `step` and `found` are as `Comparison.parts` returns them, ordered by what diverges first.
     """
     what, names = found[0].what, {off.name for off in found if off.what == "weights"}
     if what == "steps":
@@ -50,7 +50,7 @@ def seen(compared, other, step, found):
 
 
 def left(compared, other, step, found):
-    """What can be said where no suspect is alike."""
+    """What can be said if no suspect is alike."""
     weights, trained = [off for off in found if off.what == "weights"], set(other[0]["trained"])
     names = {off.name for off in weights}
     steps = ((compared.reference, step - 1), (other, step), (compared.reference, step))
@@ -71,7 +71,7 @@ def left(compared, other, step, found):
 
 
 def _first_values(compared, other, names):
-    """Why an engine begins elsewhere."""
+    """Why an engine begins with other weights."""
     pairs = [
         (compared.tensor(rank["steps"][0]["weights"][name]), compared.tensor(right["steps"][0]["weights"][name]))
         for rank, right in zip(other, compared.reference, strict=True)
@@ -92,7 +92,7 @@ def _is_nan(losses):
 
 
 def _draws_otherwise(compared, other, step):
-    """Whether a generator stands elsewhere than the reference's, in this step or before."""
+    """Whether a generator's state differs from the reference's, in this step or before."""
     return any(
         now != right and None not in (now, right)
         for one, reference in zip(other, compared.reference, strict=True)

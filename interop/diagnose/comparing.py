@@ -1,4 +1,4 @@
-"""Two recordings of one function, held against each other: where they part first, and by more than rounding does."""
+"""A comparison of two recordings of one function: where they diverge first, and by more than rounding."""
 
 import functools
 import math
@@ -20,9 +20,9 @@ def distance(one, other):
 
 
 def noises(expected, rounded, before):
-    """What rounding alone moves each tensor by in a step: {name: 2-norm}.
+    """How far rounding alone moves each tensor in a step: {name: 2-norm}.
 
-    By the weights after it, those after the same steps rounded otherwise, and those before it, None at first.
+    From the weights after it, those after the same steps rounded otherwise, and those before it, None at first.
     """
     floating = [name for name, tensor in expected.items() if tensor.is_floating_point()]
     noise = {name: distance(rounded[name], expected[name]) for name in floating}
@@ -35,7 +35,7 @@ def noises(expected, rounded, before):
 
 
 def excess(one, expected, noise):
-    """What a tensor is off over what it may be; above 1 it is off. `noise` is what rounding moves it by."""
+    """A tensor's error over the error that rounding allows: above 1 it is off. `noise` is rounding's part."""
     if not expected.is_floating_point():
         return 0.0 if torch.equal(one, expected) else math.inf
     floor = UNITS * EPS["fp32"] * expected.double().norm().item()
@@ -43,7 +43,7 @@ def excess(one, expected, noise):
 
 
 def ratio(off, allowed):
-    """What is off over what may be; not a number is too far."""
+    """An error over the allowed one; NaN is too far."""
     found = 0.0 if off == 0 else off / max(allowed, 1e-300)
     return math.inf if math.isnan(found) else found
 
@@ -69,7 +69,7 @@ class Off:
 
 
 class Comparison:
-    """Recordings, [rank] of what `record` returns, held against the reference. Their tensors lie in `folder`.
+    """Compares recordings, [rank] of what `record` returns, with the reference. Their tensors lie in `folder`.
 
     By `plain`, the function under plain data parallelism, and `rounded`, the same rounded otherwise, it knows what
     rounding does.
@@ -80,12 +80,12 @@ class Comparison:
         self.precision, self.noise = reference[0]["precision"], functools.cache(self._noise)
 
     def parts(self, other):
-        """Where another recording parts.
+        """Where another recording diverges.
 
         Returns:
             (first, step, found): the first step with another bit, None if there is none; the first that rounding does
-            not explain, None if it explains all; and what differs in that step, [Off] in the order in which a step
-            comes to it. Step 0 is the engine as it was built.
+            not explain, None if it explains all; and what differs in that step, [Off] in the order of a step's
+            computation. Step 0 is the engine as it was built.
         """
         first = None
         lengths = [len(side[0]["steps"]) for side in (other, self.reference)]
@@ -162,7 +162,7 @@ class Comparison:
         return {name: self.tensor(digest) for name, digest in digests.items()}
 
     def share(self, other, step, rank, name):
-        """By how much of a step a tensor is off; None where it cannot be said."""
+        """By how much of a step a tensor is off; None if unknown."""
         digests = [other[rank]["steps"][step]["weights"].get(name)]
         digests += [self.reference[rank]["steps"][at]["weights"].get(name) for at in (step, max(0, step - 1))]
         if None in digests:

@@ -1,4 +1,4 @@
-"""What a user should know of the function, whoever trains it: read off the run under plain DDP."""
+"""What a user should know of the function under any engine, from the run under plain DDP."""
 
 import tomllib
 from pathlib import Path
@@ -9,7 +9,7 @@ SAID = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
 def notes(plain, rows):
-    """All that is to be said, [sentence], of a recording under plain DDP, whose ranks step alike, and of rows."""
+    """All notes, [sentence], on a recording under plain DDP, whose ranks step alike, and on rows."""
     steps = [[rank["steps"][step] for rank in plain] for step in range(1, len(plain[0]["steps"]))]  # [step][rank]
     found = (_unused, _compiled, _parting, _scheduled, _data, _drawn, _sizes)
     return [*(note for find in found if (note := find(plain, steps))), *_not_taken(rows)]
@@ -29,7 +29,7 @@ def _compiled(plain, steps):
 
 
 def _parting(plain, steps):
-    """Ranks that step otherwise, by other options of the optimizer or for another reason."""
+    """Ranks that step differently, because of other options of the optimizer or for another reason."""
     for number, ranks in enumerate(steps, 1):
         for group, options in enumerate(zip(*(rank["options"][-1] for rank in ranks), strict=False)):
             for name in options[0]:
@@ -65,7 +65,7 @@ def _drawn(plain, steps):
 
 
 def _sizes(plain, steps):
-    """Micro-batches that a mean over backwards or ranks does not weigh by what is in them."""
+    """Micro-batches that a mean over backwards or ranks does not weight by their size."""
     for number, ranks in enumerate(steps, 1):
         backwards = [len(rank["losses"]) for rank in ranks]
         sizes = sorted({size for rank in ranks for size in rank["sizes"]})

@@ -1,4 +1,4 @@
-"""In the ranks: run a user's function with an engine, and note what it computes, step by step."""
+"""In the ranks: run a user's function with an engine, and record what it computes, step by step."""
 
 import contextlib
 import functools
@@ -37,17 +37,17 @@ def record(world, target, made, steps, folder, *, reads=True, seeded=False, ever
     """Run the function of "train.py:train" with an engine's class for so many steps, on one rank.
 
     Args:
-        folder: takes every tensor once, under its digest; shared by all runs.
-        reads: read all weights after every step; else after the last, as reading may mend what is stale.
+        folder: stores every tensor once, under its digest; shared by all runs.
+        reads: read all weights after every step; else only after the last, as reading may update stale weights.
         seeded: seed all generators first.
-        every_parameter: what DDP is told: the model uses each of its parameters in every step.
+        every_parameter: tells DDP that the model uses each of its parameters in every step.
 
     Returns:
-        A dict: "steps", what each step computed, of which the first is the engine as it was built; and what is said of
-        the model and the engine.
+        A dict: "steps", what each step computed, of which the first is the engine as it was built; and facts about the
+        model and the engine.
 
     Raises:
-        InputError: there is no such function, or it does not train as it should.
+        InputError: the file has no such function, or it does not train as it should.
     """
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # what one run compiled counts towards a limit
@@ -88,7 +88,7 @@ def generators():
 
 @contextlib.contextmanager
 def the_script(world, target):
-    """The function, of its file run anew; the environment is torchrun's, and what is printed goes nowhere.
+    """The function, from its file run anew; the environment is torchrun's, and output is discarded.
 
     Raises:
         InputError: the file has no such function, or one that takes other arguments.
@@ -136,7 +136,7 @@ def new_step():
 
 
 class Recorder:
-    """Gives the user's function an engine, and notes what it does in `found`, which `record` returns."""
+    """Gives the user's function an engine, and records what it does in `found`, which `record` returns."""
 
     def __init__(self, world, made, steps, folder, reads, every_parameter):
         self.world, self.made, self.steps, self.folder, self.reads = world, made, steps, folder, reads
@@ -148,7 +148,7 @@ class Recorder:
         """The engine, as the user's function builds it. A norm is always computed; to clip to infinity changes no bit.
 
         Raises:
-            InputError: it is the second.
+            InputError: the function builds a second engine.
         """
         if self.engine is not None:
             raise InputError("the function builds a second engine; diagnose compares functions that build one")
@@ -194,7 +194,7 @@ class Recorder:
         self._note_options()
 
     def meet(self, call):
-        """Before a call in which ranks wait for each other: an InputError unless they all make the same one."""
+        """Before a call in which ranks wait for each other: an InputError unless all make the same call."""
         calls = beside().gather_objects(call, "what ranks call")
         other = next((rank for rank, theirs in enumerate(calls) if theirs != calls[0]), None)
         if other is not None:
@@ -224,7 +224,7 @@ class Recorder:
         self.step["options"].append(told)
 
     def _drawn(self):
-        """Where generators stand; None for one that nobody has touched, as each process has another one then."""
+        """The states of generators; None for an unused one, which differs between processes."""
         pairs = zip(generators(), self.at_first, strict=False)
         return [None if now == first else now for now, first in pairs]
 
@@ -250,7 +250,7 @@ class Recorder:
         """The function has returned.
 
         Raises:
-            InputError: on another rank it goes on, and would wait for this one; or no step was made.
+            InputError: another rank still runs, and would wait for this one; or no step was made.
         """
         if len(self.found["steps"]) < 2:
             raise InputError(f"on rank {self.world.rank} the function ends without a step() of its engine")
@@ -295,8 +295,7 @@ def is_compiled(module):
 def in_one_line(failure, file):
     """What a RankFailed says, in one line: the innermost frame in a file, and the error.
 
-    Where no frame is there, what was called lacks something, or a library below failed at once: then the innermost
-    frame of all.
+    If no frame is in the file, the call itself was wrong or a library failed at once: then the innermost frame of all.
     """
     lines = str(failure).splitlines()
     frames = [(number, match) for number, match in ((n, FRAME.match(line)) for n, line in enumerate(lines)) if match]

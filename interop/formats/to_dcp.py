@@ -1,7 +1,7 @@
-"""An engine's checkpoint as one of torch.distributed.checkpoint: what an FSDP2 script loads to go on from it.
+"""An engine's checkpoint as one of torch.distributed.checkpoint, from which an FSDP2 script resumes.
 
-The keys in such a folder are told in `common.checkpoint.dcp`. It is written a block of rows at a time: no tensor need
-be whole.
+`common.checkpoint.dcp` has the keys of such a folder. It is written a block of rows at a time, so no tensor need be in
+memory whole.
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ BLOCK = 2**26  # bytes that are written at a time, or a row
 def write(index, saved, folder):
     """Write all of a checkpoint into a folder: weights, optimizer, rank 0's `extra`. It holds a block at a time.
 
-    It has the index as `read_index` returns it, and the checkpoint's tensors, `Pieces`.
+    Takes the index as `read_index` returns it, and the checkpoint's tensors, `Pieces`.
 
     Raises:
         InputError: two keys of `extra` are one for torch, such as "a.b" and "b" within "a".
-        OSError: it could not be written.
+        OSError: the folder could not be written.
     """
     parameters, groups = index["parameters"], decode(index["groups"], saved)
     for number, group in enumerate(groups):
@@ -100,7 +100,7 @@ class Writer(DefaultSavePlanner):
         self._plans.append(SavePlan(items))
 
     def write(self, folder):
-        """Write all of it into a folder, which is a checkpoint when its last file is there."""
+        """Write all of it into a folder, which is a checkpoint once its last file is written."""
         plans, metadata = create_default_global_save_plan(self._plans)
         storage = FileSystemWriter(folder)
         storage.set_up_storage_writer(is_coordinator=True)
@@ -110,7 +110,7 @@ class Writer(DefaultSavePlanner):
         storage.finish(dataclasses.replace(metadata, planner_data=self.mappings), results)
 
     def resolve_data(self, write_item):
-        """What torch is to write; its call."""
+        """Returns what torch shall write; called by torch."""
         index = write_item.index
         if (index.fqn, index.offset) not in self._value_of:
             return super().resolve_data(write_item)

@@ -2,13 +2,13 @@
 
 DeepSpeed reads it with `"checkpoint": {"load_universal": true}` in the configuration, at stages 1 to 3:
 
-    latest_universal                      the name of the folder beside it
+    latest_universal                      the name of the folder next to it
     step_7_universal/
         mp_rank_00_model_states.pt        counters; for stage 3 with zero_pp_rank_0_ before it
         zero/optimizer_state.pt           the optimizer's groups
-        zero/wte.weight/fp32.pt           a parameter, whole; exp_avg.pt, exp_avg_sq.pt and step.pt beside it
+        zero/wte.weight/fp32.pt           a parameter, whole; also exp_avg.pt, exp_avg_sq.pt, step.pt
 
-It holds no more than that, and DeepSpeed reads no more: what else a checkpoint has, such as buffers and frozen
+It holds no more than that, and DeepSpeed reads no more: anything else in a checkpoint, such as buffers and frozen
 parameters, would silently stay as the script built it. So a checkpoint that has them is refused.
 
 Source: deepspeed/checkpoint/ds_to_universal.py and universal_checkpoint.py of DeepSpeed 0.19.8.
@@ -28,8 +28,8 @@ def write(index, saved, folder):
     """Write a checkpoint's weights and states into a folder, as `to_dcp.write` does. It holds a parameter at a time.
 
     Raises:
-        InputError: it has something that DeepSpeed would pass over.
-        OSError: it could not be written.
+        InputError: the checkpoint has something that DeepSpeed would ignore.
+        OSError: the folder could not be written.
     """
     _check(index)
     groups, steps = decode(index["groups"], saved), index["updates"]
@@ -58,14 +58,14 @@ def write(index, saved, folder):
 
 
 def _save(value, file):
-    with open(file, "wb") as opened:  # with a path alone torch tells of a full disk by a RuntimeError
+    with open(file, "wb") as opened:  # given a path, torch reports a full disk by a RuntimeError
         torch.save(value, opened)
         opened.flush()
         os.fsync(opened.fileno())
 
 
 def _check(index):
-    """Refuse what DeepSpeed has no place for, by name."""
+    """Refuse by name what DeepSpeed cannot load."""
     for kind, names in {"buffers": index["buffers"], "extra state": index["extra_state"]}.items():
         for name in names:
             raise InputError(f"DeepSpeed passes over {kind} here, and {name!r} is one; choose another --format")

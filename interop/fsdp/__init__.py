@@ -1,4 +1,4 @@
-"""FSDP2's words: in a script write `interop.fsdp` for `torch.distributed.fsdp`. Stage 3 trains it.
+"""FSDP2's API: in a script write `interop.fsdp` for `torch.distributed.fsdp`. Stage 3 trains it.
 
     from interop.fsdp import clip_grad_norm_, fully_shard
 
@@ -13,8 +13,8 @@
         optimizer.step()
         optimizer.zero_grad()
 
-`fully_shard` notes what is gathered together. The engine is built with the first forward, of whichever module that is:
-by then the script has its optimizer. From then on the optimizer's `step` is the engine's.
+`fully_shard` records what is gathered together. The first forward of any module builds the engine: by then the script
+has its optimizer. From then on the optimizer's `step` is the engine's.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """

@@ -15,18 +15,18 @@ from interop.wrapped import factory_of, refused
 
 
 class Stepped:
-    """An optimizer of the script's, whose parameters an engine trains: that steps in its place."""
+    """The script's optimizer, whose parameters an engine trains: the engine steps in its place."""
 
     @in_its_words()
     def step(self, closure=None):
-        """The engine's step, with the rates that the groups have now; it drops the gradients."""
+        """The engine's step, with the current rates of the groups; it drops the gradients."""
         if closure is not None:
             raise InputError("step(closure) is refused: call loss.backward() before step()")
         copy_options(self, self.engine.optimizer)
         self.engine.step()
         self._opt_called = True
 
-    step._wrapped_by_lr_sched = True  # torch's schedulers ask for this and for `_opt_called`, and else warn
+    step._wrapped_by_lr_sched = True  # torch's schedulers warn without this and `_opt_called`
 
     state_dict = load_state_dict = __deepcopy__ = refused(
         "the optimizer's states lie in the engine: engine_behind(model).save(path), or .load(path)"
@@ -36,10 +36,10 @@ class Stepped:
 
 
 def engine_behind(module):
-    """The engine that trains a module and what is in it, for what FSDP2 has no word for: save, load, gathered.
+    """The engine that trains a module and what is in it, for what FSDP2's API lacks: save, load, gathered.
 
     Raises:
-        InputError: it is not built yet, and cannot be.
+        InputError: the engine is not built yet, and cannot be.
     """
     part = part_of(module)
     if part is None:
@@ -79,12 +79,12 @@ def built(root, part):
     optimizer.__class__ = type(f"Stepped{type(optimizer).__name__}", (Stepped, type(optimizer)), {})
     vars(optimizer).pop("step", None)  # of a scheduler that watches it
     optimizer.engine, engine.script_optimizer = engine, optimizer
-    refuse_dtensors(root.parameters())  # which to_empty() has made anew
+    refuse_dtensors(root.parameters())  # to_empty() has made them anew
     return engine
 
 
 def before_state_dict(module, *_):
-    """Refuse the state of a module whose parameters are sharded, before the engine does in words of its own."""
+    """Refuse the state of a module whose parameters are sharded, with FSDP2's names, before the engine does."""
     for parameter in module.parameters(recurse=False):
         engine = engine_of.get(id(parameter))
         if engine is not None and units.is_freed(parameter) and not engine.naming:
@@ -95,7 +95,7 @@ def before_state_dict(module, *_):
 
 
 def optimizer_over(root):
-    """The optimizer that the script has built over a model's parameters. torch keeps no list of them, Python does."""
+    """The script's optimizer over a model's parameters. torch keeps no list of optimizers, but Python's gc does."""
     gc.collect()
     parameters = set(root.parameters())
     found = {
@@ -120,7 +120,7 @@ def optimizer_over(root):
 @in_its_words()
 @torch.no_grad()
 def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
-    """Have the next step scale the gradient down to this global norm; return the norm, a scalar. A collective.
+    """Let the next step scale the gradient down to this global norm; return the norm, a scalar. A collective.
 
     Raises:
         InputError: `parameters` are not all of a model's, or have no gradients.
@@ -137,5 +137,5 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=Fals
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}")
     engine.clip_norm, engine.norm_type = max_norm, norm_type
-    norm.full_tensor = norm.clone  # FSDP2's is a DTensor, whose whole scripts ask for
+    norm.full_tensor = norm.clone  # FSDP2's is a DTensor, of which scripts ask for full_tensor()
     return norm

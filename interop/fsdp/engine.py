@@ -1,4 +1,4 @@
-"""Stage 3 as FSDP2's scripts drive it: by `loss.backward()`, with units of their own."""
+"""Stage 3 driven by FSDP2's scripts: by `loss.backward()`, with units of their own."""
 
 from dataclasses import dataclass
 
@@ -15,13 +15,13 @@ from interop.fsdp.supported import in_its_words, refusing
 
 @dataclass
 class Part:
-    """What `fully_shard` was told of a module."""
+    """The arguments of `fully_shard` for a module."""
 
     mesh: object
     reshard: bool | None
     policy: MixedPrecisionPolicy
     engine: object = None  # once it is built; that of the root, in all its modules
-    sync_gradients: bool = True  # what `set_requires_gradient_sync` said last
+    sync_gradients: bool = True  # the last value of `set_requires_gradient_sync`
 
 
 def part_of(module):
@@ -37,15 +37,15 @@ class Sharded(find_engine("stage3_param")):
     """Stage 3, with the units that the script asks for, and its gradients as the script sees them.
 
     Attributes:
-        shown: gradients are there, and p.grad shows it.
-        unsynced: the last backward was one that no step may follow.
-        script_optimizer: whose groups have the rates.
+        shown: there are gradients, and p.grad shows it.
+        unsynced: no step may follow the last backward.
+        script_optimizer: the optimizer whose groups have the rates.
     """
 
     shown, unsynced, script_optimizer = False, False, None
 
     def make_units(self):
-        """A unit for each noted module: the parameters that stand nowhere but in it, and in no other one inside it."""
+        """A unit for each recorded module: the parameters that are only in it, and in no recorded module inside it."""
         model, noted, homes = self._module, parts_of(self._module), {}
         for path, module in model.named_modules(remove_duplicate=False):
             names = path.split(".") if path else []
@@ -64,11 +64,11 @@ class Sharded(find_engine("stage3_param")):
         return made
 
     def after_forward(self, unit, traced):
-        """What is not to be resharded stays as does what shows no backward: until that ends."""
+        """A unit that is not resharded after forward stays gathered until backward ends."""
         super().after_forward(unit, traced and part_of(unit.module).reshard is not False)
 
     def end_forward(self):
-        """What stayed is gathered once."""
+        """A unit that stayed gathered is gathered once."""
         super().end_forward()
         if self.grad_enabled:
             self.kept += [u for u in self.units if part_of(u.module).reshard is False and u not in self.kept]
@@ -110,7 +110,7 @@ class Sharded(find_engine("stage3_param")):
         return extra
 
     def heed_zero_grad(self):
-        """Where the script has set p.grad to None, as zero_grad() of optimizers and modules does, drop gradients."""
+        """If the script has set p.grad to None, as zero_grad() of optimizers and modules does, drop the gradients."""
         kept = [isinstance(parameter.grad, Gradient) for parameter in self.trainable]
         if self.shown and not all(kept):
             if any(kept):
@@ -121,16 +121,16 @@ class Sharded(find_engine("stage3_param")):
             self.zero_grad()
 
     def show_gradients(self, shown):
-        """Have p.grad be something, or nothing."""
+        """Set p.grad to a placeholder, or to None."""
         self.shown = shown
         for parameter in self.trainable:
             if shown:
                 parameter.grad = Gradient(parameter)
-            elif isinstance(parameter.grad, Gradient):  # else the script's own, which the engine refuses
+            elif isinstance(parameter.grad, Gradient):  # otherwise the script's own, which the engine refuses
                 parameter.grad = None
 
     def _report_gradient(self, name, parameter):
-        """Refuse a gradient that comes by no forward, and say so in the script's words."""
+        """Refuse a gradient from outside the forward, with FSDP2's names."""
         if running_backward.loss_scale is None:
             parameter.grad = None
             raise InputError(f"{name!r} got a gradient outside of the model's forward: read weights in that alone")
@@ -142,7 +142,7 @@ class Sharded(find_engine("stage3_param")):
 
 
 class Gradient(torch.Tensor):
-    """What p.grad is after a backward: it has a shape, and refuses whatever reads or writes it."""
+    """The placeholder in p.grad after a backward: it has a shape, and refuses to be read or written."""
 
     full_tensor, to_local = refusing("full_tensor"), refusing("to_local")
 
@@ -159,7 +159,7 @@ class Gradient(torch.Tensor):
 
 
 def copy_options(source, target):
-    """Give the groups of an optimizer what those of another one have: rates, decay."""
+    """Copy the options of one optimizer's groups to another's: rates, decay."""
     for group, other in zip(source.param_groups, target.param_groups, strict=True):
         other.update((name, value) for name, value in group.items() if name != "params")
 
@@ -177,9 +177,9 @@ def forward(engine, inputs, named):
 
 
 class Border(torch.autograd.Function):
-    """The border between the graph of the model, which an engine goes through, and that of the loss.
+    """The border between the model's graph, whose backward the engine runs, and the loss's graph.
 
-    The engine takes a scalar. The gradient of sum(output x gradient) is the gradient that came, bit for bit.
+    The engine takes a scalar. The gradient of sum(output x gradient) is the incoming gradient, bit for bit.
     """
 
     @staticmethod
@@ -194,7 +194,7 @@ class Border(torch.autograd.Function):
             came = [
                 (t * gradient).sum() for t, gradient in zip(ctx.inner, gradients, strict=True) if gradient is not None
             ]
-            # torch has no public name for what backward() was told of the graph.
+            # torch has no public name for backward()'s retain_graph.
             with in_its_words():
                 ctx.engine.backward(sum(came), torch._C._autograd._get_current_graph_task_keep_graph())
         return None, None, None

@@ -1,4 +1,4 @@
-"""What a script says of its modules: `fully_shard`, and the words that modules have from then on."""
+"""`fully_shard`, and the methods that it gives to modules."""
 
 import functools
 
@@ -28,10 +28,10 @@ def fully_shard(
     ignored_params=None,
     dp_mesh_dims=None,
 ):
-    """Note that a module's parameters, but for those of modules noted inside it, are gathered together; return it.
+    """Record that a module's parameters, except those of recorded modules in it, are gathered together; return it.
 
     Raises:
-        InputError: something is refused; one line names it.
+        InputError: an argument is refused; one line names it.
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"fully_shard takes one module at a time, not a {type(module).__name__}")
@@ -78,12 +78,12 @@ def check_policy(policy):
 
 @functools.cache
 def class_with_words(kind):
-    """The same class with FSDP2's words."""
+    """The same class with FSDP2's methods."""
     return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
 
 
 class FSDPModule:
-    """A module that was `fully_shard`-ed: it stays what it was, and has these words."""
+    """A module that was `fully_shard`-ed: it stays what it was, and gets these methods."""
 
     @in_its_words()
     def __call__(self, *inputs, **named):
@@ -113,12 +113,12 @@ class FSDPModule:
             engine.free(unit)
 
     def set_requires_gradient_sync(self, requires_gradient_sync, *, recurse=True):
-        """Whether a step may follow the next backward; that reduces in any case."""
+        """Set whether a step may follow the next backward, which reduces in any case."""
         for module in parts_of(self) if recurse else [self]:
             part_of(module).sync_gradients = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward):
-        """Nothing: each backward waits for its reductions."""
+        """A no-op: each backward waits for its reductions."""
 
 
 for _name in REFUSED:
@@ -128,12 +128,12 @@ register_fsdp_forward_method, share_comm_ctx = map(refusing, ("register_fsdp_for
 
 
 def own_unit(engine, module):
-    """The unit of a module in a list; none where it has none, or there is no engine yet."""
+    """The unit of a module in a list; an empty one if it has none, or there is no engine yet."""
     return [] if engine is None else [unit for unit in engine.units if unit.module is module]
 
 
 class UnshardHandle:
-    """A gathering that is under way."""
+    """An all-gather in flight."""
 
     def __init__(self, engine, module):
         self._engine, self._units = engine, own_unit(engine, module)
@@ -141,6 +141,6 @@ class UnshardHandle:
             engine.gather(unit)
 
     def wait(self):
-        """Return when the parameters are whole."""
+        """Return when the parameters are gathered."""
         for unit in self._units:
             self._engine.unshard(unit, units.PrefetchOrder())

@@ -1,4 +1,4 @@
-"""What becomes of FSDP2's words here: kept, or refused by name."""
+"""FSDP2's API here: each name is kept, or refused by name."""
 
 import contextlib
 import re
@@ -14,7 +14,7 @@ KEPT, REFUSED = WORDS["kept"], WORDS["refused"]
 
 
 def table():
-    """The words and what they are here, for the page."""
+    """The names and what they are here, for the page."""
     rows = [(f"`{name}`", becomes, words) for becomes, those in WORDS.items() for name, words in those.items()]
     return Table("", ("word", "here it is", "because, or as"), rows, words=range(3))
 
@@ -24,19 +24,19 @@ def refusal(name):
 
 
 def refusing(name):
-    """What stands in the place of a word that is refused."""
+    """The method in place of a refused one."""
     return refused(str(refusal(name)))
 
 
 def refuse_dtensors(parameters):
-    """Have parameters refuse the words that FSDP2's have: those are DTensors."""
+    """Let parameters refuse the methods that FSDP2's have, which are DTensors."""
     for parameter in parameters:
         parameter.full_tensor, parameter.to_local = refusing("full_tensor"), refusing("to_local")
 
 
 @contextlib.contextmanager
 def in_its_words():
-    """What an engine refuses in this context names what such a script has in the place of `engine`."""
+    """In this context an engine's refusals name what such a script has in place of `engine`."""
     try:
         yield
     except (InputError, RuntimeError) as error:

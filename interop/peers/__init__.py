@@ -1,8 +1,8 @@
-"""What people would otherwise pick, behind the surface of an engine: one file for each library.
+"""The libraries that people would otherwise use, behind an engine's API: one file for each.
 
-A peer runs with the settings that its own documentation recommends; they stand in its `settings`. What a library does
-not do, its peer does not do for it: it raises NotImplementedError with the reason, and the suite skips that case with
-the reason. The surface is that of `common.engine.base.EngineBase`.
+A peer runs with the settings that its own documentation recommends, listed in its `settings`. If a library does not do
+something, its peer raises NotImplementedError with the reason, and the suite skips that case with it. The API is that
+of `common.engine.base.EngineBase`.
 """
 
 from interop.peers.deepspeed import DeepSpeed1, DeepSpeed2, DeepSpeed3, DeepSpeedOffload

@@ -1,4 +1,4 @@
-"""What peers share: the part of an engine's surface that is the same whatever the library."""
+"""What peers share: the part of an engine's API that does not depend on the library."""
 
 import contextlib
 
@@ -10,13 +10,13 @@ from common.tensors import tensors_of_state
 
 
 class Peer:
-    """A library behind the surface of an engine.
+    """A library behind an engine's API.
 
     Attributes:
-        name: what tables call it.
+        name: its name in tables.
         settings: how it is run, in one line.
-        follows: the stage whose formulas of bytes it is held to.
-        precisions: those it is run in.
+        follows: the stage whose byte formulas apply to it.
+        precisions: those that it runs in.
         module, optimizer, clip_norm: as an engine has them.
     """
 
@@ -49,11 +49,11 @@ class Peer:
 
     @contextlib.contextmanager
     def gathered(self, *modules):
-        """In this context the weights of `modules` (all, if none is named) are whole: here they always are."""
+        """A context in which the weights of `modules` (all, if none is named) are whole: here they always are."""
         yield
 
     def note_states(self, parameters, gradients):
-        """Count what is held just before an update: tensors, of which each storage counts once; None counts nothing."""
+        """Count the tensors held just before an update, each storage once; None counts nothing."""
         self._state_bytes = {"parameters": storage_bytes(parameters), "gradients": storage_bytes(gradients)}
 
     def optimizer_tensors(self):
@@ -84,7 +84,7 @@ class Peer:
 
 
 def regroup(param_groups, names, model):
-    """`param_groups`, or None, over the parameters that stand where others stood, {parameter as it was: its name}."""
+    """`param_groups`, or None, with new parameters in place of the old ones, {old parameter: its name}."""
     if param_groups is None:
         return None
     now = dict(model.named_parameters())

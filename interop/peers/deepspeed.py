@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stages 1, 2 and 3 behind the surface of an engine. Installed with the extra `peers`."""
+"""DeepSpeed's ZeRO stages 1, 2 and 3 behind an engine's API. Installed with the extra `peers`."""
 
 import contextlib
 import importlib.metadata
@@ -22,8 +22,8 @@ class DeepSpeed1(Peer):
     """DeepSpeed with ZeRO stage 1.
 
     Its optimizer steps a flat shard, a master copy of the parameters in fp32, in fp32 training too. In bf16 gradients
-    travel in bf16, DeepSpeed's default. A meta-device model is filled whole before DeepSpeed shards it. Buffers are
-    each rank's own after the first broadcast. Takes what `EngineBase` takes; `deterministic` has no meaning here.
+    are reduced in bf16, DeepSpeed's default. A meta-device model is filled whole before DeepSpeed shards it. Buffers
+    are each rank's own after the first broadcast. Takes what `EngineBase` takes; `deterministic` has no meaning here.
 
     Raises:
         NotImplementedError: DeepSpeed is not installed, `process_group` is not the default one, `precision` is "fp16",
@@ -36,7 +36,7 @@ class DeepSpeed1(Peer):
     settings = "zero_optimization: stage 1, buckets of bucket_mb, otherwise DeepSpeed's defaults"
     precisions = ("fp32", "bf16")
     stage = 1
-    sets, zero = {}, {}  # what is set besides in DeepSpeed's configuration, and in its "zero_optimization"
+    sets, zero = {}, {}  # further settings of DeepSpeed's configuration, and of its "zero_optimization"
 
     def __init__(
         self,
@@ -112,10 +112,10 @@ class DeepSpeed1(Peer):
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def backward(self, loss):
-        """Backpropagate; DeepSpeed averages gradients beside it. It would divide by its accumulation steps: by 1.
+        """Backpropagate; DeepSpeed averages gradients meanwhile, and divides by its accumulation steps: by 1.
 
         Raises:
-            NotImplementedError: stages 1 and 2: a second backward before a step, outside `no_sync`.
+            NotImplementedError: in stages 1 and 2 a second backward precedes a step, outside `no_sync`.
         """
         if self._reduced and self.stage < 3:
             raise NotImplementedError(
@@ -137,7 +137,7 @@ class DeepSpeed1(Peer):
         return StepResult(norm, skipped=False)
 
     def zero_grad(self):
-        """Drop the gradients; in stage 2 a NotImplementedError where some were accumulated under `no_sync`."""
+        """Drop the gradients; in stage 2 a NotImplementedError if some were accumulated under `no_sync`."""
         if self._added and self.stage == 2:
             raise NotImplementedError("DeepSpeed's stage 2 does not drop gradients that no_sync() accumulated")
         self._zero.zero_grad()
@@ -145,7 +145,7 @@ class DeepSpeed1(Peer):
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Accumulate gradients: DeepSpeed still reduces every backward, and adds what it reduced."""
+        """Accumulate gradients: DeepSpeed still reduces every backward, and adds up the results."""
         self._last = False
         try:
             yield
@@ -194,7 +194,7 @@ class DeepSpeed2(DeepSpeed1):
 class DeepSpeedOffload(DeepSpeed2):
     """DeepSpeed's ZeRO-Offload: stage 2 with the optimizer on the CPU, stepped by its own DeepSpeedCPUAdam.
 
-    That is compiled when it is first used, which takes a C++ compiler and some minutes.
+    It is compiled at first use, which takes a C++ compiler and some minutes.
     """
 
     name, follows, zero = "deepspeed_offload", "offload", {"offload_optimizer": {"device": "cpu"}}
@@ -235,7 +235,7 @@ class DeepSpeed3(DeepSpeed1):
 
     @contextlib.contextmanager
     def gathered(self, *modules):
-        """In this context the weights of `modules` (all, if none is named) are whole, in the precision."""
+        """A context in which the weights of `modules` (all, if none is named) are gathered, in the precision."""
         wanted = dict.fromkeys(p for module in modules or [self.module] for p in module.parameters())
         with self._deepspeed.zero.GatheredParameters(list(wanted)):
             yield

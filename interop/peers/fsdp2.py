@@ -1,4 +1,4 @@
-"""torch's FSDP2, `fully_shard`, behind the surface of an engine: ZeRO stage 3 by per-parameter sharding."""
+"""torch's FSDP2, `fully_shard`, behind an engine's API: ZeRO stage 3 by per-parameter sharding."""
 
 import contextlib
 
@@ -95,7 +95,7 @@ class FSDP2(Peer):
         return self.module(*args, **kwargs)
 
     def backward(self, loss):
-        """Backpropagate; FSDP2 averages gradients beside it."""
+        """Backpropagate; FSDP2 averages gradients meanwhile."""
         loss.backward()
         self._unreduced = not self._syncing
 
@@ -112,7 +112,7 @@ class FSDP2(Peer):
         return StepResult(norm, skipped=False)
 
     def zero_grad(self):
-        """Drop the gradients; a NotImplementedError where some are still whole, left by `no_sync`."""
+        """Drop the gradients; a NotImplementedError if some are still whole, left by `no_sync`."""
         if self._unreduced:
             raise NotImplementedError("FSDP2 cannot drop the whole gradients that no_sync() left: they are not public")
         self.optimizer.zero_grad()
@@ -132,7 +132,7 @@ class FSDP2(Peer):
 
     @contextlib.contextmanager
     def gathered(self, *modules):
-        """In this context the weights of `modules` (all, if none is named) are whole, in the precision."""
+        """A context in which the weights of `modules` (all, if none is named) are gathered, in the precision."""
         wanted = {module for root in modules or [self.module] for module in root.modules()}
         units = [unit for unit in self.units if not wanted.isdisjoint(unit.modules())]
         for unit in units:
@@ -154,7 +154,7 @@ class FSDP2(Peer):
 
 
 class FSDP2KeepParameters(FSDP2):
-    """FSDP2 that keeps parameters whole from forward to backward: one all-gather less, more memory meanwhile."""
+    """FSDP2 that keeps parameters gathered from forward to backward: one all-gather less, more memory meanwhile."""
 
     name = "fsdp2_keep_parameters"
     settings = "fully_shard on each block and the root, reshard_after_forward=False"

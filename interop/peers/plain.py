@@ -1,4 +1,4 @@
-"""Plain data parallelism, with no overlap at all: what others are compared with.
+"""Plain data parallelism, with no overlap at all, as a reference for others.
 
 It is written with torch's own collectives, so that it shares no code with what it checks.
 """
@@ -16,7 +16,7 @@ from interop.peers.torch_ddp import Replicated
 def mean_in_rank_order(tensor, order=1, factor=1.0):
     """The mean over ranks by a loop in rank order, in fp32, divided once, multiplied by a factor, and rounded once.
 
-    An `order` of -1 adds the last rank's piece first.
+    An `order` of -1 adds the last rank's gradient first.
     """
     pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(pieces, tensor)
@@ -45,7 +45,7 @@ class ExactNorm:
 class AverageAfterBackward(ExactNorm, Replicated):
     """Plain autograd; when it is done, gradients are averaged one by one. All ranks begin with rank 0's weights.
 
-    It knows no hooks, so runs what DDP refuses: parameters unused at will, reentrant checkpoints, several forwards.
+    It has no hooks, so it runs what DDP refuses: unused parameters, reentrant checkpoints, several forwards.
     """
 
     name = "average_after_backward"
@@ -87,7 +87,7 @@ class AverageAfterBackward(ExactNorm, Replicated):
                 parameter.grad.zero_()
 
     def average(self):
-        """Add the mean over ranks of what was collected to that of the step's earlier backwards."""
+        """Add the mean over ranks of the collected gradients to that of the step's earlier backwards."""
         for parameter, own in self.own.items():
             self.total[parameter] += self.mean(own.to(parameter.dtype))
             own.zero_()
@@ -124,7 +124,7 @@ class AverageAfterBackward(ExactNorm, Replicated):
 
     @torch.no_grad()
     def load(self, path):
-        """Each rank reads what it wrote, or rank 0's where there was no such rank."""
+        """Each rank reads what it wrote, or rank 0's file if there was no such rank."""
         self.zero_grad()
         own = Path(path, f"rank-{dist.get_rank()}.pt")
         state = torch.load(own if own.exists() else own.with_name("rank-0.pt"), weights_only=False)
@@ -137,7 +137,7 @@ class AverageAfterBackward(ExactNorm, Replicated):
 
 
 class PlainDDP(AverageAfterBackward):
-    """It also leaves the mean in `.grad`, as DDP does, and steps by what it finds there: clipped by hand, for instance.
+    """It also leaves the mean in `.grad`, as DDP does, and steps with what is there: clipped by hand, for instance.
 
     Of 16-bit parameters the masters' gradients are out of sight, as in `TorchDDP`.
     """
@@ -155,7 +155,7 @@ class PlainDDP(AverageAfterBackward):
         return super().step()
 
     def take(self):
-        """What is in `.grad` is the mean, whoever wrote it."""
+        """Take `.grad` for the mean, even if the script has written it."""
         for parameter, total in self.in_sight():
             if parameter.grad is None:  # by the optimizer's own zero_grad()
                 parameter.grad = torch.zeros_like(parameter)
@@ -168,11 +168,11 @@ class PlainDDP(AverageAfterBackward):
 
 
 class OtherRounding(AverageAfterBackward):
-    """The same mathematics, rounded otherwise: how far that alone leads is what an engine may be off.
+    """The same mathematics, rounded differently: its error is what an engine's may be.
 
-    Pieces are added from the last rank to the first. As two numbers have one sum only, and one rank adds nothing, the
-    loss is also a little smaller and the mean larger by as much, which rounds otherwise all over backward. How much
-    that changes is a matter of chance, by Adam above all: so there are others of its kind.
+    Gradients are added from the last rank to the first. As two numbers have one sum only, and one rank adds nothing,
+    the loss is also a little smaller and the mean larger by as much, which rounds differently all over backward. How
+    much that changes is a matter of chance, above all with Adam, so there are others of its kind.
     """
 
     name = "other_rounding"

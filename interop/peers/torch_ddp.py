@@ -1,6 +1,6 @@
-"""torch's DistributedDataParallel behind the surface of an engine, plain and with its ZeroRedundancyOptimizer.
+"""torch's DistributedDataParallel behind an engine's API, plain and with its ZeroRedundancyOptimizer.
 
-The loop without an engine, against which all are measured, is here too.
+The loop without an engine, the reference of all measurements, is here too.
 """
 
 import functools
@@ -22,11 +22,11 @@ class Replicated(Peer):
 
     Args:
         As `EngineBase`. Those about buckets are the subclass's.
-        drops_gradients: drop them after a step, torch's default and the faster way, instead of zeroing them, which
+        drops_gradients: drop them after a step, which is torch's default and faster, instead of zeroing them, which
             gives unused parameters a zero gradient, as in the engines.
 
     Attributes:
-        masters: parameter -> what the optimizer steps: itself or, if it is 16-bit, a copy in fp32.
+        masters: {parameter: what the optimizer steps}, itself or, if it is 16-bit, a copy in fp32.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Replicated(Peer):
         return [parameter for parameter, _ in apart], [master for _, master in apart]
 
     def step(self):
-        """Clip, step, drop the gradients; in fp16 skip the step where a gradient overflowed."""
+        """Clip, step, drop the gradients; in fp16 skip the step if a gradient overflowed."""
         norm, gradients = None, [master.grad for master in self.masters.values()]
         if self.loss_scaler is not None:
             scale = self.loss_scaler.scale
@@ -139,7 +139,7 @@ class Replicated(Peer):
         return [*copies, *tensors_of_state(self.optimizer)]
 
     def full_state_dict(self):
-        """The weights, on the CPU: the masters where there are any."""
+        """The weights, on the CPU: the masters if there are any."""
         state = self.module.state_dict(keep_vars=True)
         return {name: self.masters.get(tensor, tensor).detach().cpu().clone() for name, tensor in state.items()}
 
@@ -170,8 +170,8 @@ class BareLoop(Replicated):
 class TorchDDP(Replicated):
     """torch's DistributedDataParallel with an unsharded optimizer.
 
-    Takes what `EngineBase` takes, where `deterministic` has no meaning, and a `comm_hook` of DDP's, with signature
-    (state, bucket), that replaces its all-reduce.
+    Takes what `EngineBase` takes (`deterministic` has no meaning here), and a DDP `comm_hook` with signature
+    (state, bucket), which replaces its all-reduce.
     """
 
     name, follows = "torch_ddp", "stage0_ddp"
@@ -200,14 +200,14 @@ class TorchDDP(Replicated):
         return self.ddp(*args, **kwargs)
 
     def backward(self, loss):
-        """Backpropagate; DDP averages gradients beside it. Under `no_sync` it adds up 16-bit ones in 16-bit."""
+        """Backpropagate; DDP averages gradients meanwhile. Under `no_sync` it adds up 16-bit ones in 16-bit."""
         self.scaled(loss).backward()
         if self.ddp.require_backward_grad_sync:
             self.add_to_masters()
 
 
 class ZeroRedundancy(TorchDDP):
-    """DDP whose optimizer steps on each rank some of the tensors, and broadcasts them.
+    """DDP whose optimizer steps some of the tensors on each rank, and broadcasts them.
 
     A tensor is never divided: ranks hold unequal shares, and the largest tensor bounds the largest share from below.
     Takes what `EngineBase` takes; `deterministic` has no meaning here.

@@ -16,10 +16,10 @@ def FusedAdam(
     amsgrad=False,
     set_grad_none=True,
 ):
-    """An optimizer to give to `initialize`, which builds it anew; where it steps is the engine's.
+    """An optimizer for `initialize`, which builds it anew; the engine decides where it steps.
 
     Raises:
-        InputError: `amsgrad`, which DeepSpeed refuses too, or no correction of the bias.
+        InputError: `amsgrad` is true, which DeepSpeed refuses too, or `bias_correction` is false.
     """
     refuse_arguments("FusedAdam", "DeepSpeed's has no AMSGrad", amsgrad=amsgrad)
     given = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}

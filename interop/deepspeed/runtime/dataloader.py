@@ -2,7 +2,7 @@
 
 
 class RepeatingLoader:
-    """Batches of a loader without end: after the last one comes the first of a new turn."""
+    """Batches of a loader without end: the loader begins again after its last one."""
 
     def __init__(self, loader):
         self.loader, self.data_iter = loader, iter(loader)

@@ -1,6 +1,6 @@
 """`deepspeed.runtime.lr_schedules`: schedulers with its arguments and rates, as torch's LambdaLR. Two are not here.
 
-Step n of training, from 0, is made at the rate of iteration n - 1: DeepSpeed's schedulers begin one before the first.
+Step n of training, from 0, uses the rate of iteration n - 1: DeepSpeed's schedulers begin one before the first.
 """
 
 import math
@@ -73,7 +73,7 @@ def WarmupCosineLR(
 
 
 def warmed(optimizer, least, most, first, kind, after):
-    """From the least to the most in `first` steps, and then `after(iteration)` of the way between."""
+    """From the lowest to the highest in `first` steps, then at the fraction `after(iteration)` between them."""
     groups = optimizer.param_groups
     lowest = of_groups("warmup_min_lr", least, groups)
     highest = [group["lr"] for group in groups] if most is None else of_groups("warmup_max_lr", most, groups)
@@ -119,7 +119,7 @@ def of_groups(name, value, groups):
 
 
 def number(name, value):
-    """The value of an argument, which is to be a number."""
+    """The value of an argument, which must be a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputError(f"'scheduler.params.{name}' is {value!r}; give a number")
     return value
