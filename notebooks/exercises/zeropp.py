@@ -47,17 +47,17 @@ At hand:
 
 The rest of these classes stands as in zeropp/, which has all else. It says of itself:
 
-How a unit's parameters come and its gradients go: stage 3's ways, and what each part of ZeRO++ puts in their place.
+How a unit's parameters are gathered and its gradients reduced: stage 3's strategies, and those of ZeRO++.
 
     parameters    AllGather            stage 3: every rank's shard, as it is, to every rank
                   QuantizedAllGather   qwZ: the shard as int8
                   SecondaryShards      hpZ: one of those two once an update, and copies inside the node after that
-    gradients     ReduceScatter        stage 3: every piece, as it is, to the rank that adds them up
-                  OneHop               pieces as int4
-                  TwoHops              qgZ: pieces as int4 inside the node, their sums as int4 across nodes
+    gradients     ReduceScatter        stage 3: every shard, as it is, to the rank that adds them up
+                  OneHop               shards as int4
+                  TwoHops              qgZ: shards as int4 inside the node, their sums as int4 across nodes
 
-Plain work and collectives are handed to one lane, which runs them in the order of the calls, beside the computation. So
-the collective that follows some packing sends what was packed, and the last Handle is that of all.
+One lane runs packing and collectives in the order of the calls, overlapped with the computation. So a collective sends
+what was packed before it, and the last Handle stands for all.
 
 Source: ZeRO++, arXiv 2306.10209, sec. 3.
 """
@@ -75,16 +75,16 @@ from zeropp.transports import AllGather, OneHop
 #
 # Block quantization: numbers to 8 or 4 bits, with a scale for each block of them.
 #
-# One outlier makes the steps of everybody who shares its scale coarse; so not a tensor has one scale, but every `block`
-# elements. Symmetric: zero stays zero, and a code counts steps of the scale in both directions.
+# An outlier makes the steps of all elements that share its scale coarse, so every `block` elements have a scale of their
+# own. Quantization is symmetric: zero stays zero, and a code counts steps of the scale in both directions.
 #
 #     scale = largest absolute value of the block / 127 (or 7)
 #     code  = round(value / scale)                                  |value - code * scale| <= scale / 2
 #
-# Two codes of 4 bits, from -7 to 7, are the two digits of a byte in base 16: byte = first + 16 * second, -119 to 119. To
-# take it apart round byte / 16: that is the second, as the first is less than half of 16.
+# Two 4-bit codes, from -7 to 7, are the two digits of a byte in base 16: byte = first + 16 * second, -119 to 119.
+# Rounding byte / 16 gives the second, as the first is less than half of 16.
 #
-# A message holds what a rank needs to read some elements, as bytes, its scales in fp32:
+# A message holds some elements as bytes, their scales in fp32:
 #
 #     | scale of block 0 | scale of block 1 | ... | codes of block 0 | codes of block 1 | ... | padding to 4 bytes |
 #
@@ -94,13 +94,13 @@ from zeropp.transports import AllGather, OneHop
 
 
 class Blocks:
-    """A way to quantize.
+    """A format of quantized blocks.
 
     Args:
-        bits: 8 or 4, of a code.
+        bits: of a code, 8 or 4.
         block: elements that share a scale, an even number.
         chunk: elements at a time.
-        compiled: let torch.compile fuse the arithmetic, with the same bits. On a GPU two kernels take the place of ten.
+        compiled: let torch.compile fuse the arithmetic, with the same bits. On a GPU two kernels replace ten.
     """
 
     def __init__(self, bits, block=256, chunk=CHUNK, compiled=False):
@@ -111,7 +111,7 @@ class Blocks:
             self._values = torch.compile(self._values, dynamic=True, options=DIVISION)
 
     def nbytes(self, numel):
-        """The bytes of a message of so many elements."""
+        """The bytes of a message of `numel` elements."""
         blocks, codes = -(-numel // self.block), -(-numel * self.bits // 8)
         return 4 * blocks + -(-codes // 4) * 4
 
@@ -159,7 +159,7 @@ class Blocks:
             tens = torch.mul(first, 1 / 16).round_()
             first.sub_(tens, alpha=16)
             second.copy_(tens[..., : second.shape[-1]])
-        # What was the largest finite number may have become an infinity by rounding; NaN stays.
+        # Rounding may turn the largest finite number into an infinity, which is clamped; NaN stays.
         largest = torch.finfo(part.dtype).max
         # PART 2 of 4, 1 line here. What do those steps stand for, in the largest range that is allowed?
         raise NotImplementedError("part 2, Blocks._values, is still open")
@@ -186,23 +186,23 @@ class Blocks:
 class SecondaryShards(AllGather):
     """hpZ (sec. 3.2): every node holds all parameters a second time, a part on each of its ranks.
 
-    The first gather after an update goes across nodes, and each rank keeps its part of what came. Every gather after
-    that, the backward's among them, collects those parts inside the node, until the next update. (The paper goes across
-    nodes in each forward: where a step has several micro-batches, that is once for each of them.)
+    The first gather after an update crosses nodes, and each rank keeps a part of the result. Every later gather, in
+    backward too, gathers those parts inside the node, until the next update. (In the paper every forward crosses nodes:
+    once for each micro-batch of a step.)
 
     Args:
         comm: the engine's Collectives.
-        inside: those of this rank's node.
-        first: the way of the first gather.
+        inside: the Collectives of this rank's node.
+        first: the strategy of the first gather.
     """
 
     def __init__(self, comm, inside, first):
         super().__init__(comm)
         self.inside, self.first = inside, first
-        # The buckets whose secondary shards are the parameters of now. Sets of buckets are weak: those hold their ways.
+        # The buckets whose secondary shards are up to date. The sets are weak, because buckets hold their strategies.
         self.current = weakref.WeakSet()
-        # Those that went across nodes in forward or backward since the last step, and before it. What an evaluation
-        # or `gathered` brings between two steps, the second of them finds in the node.
+        # The buckets that crossed nodes in forward or backward since the last step, and before it. If an evaluation or
+        # `gathered` gathers one between two steps, the second step finds it in the node.
         self.refreshed, self.crossed = weakref.WeakSet(), None
 
     def gather(self, bucket):
@@ -236,20 +236,20 @@ class SecondaryShards(AllGather):
 
 
 class TwoHops(OneHop):
-    """qgZ (sec. 3.3): each piece crosses to another node once, whatever the number of ranks there.
+    """qgZ (sec. 3.3): one sum per shard crosses to another node, whatever the number of ranks there.
 
-    N ranks, P of them on each of N/P nodes. Rank (n, p), the p-th of node n, is to have the sum of all pieces (n, p).
+    N ranks, P of them on each of N/P nodes. Rank (n, p), the p-th of node n, is to have the sum of all shards (n, p).
 
-        messages [P, N/P]    for place p all pieces of ranks (0, p), (1, p), ...: to the p-th rank of this node
-        received [P, N/P]    from each rank of this node its pieces of ranks (0, p), (1, p), ..., as they were sent
+        messages [P, N/P]    for place p the shards of ranks (0, p), (1, p), ...: to the p-th rank of this node
+        received [P, N/P]    from each rank of this node its shards of ranks (0, p), (1, p), ..., as they were sent
         sums     [N/P]       over this node: for ranks (0, p), (1, p), ..., quantized again, each to its own node
         received [N/P]       from each node its sum for this rank
 
-    Packing writes the messages in the order of the places, so that no hop needs a copy to change the order of pieces.
+    Packing writes the messages in the order of the places, so that no hop needs a copy to reorder shards.
 
     Args:
         comm: the engine's Collectives.
-        inside, across: those of this rank's node, and of the ranks at its place in all nodes.
+        inside, across: the Collectives of this rank's node, and of the ranks at its place in all nodes.
         blocks, error_feedback: as in OneHop.
     """
 
