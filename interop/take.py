@@ -9,7 +9,7 @@ needs nothing from this repository, and does not conflict with another `common`:
 
     from my_project.zero.interop import deepspeed
 
-VERDICT.txt beside an engine says how the suite's quick part judged this very copy: `--no-verdict` saves the minute.
+VERDICT.txt next to an engine has the verdict of the suite's quick part on this copy: `--no-verdict` saves the minute.
 """
 
 import ast

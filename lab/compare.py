@@ -26,7 +26,7 @@ from lab.simulate.world import Setting, simulate
 
 BASELINE = "stage0_ddp"
 NEAR = 1e-2  # off torch's DDP by norm; for an engine that quantizes, off stage 0's loss
-BESIDE = {  # what only some engines or runs have: between nodes, and beside the device
+BESIDE = {  # what only some engines or runs have: between nodes, and on the host and disk
     "of that out of the node": "internode_bytes_per_step",
     "on the host": "host_state_bytes",
     "over the bus per step": "bus_bytes_per_step",

@@ -118,7 +118,7 @@ class Engine(EngineBase):
             return
         unit.gathered = False
         for bucket in unit.buckets:
-            bucket.wait_gather()  # a prefetch that nobody used
+            bucket.wait_gather()  # a prefetch that was not used
             bucket.full_parameters.untyped_storage().resize_(0)
             for name, parameter in bucket.members.items():
                 parameter.data = bucket.freed.views[name]

@@ -1,4 +1,4 @@
-"""ZeRO++: stage 3 that sends less between nodes. Parameters travel in 8 bits, gradients in 4, and each node has a copy.
+"""ZeRO++: stage 3 that sends less between nodes: parameters in 8 bits, gradients in 4, and each node keeps a copy.
 
 Each of three switches changes how a unit's parameters are gathered or its gradients are reduced, and nothing else. With
 all of them off this is stage 3, bit for bit.
@@ -104,7 +104,7 @@ class Engine(stage3_param.Engine):
     # ---- parameters come, gradients go ------------------------------------------------------------------------
 
     def all_gather(self, bucket):
-        """Phase 1, by qwZ and hpZ; exact if the unit is pinned, because somebody reads its values."""
+        """Phase 1, by qwZ and hpZ; exact if the unit is pinned, because its values are read."""
         strategy = self.strategies.exact if bucket.unit.pins else bucket.gather_with
         return strategy.gather(bucket)
 

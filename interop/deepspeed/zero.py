@@ -36,7 +36,7 @@ def Init(
     meta device, and an engine fills it bucket by bucket: see `init` of `EngineBase`.
 
     Raises:
-        InputError: a group of some ranks only is given.
+        InputError: a process group or `mpu` is given.
     """
     groups = {"data_parallel_group": data_parallel_group, "zero_param_parallel_group": zero_param_parallel_group}
     groups |= {"mpu": mpu, "sequence_data_parallel_group": sequence_data_parallel_group}
@@ -61,7 +61,7 @@ def GatheredParameters(params, modifier_rank=None, fwd_module=None, enabled=True
         params: a parameter, or several, of one engine or of none yet.
 
     Raises:
-        InputError: they shall be gathered for another module's forward, too.
+        InputError: `fwd_module` is given.
     """
     if fwd_module is not None:
         register_external_parameter(fwd_module, params)

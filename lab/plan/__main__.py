@@ -114,7 +114,7 @@ def plan(options):
     for row in rows:
         row["fits"] = fit(gpu, row["device"], row["host"], row["disk"], budget)
         if row["fits"] and row["activations"] is None:
-            row["fits"] = None  # nobody knows
+            row["fits"] = None  # unknown
     return {
         "model": asdict(shape),
         "gpu": gpu.name,

@@ -150,7 +150,7 @@ class Clock(TorchDispatchMode):
         if group.size() == 1:
             return 0.0
         whole = max(sum(tensor.nbytes for tensor in tensors_in(arg)) for arg in args)
-        if "recv" in function.__name__:  # the same bytes as of whoever sends them
+        if "recv" in function.__name__:  # as many bytes as their sender's
             return 0.0
         times = 2 if "allreduce" in function.__name__ else 1
         sent = whole if "send" in function.__name__ else times * whole * (group.size() - 1) / group.size()

@@ -166,7 +166,7 @@ class Engine(EngineBase):
             return
         unit.gathered = False
         for bucket in unit.buckets:
-            bucket.wait_gather()  # a prefetch that nobody used
+            bucket.wait_gather()  # a prefetch that was not used
             # PART 4 of 6, 4 lines here. What had all parameters gives its memory back, whoever else holds a view of
             # it; the shard stays. A use outside the unit shall show.
             raise NotImplementedError("part 4, free, is still open")
