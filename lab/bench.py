@@ -82,11 +82,11 @@ class Case:
         return LocalWorld(self.world_size, oversubscribe=True, preload=preload, **options)
 
     def batches(self):
-        """The same for all contestants."""
+        """The batches, which are the same for all contestants."""
         return Batches(load_text(), models.build(self.model).window, self.batch)
 
     def label(self):
-        """What its rows say."""
+        """The columns that name the case in its rows."""
         named = {"model": self.model, "parameters": self.parameters}
         return named | {"precision": self.precision, "world_size": self.world_size}
 
@@ -140,7 +140,7 @@ def bench(options):
 
 
 def check(options):
-    """Refuse what cannot be, before any rank is started; return stages by name and peers as classes, and cases."""
+    """Validate the options before any rank starts; return stages by name and peers as classes, and cases."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise InputError("lab.bench starts its own ranks, a world for each contestant; run it without torchrun")
     known = {name: getattr(peers, name) for name in peers.__all__ if getattr(peers, name).name}
@@ -170,8 +170,8 @@ def check(options):
 def compare(who, case, options, log):
     """Train all contestants in turns, round by round, and in new worlds again.
 
-    DDP is the reference of the losses: where it does not take part, it trains before the others, and leaves. Returned
-    are the reference and the contestants.
+    DDP is the reference of the losses: if it does not take part, it trains before the others, and leaves. Returns the
+    reference and the contestants.
     """
     contestants = [Contestant(one, log) for one in who if case.world_size == 1 or one is not peers.BareLoop]
     if case.world_size > 1:

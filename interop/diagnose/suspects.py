@@ -1,6 +1,6 @@
-"""Plain data parallelism, wrong in one way each, as sharded trainers have been: a docstring says in which.
+"""Plain data parallelism with one fault each, as sharded trainers have had them: the docstring names the fault.
 
-An engine that ends where one of them does is wrong, or has its own convention, as that one has.
+An engine that ends with the same weights as one of them has the same fault, or a convention that equals it.
 """
 
 import torch
@@ -10,7 +10,7 @@ from interop.peers.plain import AverageAfterBackward, mean_in_rank_order
 
 
 class Suspect(AverageAfterBackward):
-    """One of them. They stand in the order in which they are asked: of several that are alike the first is named."""
+    """One of them. They run in the order of this file: of several that match the first is named."""
 
 
 class GradOutOfSight(Suspect):
