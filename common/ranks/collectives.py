@@ -43,8 +43,8 @@ TAG = 0x40000000  # and above, of messages between ranks: those of a user, on th
 GRACE = 2.0  # seconds for the rank that one waited for to tell what it waits in
 CURE = "call the engine equally often on every rank, or evaluate and generate within engine.gathered()"
 PARTED_GRAPHS = (
-    "their graphs differ at the turn of that unit in backward: each loss must depend on every forward that waits for "
-    "it, and reach every checkpoint that is around several units"
+    "their graphs differ at the backward of that unit: each loss must depend on every forward that waits for it, and "
+    "reach every checkpoint that is around several units"
 )
 # torch renamed these two; 2.11 knows the names on the right only.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
