@@ -389,7 +389,7 @@ class EngineBase(Files, NoModule):
         """The same bytes, computed from `owned`: per bucket the elements kept of each state, padding included.
 
         In 16-bit a step of several backwards also holds their sum: 4 bytes per element of the optimizer shard, in
-        place of the gradients or, if these are packed in place, in addition. The last step is the model for that.
+        place of the gradients or, if these are packed in place, in addition. It assumes a step like the last one.
         """
         return self.accounting.predicted_held()
 

@@ -294,6 +294,6 @@ def name_of(engine, comm):
     """An engine's name in a trace if it is not the first: "engine 2's ", the same on all ranks."""
     number = 1 + max(_number_of.values(), default=0)
     if not comm.simulated:
-        number = max(comm.gather_objects(number, "the engines' numbers"))  # ranks may have collected older engines
+        number = max(comm.gather_objects(number, "the engines' numbers"))  # some ranks may still hold older engines
     _number_of[engine] = number
     return f"engine {number}'s " if number > 1 else ""
