@@ -9,7 +9,7 @@ from common.errors import InputError
 
 
 def check_agreement(found, comm, label="the check of the model"):
-    """Raise the error that any rank found on every rank, so that none waits for one that has left.
+    """Raise on every rank the error that any has found, so that none waits for one that has left.
 
     Args:
         found: an InputError; or a list of (what it is, a value that must be the same on all ranks, how to fix it).
