@@ -1,4 +1,4 @@
-"""Real text as byte tokens, and global batches that do not depend on how many ranks share them."""
+"""Real text as byte tokens, and global batches that do not depend on the world size."""
 
 import hashlib
 import random
@@ -13,22 +13,22 @@ from common.errors import InputError
 from common.measure.hardware import available
 
 STANDARD_LIBRARY_BYTES = 4_000_000
-LARGE = 2**26  # bytes of a text that is mapped, not read, and of which samples are compared
-AS_TOKENS = 1 + 2 * 8  # bytes of memory for each of a sample: itself, and as input and target in int64
-SAMPLES, SAMPLE = 256, 2**16  # of a large text: how many, of how many bytes
+LARGE = 2**26  # bytes: a larger text is mapped, not read, and digested by samples
+AS_TOKENS = 1 + 2 * 8  # bytes of memory per byte of a sample: itself, and its int64 input and target
+SAMPLES, SAMPLE = 256, 2**16  # the samples of a large text: their number, and bytes in each
 
 
 def load_text(path=None):
     """Read the bytes of a file, or, without a path, the source of Python's own standard library.
 
     The library's source is on every machine that can run this, and licensed with Python itself, so nothing
-    is downloaded. Another version of Python has another source: give a path where machines must agree.
+    is downloaded. Another version of Python has another source: give a path if machines must agree.
 
     Returns:
-        uint8 array [bytes], of a large file mapped.
+        uint8 array [bytes], memory-mapped if the file is large.
 
     Raises:
-        InputError: the path is missing, no file (a pipe has no end to draw from), unreadable or empty.
+        InputError: the path is missing, not a file (a pipe may be endless), unreadable or empty.
     """
     if path is None:
         sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -41,7 +41,7 @@ def load_text(path=None):
             raise InputError(f"{refused}: it is a device or a pipe, which may have no end; {hint}")
         if found.st_size > LARGE:
             return np.memmap(path, dtype=np.uint8, mode="r")
-        # Some of /proc are endless, and say that they are empty.
+        # Some files in /proc are endless, and report a size of 0.
         text = Path(path).read_bytes() if found.st_size else b""
     except OSError as error:
         raise InputError(f"{refused}: {error.strerror}; {hint}") from error
@@ -51,7 +51,7 @@ def load_text(path=None):
 
 
 def digest(text):
-    """What tells a text from another: the sha256 of its length and bytes, of a large one of samples all over it."""
+    """The sha256 of a text's length and bytes; of a large text's evenly spread samples."""
     found = hashlib.sha256(str(len(text)).encode())
     if len(text) <= LARGE:
         found.update(text)
@@ -62,7 +62,7 @@ def digest(text):
 
 
 class Batches:
-    """Random windows, so many bytes each, of a text, uint8 [bytes]; `global_batch` of them in a step, for all ranks.
+    """Random windows of `window` bytes from a text, uint8 [bytes]; `global_batch` of them per step, over all ranks.
 
     Sample i of a step depends on (seed, step, i) and on nothing else.
 
@@ -94,7 +94,7 @@ class Batches:
         return torch.tensor(np.stack(samples))
 
     def check(self, world_size):
-        """Raise InputError where of() would, or where a rank's part of a batch is more than the memory that is free."""
+        """Raise InputError if of() would, or if a rank's part of a batch exceeds the free memory."""
         needed, free = self._share(world_size) * self.window * AS_TOKENS, available()
         if needed > free:
             raise InputError(

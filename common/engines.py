@@ -7,17 +7,17 @@ from common.errors import InputError
 
 STAGES = ("stage0_ddp", "stage1_os", "stage2_grad", "stage3_param")
 ENGINES = (*STAGES, "offload", "offload.nvme", "zeropp")
-HERE = __name__.removesuffix("common.engines")  # empty here; "my_project.zero." where `interop.take` wrote a copy
+HERE = __name__.removesuffix("common.engines")  # empty here; "my_project.zero." in a copy by `interop.take`
 
 
 def find_engine(name):
-    """The class that a package exports as Engine, or that is called `package.module:Name`; InputError without it."""
+    """A package's class Engine, or the class `package.module:Name`. Raises InputError if there is none."""
     path, _, attribute = name.partition(":")
     path = HERE + path if name in ENGINES else path
     try:
         found = importlib.util.find_spec(path.partition(".")[0]) and importlib.import_module(path)
     except ModuleNotFoundError as error:
-        if not path.startswith(error.name):  # a module that this one imports
+        if not path.startswith(error.name):  # a failed import inside the module
             raise
         found = None
     if not hasattr(found, attribute or "Engine"):

@@ -1,4 +1,4 @@
-"""One step of a training loop, and a digest of the weights that it ends with."""
+"""One step of a training loop, and a digest of the final weights."""
 
 import hashlib
 import os
@@ -11,12 +11,12 @@ from common import models
 
 
 def train_step(engine, micro_batches, no_sync=False, loss_of=models.loss):
-    """One step from the mean gradient of some micro-batches.
+    """One step with the mean gradient of some micro-batches.
 
     Args:
         micro_batches: [(inputs, targets)], of equal size.
-        no_sync: ranks exchange gradients in the last backward only.
-        loss_of: of (outputs, targets), a scalar.
+        no_sync: reduce gradients in the last backward only.
+        loss_of: `loss_of(outputs, targets)` returns a scalar.
 
     Returns:
         The mean loss on this rank, a scalar tensor, and the StepResult.
@@ -35,7 +35,7 @@ def train_step(engine, micro_batches, no_sync=False, loss_of=models.loss):
 
 
 def choose_exact_kernels(device):
-    """On CUDA some kernels add in an order of chance, attention's backward for one. Have this rank take others."""
+    """Choose deterministic kernels: on CUDA some, such as attention's backward, add in an arbitrary order."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -44,7 +44,7 @@ def choose_exact_kernels(device):
 
 
 def finish(device):
-    """Return when the device has done what it was given, so that a clock may be read."""
+    """Wait until the device has finished its work, so that a clock may be read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

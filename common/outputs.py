@@ -1,4 +1,4 @@
-"""What commands take, write and say. Files are tried at the start, so that no training is lost for want of a folder."""
+"""Arguments, files and messages of commands. Files are tried first, so that no training is lost to a missing folder."""
 
 import argparse
 import contextlib
@@ -19,18 +19,18 @@ from common.measure.hardware import commit
 from common.ranks.world import speaks_first
 
 ROOT = Path(__file__).parent.parent
-TRIAL = 4096  # bytes that a file system must have left
+TRIAL = 4096  # bytes that a file system must have free
 
 
 def parser_of(module, description):
-    """What parses the arguments of `python -m module`; help shows the description in its own lines."""
+    """A parser for the arguments of `python -m module`; help keeps the description's line breaks."""
     how = argparse.RawTextHelpFormatter
     return argparse.ArgumentParser(prog=f"python -m {module}", description=description, formatter_class=how)
 
 
 @contextlib.contextmanager
 def one_line_errors():
-    """An InputError ends the program: one line, by one rank, and exit status 2."""
+    """Turn an InputError into one line on stderr, from one rank, and exit status 2."""
     try:
         yield
     except InputError as error:
@@ -40,21 +40,21 @@ def one_line_errors():
 
 
 def check_counts(options, *names):
-    """Refuse options below 1, by an InputError; None is one that was not given."""
+    """Raise InputError if an option is below 1; None means not given."""
     for name in names:
         if (number := getattr(options, name)) is not None and number < 1:
             raise InputError(f"--{name.replace('_', '-')} {number}: at least 1 is needed")
 
 
 def check_clone(folder, otherwise=""):
-    """Refuse, by an InputError, to run without a folder of the repository that is not installed with the packages."""
+    """Raise InputError if a folder of the repository is missing, as it is not installed with the packages."""
     if not (ROOT / folder).is_dir():
         needed = f"this needs {folder}/ of the repository, which is not installed"
         raise InputError(f"{needed}: run it in a clone{otherwise}")
 
 
 def check_outputs(options):
-    """Try all files that the options of a command name, --json, --trace and --figure; InputError for one that fails."""
+    """Try all files that a command's options name, --json, --trace and --figure. Raises InputError if one fails."""
     for option in ("json", "trace", "figure"):
         check_output(f"--{option}", getattr(options, option, None))
     if hasattr(options, "figure"):
@@ -62,14 +62,14 @@ def check_outputs(options):
 
 
 def picture(options):
-    """Where a command draws: at --figure, else beside --json; None where neither is given, or that is no file."""
+    """A command's figure: --figure, else beside --json; None if neither is given, or --json is not a file."""
     if options.figure or not options.json or (os.path.exists(options.json) and not os.path.isfile(options.json)):
         return options.figure
     return str(Path(options.json).with_suffix(".png"))
 
 
 def asked(parser, arguments, figure=False):
-    """The options of a command that finds something out: its own, --json, and with `figure` --figure; all tried."""
+    """The parsed options of a measuring command: its own, --json and, with `figure`, --figure; all files tried."""
     parser.add_argument("--json", metavar="FILE", help="write the results here")
     if figure:
         parser.add_argument("--figure", metavar="PNG", help="draw here (default: beside --json)")
@@ -79,16 +79,16 @@ def asked(parser, arguments, figure=False):
 
 
 def tell(options, results, table, figure=None):
-    """Publish what has one `table(results)` and, with `figure(results)`, one picture, of matplotlib.
+    """Publish results as one table and, with `figure(results)`, one matplotlib figure.
 
-    The results are None on ranks but 0 under torchrun.
+    Under torchrun the results are None on ranks other than 0.
     """
     if results is not None:
         publish(options, results, [table(results)], figure and (lambda path: figure(results).savefig(path, dpi=120)))
 
 
 def publish(options, results, shown, draw=None):
-    """Write what a command found where its --json and --figure say, `draw(path)` the latter; then show its tables."""
+    """Write a command's results to its --json and, by `draw(path)`, its --figure; then show its tables."""
     with one_line_errors():
         if options.json:
             write_json(options.json, results)
@@ -100,7 +100,7 @@ def publish(options, results, shown, draw=None):
 
 
 def check_output(option, path):
-    """Refuse a file that could not be written, by an InputError that says why; one that is there stays as it is."""
+    """Raise InputError if a file cannot be written; an existing file is unchanged."""
     if path is None:
         return
     check_name(option, path)
@@ -115,14 +115,14 @@ def check_output(option, path):
                 raise InputError(f"{option} {path}: that is a folder; name a file in it")
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        if stat.S_ISREG(mode):  # a pipe or /dev/null needs no room
+        if stat.S_ISREG(mode):  # a pipe or /dev/null needs no space
             try_folder(folder)
     except OSError as error:
         raise InputError(f"{option} {path}: it cannot be written ({error.strerror}); name another file") from error
 
 
 def try_folder(folder):
-    """Write a file there that has no name, and is gone at once; OSError where nothing can be written."""
+    """Write a temporary file in a folder. Raises OSError if that fails."""
     with tempfile.TemporaryFile(dir=folder) as trial:
         trial.write(bytes(TRIAL))
         trial.flush()
@@ -130,20 +130,20 @@ def try_folder(folder):
 
 
 def check_name(option, path):
-    """Refuse an empty name, such as a shell makes of a variable that is not set."""
+    """Raise InputError for an empty name, as a shell makes from an unset variable."""
     if path is not None and not str(path):
         raise InputError(f'{option} "": the name is empty; is a variable of the shell not set?')
 
 
 def write_json(path, results):
-    """Write results for machines, {name: value}: the commit that they are of, then keys in their order."""
+    """Write results, {name: value}, as JSON: first their commit, then the keys in their order."""
     write_text(path, json.dumps({"commit": commit(), **results}, indent=2) + "\n")
 
 
 def write_text(path, text):
-    """Write a file; InputError where it cannot be written any more."""
+    """Write a file. Raises InputError if that fails."""
     with written(path):
-        if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(1)):  # /dev/stdout, of which there is one
+        if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(1)):  # /dev/stdout
             print(text, end="", flush=True)
         else:
             Path(path).write_text(text)
@@ -151,7 +151,7 @@ def write_text(path, text):
 
 @contextlib.contextmanager
 def written(path):
-    """In one line what keeps a file from being written."""
+    """Turn an OSError into an InputError: one line that says why a file cannot be written."""
     try:
         yield
     except OSError as error:
@@ -159,7 +159,7 @@ def written(path):
 
 
 def progress_bar(*columns):
-    """A progress bar, with columns of one's own behind the usual ones; a context manager."""
+    """A progress bar, with `columns` after the usual ones; a context manager."""
     usual = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     return Progress(*usual, *columns, console=console, transient=True, disable=not console.is_terminal)

@@ -1,6 +1,6 @@
-"""What a training command shows of a run: each count beside its prediction."""
+"""The table that a training command shows: each count beside its prediction."""
 
-MOVED = {  # beside what is sent
+MOVED = {  # besides the collectives
     "internode_bytes_per_step": "sent to other nodes by {}",
     "bus_bytes_per_step": "{} the bus",
     "disk_bytes_per_step": "disk {}",
@@ -8,7 +8,7 @@ MOVED = {  # beside what is sent
 
 
 def counts_of(row):
-    """The lines of the table, (what, measured, predicted), that are counts of bytes; "-" where nothing is predicted."""
+    """The table's counts of bytes, lines (what, measured, predicted); "-" if nothing is predicted."""
     held, sent = row["model_state_bytes"], row["wire_bytes_per_step"]
     foreseen, to_send = (row.get(f"predicted_{name}") for name in ("model_state_bytes", "wire_bytes_per_step"))
     lines = [(f"{state}, bytes per rank", str(held[state]), _of(foreseen, state)) for state in held]

@@ -1,4 +1,4 @@
-"""Tensors wherever they are: in nested structures, in an optimizer's state, as a number, as a checksum."""
+"""Tensor helpers: nested structures, an optimizer's states, values on the host, checksums, slices."""
 
 import copy
 import dataclasses
@@ -13,11 +13,11 @@ fake_tensors = FakeTensorMode  # a context without values; torch has no public n
 
 
 def let_go(tensor):
-    """Say that this stream may still read what is dropped now: on CUDA it may have been made on another one.
+    """Tell the allocator that this stream may still read a tensor, which may come from another CUDA stream.
 
-    Backward runs on the streams of the forward, and the allocator knows of no other use of what is made there.
+    Backward runs on the forward's streams, and the allocator knows no other use of tensors made there.
     """
-    if getattr(tensor, "is_cuda", False):  # what lies on a disk or is None has nothing to say
+    if getattr(tensor, "is_cuda", False):  # not a place on disk, nor None
         tensor.record_stream(torch.cuda.current_stream())
 
 
@@ -30,7 +30,7 @@ def tensors_in(value):
 def map_tensors(function, value):
     """Apply `function` to every tensor in nested tuples, lists, dicts and dataclasses; return the same structure.
 
-    What holds no tensor that the function changes is returned itself, not a copy: others may hold it too.
+    A part in which the function changes nothing is returned itself, not copied: others may hold it too.
     """
     if torch.is_tensor(value):
         return function(value)
@@ -42,7 +42,7 @@ def map_tensors(function, value):
         items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     else:
         return value
-    stays = 1 if isinstance(value, PackedSequence) else None  # its batch sizes, which are the host's
+    stays = 1 if isinstance(value, PackedSequence) else None  # its batch sizes stay on the host
     new = {key: map_tensors(function, item) for key, item in items.items() if key != stays}
     changed = {key: item for key, item in new.items() if item is not items[key]}
     if not changed:
@@ -60,7 +60,7 @@ def map_tensors(function, value):
 
 
 def graph_nodes_made():
-    """How many nodes autograd has made for graphs in this thread. torch has no public way to ask."""
+    """How many graph nodes autograd has made in this thread. torch has no public way to ask."""
     return torch._C._autograd._get_sequence_nr()
 
 
@@ -75,7 +75,7 @@ def inside_backward():
 
 
 def past_subclasses(function):
-    """Have a function ask tensors of any class as torch's own, which takes a tenth of the time."""
+    """Make a function treat tensor subclasses as plain tensors, in a tenth of the time."""
 
     @functools.wraps(function)
     def run(*args):
@@ -93,7 +93,7 @@ def unwrapped(tensor):
 
 
 def own_parameters(module):
-    """The dict {name: parameter or None} in which a module keeps its own. torch has no public way to write there."""
+    """A module's own parameters, its dict {name: parameter or None}. torch has no public way to write there."""
     return module._parameters
 
 
@@ -103,25 +103,25 @@ def tensors_of_state(optimizer):
 
 
 def host_value(tensor, default):
-    """A scalar tensor's value, or `default` where it has none: under fake tensors."""
+    """A scalar tensor's value, or `default` for a fake tensor, which has none."""
     return default if isinstance(tensor, FakeTensor) else tensor.item()
 
 
 def rows_where(mask, share):
-    """The numbers of the rows [n] where `mask` is true; under fake tensors so many that they are a `share` of all."""
+    """The indices of the rows [n] where `mask` is true; under fake tensors the first `share` of all rows."""
     if isinstance(mask, FakeTensor):
         return torch.arange(round(share * len(mask)))
     return mask.nonzero().squeeze(1)
 
 
 def checksum(tensor):
-    """A number that tells bits from other bits, alike on every rank."""
+    """A checksum of a tensor's bits, the same on every rank."""
     values = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
     return zlib.crc32(values.numpy().tobytes())
 
 
 def distinct(tensor):
-    """The part of an expanded tensor that holds each of its elements once, as a view; of others the tensor itself."""
+    """A view of an expanded tensor with each element once; other tensors are returned themselves."""
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -129,16 +129,16 @@ def distinct(tensor):
 
 
 def length(part):
-    """The elements of a slice."""
+    """The number of elements in a slice."""
     return part.stop - part.start
 
 
 def within(part, kept):
-    """The slice `part` of a run, counted from where `kept` begins."""
+    """The slice `part` of a run, relative to the start of `kept`."""
     return slice(part.start - kept.start, part.stop - kept.start)
 
 
 def end_to_end(tensors, device):
-    """Flat tensors, one for each piece, as one on `device`; a single one that is there already is not copied."""
+    """Concatenate flat tensors on `device`; a single one that is there already is not copied."""
     tensors = [tensor.detach().to(device) for tensor in tensors]
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -35,7 +35,7 @@ from common.report import lines_of
 from common.tiers.activations import HostActivations, predicted_moves
 
 WARM_UP = 2  # steps that a throughput does not count
-TRACED = 2  # steps in a trace: what one leaves in flight travels beside the next
+TRACED = 2  # steps in a trace: collectives that the first leaves in flight overlap with the second
 
 
 @one_line_errors()
@@ -43,10 +43,9 @@ def main(package, arguments=None, add_own=None):
     """Entry of `python -m <package>`: parse the arguments, train, print what was measured.
 
     Args:
-        package: exports `Engine`.
-        add_own: called with the parser, adds the options of this package alone, and returns a function from the parsed
-            options to the engine's name and what it takes of them, {name: value}. It raises InputError for what cannot
-            be.
+        package: the name of a package that exports `Engine`.
+        add_own: `add_own(parser)` adds this package's own options, and returns a function from the parsed options to
+            the engine's name and its keyword arguments, {name: value}; that raises InputError for invalid options.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {package}", description=importlib.import_module(package).__doc__)
     add_arguments(parser)
@@ -82,12 +81,12 @@ def add_arguments(parser):
     parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
     parser.add_argument("--deterministic", action="store_true", help="on CUDA too, add in one order")
     parser.add_argument("--data", metavar="FILE", help="text to train on (default: Python's own source)")
-    # What not all commands have.
+    # Defaults for options that not all commands have.
     parser.set_defaults(engines="stage0_ddp", save=None, trace=None, generate=None, own={})
 
 
 def add_checkpoints(parser):
-    """The arguments about what is kept of activations."""
+    """The arguments for activation checkpoints."""
     add, again = parser.add_argument, "compute each block again in backward: non-reentrant (default) or reentrant"
     add("--checkpoint-activations", nargs="?", const="non-reentrant", metavar="KIND", help=again)
     add("--offload-activations", action="store_true", help="keep on the host what these checkpoints save")
@@ -99,14 +98,14 @@ def default_nproc():
 
 
 def command(function, *args, options):
-    """Run `function(world, *args)` on every rank, as options say that can be."""
+    """Validate the options and run `function(world, *args)` on every rank."""
     check_options(options)
     asked = {name: getattr(options, name) for name in ("nproc", "oversubscribe", "ranks_per_node")}
     return launch(function, *args, forward_signals=options.save is not None, **asked)
 
 
 def check_options(options):
-    """Refuse what can be refused before any rank is started."""
+    """Validate the options as far as possible before any rank is started."""
     model = build_model(options)
     dtype_of(options.precision)
     for name in options.engines.split(","):
@@ -144,7 +143,7 @@ def check_options(options):
 
 
 def rank_count(options):
-    """How many ranks there will be: torchrun's, or our own."""
+    """The world size: torchrun's, or --nproc."""
     told = torchrun_env()
     return options.nproc if told is None else told[1]
 
@@ -162,14 +161,14 @@ def make_batches(options):
 def train(world, name, options, progress=None):
     """Train one engine and measure it.
 
-    The last step runs under the memory timeline, and with `--trace` the two before it are recorded: neither is timed.
+    The last step runs under the memory timeline, and `--trace` records the two before it: none of these is timed.
 
     Args:
-        name: a package that exports Engine, or a class with an engine's surface.
+        name: a package that exports Engine, or a class with an engine's interface.
         progress: called with (steps done, loss) after each step.
 
     Returns:
-        A row as `lab.compare` writes it, with the timeline's samples and the final weights beside it.
+        A row as `lab.compare` writes it, the final weights, and the timeline's samples.
     """
     make = find_engine(name) if isinstance(name, str) else name
     if options.deterministic:
@@ -217,9 +216,9 @@ def train(world, name, options, progress=None):
 
 
 def _counted(world, engine, module, options, run):
-    """What the last step held, sent and moved, beside what was predicted; of one of the stages' engines."""
+    """Bytes that the last step held, sent and moved, measured and predicted; for one of the stages' engines."""
     predicted = engine.accounting.predicted()
-    measured = run.counted or dict.fromkeys(predicted)  # of a run that had no step left
+    measured = run.counted or dict.fromkeys(predicted)  # None if the run had no step left
     if options.offload_activations:
         moved = Counter(predicted.get("bus_bytes_per_step", {}))
         moved.update(predicted_moves(module, options.batch // world.size, engine.dtype))
@@ -231,7 +230,7 @@ def _counted(world, engine, module, options, run):
 
 
 def _run_steps(world, engine, module, options, batches, progress, schedulers, survives):
-    """Train, and return what was seen on the way."""
+    """Train, and return the measurements."""
     ours = hasattr(engine, "comm")
     run = SimpleNamespace(losses=[], seconds=[], skipped=0)
     run.counted = run.by_phase = run.on_bus = run.timeline = run.recording = None
@@ -250,7 +249,7 @@ def _run_steps(world, engine, module, options, batches, progress, schedulers, su
         began = time.perf_counter()
         with run.timeline or nullcontext():
             loss, result = train_step(engine, micro_batches, options.no_sync)
-        if step not in traced[:-1]:  # else what is in flight goes on beside the next step
+        if step not in traced[:-1]:  # else work in flight overlaps with the next step
             finish(world.device)
         if step in traced[-1:]:
             run.recording.stop()
@@ -258,7 +257,7 @@ def _run_steps(world, engine, module, options, batches, progress, schedulers, su
             run.seconds.append(time.perf_counter() - began)
         run.losses.append(loss.item())
         run.skipped += result.skipped
-        if ours and not result.skipped:  # a step that is skipped sends no parameters
+        if ours and not result.skipped:  # a skipped step sends no parameters
             run.counted, traffic = engine.accounting.measured(), engine.comm.traffic
             run.by_phase, run.on_bus = traffic.by_phase(), traffic.on_bus()
         for scheduler in schedulers:
@@ -271,7 +270,7 @@ def _run_steps(world, engine, module, options, batches, progress, schedulers, su
 
 
 def how(options):
-    """How a step was cut and what it kept, as results are labelled with."""
+    """A step's micro-batches and activation options, as a label of results."""
     kept = ("checkpoint_activations", "offload_activations", "accumulate", "no_sync")
     return {name: getattr(options, name) for name in kept}
 

@@ -195,9 +195,9 @@ class Engine(EngineBase):
             self.end_others(unit)
         self.unshard(unit, self.backward_prefetch)
 
-    def before_backward(self, unit, turn):
+    def before_backward(self, unit, call):
         """Phase 3. A unit's backward begins, after those of the units that this rank's graph leaves out."""
-        for passed in self.backward_order.until(unit, turn):
+        for passed in self.backward_order.until(unit, call):
             self.start_backward(passed)
 
     def start_backward(self, unit):

@@ -1,4 +1,4 @@
-"""Checkpoints: every rank writes its shard of everything; any stage at any world size reads what it needs of them.
+"""Checkpoints: every rank writes its shards; any stage at any world size reads the parts that it needs.
 
 A checkpoint is a folder:
 
@@ -6,21 +6,21 @@ A checkpoint is a folder:
     000001-rank-00000.safetensors    rank 0's shards, of the first save into this folder
     000001-rank-00001.safetensors    rank 1's
 
-A file holds flat pieces, each named after its parameter and the element of it that the piece begins with:
+A file holds flat pieces, each named after its parameter and its first element in it:
 
-    parameters/wte.weight@4096           values: fp32 master weights of what is trained, frozen ones in their own dtype
-    optimizer/exp_avg/wte.weight@4096    a state of the optimizer that has a number for each element
+    parameters/wte.weight@4096           values: fp32 master weights if trained; frozen ones in their own dtype
+    optimizer/exp_avg/wte.weight@4096    an optimizer state with a number for each element
     buffers/bn.running_mean              whole, in rank 0's file: the persistent buffers, those in model.state_dict()
-    extra/17                             whole: a tensor of this rank's `extra`; of rank 0's scalars, options and extra
-                                         state of modules too
+    extra/17                             whole: a tensor of this rank's `extra`; in rank 0's file also of scalars,
+                                         options and the modules' extra state
 
-Buckets, units and padding do not appear, so the reader may have others. A stage that replicates writes each element
-once all the same: stages that share a layout write the same files. Gradients are not saved: a save in the middle of an
-accumulation does not disturb it, a load begins it anew.
+Buckets, units and padding do not appear, so the reader may have others. A stage that replicates still writes each
+element once: stages that share a layout write the same files. Gradients are not saved: a save in the middle of an
+accumulation does not disturb it, and a load restarts it.
 
-Saving never touches the files of the last save. The new ones get a higher number; when all of them are on the disk,
-and rank 0 has seen each of them there, the index is replaced in one step; only then the old ones are removed. A writer
-killed at any moment leaves the last save whole, and its remains are cleared away by the next.
+A save never touches the files of the last save. The new files get a higher number; once all of them are on the disk,
+and rank 0 has seen each of them there, the index is replaced in one step; only then are the old files removed. A writer
+killed at any moment leaves the last save whole, and the next save clears its remains away.
 """
 
 import contextlib
@@ -43,24 +43,24 @@ from common.errors import InputError
 from common.ranks.agreement import together
 from common.tensors import length, within
 
-PATIENCE = 10.0  # seconds in which a shared file system shows rank 0 what another node has written
+PATIENCE = 10.0  # seconds that a shared file system may take to show rank 0 another node's files
 
 
 class Snapshot:
-    """What this rank is to write by `save(path, extra)`, as it stands now. Making it is a collective.
+    """What this rank writes in `save(path, extra)`, as of now. Making it is a collective.
 
     Args:
-        apart: copy everything now, so that the next step changes nothing of it. Else shards are read when they are
-            written, one after the other, as all of them may be more than the memory holds.
+        apart: copy everything now, so that the next step does not change it. Else shards are read as they are written,
+            one after the other, since memory may not hold all of them.
 
     Attributes:
-        tensors: {name in the file: tensor on the CPU}, what is held.
-        told: {name in the file: (dtype, shape)}, of all of it.
+        tensors: {name in the file: tensor on the CPU}, those in memory.
+        told: {name in the file: (dtype, shape)} of all tensors.
         structure: the JSON of `extra`.
-        index: on rank 0 what the files hold.
+        index: what the files hold, on rank 0.
 
     Raises:
-        InputError: on every rank, if one has something that a checkpoint cannot hold, or cannot read it.
+        InputError: on every rank: one has something that a checkpoint cannot hold, or cannot read its states.
     """
 
     def __init__(self, engine, path, extra, apart=False):
@@ -79,16 +79,16 @@ class Snapshot:
             tensor_file.check(self.told, {"extra": self.structure})
 
     def write(self, file):
-        """Write it; return the file's checksum when it is on the disk."""
+        """Write it; return the file's checksum once it is on the disk."""
         return tensor_file.write(file, self.told, self._read, {"extra": self.structure})
 
     def _read(self, name):
-        """A tensor that is held; or a piece, itself or a copy, of the one state of a bucket that is held for it."""
+        """A tensor in memory; or a piece of one state of a bucket, of which one at a time is held."""
         if name in self.tensors:
             return self.tensors[name]
         bucket, state, _, part = self._place_of[name]
         if self._kept_of != (bucket, state):
-            self._kept = None  # before the next takes room
+            self._kept = None  # freed before the next is allocated
             kept, owned = bucket.read(state, self._engine.optimizer), self._engine.owned(bucket)
             of = owned.optimizer if bucket.kind.trainable else owned.parameters
             self._kept = kept[within(bucket.shard(self._engine.rank), of)].to("cpu")
@@ -97,7 +97,7 @@ class Snapshot:
 
 
 def write(comm, path, snapshot):
-    """Write what ranks are to write, and make it the checkpoint in a folder, as `save` does. A collective."""
+    """Write the ranks' snapshots, and make them the checkpoint in a folder, as `save` does. A collective."""
     rank, failure = comm.rank, f"cannot save to {str(path)!r}"
     with together(comm, failure):
         folder = Path(path)
@@ -138,7 +138,7 @@ def write(comm, path, snapshot):
 
 
 def see(there, missing):
-    """Wait for what other nodes have written until `there()`, for PATIENCE; else an InputError says what is missing."""
+    """Wait up to PATIENCE until `there()`, for files from other nodes. Raises InputError with `missing` after that."""
     deadline = time.monotonic() + PATIENCE
     while not there():
         if time.monotonic() > deadline:
@@ -147,18 +147,18 @@ def see(there, missing):
 
 
 def load(engine, path):
-    """Read a checkpoint into an engine, whatever stage and world size wrote it, or FSDP2 (`from_dcp`). A collective.
+    """Read a checkpoint into an engine, from any stage and world size, or from FSDP2 (`from_dcp`). A collective.
 
     Parameters, buffers, the optimizer's states and its options (learning rate and the like) become those of the save,
-    and where both are fp16 the loss scale. The precision may be another one than that of the save.
+    and, if both are fp16, the loss scale. The precision may differ from the save's.
 
     Returns:
-        The `extra` that this rank saved, or rank 0's where there was no such rank.
+        The `extra` that this rank saved, or rank 0's if there was no such rank.
 
     Raises:
-        InputError: on every rank: there is no checkpoint, it is damaged, or of another model, optimizer or format.
-            The engine's states are as they were; gradients are dropped all the same. Also on every rank, if one
-            could not take over what it read. Then it says that the load was in part: no states can be relied on.
+        InputError: on every rank: there is no checkpoint, or it is damaged, or of another model, optimizer or format.
+            The engine's states are unchanged, but gradients are dropped. Also on every rank: one failed to take over
+            what it read. Then the message says "in part", and no states can be relied on.
     """
     rank = engine.rank
     with contextlib.ExitStack() as opened:
@@ -203,7 +203,7 @@ def load(engine, path):
 
 
 def _places(engine):
-    """Where the pieces lie that this rank writes: {name in the file: (bucket, state, dtype, part of the shard)}."""
+    """The pieces that this rank writes: {name in the file: (bucket, state, dtype, part of the shard)}."""
     return {
         f"{'parameters' if state is None else f'optimizer/{state}'}/{name}@{there.start}": (bucket, state, dtype, here)
         for bucket in engine.buckets + engine.frozen
@@ -213,22 +213,19 @@ def _places(engine):
 
 
 def _dtypes(engine, bucket):
-    """The states of a bucket that have a number for each element: {name: dtype}; None names the parameters."""
+    """A bucket's states with a number for each element: {name: dtype}; None names the parameters."""
     if not bucket.kind.trainable:
         return {None: bucket.kind.dtype}
-    shard = bucket.optimizer_shards[0]
-    return {
-        None: shard.master.dtype,
-        **{k: state.dtype for k, state in optimizer_state.states(engine, shard)[0].items()},
-    }
+    elementwise, _ = optimizer_state.states(engine, bucket)
+    return {None: bucket.optimizer_shards[0].master.dtype, **{k: state.dtype for k, state in elementwise.items()}}
 
 
 def _index(engine, tensors):
-    """What the files hold. Rank 0 writes it, and adds the tensors among scalars and options to its own `tensors`."""
+    """What the files hold, for rank 0 to write. Tensors among scalars and options are added to its `tensors`."""
     parameters = {}
     for bucket in engine.buckets + engine.frozen:
         dtypes = _dtypes(engine, bucket)
-        elementwise, scalars = optimizer_state.states(engine, bucket.optimizer_shards[0])
+        elementwise, scalars = optimizer_state.states(engine, bucket)
         for slot in bucket.slots.values():
             parameters[slot.name] = {
                 "shape": list(slot.shape),
@@ -237,7 +234,7 @@ def _index(engine, tensors):
                 "states": list(elementwise),
                 # once per parameter: the reader's buckets are others
                 "scalars": encode(scalars, tensors, "the optimizer's state"),
-                "pieces": [],  # [rank that wrote it, first element, one behind the last]
+                "pieces": [],  # [writing rank, first element, end]
             }
         for rank in range(engine.world_size):
             for name, there, _ in bucket.overlaps(bucket.shard(rank)):
@@ -263,7 +260,7 @@ def _index(engine, tensors):
 
 
 def _check_fits(engine, index):
-    """Raise InputError for the first thing that is not the same in the checkpoint and in the engine."""
+    """Raise InputError for the first difference between the checkpoint and the engine."""
     here = _index(engine, {})
     here["parameters"] = {name: here["parameters"][name] for name, _ in engine.module.named_parameters()}  # in order
     saved, here = _described(index), _described(here)
@@ -276,7 +273,7 @@ def _check_fits(engine, index):
 
 
 def _described(index):
-    """What has to be the same, {what: how it is}."""
+    """What must be equal: {what: its description}."""
     found = {"the optimizer": f"{index['optimizer']} over {len(index['groups'])} groups"}
     for name, told in index["parameters"].items():
         kind, group = tensor_file.kind(getattr(torch, told["dtype"]), told["shape"]), told["group"]
@@ -296,11 +293,11 @@ def _check_buffers(engine, source):
 
 
 class Pieces(tensor_file.Tensors):
-    """What ranks wrote in pieces, as whole tensors: "parameters/wte.weight", "optimizer/exp_avg/wte.weight".
+    """The ranks' pieces as whole tensors: "parameters/wte.weight", "optimizer/exp_avg/wte.weight".
 
     Args:
         index: as `read_index` returns it.
-        files: {rank: the `Source` of its file}, rank 0's and those that are read of.
+        files: {rank: the `Source` of its file}: rank 0's, and those that are read.
     """
 
     def __init__(self, index, files):
@@ -325,7 +322,7 @@ class Pieces(tensor_file.Tensors):
 
 
 def _files_needed(engine, index):
-    """The ranks whose files hold something of what this rank owns."""
+    """The ranks whose files hold a part of what this rank owns."""
     return {
         rank
         for bucket in engine.buckets + engine.frozen
@@ -336,7 +333,7 @@ def _files_needed(engine, index):
 
 
 def check_intact(folder, entry):
-    """Raise InputError unless a file of the checkpoint is what was written. Each is read by one rank, for all."""
+    """Raise InputError unless a file of the checkpoint has the bytes written. One rank checks each file, for all."""
     with open(folder / entry["name"], "rb", buffering=0) as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
     if found != entry["sha256"]:
@@ -345,12 +342,12 @@ def check_intact(folder, entry):
 
 def _fill_optimizer(engine, index, source):
     def states_of(bucket, shard):
-        saved = index["parameters"][next(iter(bucket.slots))]  # all parameters have been stepped equally often
+        saved = index["parameters"][next(iter(bucket.slots))]  # all parameters have had equally many steps
         fills = {}
         for state in saved["states"]:
             names = {name: f"optimizer/{state}/{name}" for name in bucket.slots}
             fills[state] = partial(weights.fill_part, source, bucket, names, part=shard.part)
-        return copy.deepcopy(saved["scalars"]), fills  # each piece counts its own steps
+        return copy.deepcopy(saved["scalars"]), fills  # each optimizer shard counts its own steps
 
     optimizer_state.fill(engine, index["groups"], states_of)
 

@@ -1,13 +1,13 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), as FSDP2's scripts write them: their tensors, part by part.
 
-Such a folder has a file `.metadata`, which says of each tensor into which boxes it is cut and where these lie. The keys
-are those of {"model": ..., "optim": ...} with what torch's `get_state_dict` returns:
+Such a folder has a file `.metadata` with the boxes into which each tensor is cut, and where they lie. The keys are
+those of {"model": ..., "optim": ...} with what torch's `get_state_dict` returns:
 
     model.wte.weight                      a parameter or buffer, under each of its names
-    optim.state.wte.weight.exp_avg        a state of the optimizer, under its parameter's first name
+    optim.state.wte.weight.exp_avg        an optimizer state, under its parameter's first name
     optim.param_groups.0.lr               an option of a group; `params` are the names of its parameters
 
-torch unpickles `.metadata`, so read only folders that you trust; there are no checksums in it.
+torch unpickles `.metadata`, so read only folders that you trust; it has no checksums.
 """
 
 import math
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from common.checkpoint.tensor_file import Tensors
 from common.errors import InputError
 
-LOSS_SCALER = "loss_scaler"  # where an export has its numbers
+LOSS_SCALER = "loss_scaler"  # the prefix of its numbers in an export
 
 
 class Source(Tensors):
@@ -36,18 +36,18 @@ class Source(Tensors):
 
     Args:
         folder: its path.
-        state: {name: tensor}, the model's state dict. They lie under these names, behind a prefix such as "model.".
-        extra_state: the names of what else is in it.
+        state: {name: tensor}, the model's state dict. The keys are these names behind a prefix such as "model.".
+        extra_state: the names of everything else in the state dict.
 
     Attributes:
-        stored: {key: what torch says of it}, all that there is.
-        prefix: of the model's keys; empty where they are the names.
+        stored: {key: torch's metadata}, of the whole folder.
+        prefix: the prefix of the model's keys; empty if they are the names.
 
     Raises:
-        InputError: the model is not in it, or twice, or something is among its tensors that is none; a file is missing.
+        InputError: the folder lacks the model or has it twice, one of its values is no tensor, or a file is missing.
     """
 
-    at_once = sys.maxsize  # torch reads all of a stored chunk for any part of it
+    at_once = sys.maxsize  # torch reads a whole stored chunk for any part of it
 
     def __init__(self, folder, state, extra_state=()):
         self._reader = FileSystemReader(folder)
@@ -72,11 +72,11 @@ class Source(Tensors):
         self._key_of[name], self.tensors[name] = key, (told.properties.dtype, tuple(told.size))
 
     def _within(self, name):
-        """The keys of what lies in something of the model, which torch has flattened."""
+        """The keys under a name of the model, since torch flattens nested values."""
         return [key for key in self.stored if f"{key}.".startswith(f"{self.prefix}{name}.")]
 
     def extra_state(self, names):
-        """What there is of extra state, {name: value}, its dicts and lists as they were."""
+        """The extra state in the folder, {name: value}, its dicts and lists rebuilt."""
         found, path_of = {}, self._metadata.planner_data or {}
         for name in names:
             for key, value in self.values(self._within(name)).items():
@@ -86,7 +86,7 @@ class Source(Tensors):
         return found
 
     def read(self, name, start, target):
-        """See `tensor_file.Source.read`; an InputError says that not all is there."""
+        """See `tensor_file.Source.read`. Raises InputError if a part is missing."""
         key, (_, shape) = self._key_of[name], self.tensors[name]
         row = max(1, math.prod(shape[1:]))
         first, end = start // row, -(-(start + len(target)) // row)  # the rows that it lies in
@@ -101,7 +101,7 @@ class Source(Tensors):
         target.copy_(rows.view(-1)[start - first * row :][: len(target)])
 
     def values(self, keys):
-        """What lies under some keys, whole: {key: value}."""
+        """The whole values under some keys: {key: value}."""
         values = {}
         for key in keys:
             told = self.stored[key]
@@ -114,13 +114,13 @@ class Source(Tensors):
 
 
 def rows_of(shape, first, end):
-    """Rows [first, end) of a tensor as a box: torch reads and writes these. One of no dimensions is a single row."""
+    """Rows [first, end) of a tensor as the box that torch reads and writes. A scalar tensor is a single row."""
     offsets, sizes = (first, *[0] * len(shape[1:])), (end - first, *shape[1:])
     return ChunkStorageMetadata(*(torch.Size(one[: len(shape)]) for one in (offsets, sizes)))
 
 
 def _prefix_of(stored, names):
-    """What stands before the names of the model's tensors."""
+    """The prefix of the model's tensor names."""
     found = {key.removesuffix(names[0]) for key in stored if f".{key}".endswith(f".{names[0]}")}
     if not found:
         raise InputError(f"{names[0]!r} is missing; the names are to be those of model.state_dict()")

@@ -1,4 +1,4 @@
-"""Nested values as JSON, with their tensors beside it: what checkpoints hold of `extra`, options and scalars."""
+"""Nested values as JSON, with their tensors apart: how checkpoints hold `extra`, options and scalars."""
 
 import functools
 
@@ -8,14 +8,14 @@ from common.errors import InputError
 
 
 def encode(value, tensors, what, around=()):
-    """JSON for `value`; its tensors go into `tensors`, under the names that the JSON has for them.
+    """JSON for `value`; its tensors go into `tensors`, under the names used in the JSON.
 
     Args:
         what: the name of the whole, for messages.
-        around: the dicts, lists and tuples of the whole that `value` lies in.
+        around: the dicts, lists and tuples that contain `value`.
 
     Raises:
-        InputError: there is something else in it than `save` takes, or a part contains itself.
+        InputError: it contains a type that `save` does not take, or a part contains itself.
     """
     if torch.is_tensor(value):
         name = f"extra/{len(tensors)}"
@@ -39,7 +39,7 @@ def encode(value, tensors, what, around=()):
 
 
 def decode(encoded, file):
-    """What `encode` was given, its tensors read from `file`."""
+    """The value that `encode` was given, its tensors read from `file`."""
     if isinstance(encoded, list):
         return [decode(item, file) for item in encoded]
     if not isinstance(encoded, dict):

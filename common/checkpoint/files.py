@@ -1,7 +1,7 @@
 """What an engine reads and writes: the whole model as a state dict, checkpoints, weights from elsewhere.
 
-Saves may run beside training: a snapshot is taken at the call, and written by a thread while the next steps run. The
-ranks agree on what was written in a group of their own, of gloo, so that no collective of a step waits for a disk.
+A save may overlap with training: the call takes a snapshot, and a thread writes it while the next steps run. The ranks
+agree on what was written in a gloo group of their own, so that no collective of a step waits for a disk.
 """
 
 import weakref
@@ -18,20 +18,20 @@ from common.ranks.lanes import lane_of
 from common.ranks.nodes import new_group
 from common.tensors import end_to_end, past_subclasses
 
-_groups = weakref.WeakKeyDictionary()  # process group -> the one of its saves, as long as the first lives
+_groups = weakref.WeakKeyDictionary()  # process group -> the group of its saves, as long as the first lives
 
-# Who evaluates in torch.inference_mode() may save there. What is made in that mode no other thread can write, such as
-# the lane of collectives.
+# A caller may save within torch.inference_mode(). Tensors made in that mode cannot be written by another thread, such
+# as the collectives' lane.
 in_ordinary_mode = torch.inference_mode(False)
 
 
 class Files:
     """The part of `EngineBase` that concerns files."""
 
-    saving = None  # or the last save that nobody has waited for, a `Saving`
+    saving = None  # or the last `Saving` that nobody has waited for
 
     def begin_load(self):
-        """A phase: before the parameters change otherwise than by a step."""
+        """A phase: the parameters are about to change other than by a step."""
         for bucket in self.buckets:
             bucket.bits = None
 
@@ -39,15 +39,15 @@ class Files:
     def full_state_dict(self, to_rank=None):
         """The whole model, a collective: keys of model.state_dict(), full tensors on the CPU.
 
-        Parameters that have fp32 master weights come as those, others in their own dtype; buffers and extra state are
-        those of rank 0.
+        Parameters with fp32 master weights come as these, others in their own dtype; buffers and extra state are rank
+        0's.
 
         Args:
             to_rank: the rank of the engine's group that gets it; the others send their shards, and get {}. With None
                 every rank gets it.
 
         Raises:
-            InputError: there is no such rank; or a hook puts something else into the state dict.
+            InputError: there is no such rank, or a hook adds something else to the state dict.
         """
         if to_rank is not None and to_rank not in range(self.world_size):
             ranks = f"0 to {self.world_size - 1}"
@@ -57,20 +57,20 @@ class Files:
         self.buffers.broadcast()
         extra = model_state.extra_state_of_rank_0(self)
         values, here, comm = {}, to_rank in (None, self.rank), self.comm
-        for bucket in self.buckets + self.frozen:  # one at a time is whole
+        for bucket in self.buckets + self.frozen:  # one is gathered at a time
             with bucket.values_in_memory():
                 kept = bucket.parameters
                 if bucket.kind.trainable and bucket.sixteen_bit:
                     kept = end_to_end([shard.master for shard in bucket.optimizer_shards], comm.device)
                 whole = whole_of(comm, bucket, kept, to_rank)
-                del kept  # before the next takes room
+                del kept  # freed before the next is allocated
                 for name, parameter in bucket.members.items() if here else ():
                     values[parameter] = bucket.view(whole, name).detach().cpu().clone()
         state = self.state_as_it_stands() if here else {}
         values |= {buffer: buffer.detach().cpu().clone() for buffer in self.module.buffers()} if here else {}
         return {key: extra[key] if key in extra else values[tensor] for key, tensor in state.items()}
 
-    @past_subclasses  # a hook that reads a freed weight is refused by the name of what it makes
+    @past_subclasses  # a hook that reads a freed weight is refused, by the key that it adds
     def state_as_it_stands(self):
         """model.state_dict() with the parameters and buffers themselves, whole or not: for its keys."""
         self.naming = True
@@ -85,19 +85,19 @@ class Files:
 
         Args:
             path: a folder that all ranks share, made if it is missing.
-            extra: this rank's own state beside the model's, such as a scheduler's state_dict, the position in the data,
-                torch.get_rng_state(): dict, list, tuple, str, int, float, bool, None and tensors, nested at will.
-                Subclasses of these come back as these. A few dtypes, such as complex128, safetensors cannot hold.
-            wait: return when it is on the disk. Else at once, with a `Saving` whose `wait()` does that and raises what
-                failed, while training goes on; call it before the program ends. What is written is the state at this
-                call, of which a copy is held on the host until then. The next save or load waits for it.
+            extra: this rank's own state besides the model's, such as a scheduler's state_dict, the position in the
+                data, torch.get_rng_state(): dict, list, tuple, str, int, float, bool, None and tensors, nested at will.
+                Subclasses of these come back as these. safetensors cannot hold a few dtypes, such as complex128.
+            wait: return once it is on the disk. Else return a `Saving` at once, while training goes on; its `wait()`
+                does the waiting and raises what failed; call it before the program ends. The state at this call is
+                written, from a copy held on the host until then. The next save or load waits for it.
 
         Raises:
-            InputError: on every rank, if one could not write, or rank 0 cannot see what one wrote, as in a folder that
-                nodes do not share; it names that rank. The checkpoint that was there stands.
+            InputError: on every rank: one could not write, or rank 0 cannot see its file, as in a folder that nodes do
+                not share; the message names that rank. The previous checkpoint stands.
 
         Warns:
-            RuntimeWarning: it is saved, and older files could not be removed.
+            RuntimeWarning: the checkpoint is saved, but older files could not be removed.
         """
         self.guards.check_places()
         self.synchronize()
@@ -109,7 +109,7 @@ class Files:
         return self.saving
 
     def finish_saving(self):
-        """Wait for a save beside training, and raise what failed in it, unless some rank was told. A collective."""
+        """Wait for a save in flight and raise what failed in it, unless a rank was told before. A collective."""
         saving, self.saving = self.saving, None
         if saving is not None and not any(self.comm.gather_objects(saving.told, "the last save")):
             saving.wait()
@@ -138,15 +138,15 @@ class Files:
 
 
 class Saving:
-    """A save under way, with a snapshot that takes this rank's shard of all states on the host until it is written.
+    """A save in flight. Its snapshot holds this rank's shard of all states on the host until it is written.
 
     Attributes:
-        tensors: the snapshot's, none when it has been written.
-        nbytes: what they take on this rank.
+        tensors: the snapshot's; empty once it is written.
+        nbytes: their size on this rank.
         told: `wait` has raised what failed.
 
     Raises:
-        InputError: on every rank, if one has something that a checkpoint cannot hold.
+        InputError: on every rank: one has something that a checkpoint cannot hold.
     """
 
     def __init__(self, engine, path, extra):
@@ -163,7 +163,7 @@ class Saving:
             self.tensors.clear()
 
     def wait(self):
-        """Return when the checkpoint is on the disk; raise what `save` would have raised."""
+        """Return once the checkpoint is on the disk; raise what `save` would have raised."""
         try:
             self._handle.wait()
         except Exception:
@@ -172,16 +172,16 @@ class Saving:
 
 
 def _group_of(comm):
-    """The group of the saves of a process group's engines, made with the first of them. A collective."""
+    """The group in which a process group's engines save, made with the first save. A collective."""
     if comm.group not in _groups:
         _groups[comm.group] = new_group(comm, dist.get_process_group_ranks(comm.group), backend="gloo")
     return _groups[comm.group]
 
 
 def whole_of(comm, bucket, shard, to_rank=None):
-    """The shards of all ranks, [padded_numel]; None on a rank that sends its own to another.
+    """The shards of all ranks, [padded_numel]; None on a rank that only sends its own.
 
-    A collective, unless the shard is all of it.
+    A collective, unless the shard is already the whole.
     """
     if len(shard) == bucket.padded_numel:
         return shard

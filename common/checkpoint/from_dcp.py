@@ -1,7 +1,7 @@
 """A checkpoint of torch.distributed.checkpoint as `checkpoint.load` reads one: training goes on from FSDP2's.
 
-It is to hold what torch's `get_state_dict(model, optimizer)` returns, with its default options, the model and the
-optimizer each under a name of its own. What else is there comes back as `extra`, under the keys that it has there.
+The checkpoint must hold what torch's `get_state_dict(model, optimizer)` returns with its default options, the model and
+the optimizer each under a name of its own. Everything else comes back as `extra`, under its keys in the folder.
 """
 
 import torch
@@ -13,19 +13,19 @@ from common.checkpoint.weights import names_in
 from common.errors import InputError
 
 PARAMS = "param_groups.0.params"
-OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # what torch's add to a group
+OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # added by torch's schedulers
 AS_SAVED = "save what torch's get_state_dict returns, with its default options"
 
 
 def read(engine, folder):
-    """What an engine is to become.
+    """Read the states that an engine is to take on.
 
     Returns:
-        An index as of an engine's own checkpoint, without files; a `Source` of its tensors; and `extra`, None if there
-        is nothing else.
+        An index like that of an engine's own checkpoint, without files; a `Source` of its tensors; and `extra`, None if
+        there is nothing else.
 
     Raises:
-        InputError: it is of another model or optimizer, or does not hold what it is to hold.
+        InputError: the checkpoint is of another model or optimizer, or lacks a part.
     """
     named, extra_state = dict(engine.module.named_parameters()), model_state.extra_state(engine)
     state = {name: tensor for name, tensor in engine.state_as_it_stands().items() if name not in extra_state}
@@ -43,7 +43,7 @@ def read(engine, folder):
         source.add(f"parameters/{name}", source.prefix + names[parameter])
         for one, key in states.get(name, {}).items():
             source.add(f"optimizer/{one}/{name}", key)
-        # A script may hand frozen parameters to its optimizer, which passes them over.
+        # A script may give its optimizer frozen parameters, which it skips.
         takes_part = parameter.requires_grad or name in states
         parameters[name] = {
             "shape": list(parameter.shape),
@@ -60,7 +60,7 @@ def read(engine, folder):
     scaler = {name: f"{LOSS_SCALER}.{name}" for name in engine.loss_scaler.state_dict()} if engine.loss_scaler else {}
     written_here = scaler and others.keys() >= set(scaler.values())  # torch's GradScaler keeps other numbers
     index = {
-        "optimizer": name_of(engine.optimizer),  # of which there is no word
+        "optimizer": name_of(engine.optimizer),  # not stored in DCP
         "groups": groups,
         "updates": max((int(one["step"]) for one in scalars.values() if "step" in one), default=0),
         "loss_scaler": {name: others.pop(key) for name, key in scaler.items()} if written_here else None,
@@ -73,7 +73,7 @@ def read(engine, folder):
 
 
 def _optimizer_of(source):
-    """What stands before the keys of the optimizer."""
+    """The prefix of the optimizer's keys."""
     found = [key.removesuffix(PARAMS) for key in source.stored if f".{key}".endswith(f".{PARAMS}")]
     if len(found) != 1 or not found[0]:
         raise InputError(f"it holds the options of {len(found) or 'no'} optimizer{'s' * (len(found) > 1)}; {AS_SAVED}")
@@ -105,7 +105,7 @@ def _groups(source, at, optimizer, named):
 
 
 def _states(source, at, named):
-    """{parameter: {state: key}} of states with a number for each element; {parameter: {state: value}} of all others."""
+    """{parameter: {state: key}} of states with a number for each element; {parameter: {state: value}} of the others."""
     found, before = [], f"{at}state."  # (parameter, state, key)
     for key in source.stored:
         if key.startswith(before):
@@ -121,7 +121,7 @@ def _states(source, at, named):
                     f"'{before}{name}.{one}' is missing; if the parameter never had a gradient, freeze it here"
                 )
     shape_of = {key: getattr(source.stored[key], "size", None) for _, _, key in found}
-    # A parameter of no dimensions has both kinds in its own shape; another's tell them apart.
+    # For a scalar parameter both kinds have its shape; other parameters' states tell them apart.
     single = {"step"} | {one for name, one, key in found if shape_of[key] in (None, ()) and named[name].shape != ()}
     for name, one, key in found:
         expected = () if one in single else named[name].shape
@@ -138,7 +138,7 @@ def _states(source, at, named):
 
 
 def _check_alike(buckets, scalars):
-    """Refuse parameters of a bucket that were not stepped equally often: engines step a bucket as one tensor."""
+    """Refuse a bucket whose parameters have had unequal numbers of steps: engines step a bucket as one tensor."""
     for bucket in buckets:
         first, *others = bucket.slots
         for name in others:

@@ -1,4 +1,4 @@
-"""index.json of a checkpoint: which file holds what. Replaced in one move, for a whole checkpoint at any moment."""
+"""index.json of a checkpoint: which file holds what. An atomic replace keeps the checkpoint whole at any moment."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ def read_index(folder, name="index.json"):
     """The index of the checkpoint in a folder.
 
     Raises:
-        InputError: there is none, or it is damaged.
+        InputError: the index is missing or damaged, or has another format.
     """
     damaged = "index.json is damaged; restore it, or take an older checkpoint"
     try:
@@ -28,7 +28,7 @@ def read_index(folder, name="index.json"):
         raise InputError(damaged) from error
     if written != FORMAT:
         raise InputError(f"it has format {written}, this reads format {FORMAT}; load it where it was saved")
-    # A digest is soon made anew, so names must stay in the folder, too.
+    # Anyone can recompute the digest, so also require names within the folder.
     if not intact or not all(FILE_NAME.fullmatch(entry["name"]) for entry in contents["index"]["files"]):
         raise InputError(damaged)
     return contents["index"]
@@ -45,7 +45,7 @@ def replace_index(folder, index):
         contents = {"format": FORMAT, "sha256": digest(index), "index": index}
         partial.write_text(json.dumps(contents, indent=1))
         flush(partial)
-        read_index(folder, partial.name)  # what cannot be read takes nobody's place
+        read_index(folder, partial.name)  # an unreadable index replaces nothing
         flush(folder)  # the names of the new files, before the index that names them
         os.replace(partial, folder / "index.json")
     except Exception:
@@ -54,7 +54,7 @@ def replace_index(folder, index):
 
 
 def flush(path):
-    """Return when a file's contents, or a folder's names, are on the disk."""
+    """Return once a file's contents, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Files that one process owns: what a lock says, and what room a file takes, goes with it, however it ends.
+"""Files that one process owns: their locks and their space are freed with the process, however it ends.
 
-A fork shares its parent's open files, and their locks with them: a DataLoader's worker that outlives a killed run would
-own in its name. So a child closes what its parent owns, and that stays with the parent alone.
+A fork shares its parent's open files, locks included: a DataLoader's worker that outlives a killed run would keep the
+lock. So a child closes the files that its parent owns.
 """
 
 import contextlib
@@ -15,19 +15,19 @@ _owned = weakref.WeakSet()  # open files of this process
 
 
 def keep_from_forks(file):
-    """Have forks of this process close an open file; return it."""
+    """Make forks of this process close an open file; return the file."""
     _owned.add(file)
     return file
 
 
 def own(path, patience):
-    """Open a file of one's own, made if it is missing, and lock it; wait some seconds for an owner about to leave.
+    """Open a file, made if it is missing, and lock it; wait up to `patience` seconds for an owner about to leave.
 
     Returns:
-        It, open for writing behind its end, for `unpin`; None if somebody else owns it.
+        The file, open for appending, for `release`; None if another process owns it.
 
     Raises:
-        OSError: it cannot be opened, or its file system has no locks.
+        OSError: the file cannot be opened, or its file system has no locks.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -45,9 +45,9 @@ def own(path, patience):
 
 
 def release(file, path):
-    """Remove an own file, where it can be removed, and let go of it."""
+    """Unlock an owned file, and remove it if that is possible."""
     with file, contextlib.suppress(OSError):
-        if os.fstat(file.fileno()).st_nlink:  # else somebody removed it, and the name may be another's by now
+        if os.fstat(file.fileno()).st_nlink:  # else it was removed, and the name may be another's by now
             path.unlink(missing_ok=True)
 
 

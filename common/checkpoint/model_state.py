@@ -1,8 +1,8 @@
 """What a model's state dict holds: parameters, persistent buffers, and extra state.
 
-Extra state is what `get_extra_state` of a module hands out and `set_extra_state` takes: anything, a counter say, that
-all ranks are to have from rank 0. What else a hook puts there, made of weights that may be freed or rounded, nobody
-could load; it is refused by name.
+Extra state is what a module's `get_extra_state` returns and `set_extra_state` takes: any value, such as a counter; all
+ranks get rank 0's. A hook's other entries, made from weights that may be freed or rounded, could not be loaded; they
+are refused by name.
 """
 
 import pickle
@@ -16,13 +16,13 @@ from common.tensors import map_tensors
 
 
 def buffers(engine):
-    """[(name, buffer)] of the persistent ones: those that the state dict holds, under whatever names."""
+    """[(name, buffer)] of the persistent buffers: those in the state dict, under any name."""
     persistent = {id(value) for value in engine.state_as_it_stands().values()}
     return [(name, buffer) for name, buffer in engine.module.named_buffers() if id(buffer) in persistent]
 
 
 def tied(engine):
-    """The further names of what has several, {name: its name in the files}."""
+    """The further names of tensors that have several: {name: its name in the files}."""
     first = {tensor: name for name, tensor in [*engine.module.named_parameters(), *buffers(engine)]}
     state = engine.state_as_it_stands()
     names = {name: first[value] for name, value in state.items() if torch.is_tensor(value) and value in first}
@@ -30,7 +30,7 @@ def tied(engine):
 
 
 def extra_state(engine):
-    """What the modules of this rank hand out, {key: value}; InputError if the state dict holds something else."""
+    """The extra state of this rank's modules, {key: value}. Raises InputError if a hook adds something else."""
     holders, found = _holders(engine), {}
     own = {id(tensor) for tensor in [*engine.module.parameters(), *engine.module.buffers()]}
     for key, value in engine.state_as_it_stands().items():
@@ -45,9 +45,9 @@ def extra_state(engine):
 
 
 def extra_state_of_rank_0(engine):
-    """The same on every rank, its tensors on the CPU. A collective where there is any."""
+    """Rank 0's extra state, its tensors on the CPU. A collective if there is any."""
     if not _holders(engine):
-        extra_state(engine)  # which refuses what is none
+        extra_state(engine)  # refuses a hook's entries
         return {}
     with together(engine.comm, "cannot read the state dict"):
         found = extra_state(engine)
@@ -56,7 +56,7 @@ def extra_state_of_rank_0(engine):
 
 
 def set_extra_state(engine, values):
-    """Hand out values, {key: value}, to the modules that hold them."""
+    """Give values, {key: value}, to the modules with extra state."""
     holders = _holders(engine)
     for key, value in values.items():
         holders[key].set_extra_state(value)

@@ -1,31 +1,36 @@
-"""What an optimizer keeps of its steps: for each element, such as Adam's moments, and besides, such as their count."""
+"""An optimizer's states: those with a number for each element, such as Adam's moments, and others, such as `step`."""
 
 import torch
 
 
-def states(engine, shard):
-    """The optimizer's states of a piece: those with a number for each element, and the others, such as `step`."""
-    states = engine.optimizer.state.get(shard.master, {})
-    elementwise = {k: v for k, v in states.items() if torch.is_tensor(v) and v.shape == shard.master.shape}
-    return elementwise, {k: v for k, v in states.items() if k not in elementwise}
+def states(engine, bucket):
+    """The optimizer's states of a bucket: those with a number for each element, and the others, such as `step`.
+
+    They are its first optimizer shard's, which the others resemble; a frozen bucket has none.
+    """
+    for shard in bucket.optimizer_shards[:1]:
+        states = engine.optimizer.state.get(shard.master, {})
+        elementwise = {k: v for k, v in states.items() if torch.is_tensor(v) and v.shape == shard.master.shape}
+        return elementwise, {k: v for k, v in states.items() if k not in elementwise}
+    return {}, {}
 
 
 def name_of(optimizer):
     """The class of an optimizer."""
-    module = type(optimizer).__module__.replace("__mp_main__", "__main__")  # of a script, in ranks that it spawned
+    module = type(optimizer).__module__.replace("__mp_main__", "__main__")  # a script's, in ranks that it spawned
     return f"{module}.{type(optimizer).__qualname__}"
 
 
 def fill(engine, groups, states_of):
-    """Have the optimizer become what was kept of one.
+    """Give the optimizer saved options and states.
 
     Args:
-        groups: its options, a dict for each group.
-        states_of: `states_of(bucket, piece)` returns the states that have no number for each element, and for the
-            others {name: fill}, of which `fill(target)` writes the piece's numbers into a flat tensor.
+        groups: the options, a dict for each group.
+        states_of: `states_of(bucket, shard)` returns the states without a number for each element, and for the others
+            {name: fill}, where `fill(target)` writes the shard's numbers into a flat tensor.
     """
     optimizer = engine.optimizer
-    optimizer.state.clear()  # so that old and new states are not held at once
+    optimizer.state.clear()  # memory never holds both old and new states
     fresh = optimizer.state_dict()
     fresh["param_groups"] = [{**now, **then} for now, then in zip(fresh["param_groups"], groups, strict=True)]
     place_of = {shard.master: (bucket, shard) for bucket in engine.buckets for shard in bucket.optimizer_shards}

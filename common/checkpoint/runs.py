@@ -1,18 +1,18 @@
-"""Runs that survive: checkpoints on the way, a stop that saves first, a start that goes on where the last one ended.
+"""Runs that survive: periodic checkpoints, a stop that saves first, a start that resumes where the last run ended.
 
-The folder of a run holds a checkpoint for each step that was saved, the newest few of them:
+The folder of a run holds a checkpoint for each of the last few saved steps:
 
     DIR/step-00000020/index.json    and what else `common.checkpoint.checkpoint` writes
     DIR/step-00000030/index.json
 
-A step needs, besides what the engine holds: its number, which is the position in the data too, as a batch is a
-function of it; the schedulers; the random generators of each rank, as no two draw the same. Those are in the
-checkpoint's `extra`. A checkpoint is complete once it has its index, and is taken apart beginning with that. So what is
-found without one is a remnant, of a run that was killed, and the next save clears it away.
+Besides the engine's states a step needs its number, which is also the position in the data, as a batch is a function of
+it; the schedulers; and each rank's random generators, as no two ranks draw the same. The checkpoint's `extra` holds
+these. A checkpoint is complete once it has its index, and removal begins with the index. So a folder without one is a
+remnant of a killed run, and the next save clears it away.
 
-A run that goes on must be the run that stopped: with the options that decide on its numbers, on the same text. And the
-folder is its own while it lasts: rank 0 locks a file in it, which all ranks must see. So two runs cannot clear each
-other's checkpoints away, and a folder that each node has for itself is found out before the first step.
+A resumed run must be the run that stopped: with the same numerical options, on the same text. And it owns its folder
+while it lasts: rank 0 locks a file there, which all ranks must see. So two runs cannot clear each other's checkpoints
+away, and a folder that is not shared by all nodes is found out before the first step.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ from common.outputs import check_counts, check_name, try_folder
 from common.ranks.agreement import check_agreement, together
 
 NAME = re.compile(r"step-(\d{8,})")
-# What decides where a run ends, and has to be the same when it goes on. The number of ranks may change.
+# Options that decide a run's numbers, and must be the same on resume. The number of ranks may change.
 SAMPLES = ("model", "batch", "seed")
 ARITHMETIC = ("accumulate", "no_sync", "precision", "deterministic", "clip_norm", "lr", "cosine")
-# In these options ranks may differ, as each node has names and cores of its own; on `own` the engine has them agree.
+# Options in which ranks may differ, as each node has its own paths and cores; the engine itself checks `own`.
 OF_A_NODE = ("data", "json", "trace", "save", "path", "nproc", "oversubscribe", "own")
-OWNER = "in-use"  # the file whose lock says that a run lives; it tells which
-LEAVING = 1.0  # seconds for a run that is about to end
-RESTARTING = 40.0  # seconds for one whose ranks torchrun is ending, on another node perhaps
+OWNER = "in-use"  # the file whose lock marks a live run; it names the run
+LEAVING = 1.0  # seconds to wait for a run that is about to end
+RESTARTING = 40.0  # seconds to wait for one whose ranks torchrun is ending, perhaps on another node
 
 
 def add_arguments(parser):
@@ -59,7 +59,7 @@ def add_arguments(parser):
 
 
 def check_arguments(options):
-    """Raise InputError for what makes no sense together."""
+    """Raise InputError for options that contradict each other."""
     check_name("--save", options.save)
     if options.save is None and (options.save_every is not None or options.resume):
         raise InputError("--save-every and --resume need --save DIR, the folder of the checkpoints")
@@ -67,7 +67,7 @@ def check_arguments(options):
 
 
 def agree(engine, options, batches):
-    """Refuse, on every rank alike, ranks that were given different options or texts. A collective."""
+    """Raise InputError on every rank if ranks were given different options or texts. A collective."""
     found = [(f"--{name.replace('_', '-')}", value) for name, value in vars(options).items() if name not in OF_A_NODE]
     found = [(what, str(value), "give it alike on every rank") for what, value in found]
     text = ("the text", digest(batches.text)[:12], "give every rank the same --data; without it, the same Python")
@@ -75,7 +75,7 @@ def agree(engine, options, batches):
 
 
 class Stopped(Exception):
-    """The run was asked to stop, and has saved. The message says where."""
+    """The run was asked to stop and has saved; the message says where."""
 
 
 class TrainingRun:
@@ -85,16 +85,16 @@ class TrainingRun:
 
     Args:
         options: the parsed arguments, with `save`, `save_every`, `keep`, `resume`, `steps` and those above.
-        schedulers: whose `state_dict()` is kept.
+        schedulers: learning rate schedulers, whose `state_dict()` is saved.
 
     Attributes:
         step: how many steps are done.
-        losses: the mean losses over ranks of the steps before this process began.
-        message: what it goes on from, for people.
+        losses: the losses, averaged over ranks, of the steps before this process began.
+        message: what the run resumes from, for people.
 
     Raises:
-        InputError: on every rank: the folder is another run's, not all ranks have it, or one cannot write there; it
-            holds checkpoints of something else, or none that can be read.
+        InputError: on every rank: another run uses the folder, a rank does not see it or cannot write there, or its
+            newest checkpoint is damaged or of another run.
     """
 
     def __init__(self, engine, options, batches, schedulers=()):
@@ -109,7 +109,7 @@ class TrainingRun:
             try:
                 self._own(leaving)
                 self._begin()
-            except InputError:  # all raise it: none ends before rank 0 let go
+            except InputError:  # raised on all ranks: none may end before rank 0 has unlocked
                 leaving.close()
                 self.engine.comm.gather_objects(None, "the end of the run")
                 raise
@@ -122,7 +122,7 @@ class TrainingRun:
         self._leaving.close()
 
     def _own(self, leaving):
-        """Have rank 0 lock the folder, and all ranks see that it did, and write there."""
+        """Lock the folder on rank 0; check that every rank sees the lock and can write there."""
         comm, word, node = self.engine.comm, str(uuid.uuid4()), socket.gethostname()
         with together(comm, f"--save {self.folder}"):
             if comm.rank == 0:
@@ -135,10 +135,10 @@ class TrainingRun:
             try_folder(self.folder)
 
     def _begin(self):
-        """Find the newest checkpoint, the same on every rank, and go on from it."""
+        """Find the newest checkpoint, the same on every rank, and resume from it."""
         with together(self.engine.comm, f"--save {self.folder}"):
             newest = max(complete(self.folder), default=None)
-        newest = self.engine.comm.gather_objects(newest, "the newest checkpoint")[0]  # nodes may see it at other times
+        newest = self.engine.comm.gather_objects(newest, "the newest checkpoint")[0]  # nodes see it at different times
         if newest is not None and not self.options.resume:
             raise InputError(
                 f"{self.folder} holds a run that has come to step {newest}: --resume goes on with it, or give another "
@@ -153,7 +153,7 @@ class TrainingRun:
         path = place(self.folder, step)
         extra = self.engine.load(path)
         now, settings = self._settings.copy(), extra["settings"]
-        if settings["cosine"] and now["cosine"]:  # the rate is 0 after these
+        if settings["cosine"] and now["cosine"]:  # the schedule depends on --steps
             now["steps"], settings["steps"] = self.options.steps, extra["schedulers"][0]["T_max"]
         for name, then in settings.items():
             if now[name] != then:
@@ -169,7 +169,7 @@ class TrainingRun:
             raise InputError(f"{path}: {extra['step']} steps are done, and --steps says {self.options.steps}")
         for scheduler, state in zip(self.schedulers, extra["schedulers"], strict=True):
             scheduler.load_state_dict(state)
-        if self.engine.rank >= extra["ranks"]:  # what it has read is rank 0's
+        if self.engine.rank >= extra["ranks"]:  # a new rank: the `extra` that it read is rank 0's
             begin_stream(self.options.seed, self.engine.rank, extra["step"])
         else:
             torch.set_rng_state(extra["generators"]["cpu"])
@@ -179,7 +179,7 @@ class TrainingRun:
         self.message = f"goes on from {path}: {step} of {self.options.steps} steps are done, on {extra['ranks']} ranks"
 
     def _check_engine(self, path, then):
-        """Another engine may go on where both have the numbers of stage 0; else it must be the same, set alike."""
+        """Check that the engine is the same, with the same options, or that both engines have stage 0's numbers."""
         now = _described(self.engine)
         if then == now or (then["name"] != now["name"] and then["plain"] and now["plain"]):
             return
@@ -192,9 +192,9 @@ class TrainingRun:
         self._asked = True
 
     def after_step(self, step, losses):
-        """Save if so many steps are a time to, or if any rank was asked to stop. A collective.
+        """Save if `step` is due for it, or if any rank was asked to stop. A collective.
 
-        The losses are this rank's, of the steps since this process began. `Stopped`: it was asked to, and has saved.
+        The losses are this rank's, of the steps since this process began. Raises `Stopped` after a save on request.
         """
         asked = any(self.engine.comm.gather_objects(self._asked, "the stop"))  # on all at the same step
         every = self.options.save_every
@@ -204,7 +204,7 @@ class TrainingRun:
             raise Stopped(f"stopped after step {step}, as asked: --resume goes on from {place(self.folder, step)}")
 
     def save(self, step, losses):
-        """Write a checkpoint, and clear older ones away. A collective; where it fails what was saved before stands."""
+        """Write a checkpoint, and clear older ones away. A collective; if it fails, earlier checkpoints stand."""
         generators = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             generators["cuda"] = torch.cuda.get_rng_state()
@@ -227,7 +227,7 @@ class TrainingRun:
 
 
 def begin_stream(seed, rank, step=0):
-    """Have this rank draw random numbers of its own: two ranks that draw the same would drop the same activations."""
+    """Give this rank its own random numbers: ranks with the same ones would drop the same activations."""
     drawn = hashlib.sha256(f"{seed} {rank} {step}".encode()).digest()
     torch.manual_seed(int.from_bytes(drawn[:8]))
 
@@ -240,13 +240,13 @@ def _described(engine):
 
 
 def lock(file, word, leaving):
-    """Lock the file that says that a folder is in use, unless its file system has no locks; write there who uses it.
+    """Lock a folder's owner file, if its file system has locks, and write the owner into it.
 
-    It ends with a word that nobody else writes. `leaving` is an `ExitStack` that lets go of it.
+    The file ends with `word`, which no other run writes. `leaving` is the `ExitStack` that unlocks it.
 
     Raises:
-        InputError: another run uses it.
-        OSError: it cannot be written.
+        InputError: another run uses the folder.
+        OSError: the file cannot be written.
     """
     who = f"process {os.getpid()} on node {socket.gethostname()!r}: {shlex.join(sys.argv)}"
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
@@ -267,9 +267,9 @@ def lock(file, word, leaving):
 
 
 def _says(file, word):
-    """Whether a file is there and holds a word."""
+    """Whether a file exists and holds a word."""
     with contextlib.suppress(FileNotFoundError):
-        os.listdir(file.parent)  # which asks a file server anew
+        os.listdir(file.parent)  # listdir asks a file server anew
         return word in file.read_text()
     return False
 
@@ -289,7 +289,7 @@ def complete(folder):
 
 
 def clear(folder, keep):
-    """Remove all but the newest so many checkpoints that are complete; return why something could not be, texts."""
+    """Remove all but the newest `keep` complete checkpoints; return a text for each that could not be removed."""
     kept, complaints = {place(folder, step) for step in sorted(complete(folder))[-keep:]}, []
     for path in sorted(_checkpoints(folder).keys() - kept):
         try:
@@ -300,10 +300,10 @@ def clear(folder, keep):
 
 
 def remove(checkpoint):
-    """Take a checkpoint apart, its index first: what is left of it at any moment shows as a remnant.
+    """Remove a checkpoint, its index first, so that a partial removal shows as a remnant.
 
     Raises:
-        OSError: something cannot be removed; what is no part of a checkpoint stays.
+        OSError: a file cannot be removed, or is no part of a checkpoint; such a file stays.
     """
     (checkpoint / "index.json").unlink(missing_ok=True)
     names = set(os.listdir(checkpoint))

@@ -1,10 +1,10 @@
-"""safetensors files a tensor at a time: the library writes all tensors at once, and maps all of a file to read one.
+"""safetensors files, one tensor at a time: the library writes all tensors at once, and maps a whole file to read one.
 
     8 bytes     the header's length, little-endian
     header      JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}, spaces to a multiple of 8
-    values      of one tensor after the other, without gaps: row by row, little-endian
+    values      one tensor after the other, without gaps: row by row, little-endian
 
-Offsets count from the end of the header. A tensor's elements are one run of bytes, so any part of it is read alone.
+Offsets count from the end of the header. A tensor is one contiguous run of bytes, so any part of it can be read alone.
 
 Source: https://github.com/huggingface/safetensors, "Format".
 """
@@ -30,22 +30,22 @@ BLOCK = 2**23  # bytes that are read at a time
 
 
 def write(file, tensors, value_of, metadata):
-    """Write a file; return when it is on the disk.
+    """Write a file; return once it is on the disk.
 
     Args:
-        tensors: {name: (dtype, shape)} of all that it will hold.
-        value_of: called with each name, in an order of its own, returns that tensor, on the CPU.
+        tensors: {name: (dtype, shape)} of all its tensors.
+        value_of: `value_of(name)` returns a tensor, on the CPU; it is called once per name, in the order of the file.
         metadata: {str: str}, kept in the header.
 
     Returns:
-        The file's sha256, in hex: of what was to be written, so that a fault of the disk shows.
+        The sha256, in hex, of the bytes meant for the file, so that a fault of the disk shows.
 
     Raises:
-        InputError: safetensors cannot hold it; see `check`.
-        OSError: the file could not be written, or is not what was written. What is there of it stays.
+        InputError: safetensors cannot hold the tensors; see `check`.
+        OSError: the file cannot be written, or does not hold what was written. What is there of it stays.
     """
     check(tensors, metadata)
-    # The widest first: so each begins at a multiple of its element's size, as those who map the file need it.
+    # The widest dtype first: each tensor then begins at a multiple of its element size, as memory mapping needs.
     order = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
     values = (_bytes_of(value_of(name)) for name in order)
     parts = itertools.chain([_header(order, tensors, metadata)], values)
@@ -54,10 +54,10 @@ def write(file, tensors, value_of, metadata):
         for part in parts:
             checksum.update(part)
             opened.write(part)
-            del part  # before the next is made: memory may not hold both
+            del part  # freed before the next is made: memory may not hold both
         opened.flush()
         os.fsync(opened.fileno())
-        if hasattr(os, "posix_fadvise"):  # who reads it back then reads the disk, not the system's cache
+        if hasattr(os, "posix_fadvise"):  # reading it back then reads the disk, not the page cache
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with Source(file) as written:
         if written.tensors != {name: (dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()}:
@@ -66,7 +66,7 @@ def write(file, tensors, value_of, metadata):
 
 
 def check(tensors, metadata):
-    """Refuse what a file cannot hold, before its first byte.
+    """Check that a file can hold the tensors, before the first byte is written.
 
     Raises:
         InputError: safetensors has no name for a dtype, or its readers would refuse a header of this length.
@@ -83,7 +83,7 @@ def check(tensors, metadata):
 
 
 def kind(dtype, shape):
-    """What a tensor in a file has in common with the one it is to become: floating dtypes are cast to each other."""
+    """What must be equal for a file's tensor to become one here: floating dtypes are cast to each other."""
     return f"{'floating' if dtype and dtype.is_floating_point else dtype}, of shape {list(shape)}"
 
 
@@ -99,16 +99,16 @@ def _header(order, tensors, metadata):
 
 
 def _bytes_of(tensor):
-    """A tensor's bytes, a memoryview; of a contiguous one without a copy."""
+    """A tensor's bytes as a memoryview, without a copy if it is contiguous."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 class Tensors:
-    """Tensors that lie in files, of which parts are read by `read`.
+    """Tensors in files; `read` reads parts of them.
 
     Attributes:
-        tensors: {name: (dtype, shape)}; None is the dtype of what torch cannot compute with.
-        at_once: elements that are looked at together, in float64: torch asks no float8 whether it is finite.
+        tensors: {name: (dtype, shape)}; the dtype is None if torch does not have it.
+        at_once: elements that `overflows` checks at a time, in float64: torch has no isfinite for float8.
     """
 
     at_once = BLOCK // 8
@@ -132,11 +132,11 @@ class Tensors:
         return False
 
     def extra_state(self, names):
-        """What there is of extra state, {name: value}: here tensors."""
+        """The extra state in the file, {name: value}; here tensors."""
         return {name: self.get_tensor(name) for name in names if name in self.tensors}
 
     def get_tensor(self, name):
-        """All of a tensor."""
+        """A whole tensor."""
         dtype, shape = self.tensors[name]
         values = torch.empty(shape, dtype=dtype)
         self.read(name, 0, values.view(-1))
@@ -144,18 +144,18 @@ class Tensors:
 
 
 class Source(Tensors):
-    """Open safetensors files: one, or several by the index beside them, JSON with {"weight_map": {name: file}}.
+    """Open safetensors files: one, or several by their index, JSON with {"weight_map": {name: file}}.
 
     Args:
-        file: its path; that of an index ends with ".json".
+        file: the path; an index's ends with ".json".
 
     Attributes:
-        metadata: {str: str}, of several files the last one's.
+        metadata: {str: str}; of several files, the last one's.
 
     Raises:
-        InputError: it is no index, or a file does not have what it says.
-        SafetensorError: it is no such file, or not all of it.
-        OSError: it cannot be read.
+        InputError: the JSON is no index, or a file lacks a tensor that the index names.
+        SafetensorError: a file is not in safetensors format, or is truncated.
+        OSError: a file cannot be read.
     """
 
     def __init__(self, file):
@@ -166,7 +166,7 @@ class Source(Tensors):
             self._close = opened.pop_all().close
 
     def _add(self, opened, file, names):
-        with safe_open(file, "np"):  # which checks the header; for torch it would map the file as memory of our own
+        with safe_open(file, "np"):  # checks the header; "pt" would map the file into this process's memory
             pass
         data = opened.enter_context(open(file, "rb"))  # noqa: SIM115  closed by `__exit__`
         length = int.from_bytes(data.read(8), "little")
@@ -182,10 +182,10 @@ class Source(Tensors):
         self._close()
 
     def read(self, name, start, target):
-        """Read some elements of a tensor, row by row from number `start` on.
+        """Read elements of a tensor, in row-major order from element `start`.
 
         Args:
-            target: a flat tensor, which says how many. They are cast to its dtype, a block at a time.
+            target: a flat tensor, whose length is the number read. They are cast to its dtype, a block at a time.
         """
         (dtype, _), (data, offset) = self.tensors[name], self._place_of[name]
         block = BLOCK // dtype.itemsize

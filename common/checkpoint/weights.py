@@ -1,7 +1,7 @@
-"""Weights from elsewhere: a state dict, a safetensors file of whole tensors or several, a folder of DCP.
+"""Weights from elsewhere: a state dict, one or several safetensors files of whole tensors, or a DCP folder.
 
-Each rank reads its shards.
-The names are those of model.state_dict(). Of a parameter with several names the file may have one or all of them.
+Each rank reads its own shards. The names are those of model.state_dict(); a parameter with several names may be in the
+file under one or all of them.
 """
 
 import contextlib
@@ -21,24 +21,24 @@ from common.tensors import checksum, distinct
 def load(engine, file):
     """Read parameters into an engine, and the buffers and extra state that the file has. A collective.
 
-    They are cast to the engine's dtypes: master weights to fp32, of which 16-bit parameters are rounded. No finite
-    number becomes infinite by that: where a dtype holds less than the file's, ranks look at all values first, each at
-    its shards. What the optimizer keeps of steps before, Adam's moments for instance, stays.
+    Values are cast to the engine's dtypes: master weights to fp32, from which 16-bit parameters are rounded. No finite
+    number becomes infinite: if a dtype has less range than the file's, each rank first checks all values of its shards.
+    The optimizer's states, such as Adam's moments, stay.
 
     Args:
         engine: any engine.
-        file: its path, the same on all ranks; of several files that of their index, such as
-            "model.safetensors.index.json"; of torch.distributed.checkpoint (DCP) that of the folder. Or a state dict,
-            the same on all ranks.
+        file: the same on all ranks: a file's path; for several files the path of their index, such as
+            "model.safetensors.index.json"; for torch.distributed.checkpoint (DCP) the path of the folder; or a state
+            dict.
 
     Returns:
-        The parameters and buffers that it had.
+        The parameters and buffers that were in the file.
 
     Raises:
-        InputError: on every rank: there is no such file, it is damaged, or it does not fit the model; it names the
+        InputError: on every rank: the file is missing or damaged, or does not fit the model; the message names the
             first parameter or buffer that differs, or whose values are too large for its dtype here. Parameters and
-            buffers are as they were; gradients are dropped all the same. Also on every rank, if one could not take
-            over what it read. Then it says that the load was in part: no states can be relied on.
+            buffers are unchanged, but gradients are dropped. Also on every rank: one failed to take over what it read.
+            Then the message says "in part", and no states can be relied on.
     """
     told = "a state dict" if isinstance(file, dict) else repr(str(file))
     with contextlib.ExitStack() as opened:
@@ -60,7 +60,7 @@ def load(engine, file):
 
 
 class StateDict(tensor_file.Tensors):
-    """Whole tensors in memory, a state dict's, behind the surface of those in files."""
+    """A state dict's whole tensors, with the interface of those in files."""
 
     def __init__(self, state):
         self._state = state
@@ -86,9 +86,10 @@ def _source(file, state, extra_state):
 
 
 def names_in(source, state, extra_state=()):
-    """Which tensor of a file each parameter and buffer is to become: {parameter or buffer: name}.
+    """The name in a file of each parameter and buffer: {parameter or buffer: name}.
 
-    An InputError names what is missing, superfluous, or other than here.
+    Raises:
+        InputError: a tensor is missing, superfluous, or has another dtype or shape here.
     """
     names, name_of = {}, {}  # names: tensor -> all of its names
     for name, tensor in state.items():
@@ -113,7 +114,7 @@ def names_in(source, state, extra_state=()):
 
 
 def check_range(engine, source, name_of):
-    """Raise InputError for the first number that would become infinite. Each rank looks at its shard, for all."""
+    """Raise InputError for the first tensor with a number that would become infinite. Each rank checks its shards."""
     casts = [
         (name, bucket.members[name], there.start, there.stop, bucket.kind.dtype)
         for bucket in engine.buckets + engine.frozen
@@ -130,7 +131,7 @@ def check_range(engine, source, name_of):
 
 @torch.no_grad()
 def fill(engine, source, name_of):
-    """Have an engine's parameters and buffers become a source's tensors, {parameter or buffer: name there}."""
+    """Copy a source's tensors, {parameter or buffer: name there}, into an engine's parameters and buffers."""
     for bucket in engine.buckets + engine.frozen:
         names = {name: name_of[parameter] for name, parameter in bucket.members.items()}
         bucket.take_over(engine.owned(bucket).parameters, partial(fill_part, source, bucket, names))
@@ -141,7 +142,7 @@ def fill(engine, source, name_of):
 
 
 def fill_part(source, bucket, names, target, part):
-    """Read elements `part` of a bucket's run, {parameter: name in the source}, into a flat tensor; padding is zero."""
+    """Read slice `part` of a bucket's run into a flat tensor, by {parameter: name in the source}; padding is zero."""
     target.zero_()
     for name, there, here in bucket.overlaps(part):
         source.read(names[name], there.start, target[here])

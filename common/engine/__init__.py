@@ -1,4 +1,4 @@
-"""What engines share: the calls of a training loop, and the mechanics below them."""
+"""The code that engines share: the calls of a training loop, and the mechanics below them."""
 
 from common.engine.backward_order import BackwardOrder
 from common.engine.base import EngineBase

@@ -1,6 +1,6 @@
-"""The books of an engine: bytes of model states and bytes sent, as its tables predict them and as they are found.
+"""The accounting of an engine: bytes of model states and bytes sent, predicted from its tables and measured.
 
-Conventions as in `common.measure`: model states as they stand just before an update, bytes sent by this rank.
+Conventions as in `common.measure`: model states just before an update, bytes sent by this rank.
 """
 
 import weakref
@@ -12,26 +12,27 @@ from common.tensors import length
 
 
 def state_bytes(bucket, engine):
-    """What the optimizer keeps of a bucket: bytes of an element of each state, [n, ...], and bytes beside those.
+    """The optimizer's states of a bucket: bytes of an element of each, [n, ...], and bytes of the other states.
 
-    As probed at the door until it has kept anything; its options may have changed since: a momentum was switched on.
+    Until it has any, as probed by validation. Its options may have changed since: a momentum was switched on.
     """
-    optimizer, shard = getattr(engine, "optimizer", None), bucket.optimizer_shards[0]
-    states = [] if optimizer is None else shard.states(optimizer)
+    optimizer = getattr(engine, "optimizer", None)  # none while the engine is built, nor are there shards
+    states = [] if optimizer is None else bucket.optimizer_shards[0].states(optimizer)
     if not states:
         per_element, per_tensor = engine.optimizer_bytes
         return getattr(engine, "state_bytes", ()) or [per_element], per_tensor
-    each = [state.itemsize for state in states if state.shape == shard.master.shape]
-    return each, sum(state.nbytes for state in states if state.shape != shard.master.shape)
+    shape = bucket.optimizer_shards[0].master.shape
+    each = [state.itemsize for state in states if state.shape == shape]
+    return each, sum(state.nbytes for state in states if state.shape != shape)
 
 
 class Accounting:
-    """The books of an engine, which holds them: what a rank holds, and what it is foreseen to hold and to send.
+    """The accounting of one engine: the bytes that a rank holds, and those it is predicted to hold and to send.
 
     Attributes:
-        backwards, reductions: the backwards since the last step, and those of them that reduced.
+        backwards, reductions: the backwards since the last step, and how many of them reduced.
         looks: what `gradients` has done since the last step: ("read", bucket, bytes of an element),
-            ("written", bucket, whether it became fp32), ("compared", None, so many gradients).
+            ("written", bucket, whether it became fp32), ("compared", None, number of gradients).
     """
 
     def __init__(self, engine):
@@ -42,7 +43,7 @@ class Accounting:
         self._held = None
 
     def before_update(self):
-        """Take stock. Nothing is in flight now: what is gathered or holds gradients is a model state, kept."""
+        """Measure. Nothing is in flight now, so gathered parameters and gradient buffers are model states."""
         self.note_step()
         live = self.live()
         self._held = {
@@ -51,7 +52,7 @@ class Accounting:
         }
 
     def note_step(self):
-        """What the predictions for a step like this one depend on."""
+        """Note what the predictions for a step like this one depend on."""
         self._summed = {b for b in self._engine.buckets if any(s.carried is not None for s in b.optimizer_shards)}
         self._last_step, self._last_looks = (max(1, self.backwards), self.reductions), self.looks
 
@@ -63,7 +64,7 @@ class Accounting:
     def measured(self):
         """All counts of the last step, {name: {class, collective or direction: bytes}}.
 
-        Sent is what the meter has counted since its last `reset`.
+        Bytes sent are the meter's since its last `reset`.
         """
         comm = self._engine.comm
         counts = {"model_state_bytes": self.held(), "wire_bytes_per_step": comm.traffic.by_collective()}
@@ -72,7 +73,7 @@ class Accounting:
         return counts
 
     def predicted(self):
-        """The same counts as the tables have them, of a step like the last one."""
+        """The same counts, predicted from the tables for a step like the last one."""
         engine, sent = self._engine, self._engine.predicted_wire_bytes_per_step()
         counts = {"model_state_bytes": engine.predicted_model_state_bytes(), "wire_bytes_per_step": sent}
         if engine.comm.ranks_per_node < engine.comm.size:
@@ -121,14 +122,14 @@ class Accounting:
         return {collective: sent for collective, sent in sorted(predicted.items()) if sent}
 
     def sent_once(self, bucket, collective):
-        """Bytes that this rank sends when a collective of the table `sends` runs over a bucket once."""
+        """Bytes that this rank sends when a collective of the table `sends` runs once over a bucket."""
         shards, dtype = 2 if collective == "all_reduce" else 1, bucket.kind.dtype  # a reduce-scatter and an all-gather
         if collective in ("all_reduce", "reduce_scatter"):
             dtype = self._engine.comm.reduced_in(dtype)
         return shards * bucket.shard_numel * dtype.itemsize * (self._engine.world_size - 1)
 
     def predicted_between_nodes(self):
-        """What of all that is predicted to be sent leaves this rank's node, as `Traffic.between_nodes` counts it."""
+        """The predicted bytes sent that leave this rank's node, counted like `Traffic.between_nodes`."""
         comm, predicted = self._engine.comm, {}
         for collective, sent in self._engine.predicted_wire_bytes_per_step().items():
             if collective.endswith(ACROSS_NODES):
@@ -142,7 +143,7 @@ class Accounting:
         engine = self._engine
         buckets, everything = engine.buckets, engine.buckets + engine.frozen
         handles = [h for b in everything for h in (b.handle, b.gathering) if h is not None]
-        # What freed weights read as, a number for each, is not counted.
+        # Not counted: the numbers that stand for freed weights.
         nothing = {storage_id(b.freed.numbers) for b in everything if b.freed is not None}
         live = {
             "gathered units": [b.full_parameters for b in everything],
@@ -160,9 +161,10 @@ class Accounting:
     def kept(self):
         """The model states on the device, by class."""
         engine, buckets = self._engine, self._engine.buckets
+        shards = [bucket.optimizer_shard for bucket in buckets]
         return {
-            "parameters": [b.parameters for b in buckets + engine.frozen],
-            "gradients": [tensor for b in buckets for tensor in (b.gradients, b.carried)],
-            "optimizer": [b.master for b in buckets if b.is_apart]
-            + [state for b in buckets for state in b.states(engine.optimizer)],
+            "parameters": [bucket.parameters for bucket in buckets + engine.frozen],
+            "gradients": [bucket.gradients for bucket in buckets] + [shard.carried for shard in shards],
+            "optimizer": [shard.master for shard in shards if shard.is_apart]
+            + [state for shard in shards for state in shard.states(engine.optimizer)],
         }

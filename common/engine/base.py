@@ -1,15 +1,15 @@
-"""What every engine does alike: the calls of a training loop, casts, the optimizer over shards.
+"""What all engines share: the calls of a training loop, casts, the optimizer over shards.
 
-What a rank keeps, when it communicates and when it frees is not here: that is the stage's own `engine.py`, whose
-phases this file calls by name:
+A stage's own `engine.py` says what a rank keeps, when it communicates and when it frees. This file calls its phases by
+name:
 
     __init__   -> partition -> owned
     engine(x)  -> begin_forward, module, end_forward
     backward   -> begin_backward, (hooks) gradient_ready -> reduce, finish_backward
     step       -> update
 
-What is checked, built, counted and kept in files on the way has modules of its own beside this one; files are
-`common.checkpoint`'s. `common/README.md` lists them.
+Checks, building, accounting and snapshots have modules of their own beside this one; files are `common.checkpoint`'s.
+`common/README.md` lists them.
 """
 
 import contextlib
@@ -47,24 +47,24 @@ class EngineBase(Files, NoModule):
         optimizer: a factory, from parameters or param_groups to a torch.optim.Optimizer that works element by
             element, such as `functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)`; it is called several times.
             Engines step shard by shard, and `step` sees each shard alone. So hooks are refused: what they would do,
-            clamp weights say, belongs in a `step` of your own, of a subclass or put in place by the factory. What that
-            reads as it goes on stands in `param_groups`. A model without trainable parameters, a teacher or a
-            reference, needs none: None.
+            such as clamp weights, belongs in a `step` of your own, in a subclass or set by the factory. Settings that
+            it reads and that change stand in `param_groups`. None for a model without trainable parameters, such as a
+            teacher.
         param_groups: torch's list of dicts over the model's trainable parameters; None is one group.
-        precision: "fp32", "bf16" or "fp16": what parameters built in fp32 are kept and used in, and floating inputs
-            are cast to. Parameters built in bf16 or fp16 keep that, frozen ones and buffers any dtype. Whatever is
-            16-bit is stepped by fp32 master weights.
+        precision: "fp32", "bf16" or "fp16": the dtype that parameters built in fp32 are kept and used in, and that
+            floating inputs are cast to. Parameters built in bf16 or fp16 keep theirs, frozen ones and buffers any
+            dtype. 16-bit parameters are stepped by fp32 master weights.
         clip_norm: scale the gradient down to this global norm; None does not.
-        skip_norm: leave a step out, on all ranks, if the gradient's global norm is larger or not finite; `math.inf`
-            leaves out those that are not finite. None takes every step, but for overflows in fp16.
-        norm_type: which norm that is: 2.0, or `math.inf` for the largest element.
+        skip_norm: skip a step, on all ranks, if the gradient's global norm is larger or not finite; `math.inf` skips
+            only if it is not finite. None takes every step, except overflows in fp16.
+        norm_type: which norm: 2.0, or `math.inf` for the largest element.
         bucket_mb: MiB of a gradient bucket, counted in fp32 in every precision.
         process_group: the data-parallel group; None is the default group.
-        init: `init(qualified name, tensor)` fills a meta-device model in place. What it leaves a file must set.
+        init: `init(qualified name, tensor)` fills a meta-device model in place. A file must set what it leaves out.
         deterministic: sum gradients in rank order with NCCL too. gloo always does.
         keep_fp32: classes of modules, or names (of modules, of parameters, or parts of these between dots), whose
-            parameters stay in fp32 in every precision: torch's batch norms, unless you say otherwise. The modules
-            themselves must then take inputs of the precision; see `_keep_in_fp32_modules` of your model, if it has it.
+            parameters stay in fp32 in every precision; by default torch's batch norms. Those modules must accept
+            inputs in the precision; see `_keep_in_fp32_modules` of your model, if it has it.
         broadcast_buffers: give every rank the buffers of rank 0 before each forward in training, as torch's DDP does.
         reduce_dtype: torch.float32 has NCCL send and add 16-bit gradients in fp32; None, in the gradients' own dtype.
             gloo, and NCCL with `deterministic`, send 16 bits and add in fp32 in any case.
@@ -73,13 +73,13 @@ class EngineBase(Files, NoModule):
         loss_scaler: in fp16 a `LossScaler`, which may be replaced by one with other settings; else None.
 
     Raises:
-        InputError: the input cannot be used; the message says why and how to mend it.
+        InputError: an argument cannot be used; the message says why and how to fix it.
     """
 
-    own_options = ()  # names of what a stage takes besides, and has set as attributes
-    matches_stage0 = True  # with them its numbers are those of stage 0
+    own_options = ()  # names of a stage's further options, set as attributes
+    matches_stage0 = True  # with these options its numbers are those of stage 0
     bucket_class, accounting_class = Bucket, Accounting
-    watches = ()  # over units, in stage 3 and after it
+    watches = ()  # of units, in stage 3 and after it
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class EngineBase(Files, NoModule):
         broadcast_buffers=True,
         reduce_dtype=None,
     ):
-        settings = {  # what all ranks must agree on
+        settings = {  # all ranks must agree on these
             "the engine": f"{type(self).__module__}.{type(self).__qualname__}",
             **{name: getattr(self, name) for name in self.own_options},
             "precision": precision,
@@ -117,7 +117,7 @@ class EngineBase(Files, NoModule):
         self.loss_scaler = LossScaler() if precision == "fp16" else None
         self._module = model
         if optimizer is None and not any(parameter.requires_grad for parameter in model.parameters()):
-            optimizer = partial(torch.optim.SGD, lr=0.0)  # over an empty group: a frozen model takes no step
+            optimizer = partial(torch.optim.SGD, lr=0.0)  # a frozen model takes no step
         try:
             self.dtype = dtype_of(precision)
             validation.check_types(validation.types_of_defaults(type(self)), settings)
@@ -139,14 +139,14 @@ class EngineBase(Files, NoModule):
         # Buckets of trainable and of frozen parameters, and those that hold gradients and have not been finalized.
         self.buckets, self.frozen, self.filling = [], [], set()
         self.bucket_of, self.in_checkpoints = {}, set()  # parameter -> bucket; see `reentrant`
-        self.handles = []  # of the hooks on the model, which go with the engine; others may be added later
+        self.handles = []  # of the hooks on the model, removed with the engine; others may be added later
         weakref.finalize(self, lambda handles: [handle.remove() for handle in handles], self.handles).atexit = False
-        self.holders = weakref.WeakSet()  # what else keeps `tensors` on the host for it
+        self.holders = weakref.WeakSet()  # objects that keep `tensors` on the host for it
         self.sync_gradients, self.in_forward, self.grad_enabled, self.reduce_grads = True, False, False, False
-        self.updates, self._factor = 0, None  # updates in all, kept in checkpoints; what multiplies a step's gradients
+        self.updates, self._factor = 0, None  # updates in all, kept in checkpoints; the factor on a step's gradients
         self.naming = self.stepping = self._failed = False
-        self.unfinished = None  # whether the backward that has not come to its end reduces
-        self.retains_graph = False  # of the backward that runs
+        self.unfinished = None  # whether the backward that has not finished reduces; None if there is none
+        self.retains_graph = False  # in the backward that runs
         self._initial = building.InitialValues(model, self.param_groups, init, self.comm)
         self.partition()
         self._initial.place_buffers()
@@ -161,7 +161,7 @@ class EngineBase(Files, NoModule):
         self.optimizer = optimizer(building.shards_of(self.buckets, self.param_groups, param_groups is None))
         self._group_of = groups_of(self.optimizer)
         for shard in (shard for bucket in self.buckets for shard in bucket.optimizer_shards):
-            shard.adopt(self.optimizer.state.get(shard.master, {}))  # made with its first breath, as Adagrad's
+            shard.adopt(self.optimizer.state.get(shard.master, {}))  # states made with the optimizer, as Adagrad's
         self.guards.take_optimizer()
         self.weight_writes = WeightWrites(self.buckets + self.frozen)
 
@@ -174,7 +174,7 @@ class EngineBase(Files, NoModule):
         return self._module
 
     def __call__(self, *args, **kwargs):
-        """The module's own forward, of inputs on the engine's device; floating ones are cast to the precision."""
+        """The module's own forward, with inputs moved to the engine's device, floating ones cast to the precision."""
         self.comm.traffic.phase = "forward" if torch.is_grad_enabled() else "evaluation"
         if self._failed:
             self.settle()
@@ -183,7 +183,7 @@ class EngineBase(Files, NoModule):
         self._initial.check_set()
         self.guards.check_parameters()
         self._begin_gradients()
-        torch.clear_autocast_cache()  # it keeps casts of weights, whose graph or values may be gone
+        torch.clear_autocast_cache()  # it keeps casts of weights whose graph or values may be gone
         self.grad_enabled, self.in_forward = torch.is_grad_enabled(), True
         try:
             self.begin_forward()
@@ -202,15 +202,18 @@ class EngineBase(Files, NoModule):
         return tensor.to(self.comm.device, self.dtype if tensor.is_floating_point() else None)
 
     def backward(self, loss, retain_graph=False):
-        """Backpropagate a scalar loss; when it returns, the mean gradient is there.
+        """Backpropagate a scalar loss; when it returns, this rank has the mean gradient.
 
-        Several backwards before a step add up, in fp32. It does not divide by their number (DeepSpeed's does): scale
+        Several backwards before a step add up, in fp32. The sum is not divided by their number (DeepSpeed's is): scale
         the loss yourself.
         After an exception the gradients since the last step are dropped.
 
         Args:
-            loss: a scalar tensor; else it raises an InputError.
+            loss: a scalar tensor.
             retain_graph: keep the graph for another backward, of this loss or of one that shares a part of it.
+
+        Raises:
+            InputError: the loss has more than one element.
         """
         if loss.numel() != 1:
             raise InputError(f"the loss has shape {tuple(loss.shape)}; reduce it to a scalar, by mean() for instance")
@@ -228,7 +231,7 @@ class EngineBase(Files, NoModule):
             if self.sync_gradients:
                 self.finish_backward()
         finally:
-            # What comes later is of another engine's backward: ranks may disagree on it, so that it waits for step().
+            # Later gradients come from another engine's backward: ranks may disagree on it, so they wait for step().
             self.reduce_grads = self.retains_graph = False
         self.accounting.backwards += 1
         self.accounting.reductions += self.sync_gradients
@@ -242,11 +245,11 @@ class EngineBase(Files, NoModule):
     def step(self):
         """Clip, update the parameters, release the gradients; return a `StepResult`.
 
-        In fp16 all ranks skip it if any has an overflow.
+        In fp16 all ranks skip the step if any has an overflow.
 
         Raises:
-            RuntimeError: there was no backward since the last step; or a gradient came under another loss scale than
-                this engine's, from another engine's backward or because `loss_scaler` was replaced.
+            RuntimeError: there was no backward since the last step; or a gradient has another loss scale than this
+                engine's, from another engine's backward or because `loss_scaler` was replaced.
         """
         if self._failed:
             self.zero_grad()
@@ -268,11 +271,11 @@ class EngineBase(Files, NoModule):
 
     @property
     def takes_norm(self):
-        """A step takes the norm of its gradient."""
+        """Whether a step takes the norm of its gradient."""
         return self.clip_norm is not None or self.skip_norm is not None
 
     def require_gradients(self, call):
-        """Have the mean gradient here, also of backwards under no_sync or of other engines, or raise RuntimeError."""
+        """Reduce what is pending, of backwards under no_sync or of other engines; RuntimeError without a gradient."""
         self.guards.check_trainable()
         if any(bucket.pending for bucket in self.buckets):  # no backward of this engine has reduced them
             self.finish_backward()
@@ -281,7 +284,7 @@ class EngineBase(Files, NoModule):
             raise RuntimeError(f"{call}() without a backward() since the last step")
 
     def step_shard(self, shard):
-        """Step the optimizer over one `OptimizerShard`. 16-bit gradients are cast to fp32 for it, a shard at a time."""
+        """Step the optimizer over one `OptimizerShard`, with its gradients cast to fp32."""
         self._failed = True  # until all shards are stepped
         gradient, lender = shard.mean, shard.tier or self.comm
         if gradient.dtype != torch.float32:
@@ -298,7 +301,7 @@ class EngineBase(Files, NoModule):
             shard.stepped.copy_(shard.master.detach())
 
     def show_step(self):
-        """The optimizer's own step. Schedulers watch it, so it is called where optimizer shards step by themselves."""
+        """The optimizer's own step. Schedulers watch it, so it is called even if shards step by themselves."""
         self.stepping = True
         try:
             self.optimizer.step()
@@ -336,15 +339,15 @@ class EngineBase(Files, NoModule):
         """Set the module's evaluation mode."""
         return self.train(False)
 
-    # ---- between a step and the next, whole on every rank, and the way back: each in a module of its own ----------
+    # ---- between steps: full states on every rank, and back; each in a module of its own --------------------------
 
     gathered, gradients = gathered, gradients
     snapshot, restore, continue_from = snapshot, restore, continue_from
 
-    # ---- phases that not every stage has ----------------------------------------------------------------------
+    # ---- phases that only some stages have --------------------------------------------------------------------
 
     def check_optimizer(self, optimizer):
-        """At the door: whether it can step where its states will lie; see `validation.check_elementwise`."""
+        """Validate that it can step on the device of its states; see `validation.check_elementwise`."""
         return validation.check_elementwise(optimizer, self.comm.device)
 
     def begin_forward(self):
@@ -357,18 +360,18 @@ class EngineBase(Files, NoModule):
         """Before autograd runs."""
 
     def begin_step(self):
-        """Before the step decides."""
+        """Before the step decides whether to update."""
 
     def synchronize(self):
         """Return when the module's parameters may be read."""
 
     def settle(self):
-        """Wait for what is under way, and begin nothing."""
+        """Wait for what is in flight, and begin nothing."""
         self.synchronize()
 
     @contextlib.contextmanager
     def unsharded(self, buckets):
-        """A context in which the parameters of buckets are whole on every rank."""
+        """A context in which every rank has the full parameters of these buckets."""
         self.synchronize()
         yield
 
@@ -377,30 +380,30 @@ class EngineBase(Files, NoModule):
     def model_state_bytes(self):
         """Bytes of model states on this rank, counted from live storages: parameters, gradients, optimizer.
 
-        Parameters and gradients as they stood just before the last update, the optimizer's states as it left them
-        (torch creates them in the first step). None before the first step.
+        Parameters and gradients are counted just before the last update, the optimizer's states after it (torch
+        creates them in the first step). None before the first step.
         """
         return self.accounting.held()
 
     def predicted_model_state_bytes(self):
-        """The same bytes as `owned` has them: per bucket the elements kept of each state, padding included.
+        """The same bytes, computed from `owned`: per bucket the elements kept of each state, padding included.
 
-        A step of several backwards holds their sum too, in 16-bit: 4 bytes for each element of the optimizer's part,
-        in place of the gradients or, where these are packed in place, beside them. It follows the last step in that.
+        In 16-bit a step of several backwards also holds their sum: 4 bytes per element of the optimizer shard, in
+        place of the gradients or, if these are packed in place, in addition. It assumes a step like the last one.
         """
         return self.accounting.predicted_held()
 
     def predicted_wire_bytes_per_step(self):
         """Bytes this rank sends in a step, by collective: summed from `sends`, padding included.
 
-        In a step of as many backwards as the last one had, as many of them under `no_sync`, and forwards like its last
-        one. Where a forward takes another way than the one before, a unit that is prefetched in vain comes on top, and
-        so do further gathers of a unit that runs several times with others between.
+        The step has as many backwards as the last one, as many of them under `no_sync`, and forwards like its last one.
+        Not predicted: a unit prefetched in vain, when a forward takes another path than the one before, and further
+        gathers of a unit that runs several times with others between.
         """
         return self.accounting.predicted_sent()
 
     def live(self):
-        """The tensors that this rank holds now, by class: the model states, and what comes and goes within a step."""
+        """The tensors that this rank holds now, by class: the model states, and those that live within a step."""
         live = self.accounting.live()
         for holder in (*self.holders, self.saving):
             if holder is not None:
@@ -410,19 +413,19 @@ class EngineBase(Files, NoModule):
     # ---- building ---------------------------------------------------------------------------------------------
 
     def make_buckets(self):
-        """Cut the model into buckets of about `bucket_mb`, last registered first, in which nothing lies yet."""
+        """Cut the model into buckets of about `bucket_mb`, last registered first, with no storage yet."""
         named = list(self._module.named_parameters())
         return layout.buckets(
             named, self.param_groups, self.dtype_of, self.bucket_bytes, self.world_size, self.bucket_class
         )
 
     def allocate(self, bucket):
-        """Give a bucket the storage that `owned` says this rank keeps, and its initial values; watch its gradients."""
+        """Allocate what `owned` says this rank keeps of a bucket; set initial values, and watch for gradients."""
         whole = self._initial.of(bucket)
         for name, parameter in bucket.members.items():
-            parameter.grad = None  # of a time before the engine
+            parameter.grad = None  # from before the engine
             self.bucket_of[parameter] = bucket
-            if bucket.kind.trainable:  # called when autograd has added up all uses of the parameter in a backward
+            if bucket.kind.trainable:  # autograd calls it with the sum over all uses of the parameter in a backward
                 report = Hook(self._report_gradient, name)
                 self.handles.append(parameter.register_post_accumulate_grad_hook(report))
         bucket.filling = self.filling
@@ -430,15 +433,15 @@ class EngineBase(Files, NoModule):
         (self.buckets if bucket.kind.trainable else self.frozen).append(bucket)
 
     def dtype_of(self, name, parameter):
-        """What a parameter is kept in: the precision, if it was built in fp32 and `keep_fp32` does not name it."""
+        """The dtype a parameter is kept in: the precision, if it was built in fp32 and `keep_fp32` does not name it."""
         rounded = parameter.dtype == torch.float32 and name not in self._kept_fp32
         return self.dtype if rounded else parameter.dtype
 
     def _report_gradient(self, name, parameter):
         if parameter.grad is None:
-            return  # autograd came by with nothing, as from a reentrant checkpoint of a constant
+            return  # as from a reentrant checkpoint of a constant
         if running_backward.loss_scale is None:
             parameter.grad, self._failed, self.unfinished = None, True, False
             raise RuntimeError(f"{name!r} got a gradient outside of engine.backward(): write that for loss.backward()")
         self.gradient_ready(self.bucket_of[parameter], name, parameter)
-        self.comm.lane.wait_for_caller()  # on CUDA: the bucket's collective waits for this stream, too
+        self.comm.lane.wait_for_caller()  # on CUDA the bucket's collective waits for this stream too

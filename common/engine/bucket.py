@@ -1,4 +1,4 @@
-"""A bucket: parameters that travel together, and what this rank holds of them, whole or a shard."""
+"""A bucket: parameters that are communicated together, and what this rank holds of them, all or a shard."""
 
 import contextlib
 import weakref
@@ -28,17 +28,17 @@ class Bucket(FlatRange):
     """A run, with the tensors that this rank holds of it.
 
     Attributes:
-        parameters, gradients: flat tensors, as long as `owned` says. None for the gradients of frozen parameters, and
-            where they lie in optimizer shards.
-        handle: the reduction under way in this backward.
-        gathering: the all-gather of parameters under way.
-        full_parameters, unit: the whole run of parameters where it is not kept, and the unit it belongs to.
-        views, freed: what each parameter, by name, is while its unit is gathered, and a `units.FreedViews` for while it
-            is not.
-        storages: what its parameters lie in, as `storage_id` has it.
-        bits: `sum_of_bits` of parameters that have come from masters elsewhere; None where that is not looked at.
+        parameters, gradients: flat tensors, as long as `owned` says. `gradients` is None if the parameters are frozen,
+            or the gradients lie in optimizer shards.
+        handle: the reduction in flight in this backward.
+        gathering: the all-gather of parameters in flight.
+        full_parameters, unit: in stage 3 the full run of parameters, which is not kept, and the unit it belongs to.
+        views, freed: what each parameter, by name, is while its unit is gathered; a `units.FreedViews` for while it is
+            freed.
+        storages: the `storage_id`s of its parameters.
+        bits: `sum_of_bits` of parameters copied from masters elsewhere; None if that is not watched.
         filling: the engine's set of buckets that hold gradients and have not been finalized.
-        strays: names of parameters that were found to lie elsewhere, after `parameter.data = tensor`.
+        strays: names of parameters found in other storages, after `parameter.data = tensor`.
     """
 
     bits = None
@@ -46,7 +46,7 @@ class Bucket(FlatRange):
     def __init__(self, named_parameters, kind, world_size):
         super().__init__(named_parameters, kind, world_size)
         self.members = dict(named_parameters)  # name -> the model's own parameter
-        self.optimizer_shards = [OptimizerShard()]  # end to end; several, if a placement table cuts the shard
+        self.optimizer_shards = []  # end to end; several if a placement table cuts the shard, none if it is frozen
         self.parameters = self.gradients = self.local_gradients = None
         self.full_parameters = self.handle = self.gathering = self._unit = self.views = self.freed = None
         self.storages, self.strays, self.filling = set(), set(), set()
@@ -54,24 +54,25 @@ class Bucket(FlatRange):
         self.forget()
 
     def allocate(self, engine, whole):
-        """Get the storage that the engine's ownership table says a rank keeps, and first values, `whole`, unrounded."""
+        """Allocate what the engine's ownership table says a rank keeps; fill it from `whole`, the unrounded values."""
         owned = engine.owned(self)
         dtype, keeps_all = self.kind.dtype, owned.parameters == self.whole()
         self.parameters = whole.to(dtype) if keeps_all else whole[owned.parameters].to(dtype, copy=True)
         if not self.kind.trainable:
             return
         self.gradients = torch.zeros(length(owned.gradients), dtype=dtype, device=whole.device)
-        shard = self.optimizer_shard
-        shard.part, shard.stepped = owned.optimizer, self.parameters[within(owned.optimizer, owned.parameters)]
+        shard = OptimizerShard(owned.optimizer)
+        self.optimizer_shards = [shard]
+        shard.stepped = self.parameters[within(shard.part, owned.parameters)]
         shard.master = nn.Parameter(whole[shard.part].clone() if self.sixteen_bit else shard.stepped)
         shard.gradient_shard = self.gradients[within(shard.part, owned.gradients)]
 
     def forget(self):
         """Drop every gradient since the last step."""
         self.reported = set()  # names whose gradient came in this backward
-        self._filled = set()  # names whose place in `local_gradients` holds a gradient
+        self._filled = set()  # names whose slot in `local_gradients` holds a gradient
         self.filling.discard(self)
-        self.sums = {}  # name -> fp32 sum of what earlier backwards left in `local_gradients`, and has not travelled
+        self.sums = {}  # name -> fp32 sum of earlier backwards' gradients that are not reduced yet
         self.has_gradient = False
         self.handle = None
         self.scales = set()  # (name, loss scale) of its gradients
@@ -82,7 +83,7 @@ class Bucket(FlatRange):
             shard.carried = None
 
     def drop(self, names):
-        """Drop the gradients of some parameters since the last step: they are zeros then, as of unused ones."""
+        """Drop some parameters' gradients since the last step: they are zeros then, as of unused ones."""
         if self.handle is not None:
             self.wait_reduce()
         self.reported -= names
@@ -96,7 +97,7 @@ class Bucket(FlatRange):
                         mean[here].zero_()
 
     def widen_mean(self):
-        """Have the mean gradient in fp32, in the place of 16-bit. Returns whether it was not."""
+        """Make a 16-bit mean gradient fp32. Returns whether that was needed."""
         if not self.sixteen_bit or self.is_aside:
             return False
         for shard in self.optimizer_shards:
@@ -106,12 +107,12 @@ class Bucket(FlatRange):
 
     @property
     def is_aside(self):
-        """An earlier backward's mean stands aside, while gradients or their mean arrive in its place."""
+        """Whether an earlier backward's mean is set aside, while gradients or their mean arrive in its place."""
         return any(shard.adds or shard.carried is not None for shard in self.optimizer_shards)
 
     @property
     def local_gradients(self):
-        """The whole run of this rank's own gradients on their way to the mean; None when there is none."""
+        """This rank's own gradients of the whole run, before they are reduced; None when there are none."""
         return self._local_gradients
 
     @local_gradients.setter
@@ -125,51 +126,51 @@ class Bucket(FlatRange):
 
     @unit.setter
     def unit(self, unit):
-        self._unit = weakref.ref(unit)  # which holds its buckets
+        self._unit = weakref.ref(unit)  # weak: the unit holds its buckets
 
     @property
     def complete(self):
-        """Every gradient of this backward is in, and none of them can come a second time."""
+        """Whether every gradient of this backward is in, and none can come a second time."""
         return len(self.reported) == len(self.slots) and not self.fires_in_parts
 
     @property
     def pending(self):
-        """Gradients are here that no rank but this one has seen."""
+        """Whether it has gradients that are not reduced yet."""
         return bool(self._filled) or self.handle is not None
 
     @property
     def is_placed(self):
-        """A placement table says in which tiers its optimizer shards lie."""
+        """Whether a placement table says in which tiers its optimizer shards lie."""
         return any(shard.tier is not None for shard in self.optimizer_shards)
 
     @property
     def optimizer_shard(self):
-        """The part of it that this rank's optimizer steps, if no placement table cuts that."""
+        """This rank's only optimizer shard, if no placement table cuts it."""
         (shard,) = self.optimizer_shards
         return shard
 
     @property
     def gradient_shard(self):
-        """Where the mean gradient of that part arrives."""
+        """The tensor that the mean gradient of that shard arrives in."""
         return self.optimizer_shard.gradient_shard
 
     @property
     def masters(self):
-        """The master weights, unless a step under way is changing them."""
+        """The master weights; none if it is frozen, or while a step changes them."""
         return [shard.master for shard in self.optimizer_shards] if self.kind.trainable else []
 
     def read(self, state, optimizer):
-        """What this rank keeps of a state of the optimizer, flat; of None master weights, or what is frozen."""
+        """What this rank keeps of an optimizer state, flat; None reads master weights, or frozen parameters."""
         if not self.kind.trainable:
             return self.parameters
         return end_to_end([m if state is None else optimizer.state[m][state] for m in self.masters], "cpu")
 
     def take_over(self, part, fill):
-        """Become other values: what this rank keeps of the parameters, elements `part` of the run, and its masters.
+        """Take new values for the parameters that this rank keeps, elements `part` of the run, and for its masters.
 
         Args:
             fill: `fill(target, part)` writes elements of the run into a flat tensor of any floating dtype, which holds
-                what they were.
+                their old values.
         """
         fill(self.parameters, part)
         for shard in self.optimizer_shards if self.kind.trainable else ():
@@ -180,56 +181,56 @@ class Bucket(FlatRange):
 
     @property
     def whole_parameters(self):
-        """The whole run of parameters where this rank has it: flat, and with anything in it while it is freed."""
+        """The whole run of parameters, flat; without values while it is freed."""
         return self.parameters if self.full_parameters is None else self.full_parameters
 
     def allocated(self, parts):
-        """What a state is allocated in, [(elements, tier)], of the parts of a shard: a tensor for each of them."""
+        """Of the parts of a shard, [(elements, tier)], those that a state is allocated in: a tensor for each."""
         return parts
 
     def sum_of_bits(self):
-        """A number that tells whether something was written to whole parameters, at the cost of reading them once.
+        """A checksum that shows writes to the whole parameters, for one read of them.
 
-        It stays on the device, as an int64 scalar tensor: the host need not wait for it.
+        It is an int64 scalar tensor on the device, so the host need not wait for it.
         """
         return self.whole_parameters.view(torch.int64).sum()
 
     def values_in_memory(self):
-        """A context in which this rank's part of the values can be read: here it always can."""
+        """A context in which this rank's shard can be read: here it always can."""
         return contextlib.nullcontext()
 
     @property
     def sixteen_bit(self):
-        """The parameters are rounded, so that the optimizer needs fp32 master weights beside them."""
+        """Whether the parameters are rounded, so that the optimizer needs fp32 master weights."""
         return self.kind.dtype != torch.float32
 
     @property
     def masters_are_apart(self):
-        """What is written to its parameters is lost in the next step, which makes them from masters elsewhere."""
+        """Whether the next step overwrites its parameters from master weights elsewhere."""
         return self.kind.trainable and any(shard.is_apart for shard in self.optimizer_shards)
 
     @property
     def loses_writes(self):
-        """What is written to its parameters is lost: with the next step, or when they are freed."""
+        """Whether a write to its parameters is lost: in the next step, or when they are freed."""
         return self.full_parameters is not None or self.masters_are_apart
 
     @property
     def packs_in_place(self):
-        """Gradients are packed where they are kept."""
+        """Whether gradients are packed where they are kept."""
         return self.gradients is not None and self.local_gradients is self.gradients
 
     def pack(self, name, gradient):
-        """Move a gradient to its place in `local_gradients`. If `no_sync` left one there, add to it in fp32."""
+        """Move a gradient to its slot in `local_gradients`. If `no_sync` left one there, add to it in fp32."""
         if gradient.layout is not torch.strided:
             raise InputError(f"{name!r} got a sparse gradient, which has no place in a bucket; leave sparse=True out")
-        if self.handle is not None:  # a second part of the gradient, after the bucket was sent
+        if self.handle is not None:  # a second part of the gradient, after the bucket was reduced
             self.wait_reduce()
         self._make_room()
         place = self._places[name]
         if name not in self._filled:
             place.copy_(gradient)
         elif name in self.reported or not (self.sixteen_bit or self.fires_in_parts):
-            place.add_(gradient)  # a part of the same gradient, as autograd adds it; or fp32, which adds up in place
+            place.add_(gradient)  # a part of the same gradient, or fp32: added in place
         else:
             self._sum_up(name, place)
             place.copy_(gradient)
@@ -239,14 +240,14 @@ class Bucket(FlatRange):
         self.scales.add((name, running_backward.loss_scale))
 
     def _sum_up(self, name, place):
-        """Add what lies in a parameter's place to the sum of what lay there before."""
+        """Add the gradient in a parameter's slot to the sum of those before it."""
         if name in self.sums:
             self.sums[name].add_(place)
         else:
             self.sums[name] = place.to(torch.float32, copy=True)
 
     def finalize(self):
-        """Make `local_gradients` ready to send: round sums once to its dtype, zero padding and absent gradients."""
+        """Make `local_gradients` ready to reduce: round sums once to its dtype, zero padding and absent gradients."""
         self._make_room()
         self.filling.discard(self)
         for name in self.sums:
@@ -268,12 +269,12 @@ class Bucket(FlatRange):
         self.has_gradient = False
 
     def note_strays(self):
-        """Find parameters that lie elsewhere, before they are made views of what is here."""
+        """Note parameters in other storages, before they are made views of this bucket's."""
         if self.storages:
             self.strays.update(name for name, p in self.members.items() if storage_id(p) not in self.storages)
 
     def wait_gather(self):
-        """Wait for the all-gather under way. Returns whether there was one."""
+        """Wait for the all-gather in flight. Returns whether there was one."""
         if self.full_parameters is not None:
             self.note_strays()
         if self.gathering is None:
@@ -285,10 +286,10 @@ class Bucket(FlatRange):
     def wait_reduce(self):
         """Wait for the reduction; add the mean to those of the step's earlier backwards.
 
-        16-bit gradients would lose small ones in a growing sum. So they add up in fp32, and where their own room has
-        no other use it gives way to that sum.
+        A growing 16-bit sum would lose small gradients. So it is kept in fp32, and the buffer of 16-bit gradients is
+        freed if nothing else uses it.
         """
-        if self.is_placed:  # some of it is the host's
+        if self.is_placed:  # some of it lies on the host
             self.handle.wait_on_host()
         self.handle.wait()
         self.handle = None

@@ -1,4 +1,4 @@
-"""Buffers: every rank computes with those of rank 0, as with torch's DDP."""
+"""Buffers: every rank uses those of rank 0, as with torch's DDP."""
 
 import contextlib
 
@@ -8,12 +8,12 @@ from common.tensors import checksum, distinct, host_value
 
 
 class Buffers:
-    """The buffers of a model. Unless it `broadcasts` those of rank 0, nothing here does anything."""
+    """The buffers of a model. If `broadcasts` is False, everything here is a no-op."""
 
     def __init__(self, module, comm, broadcasts):
         self._module, self._comm, self._broadcasts = module, comm, broadcasts
         self._common = None  # the bits at the last evaluation, on all ranks; None after training
-        self._apart = 0  # contexts in which each rank may run the model as often as it likes
+        self._apart = 0  # open contexts in which ranks may run the model unequally often
 
     @property
     def nbytes(self):
@@ -21,10 +21,10 @@ class Buffers:
         return sum(buffer.nbytes for buffer in self._distinct())
 
     def before_forward(self):
-        """Give every rank the buffers of rank 0: always where a step may follow, else unless all have the same bits.
+        """Give every rank the buffers of rank 0: always if a step may follow, else unless all have the same bits.
 
-        Buffers may be written past the engine between two evaluations, as by update_bn, and on some ranks alone. So
-        ranks compare. Within `gathered` they need not be in step, and each looks at its own.
+        Other code, such as update_bn, may write buffers between two evaluations, on some ranks only. So ranks compare.
+        Within `gathered` they need not be in step, and each checks its own.
         """
         if self._module.training or (torch.is_grad_enabled() and not self._apart):
             self.broadcast()
@@ -55,7 +55,7 @@ class Buffers:
         self._comm.broadcast(packed, label="the buffers").wait()
         parts = packed.split([buffer.nbytes for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
-            # Through .data, past autograd's version count: a forward that waits for its backward does not read them.
+            # Through .data, which autograd's version count does not see: no backward to come reads them.
             buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
     def _alike(self, own):
@@ -63,7 +63,7 @@ class Buffers:
         return host_value(self._comm.maximum(bits, "whether the buffers are alike").sum(), 0) == 0
 
     def _bits(self):
-        """A number that tells these buffers from others; under fake tensors none does."""
+        """A checksum of the buffers; a constant under fake tensors."""
         return 0 if self._comm.simulated else checksum(self._packed())
 
     def _packed(self):

@@ -1,4 +1,4 @@
-"""Before training: a model leaves the meta device, and every parameter gets its first values."""
+"""Before training: a model leaves the meta device, and every parameter gets its initial values."""
 
 import torch
 from torch import nn
@@ -10,22 +10,22 @@ from common.tensors import checksum
 
 
 class InitialValues:
-    """Where parameters and buffers get their first values: from the model as it was built, or from `init`.
+    """The initial values of parameters and buffers: from the model as it was built, or from `init`.
 
     Args:
-        module: its parameters on the meta device make room for others, which have a shape, but no storage yet.
-        param_groups, init, comm: the engine's. The groups, dicts, follow.
+        module: its parameters on the meta device are replaced by others, which have a shape, but no storage yet.
+        param_groups, init, comm: the engine's. The groups, dicts, are updated.
 
     Attributes:
-        unset: what `init` has left as it was, and no file has set since, {name: tensor}.
+        unset: parameters and buffers that neither `init` nor a file has set, {name: tensor}.
     """
 
     def __init__(self, module, param_groups, init, comm):
         self._module, self._init, self._comm = module, init, comm
-        self.unset, self._filled = {}, []  # of the latter all ranks must agree
+        self.unset, self._filled = {}, []  # all ranks must agree on the latter
         self._in_files = set(module.state_dict(keep_vars=True))
         self._missing = {name for name, parameter in module.named_parameters() if parameter.is_meta}
-        real = {}  # meta parameter -> the one in its place: what was one object stays one object
+        real = {}  # meta parameter -> the one in its place: shared ones stay shared
         for parameter in module.parameters():
             if parameter.is_meta:
                 nothing = torch.empty((), dtype=parameter.dtype, device=comm.device)
@@ -35,7 +35,7 @@ class InitialValues:
             group["params"] = [real.get(parameter, parameter) for parameter in group["params"]]
 
     def of(self, bucket):
-        """The first values of a bucket's parameters, unrounded: a flat tensor, padded with zeros."""
+        """The initial values of a bucket's parameters, unrounded: a flat tensor, padded with zeros."""
         dtype = bucket.kind.dtype
         exact = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
         whole = torch.zeros(bucket.padded_numel, dtype=exact, device=self._comm.device)
@@ -48,7 +48,7 @@ class InitialValues:
         return whole
 
     def place_buffers(self):
-        """Put buffers of the group's device in the places of meta ones."""
+        """Replace meta buffers by buffers on the group's device."""
         for module_name, module in self._module.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
@@ -57,10 +57,10 @@ class InitialValues:
                     self._fill("buffer", qualified, module._buffers[name], module._buffers[name])
 
     def _fill(self, what, name, tensor, stands_for):
-        """Have `init` fill a tensor, and find out whether it did, by NaN that is left or, without NaN, the version."""
+        """Have `init` fill a tensor, and find out whether it did: by remaining NaN or, for integers, by the version."""
         if tensor.is_floating_point():
             tensor.fill_(float("nan"))
-        before = tensor._version  # torch has no public way to ask
+        before = tensor._version  # torch has no public API for it
         self._init(name, tensor)
         if self._comm.simulated:
             return
@@ -71,7 +71,7 @@ class InitialValues:
         self._filled.append((f"{what} {name!r}", values, "init= must fill it alike on every rank"))
 
     def check(self):
-        """Refuse, on every rank alike, values that differ between ranks, and those that nothing will ever set."""
+        """Refuse, on every rank, values that differ between ranks, and buffers that nothing can set."""
         check_agreement(self._filled, self._comm, "the check of initial values")
         for name in self.unset:
             if name not in self._in_files:
@@ -81,11 +81,11 @@ class InitialValues:
                 )
 
     def take_from_file(self, tensors):
-        """These parameters and buffers have got their values from a file."""
+        """These parameters and buffers have their values from a file."""
         self.unset = {name: tensor for name, tensor in self.unset.items() if tensor not in tensors}
 
     def check_set(self):
-        """Refuse to compute with what has no values yet."""
+        """Refuse to compute with tensors that have no values yet."""
         for name in self.unset:
             raise InputError(
                 f"init= leaves {name!r} without values; have it fill that, or write engine.load_weights(file) or "
@@ -94,7 +94,7 @@ class InitialValues:
 
 
 def shards_of(buckets, param_groups, are_one):
-    """What the optimizer is made of: this rank's shards, in torch's groups or, if they `are_one`, in a list."""
+    """The optimizer's parameters: this rank's shards, in torch's groups or, if the groups `are_one`, in a list."""
     shards = [[] for _ in param_groups]
     for bucket in buckets:
         shards[bucket.kind.group] += [shard.master for shard in bucket.optimizer_shards]

@@ -1,4 +1,4 @@
-"""The mean gradient between backward and step, whole on every rank, to be read or written."""
+"""The mean gradient between backward and step, whole on every rank, to read or write."""
 
 import contextlib
 
@@ -16,14 +16,14 @@ def gradients(engine, *modules, write=False):
     A collective, between `backward` and `step`: of all backwards since the last step, unscaled, before clipping.
 
     Args:
-        write: each rank keeps its part of what its entries are when the context is left, in fp32.
+        write: when the context is left, each rank keeps its shard of the entries, in fp32.
 
     Yields:
         {name of a parameter: fp32 tensor of its shape}, in the model's order, to read or, with `write`, to write.
 
     Raises:
         RuntimeError: there was no backward since the last step.
-        InputError: what was written differs between ranks, or has not the parameter's shape. Nothing is kept.
+        InputError: an entry differs between ranks, or has another shape than its parameter. Nothing is kept.
     """
     engine.require_gradients("gradients")
     engine.comm.traffic.phase = "gradients"
@@ -42,7 +42,7 @@ def gradients(engine, *modules, write=False):
 
 @torch.no_grad()
 def _whole_mean(engine, bucket):
-    """A bucket's mean gradient over all ranks, of the loss as it was scaled, [padded_numel]. A collective."""
+    """A bucket's mean gradient over all ranks, still scaled, [padded_numel]. A collective."""
     parts = []
     for shard in bucket.optimizer_shards:
         with shard.mean_in_memory() as mean:
@@ -54,7 +54,7 @@ def _whole_mean(engine, bucket):
 
 @torch.no_grad()
 def _agree(engine, places, found):
-    """Refuse, on every rank, what is no gradient of these parameters, and what differs between ranks."""
+    """Refuse, on every rank, entries that are no gradients of these parameters, or differ between ranks."""
     comm, misfit, how = engine.comm, None, "write the same on every rank; nothing of it is kept"
     for name, (_, place) in places.items():
         given = found.get(name)
@@ -73,7 +73,7 @@ def _agree(engine, places, found):
 
 @torch.no_grad()
 def _keep(engine, places, found):
-    """Have each optimizer shard keep its part of what was written, in fp32."""
+    """Have each optimizer shard keep its part of the entries that changed, in fp32."""
     written = {}  # bucket -> {name: flat}
     for name, (bucket, place) in places.items():
         if not torch.equal(found[name], place):

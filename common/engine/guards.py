@@ -1,6 +1,6 @@
-"""What is said to a model or an optimizer once an engine is built: refused if it would train other weights, or none.
+"""Calls on a model or an optimizer after an engine is built are refused if they would train other weights, or none.
 
-`zero_grad` is obeyed: gradients lie in the engine, not in `parameter.grad`, and it drops them.
+`zero_grad` works: gradients lie in the engine, not in `parameter.grad`, and it drops them.
 """
 
 import functools
@@ -23,7 +23,7 @@ HOW_TO_CHANGE = (
     "engine of it, and write engine.continue_from(old_engine)"
 )
 WHERE_TO_WRITE = "do it in step() of the optimizer that the factory makes, which sees each shard alone"
-INSTEAD = {  # of what an nn.Module has
+INSTEAD = {  # attribute of an nn.Module -> what to write
     "parameters": "write engine.module.parameters()",
     "named_parameters": "write engine.module.named_parameters()",
     "state_dict": "write engine.full_state_dict(), or engine.save(path)",
@@ -35,7 +35,7 @@ engine_of = weakref.WeakValueDictionary()  # id of a parameter -> its engine, wh
 
 
 class Guards:
-    """Looks after an engine's parameters, which are in place, and its optimizer. It does not hold the engine."""
+    """Watches an engine's parameters and its optimizer, without a reference that keeps the engine alive."""
 
     def __init__(self, engine):
         self._engine = weakref.proxy(engine)
@@ -44,7 +44,7 @@ class Guards:
 
     @past_subclasses
     def check_parameters(self):
-        """Refuse parameters that are no longer those that the engine has made: they would not be trained."""
+        """Refuse parameters that were added or removed since the engine was built: they would not be trained."""
         engine = self._engine
         names = {parameter: name for name, parameter in engine._module.named_parameters()}
         for parameter, name in names.items():
@@ -59,7 +59,7 @@ class Guards:
 
     @past_subclasses
     def check_places(self):
-        """Other data that `parameter.data = tensor` has given goes to the parameter's place, or is refused."""
+        """Copy data set by `parameter.data = tensor` to the parameter's place, or refuse it."""
         for bucket in self._engine.buckets + self._engine.frozen:
             bucket.note_strays()
             strays = [name for name in bucket.members if name in bucket.strays]
@@ -80,9 +80,9 @@ class Guards:
 
     @past_subclasses
     def check_trainable(self):
-        """Refuse what was frozen or thawed: a frozen weight would still be stepped, a thawed one not be trained.
+        """Refuse weights frozen or thawed since: a frozen one would still be stepped, a thawed one not be trained.
 
-        Gradients that somebody has written to `parameter.grad` are refused too: no step would take them.
+        Refuse gradients written to `parameter.grad` too: no step would take them.
         """
         for bucket in self._engine.buckets + self._engine.frozen:
             for name, parameter in bucket.members.items():
@@ -98,12 +98,15 @@ class Guards:
             raise InputError("no parameter was trainable when the engine was built: it serves forwards alone")
 
     def end_lone_runs(self):
-        """Let go of units that are held for modules whose run an exception ended."""
+        """Unpin units that are held for modules whose run an exception ended."""
         for watch in self._engine.watches:
             watch.give_up()
 
     def finish_failed_backward(self):
-        """Each rank may have met its exception elsewhere: send what others wait for, and see that all met one."""
+        """Finish a backward that raised, on each rank elsewhere: run the collectives that others wait for.
+
+        The last one shows that all ranks have come here.
+        """
         engine = self._engine
         if engine.unfinished is None:
             return
@@ -124,7 +127,7 @@ class Guards:
             )
 
     def check_scales(self):
-        """Refuse gradients of another loss scale than the engine's: they would be divided by the wrong one."""
+        """Refuse gradients with another loss scale than the engine's: they would be divided by the wrong one."""
         scale = self._engine._scale
         if any(given != scale for bucket in self._engine.buckets for _, given in bucket.scales):
             raise RuntimeError(
@@ -133,7 +136,7 @@ class Guards:
             )
 
     def drop_gradients(self, parameters):
-        """Drop the gradients of some of the model's parameters, of those of all engines."""
+        """Drop the gradients of those of the engine's parameters that are in `parameters`."""
         engine = self._engine
         named = {b: {n for n, p in b.members.items() if p in parameters} for b in engine.buckets}
         if all(len(names) == len(bucket.slots) for bucket, names in named.items()):
@@ -144,7 +147,7 @@ class Guards:
                 bucket.drop(names)
 
     def take_optimizer(self):
-        """Look after the engine's optimizer too: it is as it was built, and hears no hooks."""
+        """Watch the engine's optimizer too: it takes no hooks and no further parameters."""
         optimizer, drop = self._engine.optimizer, Hook(self._engine.zero_grad)
         optimizer.zero_grad = lambda set_to_none=True: drop()
         optimizer.register_state_dict_post_hook(Hook(self._mark_state_dict))
@@ -155,11 +158,11 @@ class Guards:
         self._own_step = _watched(optimizer.step)
 
     def _mark_state_dict(self, optimizer, state_dict):
-        """A state dict of the optimizer says whose shards its states are of."""
+        """A state dict of the optimizer says whose shards its states belong to."""
         state_dict["shard"] = self.own_shard()
 
     def _check_state_dict(self, optimizer, state_dict):
-        """Refuse the states of other shards: they have the same shapes, and would be taken."""
+        """Refuse the states of other shards: they have the same shapes, and torch would load them."""
         given, own = state_dict.get("shard"), self.own_shard()
         if given != own:
             told = "{rank} of {world_size} of {engine}"
@@ -170,7 +173,7 @@ class Guards:
             )
 
     def own_shard(self):
-        """Whose shards this rank's optimizer steps, and how they are cut, as a dict of text and numbers."""
+        """The shards that this rank's optimizer steps: whose they are and how they are cut, as text and numbers."""
         engine = self._engine
         whole = all(length(engine.owned(bucket).optimizer) == bucket.padded_numel for bucket in engine.buckets)
         shards = [(list(b.slots), s.part.start, s.part.stop) for b in engine.buckets for s in b.optimizer_shards]
@@ -192,8 +195,8 @@ class Guards:
         self._own_step = step
 
     def check_step(self):
-        """Refuse a `step` that has been put in the place of the optimizer's own: not every engine would hear it."""
-        put = vars(self._engine.optimizer).get("step")  # None where it is that of the class
+        """Refuse a `step` that replaced the optimizer's own: not every engine would call it."""
+        put = vars(self._engine.optimizer).get("step")  # None if it is the class's
         if put is not None and _watched(put) is not self._own_step:
             raise InputError(f"engine.optimizer.step was replaced after the engine was built; {WHERE_TO_WRITE}")
         for shard in (shard for bucket in self._engine.buckets for shard in bucket.optimizer_shards):
@@ -206,12 +209,12 @@ class Guards:
 
 
 class NoModule:
-    """An engine is no nn.Module, and is tied to its ranks: who takes it for a model is told what to write."""
+    """An engine is no nn.Module, and is tied to its ranks: a use as a model raises and says what to write."""
 
     def __getattr__(self, name):
         if name in INSTEAD:
             raise AttributeError(f"an engine has no {name!r}: {INSTEAD[name]}")
-        return self.__getattribute__(name)  # which says what it lacks
+        return self.__getattribute__(name)  # raises Python's own message
 
     def __reduce__(self):
         raise InputError(
@@ -221,7 +224,7 @@ class NoModule:
 
 
 def check_hooks(optimizer):
-    """Refuse an optimizer that comes with hooks of its step. torch has no public way to ask for them."""
+    """Refuse an optimizer with hooks on its step. torch has no public API to ask for them."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         _refuse_hook()
 
@@ -253,7 +256,7 @@ register_optimizer_step_pre_hook(_refuse_other_optimizers)
 
 
 def _heard_by_engines(zero_grad):
-    """nn.Module's `zero_grad`, of which torch tells no hook: engines drop the gradients of the module's parameters."""
+    """nn.Module's `zero_grad`, for which torch has no hook: engines drop the gradients of the module's parameters."""
 
     @functools.wraps(zero_grad)
     def drop(module, set_to_none=True):

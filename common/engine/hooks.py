@@ -1,4 +1,4 @@
-"""Hooks that end with the engine they call, and are no part of a copy of the model."""
+"""Hooks that end with the engine they call, and do nothing in a copy of the model."""
 
 import weakref
 
@@ -6,10 +6,10 @@ import torch
 
 
 class Hook:
-    """Calls `method(*first, ...)` as long as the object that the method belongs to lives; after that nothing.
+    """Calls `method(*first, ...)` as long as the method's object lives; after that nothing.
 
-    torch keeps the hooks of a parameter where Python's collector does not see them: one that held the engine would
-    keep it, and all that it holds, for ever. A copy of a module copies its hooks too, and those call nothing.
+    Python's garbage collector does not see a parameter's hooks: one that held the engine would keep it, and all its
+    tensors, for ever. A copy of a module copies its hooks too, and those call nothing.
     """
 
     def __init__(self, method=None, *first):
@@ -29,12 +29,12 @@ class Hook:
 
 @torch.compiler.disable
 def _past_the_compiler(hook, args):
-    """What a hook does is for Python alone: torch.compile would trace it, and stumble over threads and storages."""
+    """Run a hook in Python: torch.compile would trace it, and cannot trace threads and storages."""
     return hook._call(args)
 
 
 class LeafHook(Hook):
-    """A hook on a part of a unit. A compiler leaves it out, so that the unit is one graph."""
+    """A hook on a part of a unit, left out by torch.compile, so that the unit is one graph."""
 
     def __call__(self, *args):
         return None if torch.compiler.is_compiling() else self._call(args)

@@ -18,9 +18,9 @@ from common.tensors import length, within
 # A fused optimizer steps the last few elements of a tensor by other instructions than the rest. Shards of whole
 # multiples of this have no such tail, so an element's update does not depend on where its shard begins.
 ALIGNMENT = 32
-# A matrix-vector kernel adds in another order where a matrix begins at an odd address. So every parameter begins at a
-# multiple of a cache line, as a tensor of its own does: at most 60 bytes in fp32 are lost for each, and none where
-# sizes are multiples of 16 elements in fp32, of 32 in 16-bit.
+# A matrix-vector kernel adds in another order if a matrix begins at an odd address. So every parameter begins at a
+# multiple of a cache line, as a tensor of its own does. That costs at most 60 bytes each in fp32, and none if sizes are
+# multiples of 16 elements in fp32, of 32 in 16-bit.
 SLOT_BYTES = 64
 
 
@@ -40,7 +40,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Kind:
-    """What parameters must share to lie in one run."""
+    """The properties that all parameters of a run share."""
 
     dtype: torch.dtype
     group: int  # index of their parameter group
@@ -48,7 +48,7 @@ class Kind:
 
 
 def round_up(number, multiple):
-    """The smallest multiple that is no less than a number."""
+    """The smallest multiple that is at least a number."""
     return -(-number // multiple) * multiple
 
 
@@ -56,8 +56,8 @@ class FlatRange:
     """Parameters in a row, each at an aligned place, padded to `world_size` shards of equal, aligned length.
 
     Attributes:
-        name: what a message calls it, set when the model is cut into runs.
-        gaps: what belongs to no parameter, as slices of the run.
+        name: its name in messages, set when the model is cut into runs.
+        gaps: slices of the run that belong to no parameter.
     """
 
     def __init__(self, named_parameters, kind, world_size):
@@ -83,33 +83,33 @@ class FlatRange:
         return slice(0, self.padded_numel)
 
     def view(self, flat, name):
-        """The part of `flat`, a whole run, that is parameter `name`, in its shape."""
+        """Parameter `name` as a view of `flat`, a whole run."""
         slot = self.slots[name]
         return flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
 
     def cut(self, flat):
-        """All of them, {name: view}: made one after another they take a third of the time of views made when needed."""
+        """All parameters as views of `flat`, {name: view}: made at once, in a third of the time of single views."""
         parts = flat.tensor_split(self._cuts)[::2]
         return {slot.name: part.view(slot.shape) for slot, part in zip(self.slots.values(), parts, strict=True)}
 
     def overlaps(self, part):
-        """Yield what elements `part` of the run hold: a parameter's name, and slices of the parameter and of `part`."""
+        """Yield the parameters in elements `part` of the run: name, slice of the parameter, slice of `part`."""
         for slot in self.slots.values():
             common = slice(max(slot.offset, part.start), min(slot.end, part.stop))
             if common.start < common.stop:
                 yield slot.name, within(common, slice(slot.offset, slot.end)), within(common, part)
 
     def fill(self, target, part, values):
-        """Write into `target`, elements `part` of the run, those of the parameters in `values`, {name: flat tensor}."""
+        """Write parameters, `values` {name: flat tensor}, into `target`, which holds elements `part` of the run."""
         for name, there, here in self.overlaps(part):
             if name in values:
                 target[here] = values[name][there].to(target.device, target.dtype)
 
 
 def kinds(named_parameters, param_groups, dtype_of):
-    """Sort (name, parameter) pairs by what may lie in one run: {Kind: [(name, parameter), ...]}, order kept.
+    """Sort (name, parameter) pairs by kind, {Kind: [(name, parameter), ...]}, in their order.
 
-    `dtype_of(name, parameter)` says in which dtype a parameter is kept.
+    `dtype_of(name, parameter)` is the dtype that a parameter is kept in.
     """
     group_of = {parameter: index for index, group in enumerate(param_groups) for parameter in group["params"]}
     sorted_by_kind = {}
@@ -123,8 +123,8 @@ def buckets(named_parameters, param_groups, dtype_of, bucket_bytes, world_size, 
     """Cut parameters, last registered first, into runs of about `bucket_bytes`.
 
     Backward produces gradients in roughly that order, so the first bucket is full early. A parameter is never
-    cut: one larger than a bucket has a bucket of its own. The runs come in the order in which they fill. 16-bit
-    parameters count as fp32, in which their gradients are added and stepped.
+    cut: one larger than a bucket has a bucket of its own. Runs are ordered as they fill. 16-bit parameters count as
+    fp32, in which their gradients are added and stepped.
     """
     last_registered_first = list(reversed(list(named_parameters)))
     position = {name: index for index, (name, _) in enumerate(last_registered_first)}

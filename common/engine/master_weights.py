@@ -8,19 +8,19 @@ from common.tensors import let_go
 
 
 class OptimizerShard:
-    """A part of a run: its master weights, where its mean gradient arrives, and what is rounded from them.
+    """A part of a run: its master weights, the parameters rounded from them, and its mean gradient.
 
     A bucket has one, unless an engine's placement table cuts it.
 
     Attributes:
         part: its elements, as a slice of the run.
-        tier: where its master weights, gradient and optimizer states lie, of `common.tiers`; None where no table says.
+        tier: the tier, of `common.tiers`, of its master weights, gradient and optimizer states; None without a table.
         stepped: the same part of the bucket's parameters, on the device.
-        master: what the optimizer steps, an nn.Parameter: `stepped` itself or, if that is 16-bit or in another tier, a
+        master: the nn.Parameter that the optimizer steps: `stepped` itself or, if that is 16-bit or in another tier, a
             copy in fp32.
-        gradient_shard: where its mean gradient arrives, in the parameters' dtype.
-        carried: the sum of the step's earlier means, in fp32, where `gradient_shard` does not hold it.
-        adds: the next mean is to be added to one that lies on disk.
+        gradient_shard: the tensor that its mean gradient arrives in, in the parameters' dtype.
+        carried: the sum of the step's earlier means, in fp32; None if `gradient_shard` holds it.
+        adds: whether the next mean is added to one that lies on disk.
     """
 
     adds = False
@@ -31,12 +31,12 @@ class OptimizerShard:
 
     @property
     def mean(self):
-        """The mean gradient since the last step: of one backward as it arrived, of several the sum, in fp32."""
+        """The mean gradient since the last step: of one backward in its own dtype, of several their sum in fp32."""
         return self.gradient_shard if self.carried is None else self.carried
 
     @contextlib.contextmanager
     def mean_in_memory(self, write=False):
-        """A context in which the mean gradient can be read or, with `write`, changed. It gives the mean."""
+        """A context that yields the mean gradient, to read or, with `write`, to change."""
         yield self.mean
 
     @property
@@ -46,34 +46,34 @@ class OptimizerShard:
 
     @property
     def is_apart(self):
-        """The master weights are a copy, and no part of the parameters."""
+        """Whether the master weights are a copy, not the parameters themselves."""
         return self.master.dtype != self.stepped.dtype
 
     def check_states(self, states):
-        """Refuse what was written to the optimizer's states, {name: state}, and would be lost: here nothing is."""
+        """Refuse writes to the optimizer's states, {name: state}, that would be lost: here none is."""
 
     def adopt(self, states):
-        """Take states that the optimizer has made, {name: state}, to where they are to lie: here they do."""
+        """Move states that the optimizer has made, {name: state}, to their tier: here they are in place."""
 
     def states(self, optimizer):
-        """The tensors that the optimizer keeps of it."""
+        """The optimizer's states of it that are tensors."""
         return [state for state in list(optimizer.state.get(self.master, {}).values()) if torch.is_tensor(state)]
 
     def take_state(self, name, fill):
-        """Read one of the optimizer's states, by `fill(target)`; return what stands for it in the optimizer."""
+        """Fill one of the optimizer's states by `fill(target)`; return the tensor for the optimizer to hold."""
         like = torch.empty_like if self.tier is None or self.tier.pins else self.tier.empty_like  # as optimizers do
         values = like(self.master.detach(), dtype=torch.float32)
         fill(values)
         return values
 
     def set_aside(self):
-        """An earlier backward's mean stands aside, before this one's gradients or their mean arrive in its place."""
+        """Copy an earlier backward's mean, before this one's gradients or their mean arrive in its place."""
         if self.carried is None:
             copied = torch.empty_like if self.gradient_tier is None else self.gradient_tier.empty_like
             self.carried = copied(self.gradient_shard, dtype=torch.float32).copy_(self.gradient_shard)
 
     def widen(self):
-        """Have the mean in fp32, where it is in 16-bit."""
+        """Make a 16-bit mean fp32."""
         self.set_aside()
 
     def add_up(self):
@@ -87,15 +87,15 @@ class OptimizerShard:
 
 
 def groups_of(optimizer):
-    """{what an optimizer steps: the number of its group}."""
+    """{parameter of an optimizer: the number of its group}."""
     return {weights: number for number, group in enumerate(optimizer.param_groups) for weights in group["params"]}
 
 
 @contextlib.contextmanager
 def alone(optimizer, weights, group):
-    """In this context the optimizer has these weights alone, in one group: that of the number, to which they belong.
+    """In this context the optimizer has only these weights, in their `group`, a number.
 
-    So a `step` that clips gradients by value or clamps weights does to each shard what it would do to the whole.
+    So a `step` that clips gradients by value or clamps weights treats each shard as it would treat the whole.
     """
     groups = optimizer.param_groups
     own = groups[group]

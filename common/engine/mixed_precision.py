@@ -1,7 +1,7 @@
 """Precisions, dynamic loss scaling, and the global gradient norm.
 
-In 16-bit a rank computes with rounded parameters and steps fp32 *master weights*, of which it keeps the optimizer's
-part alone: 2 bytes for a parameter, 2 for its gradient, 4 for its master and 8 for Adam's moments (ZeRO, arXiv
+In 16-bit a rank computes with rounded parameters and steps fp32 *master weights*, which it keeps for its optimizer
+shard only: 2 bytes for a parameter, 2 for its gradient, 4 for its master and 8 for Adam's moments (ZeRO, arXiv
 1910.02054, sec. 3.1). In fp32 the parameters are their own master weights.
 """
 
@@ -27,10 +27,10 @@ def dtype_of(precision):
 
 
 class RunningBackward:
-    """The backward that an engine of this process runs. Its graph may reach parameters of other engines, too.
+    """The backward that an engine of this process runs. Its graph may reach parameters of other engines too.
 
     Attributes:
-        loss_scale: what its loss was multiplied by; None while none runs.
+        loss_scale: the factor on its loss; None while none runs.
     """
 
     loss_scale = None
@@ -53,7 +53,7 @@ class StepResult:
 
     Attributes:
         norm: global norm of the mean gradient before clipping, unscaled; None without `clip_norm` and `skip_norm`.
-        skipped: the step changed nothing, because a gradient overflowed in fp16, or for its norm: see `skip_norm`.
+        skipped: whether the step changed nothing: a gradient overflowed in fp16, or for its norm: see `skip_norm`.
     """
 
     norm: float | None
@@ -65,8 +65,8 @@ class LossScaler:
     """Dynamic loss scaling: keeps small gradients above the smallest number of fp16.
 
     The loss is multiplied by `scale` before backward, the gradient divided by it before the step. A step whose
-    gradient overflows is skipped. After `hysteresis` of those the scale is halved, and again with every further one,
-    until `window` steps in a row went well: then it doubles, and `hysteresis` overflows are pardoned anew.
+    gradient overflows is skipped. After `hysteresis` of those the scale is halved, and again with every further one.
+    After `window` steps in a row without an overflow it doubles, and the count of `hysteresis` starts again.
 
     Attributes:
         scale: a power of two, so that scaling rounds nothing.
@@ -74,7 +74,7 @@ class LossScaler:
         hysteresis: overflows after which the scale is halved.
         smallest: the scale is not halved below this.
         good_steps: steps since the last overflow, or since the scale doubled.
-        pardons: overflows that are still pardoned, and one.
+        pardons: overflows until the scale is halved.
 
     Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, sec. 3.2.
     """
@@ -91,7 +91,7 @@ class LossScaler:
             self.pardons = self.hysteresis
 
     def update(self, overflow):
-        """Adapt the scale to what a step met."""
+        """Adapt the scale after a step."""
         if overflow:
             self.good_steps = 0
             self.pardons = max(0, self.pardons - 1)
@@ -108,16 +108,16 @@ class LossScaler:
         return asdict(self)
 
     def load_state_dict(self, state):
-        """Become what a checkpoint holds."""
+        """Take all attributes from a checkpoint."""
         vars(self).update(state)
 
 
 def decide(engine):
-    """Find out whether a step is to be taken, and what multiplies its gradients: the same on every rank.
+    """Decide whether to take a step, and by which factor to scale its gradients: the same on every rank.
 
     Returns:
-        Its StepResult; the factor, a number or a scalar tensor on the CPU, where it multiplies tensors on any device.
-        None multiplies nothing.
+        Its StepResult; the factor, a number or a scalar tensor on the CPU, which multiplies tensors on any device; None
+        for no factor.
     """
     scale, factor, scaler = 1.0, None, engine.loss_scaler
     if scaler is not None:
@@ -137,7 +137,7 @@ def decide(engine):
 
 
 def overflow_flag(buckets, comm):
-    """1 where any rank has an inf or a NaN in its part of the mean gradient, else 0: an fp32 tensor [1]."""
+    """1 if any rank has an inf or a NaN in its shard of the mean gradient, else 0: an fp32 tensor [1]."""
     finite = torch.ones(1, device=comm.device)
     for bucket in buckets:
         for shard in bucket.optimizer_shards:
@@ -150,12 +150,12 @@ def gradient_norm(buckets, comm, norm_type=2.0):
     """The norm of the mean gradient over all parameters and ranks, each element once: an fp32 scalar tensor.
 
     Squares are summed in float64, shard by shard, and the shards' sums added in rank order. A rank that keeps the
-    whole gradient adds the same numbers in the same order, so all stages get the same norm. In the infinity norm each
-    shard has its largest element in the place of its sum.
+    whole gradient adds the same numbers in the same order, so all stages get the same norm. For the infinity norm each
+    shard gives its largest element in place of its sum.
 
     Args:
         buckets: the `mean` gradients of their optimizer shards are one shard each, or all N of them end to end.
-        comm: asked only when a rank holds one shard.
+        comm: used only if a rank holds one shard.
     """
     held = sum(length(own.part) for own in buckets[0].optimizer_shards) // buckets[0].shard_numel  # 1 or N
     shards = torch.zeros(held, dtype=torch.float64, device=comm.device)
@@ -163,7 +163,7 @@ def gradient_norm(buckets, comm, norm_type=2.0):
         for shard, chunk in _chunks(bucket, held):
             if norm_type == math.inf:
                 shards[shard] = torch.maximum(shards[shard], torch.linalg.vector_norm(chunk, math.inf).double())
-            elif chunk.is_cuda:  # by one kernel, which takes the elements as they are
+            elif chunk.is_cuda:  # one kernel, without a float64 copy
                 shards[shard] += torch.linalg.vector_norm(chunk, dtype=torch.float64).square()
             else:
                 shards[shard] += chunk.double().square().sum()
@@ -178,10 +178,10 @@ def gradient_norm(buckets, comm, norm_type=2.0):
 
 
 def _chunks(bucket, shards):
-    """Chunks of the mean gradient of so many shards, from the optimizer shards, of which one is in memory at a time.
+    """Chunks of the mean gradient of so many shards, with one optimizer shard in memory at a time.
 
     Yields:
-        The number of the shard, and its next elements: all of them on CUDA, else CHUNK or the last.
+        The number of the shard, and its next elements: all of them on CUDA, else CHUNK or the remaining ones.
     """
     on_cuda = bucket.optimizer_shards[0].tier is None and bucket.optimizer_shards[0].mean.is_cuda
     size = bucket.shard_numel if on_cuda else CHUNK
@@ -196,7 +196,7 @@ def _chunks(bucket, shards):
                     missing = min(size, bucket.shard_numel - start)
                 parts.append(mean[begin : begin + missing])
                 begin, missing = begin + len(parts[-1]), missing - len(parts[-1])
-                if missing > 0 and begin == len(mean):  # it goes on in the next one, which may take this one's buffer
+                if missing > 0 and begin == len(mean):  # continued in the next one, which may reuse this one's buffer
                     parts[-1] = parts[-1].clone()
                 if missing == 0:
                     yield shard, end_to_end(parts, parts[0].device if len(bucket.optimizer_shards) == 1 else "cpu")

@@ -1,7 +1,7 @@
-"""Who reads a unit's weights while the unit does not run: a module of it alone, a state dict, or other code.
+"""Reads of a unit's weights while the unit does not run: by a module of it that runs alone, a state dict, other code.
 
-A module that runs alone has its unit gathered as long as it does. Other code that reads a freed weight is refused by
-the weight's name. Within a forward, the weight moves to the unit that is running, which gathers it from then on.
+A module that runs alone has its unit gathered meanwhile. Within a forward, a freed weight that is read moves to the
+unit that is running, which gathers it from then on. Any other read of a freed weight raises, with the weight's name.
 """
 
 import weakref
@@ -16,22 +16,22 @@ from common.tensors import inside_backward, map_tensors, own_parameters, tensors
 
 
 class Reader:
-    """Looks after a module that reads weights of a unit at times when the unit does not run.
+    """Watches a module that reads weights of a unit at times when the unit does not run.
 
-    The module may run alone, inside generate() for instance: then the unit is held as long as it does. Its state_dict
-    may be asked for, or a copy of it: then the unit must be whole already, and the state_dict holds copies; or the
-    weights themselves where these may be written.
+    If the module runs alone, inside generate() for instance, the unit is pinned meanwhile. For its state_dict, or a
+    copy of it, the unit must be whole already, and the state_dict holds copies, or the weights themselves if these may
+    be written.
     """
 
     def __init__(self, engine, unit, path, module):
         self.engine, self.path, self.module, self.hooked = weakref.proxy(engine), path, module, False
-        self.alone = 0  # its runs now, since the unit is held for them
+        self.alone = 0  # its current runs that the unit is pinned for
         engine.handles.append(module.register_state_dict_pre_hook(Guard(self.before_state_dict)))
         engine.handles.append(module.register_state_dict_post_hook(Hook(self.after_state_dict)))
         self.look_after(unit)
 
     def look_after(self, unit):
-        """The weights are this unit's."""
+        """The module's weights now belong to this unit."""
         self.unit = unit
         if self.module is not unit.module and not self.hooked:
             self.hooked = True
@@ -39,7 +39,7 @@ class Reader:
             self.engine.handles.append(self.module.register_forward_hook(LeafHook(self.after)))
 
     def before(self, module, args):
-        unit, own = self.unit, bool(self.alone)  # `own`: the unit is held for this module, which calls itself
+        unit, own = self.unit, bool(self.alone)  # `own`: the unit is pinned for this module, which calls itself
         outside = not (unit.whole and (unit.depth or unit.pins > own or inside_backward()))
         if outside or own:
             read = [*module.parameters(), *tensors_in(args)] if outside and torch.is_grad_enabled() else ()
@@ -62,7 +62,7 @@ class Reader:
         return output
 
     def give_up(self):
-        """Release what a run holds that an exception ended: torch calls no hook after one."""
+        """Unpin after a run that an exception ended: torch calls no hook then."""
         if self.alone:
             self.alone = 0
             self.engine.unpin(self.unit)
@@ -83,7 +83,7 @@ class Reader:
 
 
 def copy_weights(unit, output):
-    """`output`, with copies for the unit's own weights: those are freed while the caller may still read them."""
+    """`output`, with the unit's own weights copied: they are freed while the caller may still read them."""
     own = {storage_id(bucket.full_parameters) for bucket in unit.buckets}
 
     def copied(tensor):
@@ -95,7 +95,7 @@ def copy_weights(unit, output):
     return map_tensors(copied, output)
 
 
-# What a freed parameter is asked for in peace: its shape and the like, and what Module.to() asks.
+# Functions that a freed parameter allows: its shape and the like, and those that Module.to() calls.
 TELLS = {"__get__", "__set__", "__delete__", "__repr__", "__len__", "__hash__", "size", "dim", "numel", "nelement"}
 TELLS |= {"stride", "storage_offset", "element_size", "is_contiguous", "is_floating_point", "is_complex", "get_device"}
 TELLS |= {"untyped_storage", "data_ptr", "is_shared", "is_pinned", "is_inference", "type", "detach", "requires_grad_"}
@@ -103,14 +103,14 @@ TELLS |= {"register_hook", "register_post_accumulate_grad_hook", "_has_compatibl
 TELLS |= {"to", "cpu", "cuda", "float", "double", "half", "bfloat16"}
 
 
-# What is asked for to read the values later.
+# Functions whose result reads the values later.
 VIEWS = {"T", "mT", "H", "mH", "data", "real", "imag", "detach"}
 
 
 class Freed(nn.Parameter):
-    """A parameter while it is freed: it tells its shape and the like, and refuses to be read unless a unit takes it.
+    """A parameter while it is freed: it has a shape and the like, and raises if it is read, unless a unit takes it.
 
-    It is an `nn.Parameter` again when it gets other data.
+    It becomes an `nn.Parameter` again when it gets other data.
 
     Attributes:
         freed_name: its name.

@@ -1,10 +1,10 @@
-"""Which weights get their gradient in parts: those that a reentrant checkpoint shares with another use.
+"""Finds weights that get their gradient in parts: those that a reentrant checkpoint shares with another use.
 
 Such a checkpoint runs its forward without recording and backpropagates on its own. A weight that is used there and
-elsewhere then gets its gradient in parts, and its bucket must not leave with the first of them.
+elsewhere then gets its gradient in parts, and its bucket must not be reduced with the first of them.
 
-What runs inside of a checkpoint is noted by a hook that stands only as long as its forward; what is used outside of all
-of them is in the graph of the loss. So a model without such checkpoints runs without these hooks.
+A hook that exists only during a checkpoint's forward notes the weights used inside; those used outside are in the graph
+of the loss. So a model without such checkpoints runs without these hooks.
 """
 
 import functools
@@ -22,7 +22,7 @@ _watched = []  # the hook, while a checkpoint's forward runs
 
 
 def mark_gradients_in_parts(loss):
-    """Before a backward: tell the buckets of all engines whose gradients it brings in parts."""
+    """Before a backward: mark the buckets, of all engines, that get gradients in parts."""
     for parameter in _leaves(loss) if _inside else ():
         if id(parameter) in _inside and id(parameter) in engine_of:
             engine_of[id(parameter)].bucket_of[parameter].fires_in_parts = True
@@ -40,11 +40,11 @@ def _leaves(loss):
 
 
 def _noting(forward):
-    """`CheckpointFunction.forward`, for which torch has no hook, with one on all modules that run in it."""
+    """`CheckpointFunction.forward`, for which torch has no hook, with a hook on all modules that run in it."""
 
     @functools.wraps(forward)
     def run(*args):
-        if _watched or inside_backward():  # within another one; or again, in backward
+        if _watched or inside_backward():  # nested, or recomputed
             return forward(*args)
         _watched.append(register_module_forward_pre_hook(_note))
         try:
@@ -55,9 +55,9 @@ def _noting(forward):
     return run
 
 
-@torch.compiler.disable  # or a compiled block would take today's notes for a constant
+@torch.compiler.disable  # a compiled block would take these notes for constants
 def _note(module, args):
-    """A module runs inside of a checkpoint. A weight that is used so again gets its gradient in parts."""
+    """A module runs inside of a checkpoint. A weight used so twice gets its gradient in parts."""
     for parameter in module.parameters(recurse=False):
         engine = engine_of.get(id(parameter))
         if parameter.requires_grad and engine is not None and engine.grad_enabled:

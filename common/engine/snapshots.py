@@ -1,4 +1,4 @@
-"""From one state of an engine to another, in memory: back to a snapshot, or on with a model that has changed."""
+"""Moves an engine's state in memory: back to a snapshot, or into the engine of a changed model."""
 
 import copy
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from common.tensors import distinct, length, within
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank has kept of an engine.
+    """A rank's part of an engine's state.
 
     Attributes:
-        shard: whose it is, as state dicts of the optimizer say.
-        weights: of each bucket what the optimizer steps of it, or the engine keeps of a frozen one; flat, on the host.
+        shard: the engine and rank it belongs to, as `Guards.own_shard` has it.
+        weights: for each bucket this rank's master weights, or the parameters it keeps if frozen; flat, on the host.
         buffers, extra_state: {name: value}.
-        steps: the updates made, the loss scale's state, the optimizer's groups, and of each trainable bucket
-            ({state: flat}, other states). None where the optimizer was left out.
+        steps: the updates made, the loss scale's state, the optimizer's groups, and for each trainable bucket
+            ({state: flat}, other states). None if the optimizer was left out.
     """
 
     shard: dict
@@ -33,9 +33,9 @@ class Snapshot:
 
 
 def snapshot(engine, optimizer=True):
-    """What this rank keeps of the model, copied on the host; with `optimizer` its states and options too.
+    """A copy on the host of the model states that this rank keeps; with `optimizer` of its states and options too.
 
-    Buffers, extra state, the count of updates and the loss scale are in it, gradients are not.
+    Buffers, extra state, the count of updates and the loss scale are included, gradients are not.
     """
     engine.synchronize()
     weights = [detached(bucket.read(None, engine.optimizer)) for bucket in engine.buckets + engine.frozen]
@@ -43,7 +43,7 @@ def snapshot(engine, optimizer=True):
     if optimizer:
         of_buckets = []
         for bucket in engine.buckets:
-            elementwise, others = optimizer_state.states(engine, bucket.optimizer_shards[0])
+            elementwise, others = optimizer_state.states(engine, bucket)
             flat = {name: detached(bucket.read(name, engine.optimizer)) for name in elementwise}
             of_buckets.append((flat, copy.deepcopy(others)))
         scaler = engine.loss_scaler and engine.loss_scaler.state_dict()
@@ -56,10 +56,10 @@ def snapshot(engine, optimizer=True):
 def restore(engine, snapshot, optimizer=True):
     """Go back to a snapshot of this engine; a collective.
 
-    With `optimizer` to its states and options too, and gradients are dropped; else all these stay as they are.
+    With `optimizer` its states and options go back too, and gradients are dropped; else all these stay as they are.
 
     Raises:
-        InputError: it is of another engine or rank; or it has no states of the optimizer.
+        InputError: the snapshot is of another engine or rank, or has no states of the optimizer.
     """
     if snapshot.shard != engine.guards.own_shard():
         raise InputError("this snapshot is of another engine or rank; use engine.save(path) and engine.load(path)")
@@ -87,7 +87,7 @@ def restore(engine, snapshot, optimizer=True):
 
 
 def _take_over(engine, bucket, values):
-    """Have a bucket become these values of its shard, gathered where every rank keeps all of them."""
+    """Set a bucket from `values`, those of its shard; gather them if every rank keeps more than its shard."""
     owned = engine.owned(bucket)
     part = owned.optimizer if bucket.kind.trainable else owned.parameters
     if length(part) < length(owned.parameters):
@@ -99,8 +99,8 @@ def _take_over(engine, bucket, values):
 def continue_from(engine, old):
     """Take over weights and optimizer states from the `old` engine, of any stage over the same ranks; a collective.
 
-    Its model is what this one's was made of. What has the same name and shape goes on with the old master weights and
-    states. What is new keeps its first values, and begins with states of zeros beside the step count of the others.
+    This engine's model was made from the old one's. Parameters of the same name and shape continue with the old master
+    weights and states. New ones keep their initial values, and start from states of zeros, with the others' step count.
     Options are this engine's own.
     """
     engine.zero_grad()
@@ -115,7 +115,7 @@ def continue_from(engine, old):
         stepped = [one for one in dict.fromkeys(known.values()) if one.kind.trainable] if bucket.kind.trainable else []
         flat, others = {}, {}
         for one in stepped:
-            elementwise, others = optimizer_state.states(old, one.optimizer_shards[0])
+            elementwise, others = optimizer_state.states(old, one)
             for state in elementwise:
                 own = flat.setdefault(state, torch.zeros(length(engine.owned(bucket).optimizer)))
                 values = _values(old, {name: home for name, home in known.items() if home is one}, state)
@@ -128,13 +128,13 @@ def continue_from(engine, old):
 
 
 def _options(engine):
-    """The groups of its optimizer, without what they step."""
+    """The groups of an engine's optimizer, without their parameters."""
     groups = engine.optimizer.param_groups
     return [{name: copy.copy(value) for name, value in g.items() if name != "params"} for g in groups]
 
 
 def _values(old, known, state):
-    """A state of parameters of an engine, or their values for None, {name: flat}, of {name: bucket}. A collective."""
+    """A state of the parameters `known`, {name: bucket}, or their values for None: {name: flat}. A collective."""
     values = {}
     for bucket in dict.fromkeys(known.values()):
         whole = whole_of(old.comm, bucket, bucket.read(state, old.optimizer))
@@ -143,7 +143,7 @@ def _values(old, known, state):
 
 
 def _states_of(engine, bucket, shard, flat, others):
-    """The states of a optimizer shard: those that are no tensors of its shape, and what fills the others."""
+    """The states of an optimizer shard: those that are no tensors of its shape, and functions that fill the others."""
     here = within(shard.part, engine.owned(bucket).optimizer)
     fills = {name: lambda target, values=values: target.copy_(values[here]) for name, values in flat.items()}
     return copy.deepcopy(others), fills

@@ -1,8 +1,8 @@
-"""Memory that tensors of a model share otherwise than by being one Parameter.
+"""Tensors of a model that share memory without being one Parameter.
 
-An engine gives each Parameter a place of its own. So what shares memory comes apart there, unless it is one Parameter:
-`head.weight.data = embedding.weight.data` is taken for the tie that is meant; what shares memory in part is refused.
-Buffers stay where they are, and may lie in each other.
+An engine gives each Parameter a place of its own, so Parameters that share memory would come apart. Parameters that are
+the same memory, after `head.weight.data = embedding.weight.data`, become one; those that overlap in part are refused.
+Buffers stay where they are, and may overlap each other.
 """
 
 import torch
@@ -16,7 +16,7 @@ OWN = "share one nn.Parameter, or copy it by clone()"
 
 
 def check_tensors(model):
-    """Refuse tensors that no engine can keep: without a shape yet, not dense, or made where nothing may change."""
+    """Refuse tensors that no engine can keep: without a shape yet, not dense, or made in inference mode."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise InputError(f"{name!r} has no shape yet: run the model once before the engine is built")
@@ -27,10 +27,10 @@ def check_tensors(model):
 
 
 def tie(model):
-    """Put the first of several parameters that are one whole in memory in the place of the others, and refuse others.
+    """Replace parameters that are the same memory by the first of them; refuse those that overlap in part.
 
     Returns:
-        {parameter that is no part of the model any more: the one in its place}.
+        {replaced parameter: the one in its place}.
     """
     first, instead, distinct = {}, {}, []
     for name, parameter in model.named_parameters():
@@ -46,7 +46,7 @@ def tie(model):
 
 
 def replace(model, instead):
-    """Put parameters in the places of a model's: {parameter: the one in its place}."""
+    """Replace parameters of a model: `instead` is {parameter: the one in its place}."""
     for module in model.modules():
         own = own_parameters(module)
         own.update((name, instead[parameter]) for name, parameter in own.items() if parameter in instead)
@@ -60,7 +60,7 @@ def _check_apart(parameters, buffers):
             of_storage.setdefault(storage_id(tensor), []).append((what, tensor))
     for tensors in of_storage.values():
         tensors.sort(key=lambda pair: _span(pair[1]))
-        reached = []  # those that reach furthest: what begins behind their ends meets none of them
+        reached = []  # those that end after the current one begins: only they can overlap it
         for what, tensor in tensors:
             reached = [pair for pair in reached if _span(pair[1])[1] > _span(tensor)[0]]
             for other, its in reached:
@@ -71,12 +71,12 @@ def _check_apart(parameters, buffers):
 
 
 def extent(tensor):
-    """The elements of its storage from a tensor's first to its last."""
+    """The number of elements of its storage from a tensor's first to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _span(tensor):
-    """The bytes of its storage that a tensor lies in: the first, and the one behind the last."""
+    """The bytes of its storage that a tensor spans: the first, and the one after the last."""
     start = tensor.storage_offset() * tensor.itemsize
     return start, start + extent(tensor) * tensor.itemsize
 
@@ -89,6 +89,6 @@ def _meet(one, other):
 
 
 def _bytes(tensor):
-    """The numbers of all bytes of its storage that a tensor has."""
+    """The indices in its storage of all bytes of a tensor."""
     elements = torch.arange(extent(tensor)).as_strided(tensor.shape, tensor.stride()).reshape(-1, 1)
     return _span(tensor)[0] + (elements * tensor.itemsize + torch.arange(tensor.itemsize)).view(-1)

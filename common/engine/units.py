@@ -1,7 +1,7 @@
 """Units of stage 3 and its descendants: which parameters are gathered together, and the hooks that say when.
 
-This file finds out *that* a unit is about to run, forward or backward; what happens then is the engine's:
-`before_forward`, `after_forward`, `before_backward`. The engine calls nothing here but `PrefetchOrder`.
+This file finds out *that* a unit is about to run, forward or backward; the engine decides what happens then:
+`before_forward`, `after_forward`, `before_backward`.
 
 A module may ask for units of its own inside that of another: `gathered_apart`, see `make_units`.
 """
@@ -18,28 +18,28 @@ from common.engine.mixed_precision import running_backward
 from common.engine.readers import Freed, Reader, copy_weights
 from common.tensors import graph_task, inside_backward, tensors_in
 
-# A module whose parameters are this part of the largest unit's, or less, is gathered with the root: a message of its
-# own costs more than to hold it.
+# A module is gathered with the root if its parameters are this fraction of the largest unit's, or less: holding them
+# costs less than a message of their own.
 SMALL = 1 / 8
 LISTS = (nn.ModuleList, nn.Sequential)
-# Modules that read the weights of others inside them without calling those: a unit with all that is in it.
+# Modules that read the weights of modules inside them without calling those: one unit with all that is in them.
 READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class Unit:
-    """Parameters gathered and freed together: those of one module, less what belongs to units inside it.
+    """Parameters gathered and freed together: those of one module, except those of units inside it.
 
     Attributes:
         name, module: the module whose forward the unit spans.
-        apart: it lies in a module that is `gathered_apart`, and is freed when a checkpoint has run it again.
+        apart: whether it lies in a module that is `gathered_apart`; it is freed when a checkpoint has recomputed it.
         buckets: one run for each kind of parameter in it.
-        gathered: its parameters are whole on this rank, or on their way.
-        pins: contexts that hold it gathered; found_whole: as the first of them found it.
-        depth: its forwards that run now; more than one where a module calls itself.
-        inside: the units that were running when it ran, itself among them.
+        gathered: whether its parameters are whole on this rank, or their all-gather is in flight.
+        pins: how many contexts hold it gathered; found_whole: whether the first of them found it whole.
+        depth: how many of its forwards run now; more than one if a module calls itself.
+        inside: the units that were running when it ran, including itself.
         forward_gathers, backward_gathers: how often the forwards since the last step have to gather it, and how often
             their backwards.
-        open: its backward has begun and not ended.
+        open: whether its backward has begun and not ended.
     """
 
     def __init__(self, name, module, buckets, apart=False):
@@ -52,31 +52,31 @@ class Unit:
             bucket.name = (name or "the root") + (f"/{number}" if number else "")
 
     def beside(self, other):
-        """Neither of them ran inside the other."""
+        """Whether neither of them ran inside the other."""
         return other not in self.inside and self not in other.inside
 
     @property
     def whole(self):
-        """Its parameters can be read."""
+        """Whether its parameters can be read."""
         return self.gathered and all(bucket.gathering is None for bucket in self.buckets)
 
     @property
     def trainable(self):
-        """Its buckets that get gradients."""
+        """Its trainable buckets."""
         return [bucket for bucket in self.buckets if bucket.kind.trainable]
 
 
 def make_units(model, param_groups, dtype_of, world_size, make):
     """Cut a model into units, in the order of their first parameter.
 
-    An element of an outermost ModuleList or Sequential is one unit with all that is in it; never a part of it, an
-    expert, say, whose ranks may disagree on calling it. An element that is itself a list never runs, so its elements
-    are taken instead. Every other module with parameters of its own is a unit, but for small ones, which the root
-    takes: a norm, say. A parameter that several modules use, or that one uses which stands in several places, belongs
-    to the innermost module that holds all of those.
+    An element of an outermost ModuleList or Sequential is one unit with all that is in it. A part of it is never one:
+    ranks may disagree on calling an expert, say. An element that is itself a list never runs, so its elements are taken
+    instead. Every other module with parameters of its own is a unit, except small ones such as norms, which the root
+    takes. A parameter shared by several modules, or of a module that stands in several places, belongs to the
+    innermost module around all of them.
 
-    Where a module has the attribute `gathered_apart = True`, elements of lists inside it are units wherever it stands,
-    within another unit too. It promises that all ranks run them, in the same order, whenever they run that unit.
+    If a module has the attribute `gathered_apart = True`, elements of lists inside it are units, even within another
+    unit. It promises that all ranks run them, in the same order, whenever they run that unit.
     """
     homes, paths = _homes(model), {module: path for path, module in model.named_modules()}
     sizes = Counter()
@@ -98,8 +98,8 @@ def make_units(model, param_groups, dtype_of, world_size, make):
 
 
 def _homes(model):
-    """For each parameter the module it is gathered with: the innermost that runs and lies on every road to it."""
-    common = {}  # parameter -> the modules that all roads to it have in common, from the model inwards
+    """For each parameter the module it is gathered with: the innermost that runs and lies on every path to it."""
+    common = {}  # parameter -> the modules that all paths to it have in common, from the model inwards
     for path, module in model.named_modules(remove_duplicate=False):
         road = _road(model, path)
         for parameter in module.parameters(recurse=False):
@@ -110,9 +110,9 @@ def _homes(model):
 
 
 def _road(model, path):
-    """The modules from the model to that at `path`, or to the outermost list element on the way there.
+    """The modules from the model to the one at `path`, or to the outermost list element before it.
 
-    A module that is gathered apart begins the way anew.
+    Inside a module that is gathered apart, the outermost list element is looked for anew.
     """
     road, ended, in_list = [], False, False
     for module in _stops(model, path):
@@ -128,7 +128,7 @@ def _road(model, path):
 
 
 def _stops(model, path):
-    """The modules on the way from the model to that at `path`, both among them."""
+    """The modules from the model to the one at `path`, both included."""
     names = path.split(".") if path else []
     return [model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
 
@@ -143,18 +143,18 @@ def _runs(module):
 
 
 class PrefetchOrder:
-    """The order in which units were needed, recorded as it happens and used to look one unit ahead."""
+    """The order in which units were needed, recorded to prefetch the next one."""
 
     def __init__(self):
         self._recorded, self._position = [], 0
 
     def rewind(self):
-        """A new forward or backward begins: keep what the last one did, drop what it did not come to."""
+        """A new forward or backward begins: keep the units that the last one visited, drop the rest."""
         del self._recorded[self._position :]
         self._position = 0
 
     def visit(self, unit):
-        """`unit` is needed now. Where that is not what was recorded, what follows is recorded anew."""
+        """`unit` is needed now. If another one was recorded here, the record starts anew from this unit."""
         if self.now() is unit:
             return
         if self._position == len(self._recorded) or self._recorded[self._position] is not unit:
@@ -163,23 +163,23 @@ class PrefetchOrder:
         self._position += 1
 
     def now(self):
-        """The unit that was needed last; None before the first."""
+        """The unit visited last; None before the first."""
         return self._recorded[self._position - 1] if self._position else None
 
     def ahead(self):
-        """The unit that came next the last time; None where that is not known."""
+        """The unit that came next the last time; None if that is not known."""
         return self._recorded[self._position] if self._position < len(self._recorded) else None
 
     def upcoming(self, number, anew=False):
-        """Up to so many units as they came next the last time; `anew` from the beginning."""
+        """Up to `number` units that came next the last time; if `anew`, from the beginning."""
         begin = 0 if anew else self._position
         return self._recorded[begin : begin + number]
 
 
 def watch(engine, units):
-    """Call the engine's phases as the units' modules run, forward and backward. Look after who reads their weights.
+    """Call the engine's phases as the units' modules run, forward and backward, and watch modules that read weights.
 
-    Returns a `_Watch` for each unit, which the hooks call as long as the engine keeps it.
+    Returns a `_Watch` for each unit; its hooks work as long as the engine keeps it.
     """
     watches = {unit: _Watch(engine, unit) for unit in units}
     unit_of = {parameter: unit for unit in units for bucket in unit.buckets for parameter in bucket.members.values()}
@@ -192,7 +192,7 @@ def watch(engine, units):
 
 
 class _Watch:
-    """Finds out when a unit runs: the hooks of its module."""
+    """The hooks of a unit's module, which find out when the unit runs."""
 
     def __init__(self, engine, unit):
         self.engine, self.unit, self.readers = weakref.proxy(engine), unit, []
@@ -201,9 +201,9 @@ class _Watch:
         engine.handles += [self.first, self.last]
 
     def settle(self):
-        """Before a forward: end what an interrupt left.
+        """Before a forward: end runs that an exception left, and move these hooks to the first and last place.
 
-        And be the first and the last of the module's hooks: those that others have added since may read the weights.
+        Hooks that others have added since may read the weights.
         """
         self.give_up()
         if (
@@ -212,7 +212,7 @@ class _Watch:
             and not self.engine.backward_order.forwards
         ):
             self.unit.forward_gathers = self.unit.backward_gathers = 0
-        # torch has a public way to be the first when a hook is registered, and none to stay it.
+        # torch's public API puts a hook first when it is registered, but does not keep it first.
         self.unit.module._forward_pre_hooks.move_to_end(self.first.id, last=False)
         self.unit.module._forward_hooks.move_to_end(self.last.id)
 
@@ -222,7 +222,7 @@ class _Watch:
             reader.give_up()
 
     def before(self, module, args):
-        # In backward, checkpoints run forwards again and stop them half way: there only the gathering matters.
+        # In backward, checkpoints recompute forwards and stop them half way: only gathering matters there.
         if inside_backward():
             self.engine.before_recomputation(self.unit)
             return
@@ -234,32 +234,32 @@ class _Watch:
 
     def after(self, module, args, output):
         unit, output = self.unit, copy_weights(self.unit, output)
-        tensors, turn = tensors_in(output), None
+        tensors, call = tensors_in(output), None
         if not inside_backward():
             unit.depth -= 1
             if unit.depth > 0:  # a module called itself: the outermost call counts
                 return output
             self.engine.after_forward(unit, traced=bool(tensors))
             if self.engine.grad_enabled:
-                turn = self.engine.backward_order.note(unit, args, tensors)
-                if turn is not None and not tensors:
-                    turn.gathers = False  # nothing shows when its backward begins, so that it stays until then
+                call = self.engine.backward_order.note(unit, args, tensors)
+                if call is not None and not tensors:
+                    call.gathers = False  # it stays gathered: nothing shows when its backward begins
         else:
-            turn = self.engine.backward_order.of_run(unit)
-            if unit.apart and not unit.open:  # else a checkpoint that runs it again would gather all of its kind
+            call = self.engine.backward_order.of_run(unit)
+            if unit.apart and not unit.open:  # else a checkpoint would gather all of its kind
                 self.engine.free(unit)
                 unit.backward_gathers += not unit.gathered
         if torch.is_grad_enabled():
-            _watch_backward(self.engine, unit, tensors, turn)
+            _watch_backward(self.engine, unit, tensors, call)
         return output
 
 
 def is_freed(parameter):
-    """Whether a parameter is what a freed unit leaves of it: one number in the place of all."""
+    """Whether a parameter's unit is freed: one number stands for all of its elements."""
     return parameter.numel() > 1 and not any(parameter.stride())
 
 
-def _watch_backward(engine, unit, tensors, turn):
+def _watch_backward(engine, unit, tensors, call):
     """Have `before_backward` called when a gradient reaches one of the tensors that a forward returned."""
 
     def before_backward(gradient):
@@ -268,23 +268,23 @@ def _watch_backward(engine, unit, tensors, turn):
                 f"create_graph=True reads the weights of {unit.name or 'the model'!r} again when they are freed: "
                 "do it, and engine.backward() of what comes of it, within engine.gathered()"
             )
-        by_autograd = running_backward.loss_scale is None  # torch.autograd.grad, and no engine's backward
+        by_autograd = running_backward.loss_scale is None  # torch.autograd.grad, not an engine's backward
         if by_autograd and not engine.backward_order.is_begun(graph_task()):
             engine.begin_backward()
-        engine.before_backward(unit, turn)
+        engine.before_backward(unit, call)
 
     for tensor in tensors:
-        for made in (tensor, tensor._base):  # who changes a view in place takes it out of the graph, not its base
+        for made in (tensor, tensor._base):  # a view changed in place leaves the graph, its base does not
             if made is None or made.grad_fn is None:
                 continue
-            # Another unit's tensor may pass through this one: its gradient comes when this one's backward is over.
+            # A tensor of another unit may pass through: its gradient comes after this unit's backward.
             maker = made.grad_fn.metadata.setdefault("unit", unit)
             if unit in maker.inside:
                 made.register_hook(before_backward)
 
 
 def _add_root(engine):
-    """A unit of the model's own, which has none so far and is running."""
+    """Add a unit for the model itself, which has none so far and is running."""
     root = Unit("", engine._module, [])
     engine.units.append(root)
     engine.watches.append(_Watch(engine, root))
@@ -295,14 +295,14 @@ def _add_root(engine):
 
 
 class FreedViews:
-    """What a bucket's parameters are while they are freed: NaN in their shape, or zeros where they are integers.
+    """A bucket's parameters while they are freed: NaN in their shape, or zeros for integers.
 
-    One number stands for all elements of a parameter. Where something is written there all the same, it reaches no
-    other parameter, and is gone when the bucket is freed anew. Who asks for the values is refused: see `Freed`.
+    One number stands for all elements of a parameter. A write to it reaches no other parameter, and is gone when the
+    bucket is freed again. Reading the values raises: see `Freed`.
 
     Attributes:
         views: {name: tensor}.
-        numbers: what those are views of, a number for each parameter.
+        numbers: the base of those views, one number for each parameter.
         engine: a weak reference to the engine, once it runs.
     """
 
@@ -314,18 +314,18 @@ class FreedViews:
         self.views = {slot.name: number.expand(slot.shape) for number, slot in shapes}
 
     def restore(self):
-        """Have them read as nothing, whatever was there: whenever the bucket is freed."""
+        """Undo any write to them; called whenever the bucket is freed."""
         self.numbers.fill_(float("nan") if self.numbers.is_floating_point() else 0)
         for name, parameter in self._bucket().members.items():
-            if type(parameter) is nn.Parameter:  # a class of somebody else's stays what it is
+            if type(parameter) is nn.Parameter:  # a user's subclass stays what it is
                 parameter.__class__, parameter.freed_name, parameter.nothing = Freed, name, weakref.ref(self)
 
     def move(self):
-        """Move the bucket if its weights are read where its unit does not run, as T5's head reads the embedding's.
+        """Move the bucket to the unit that reads its weights while its own does not run, as T5's head the embedding's.
 
-        The unit that is running takes it, if it is around the bucket's own, and gathers it from then on; else the
-        root, as with weights that two units share. All ranks read it at the same place of a forward. Returns whether
-        it was moved, and can be read now.
+        The running unit takes it, and gathers it from then on, if it is around the bucket's own; else the root takes
+        it, as with weights that two units share. All ranks read it at the same place of a forward. Returns whether it
+        was moved, and can be read now.
         """
         engine, bucket = self.engine(), self._bucket()
         running = [unit for unit in engine.units if unit.depth]

@@ -1,4 +1,4 @@
-"""The door of an engine: what cannot be used is refused on every rank alike, before anything is built."""
+"""Validation of an engine's arguments: every rank refuses the same ones, before anything is built."""
 
 import inspect
 import math
@@ -18,17 +18,17 @@ from common.errors import InputError
 from common.measure.memory import storage_bytes
 from common.tensors import checksum, host_value, tensors_of_state
 
-SWAPPED_STEPS = 24  # of a probe: some optimizers look back only at every fifth step, or tenth
+SWAPPED_STEPS = 24  # of a probe: some optimizers read older weights only at every fifth or tenth step
 # torch's batch norms have fp32 statistics, and run in 16-bit only if their weight and bias are fp32 as well.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-# What is taken for each type of an option. numpy's numbers are numbers, a bool is none.
+# For each type of an option: the types accepted, and their name. numpy's numbers are numbers, a bool is none.
 TYPES = {bool: (bool, "True or False"), int: (Integral, "a whole number"), float: (Real, "a number")}
 
 
 def check_types(types, values):
-    """Refuse values, {name: value}, of other types than {name: bool, int or float}; other types are not looked at."""
+    """Refuse values, {name: value}, that do not fit `types`, {name: bool, int or float}; others are not checked."""
     for name, value in values.items():
         kind = types.get(name)
         wanted, told = TYPES.get(kind, (object, ""))
@@ -37,7 +37,7 @@ def check_types(types, values):
 
 
 def types_of_defaults(engine):
-    """The types of what the options of a class of engines are by default, {name: type}."""
+    """The types of the default options of a class of engines, {name: type}."""
     signatures = [inspect.signature(made.__init__) for made in reversed(engine.__mro__)]
     return {name: type(option.default) for signature in signatures for name, option in signature.parameters.items()}
 
@@ -57,17 +57,17 @@ def check_numbers(clip_norm, skip_norm, norm_type, bucket_mb, reduce_dtype=None)
 
 
 def check_elementwise(optimizer, device, refusal="the optimizer does not work element by element"):
-    """Probe that the optimizer steps 64 elements alike whatever parameters hold them, as engines step flat shards.
+    """Probe that the optimizer steps 64 elements alike however parameters hold them, as engines step flat shards.
 
     After a few ordinary gradients come one with a huge element, and one with a NaN and an infinity: an optimizer that
-    clips or skips by a look at the whole gradient would do so on some ranks only.
+    clips or skips by the whole gradient would do so on some ranks only.
 
     Args:
-        optimizer, device: the factory, and where it is to step.
-        refusal: what to say where it fails there.
+        optimizer, device: the factory, and the device that it steps on.
+        refusal: the message if it fails on that device.
 
     Returns:
-        Bytes of state per element and per tensor; what it is, as text.
+        Bytes of state per element and per tensor; the optimizer and its options, as text.
     """
     if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
         raise InputError(
@@ -112,10 +112,10 @@ OF_SHAPES = "and engines step flat shards of several parameters; give what each 
 
 
 def _probed(optimizer, values, gradients, *shapes, together=False):
-    """Step elements that are held by parameters of such shapes, `together` or each alone, as engines do.
+    """Step elements held by parameters of these shapes, `together` or, as engines do, each alone.
 
     Returns:
-        What they are after each step [steps, elements]; the optimizer.
+        The elements after each step [steps, elements]; the optimizer.
     """
     sizes, found = [math.prod(shape) for shape in shapes], []
     parts = [nn.Parameter(part.clone().view(shape)) for part, shape in zip(values.split(sizes), shapes, strict=True)]
@@ -138,10 +138,10 @@ def _alike(one, other):
 
 
 def check_swapped(optimizer):
-    """Probe that an optimizer steps weights that lie elsewhere between its steps, and did so when it was built.
+    """Probe that an optimizer steps weights that have no values when it is built, and between its steps.
 
     Returns:
-        Bytes of an element of each of its states, which lie there too.
+        Bytes of an element of each of its states, which are swapped too.
     """
     values, *gradients = torch.randn(1 + SWAPPED_STEPS, 64, generator=torch.Generator().manual_seed(0))
     expected, nothing = _probed(optimizer, values, gradients, (64,))[0][-1], torch.full_like(values, math.nan)
@@ -160,7 +160,7 @@ def check_swapped(optimizer):
 
 
 def _check_settings(optimizer, device):
-    """Refuse what no model could be trained with: lr=nan is no matter of elements and shards."""
+    """Refuse an optimizer that could train no model: lr=nan has nothing to do with elements and shards."""
     try:
         built = optimizer([nn.Parameter(torch.zeros(8, 8, device=device))])  # a matrix, as models have them
     except Exception as error:
@@ -178,7 +178,7 @@ def _check_rates(groups):
 
 
 def plain(options):
-    """Those of an optimizer's options that have the same text in every process that has the same options."""
+    """The options of an optimizer whose text is the same in every process that has the same options."""
     options = {name: value.tolist() if torch.is_tensor(value) else value for name, value in options.items()}
     plain = (bool, int, float, str, tuple, list, type(None))
     return {name: value for name, value in options.items() if isinstance(value, plain) and name != "params"}
@@ -189,7 +189,7 @@ def _not_elementwise(why, hence, refusal="the optimizer does not work element by
 
 
 def check_groups(model, param_groups, tied):
-    """The groups as dicts of their own, with {parameter: the one in its place} of `ties.tie` followed."""
+    """Copies of the groups, with parameters replaced by `tied`, {parameter: the one in its place}, of `ties.tie`."""
     trainable = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not any(True for _ in model.parameters()):
         raise InputError("the model has no parameter")
@@ -228,14 +228,14 @@ def check_kept(model, keep_fp32):
             raise InputError(f"keep_fp32 names {entry!r}, and no parameter's name has that between its dots")
         kept |= named
     tensors = {parameters[name] for name in kept}
-    return {name for name, parameter in parameters.items() if parameter in tensors}  # under all names of tied ones
+    return {name for name, parameter in parameters.items() if parameter in tensors}  # all names of tied ones
 
 
 def check_model(model, comm, init, param_groups, dtype):
-    """Check this rank's model alone.
+    """Validate this rank's model.
 
     Returns:
-        What all ranks must agree on, for each parameter: (what it is, its fingerprint, how to mend a difference).
+        For each parameter, for ranks to compare: (what it is, its fingerprint, how to fix a difference).
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta and init is None:
@@ -291,9 +291,9 @@ _number_of = weakref.WeakKeyDictionary()  # engine -> its number
 
 
 def name_of(engine, comm):
-    """What a trace calls an engine beside others: "engine 2's ", the same on all ranks."""
+    """An engine's name in a trace if it is not the first: "engine 2's ", the same on all ranks."""
     number = 1 + max(_number_of.values(), default=0)
     if not comm.simulated:
-        number = max(comm.gather_objects(number, "the engines' numbers"))  # not every rank has collected the last
+        number = max(comm.gather_objects(number, "the engines' numbers"))  # some ranks may still hold older engines
     _number_of[engine] = number
     return f"engine {number}'s " if number > 1 else ""

@@ -1,14 +1,14 @@
-"""Writes to weights outside of an engine's steps, and how every rank comes to keep what was written.
+"""Writes to weights outside of an engine's steps, and how every rank keeps them.
 
-Weights stand in several places: whole parameters, a rank's shard, fp32 master weights, and in ZeRO++ a node's secondary
-shards. A write to one of them reaches no other. So weights are written within `engine.gathered(write=True)`, which
-takes what is there afterwards to all of these places. A write elsewhere that would be lost, or that no other rank would
-hear of, is refused at the engine's next call.
+Weights have several copies: full parameters, a rank's shard, fp32 master weights, and in ZeRO++ a node's secondary
+shards. A write to one of them does not reach the others. So weights are written within `engine.gathered(write=True)`,
+which then updates all copies. Any other write that would be lost, or would stay on one rank, is refused at the engine's
+next call.
 
-torch counts the writes to a tensor in `tensor._version`, those under torch.no_grad() and in torch.inference_mode() too.
-It does not count what is written through `tensor.data`, through numpy, or by a fused optimizer. Within `gathered` the
-bits tell of that; elsewhere it goes unseen, unless `parameter.data = tensor` has taken the parameter elsewhere: that is
-brought back where parameters are whole, and refused otherwise.
+torch counts the writes to a tensor in `tensor._version`, even under torch.no_grad() and in torch.inference_mode().
+It does not count writes through `tensor.data`, through numpy, or by a fused optimizer. Within `gathered` the bits show
+those; elsewhere they go unseen. Only `parameter.data = tensor` is noticed: it is copied back if parameters are kept in
+full, and refused otherwise.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ HOW = "write weights within `with engine.gathered(module, write=True):`"
 
 
 class WeightWrites:
-    """Tells the writes of others to an engine's buckets, trainable and frozen, from those of the engine.
+    """Tells other writes to an engine's buckets, trainable and frozen, from the engine's own.
 
     Attributes:
-        open: for each `gathered(write=True)` that is open, the outermost first, {parameter: its values at first}.
+        open: for each open `gathered(write=True)`, the outermost first, {parameter: its values before}.
         changes: how often the engine itself has changed weights.
     """
 
@@ -37,22 +37,22 @@ class WeightWrites:
 
     @past_subclasses
     def made(self, buckets):
-        """The engine itself has changed buckets. A backward of a graph from before raises, as without an engine."""
+        """The engine itself has changed buckets. Backward of an older graph raises, as without an engine."""
         self.changes += 1
         torch.autograd.graph.increment_version([p for bucket in buckets for p in bucket.members.values()])
         self.accept(tensor for bucket in buckets for tensor in (*bucket.members.values(), *bucket.masters))
 
     @past_subclasses
     def accept(self, tensors):
-        """What these parameters and master weights hold now is right."""
+        """Accept the values that these parameters and master weights have now."""
         self._versions.update((tensor, tensor._version) for tensor in tensors)
 
     def accept_all(self):
-        """What all of them hold is right."""
+        """Accept all values."""
         self.accept(tensor for bucket in self._buckets for tensor in (*bucket.members.values(), *bucket.masters))
 
     def counted(self, tensor):
-        """Whether torch has counted a write since."""
+        """Whether torch has counted a write since the values were accepted."""
         return tensor._version != self._versions[tensor]
 
     def is_open(self, parameter):
@@ -60,9 +60,9 @@ class WeightWrites:
         return any(parameter in before for before in self.open)
 
     def check(self):
-        """Refuse what was written where it would be lost, or where no other rank would hear of it.
+        """Refuse writes that would be lost, or would stay on one rank.
 
-        In fp32 stages 0 to 2 keep whole parameters, without master weights: writes there last.
+        In fp32 stages 0 to 2 keep full parameters, without master weights: writes to those last.
         """
         for bucket in self._buckets:
             for name, parameter in bucket.members.items() if bucket.loses_writes else ():
@@ -95,8 +95,8 @@ def changed(before):
 def gathered(engine, *modules, write=False):
     """A context in which the weights of `modules` (all, if none is named) are whole on every rank, for reading.
 
-    With `write`, a collective, for writing: each rank keeps its shard of what is there when the context is left, in
-    master weights and secondary shards too. What the optimizer keeps stays.
+    With `write`, a collective, they may be written: at the end each rank keeps its shard of them, in master weights
+    and secondary shards too. Optimizer states stay.
 
     Raises:
         InputError: weights were written in a context for reading, or not alike on all ranks.
@@ -120,13 +120,13 @@ def gathered(engine, *modules, write=False):
 
 
 def _check_read_only(writes, members, unseen):
-    """Refuse what was written in a context for reading; by the bucket's name where its bits alone tell."""
+    """Refuse writes in a context for reading; name the bucket if only its bits show one."""
     written = [repr(n) for b, n, p in members if writes.counted(p) or storage_id(p) not in b.storages]
     written += [f"{n!r} or another weight of {b.name}" for b, n, _ in members if b in unseen]
     if not written:
         return
     for bucket, name, parameter in members:
-        if bucket.unit is not None:  # what was written goes with the unit, which is gathered anew when it is needed
+        if bucket.unit is not None:  # free the unit, and the write with it; it is gathered again when it is needed
             bucket.unit.found_whole = False
             parameter.data = bucket.views[name]
             bucket.strays.discard(name)
@@ -136,7 +136,7 @@ def _check_read_only(writes, members, unseen):
 
 @contextlib.contextmanager
 def _kept(engine, members):
-    """In this context parameters are written; after it the engine keeps that. After an exception all is as before."""
+    """A context in which parameters are written; the engine keeps the writes, or undoes them after an exception."""
     places = {parameter: bucket.view(bucket.whole_parameters, name) for bucket, name, parameter in members}
     with torch.inference_mode(False):
         before = {parameter: place.clone() for parameter, place in places.items()}
@@ -160,7 +160,7 @@ def _kept(engine, members):
 @torch.inference_mode(False)
 @torch.no_grad()
 def _agree(comm, members, places, before):
-    """Bring parameters back to their places, where `parameter.data = tensor` has taken them away; compare all ranks."""
+    """Copy parameters back to their places after `parameter.data = tensor`; compare all ranks."""
     try:
         moved = {}
         for _, name, parameter in members:
@@ -187,8 +187,8 @@ def _agree(comm, members, places, before):
 @torch.inference_mode(False)
 @torch.no_grad()
 def _take_over(engine, members, before):
-    """Have each bucket keep the elements that are others than before. Master weights of the rest keep their digits."""
-    written = {}  # bucket -> {name: (whole parameter, flat; which elements are others)}
+    """Have each bucket keep the elements that changed. Master weights of the others keep their digits."""
+    written = {}  # bucket -> {name: (whole parameter, flat; which elements changed)}
     for bucket, name, parameter in members:
         now = parameter.detach().view(-1)
         others = (_bytes(now) != _bytes(before[parameter].view(-1))).any(1)

@@ -1,4 +1,4 @@
-"""The machine a figure was measured on, in one line, and the commit."""
+"""The machine that a figure was measured on, in one line, and the commit."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ def cpus():
 
 
 def hardware(device):
-    """Name a torch.device's processor or GPU, its memory, and the versions that matter, for labels of results."""
+    """A torch.device's processor or GPU, its memory, and the relevant versions, as a label of results."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"
@@ -29,9 +29,9 @@ def hardware(device):
 
 
 def commit():
-    """The commit that this runs from, with "-dirty" where files differ from it; "" without a checkout, or git."""
+    """The commit of this checkout, with "-dirty" if files differ from it; "" without a checkout or git."""
     root = Path(__file__).parents[2]
-    checkout = ["git", "--git-dir", root / ".git", "--work-tree", root]  # and not one that this lies in
+    checkout = ["git", "--git-dir", root / ".git", "--work-tree", root]  # not a repository around this one
     describe = [*checkout, "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
@@ -46,7 +46,7 @@ def _cpu_name():
 
 
 def available():
-    """Bytes of this machine's memory that can be had without swapping, within the limits of its control group."""
+    """Bytes of this machine's memory available without swapping, within the limits of its control group."""
     if not Path("/proc/meminfo").exists():
         return 2**63
     free = int(re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())[1]) * 1024

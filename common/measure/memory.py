@@ -1,8 +1,8 @@
 """Bytes held: model states from live storages, and a timeline of live bytes by class over a step.
 
-The convention: model states are parameters, gradients and the optimizer's states, as they stand just before the
-update (ZeRO, arXiv 1910.02054, sec. 3.1). What comes and goes within a step, buckets in flight and gathered units,
-is transient, counted apart.
+The convention: model states are parameters, gradients and the optimizer's states just before the update (ZeRO, arXiv
+1910.02054, sec. 3.1). Buckets in flight and gathered units, which come and go within a step, are transient and counted
+apart.
 """
 
 import ctypes
@@ -18,17 +18,17 @@ from common.tensors import tensors_in
 MODEL_STATES = ("parameters", "gradients", "optimizer")
 CLASSES = (*MODEL_STATES, "gathered units", "buckets in flight", "receive buffer", "activations")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-HOST = "on the host"  # what an engine keeps there, of any class: it is no part of a peak
+HOST = "on the host"  # an engine's host memory, of any class: not part of the peak
 
 
 def storage_bytes(tensors):
-    """Bytes of the distinct storages under `tensors`; None among them counts nothing."""
+    """Bytes of the distinct storages under `tensors`; None counts nothing."""
     storages = {storage_id(tensor): tensor.untyped_storage() for tensor in tensors if tensor is not None}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def high_water(device):
-    """Most bytes that this process has held so far: of CUDA's allocator, or resident in RAM."""
+    """The most bytes that this process has held so far, in CUDA's allocator or resident in RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -36,7 +36,7 @@ def high_water(device):
 
 
 def set_malloc_thresholds(nbytes):
-    """Have glibc's malloc keep for later what is freed in pieces up to so many bytes, and hand back what is larger."""
+    """Make glibc's malloc keep freed blocks of up to `nbytes` for reuse, and return larger ones to the system."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):
         for threshold in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
@@ -44,18 +44,18 @@ def set_malloc_thresholds(nbytes):
 
 
 def storage_id(tensor):
-    """What tensors share that share their storage. torch has no public name for it."""
+    """The identity of a tensor's storage. torch has no public name for it."""
     # The address of the storage object, not of its data: under fake tensors every data pointer is 0.
     return tensor.untyped_storage()._cdata
 
 
 def place_of(tensor):
-    """Where a tensor begins, under fake tensors too."""
+    """The address of a tensor's first element, under fake tensors too."""
     return storage_id(tensor), tensor.storage_offset() * tensor.itemsize
 
 
 def resident(engine, seen):
-    """Bytes that an engine holds now, {class: bytes}; what it counts is added to `seen`, the identities of storages."""
+    """Bytes that an engine holds now, {class: bytes}; the identities of counted storages are added to `seen`."""
     held = {}
     for name, tensors in engine.live().items():  # a storage counts in the first class that names it
         storages = {storage_id(tensor): tensor.untyped_storage() for tensor in tensors}
@@ -67,8 +67,8 @@ def resident(engine, seen):
 def usage(engine):
     """What this rank holds now, in a line for people: `print(usage(engine))` anywhere in a loop.
 
-    Model states and what comes and goes within a step, by class, as the engine knows them; and the most that the
-    process has held so far, activations and all else included: see `high_water`.
+    The line has the engine's model states and transient memory, by class, and the most that the process has held so
+    far, activations and all else included: see `high_water`.
     """
     held = resident(engine, set())
     parts = [f"{name} {size:,} B" for name, size in held.items() if size or name in MODEL_STATES]
@@ -79,9 +79,9 @@ def usage(engine):
 class Timeline(TorchDispatchMode):
     """Live bytes by class after every operation of a step. A context manager around the step.
 
-    It sees each operation's results, follows their storages until they die, and asks the engine which of them it
-    knows. What the engine does not know is an activation: inputs and temporaries included. Works on CPU, CUDA and
-    fake tensors; slow, for measuring one step.
+    It sees each operation's results, follows their storages until they are freed, and asks the engine which of them it
+    knows. All others count as activations, inputs and temporaries included. Works on CPU, CUDA and fake tensors; slow,
+    for measuring one step.
 
     Attributes:
         samples: [(phase, {class: bytes})], one for each change.
@@ -95,7 +95,7 @@ class Timeline(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function.namespace == "profiler":  # a label, no operation
+        if function.namespace == "profiler":  # a label, not an operation
             return result
         for tensor in tensors_in(result):
             if tensor.device.type != "meta":
@@ -105,7 +105,7 @@ class Timeline(TorchDispatchMode):
         return result
 
     def sample(self):
-        """Count what is live now."""
+        """Count the live bytes now."""
         self._others = {key: kept for key, kept in self._others.items() if not kept[0].expired()}
         seen = set()
         now = dict.fromkeys(CLASSES, 0) | resident(self.engine, seen)

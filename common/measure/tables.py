@@ -1,7 +1,7 @@
 """Tables, for the terminal and for pages.
 
-In the terminal words stay whole and nothing is left out, in 80 columns where the words have room. A terminal that lacks
-letters, or whose reader has gone, as of `| head`, ends no training: what it cannot show is not shown.
+In the terminal, words stay whole and nothing is left out, within 80 columns if the words fit. A terminal that lacks
+letters, or whose reader has gone, as with `| head`, does not end training: what it cannot show is dropped.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ GAP = 3  # columns of the terminal between two of the table's
 
 @dataclass(frozen=True)
 class Table:
-    """What a command found, in cells of text.
+    """A command's results, in cells of text.
 
     Attributes:
-        title: above it; "" for none.
+        title: above the table; "" for none.
         header: a name for each column.
         rows: [rows][columns].
-        words: the columns set to the left; the others are numbers, and set to the right.
-        caption, note: below it, in the terminal and on a page.
+        words: the columns aligned left; the others are numbers, aligned right.
+        caption, note: below the table, in the terminal and on a page.
     """
 
     title: str
@@ -37,7 +37,7 @@ class Table:
     note: str = ""
 
     def markdown(self):
-        """The table for a page, its title in one line."""
+        """The table as Markdown, its title in one line."""
         rule = ["---" if number in self.words else "---:" for number in range(len(self.header))]
         lines = ["| " + " | ".join(cells) + " |" for cells in (self.header, rule, *self.rows)]
         parts = (self.title.replace("\n", "; "), "\n".join(lines), self.note)
@@ -45,9 +45,9 @@ class Table:
 
 
 def show(table, console=None):
-    """Print a table, lines of cells broken between words only.
+    """Print a table whose cells break between words only.
 
-    Where even that takes more than the terminal has, the table is as wide as it must be: rich would cut words.
+    If even that is wider than the terminal, the table keeps the width that it needs: rich would cut words.
     """
     console = console or Console()
     widths = fit(list(zip(table.header, *table.rows, strict=True)), console.width)
@@ -71,14 +71,14 @@ def _print(how, *what, **options):
         sys.stdout.reconfigure(errors="replace")
     try:
         how(*what, **options)
-    except (OSError, SystemExit) as error:  # by SystemExit rich leaves, where the reader has gone
+    except (OSError, SystemExit) as error:  # rich raises SystemExit if the reader has gone
         if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
             sys.stderr.write(f"note: nothing more can be shown: {error.strerror}\n")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def fit(columns, room):
-    """The widths of columns, texts [columns][rows], in so much room: if need be those of their longest words."""
+    """The widths of columns, texts [columns][rows], that fit in `room`, but never less than the longest word."""
     widths = [max(len(line) for text in column for line in text.split("\n")) for column in columns]
     longest = [max(map(len, " ".join(column).split()), default=0) for column in columns]
     while needed(widths) > room and widths != longest:
@@ -88,7 +88,7 @@ def fit(columns, room):
 
 
 def needed(widths):
-    """What a table of columns of such widths takes."""
+    """The width of a table of columns of such widths."""
     return sum(widths) + GAP * (len(widths) - 1)
 
 

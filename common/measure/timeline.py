@@ -1,15 +1,15 @@
-"""What ran beside what: steps recorded as a trace that ui.perfetto.dev and chrome://tracing open, CPU and CUDA alike.
+"""What overlaps with what: steps recorded as a trace for ui.perfetto.dev and chrome://tracing, on CPU and CUDA.
 
 torch's profiler records each operation of each thread and, on CUDA, each kernel of each stream. `Collectives` labels
-what its lane runs, `common.train` the phases, and a `Recording` the parts of the model. One file holds all ranks,
-since the question is often which of them the others waited for. A rank has these rows:
+the work of its lane, `common.train` the phases, and a `Recording` the parts of the model. One file holds all ranks,
+since the question is often which rank the others waited for. A rank has these rows:
 
     modules        which part of the model runs, forward and backward
-    compute        the phases, each operation, and where the rank waits for a collective
-    collectives    what the lane runs: on CPU a thread, on CUDA a stream of "rank 0, GPU"
-    bus            what goes down to the host and comes up again, where an engine has one
-    host           the steps of its optimizer
-    disk           what is read and written, a row for each of its threads
+    compute        the phases, each operation, and the rank's waits for collectives
+    collectives    the lane's work: on CPU a thread, on CUDA a stream of "rank 0, GPU"
+    bus            copies down to the host and up again, if the engine has a bus
+    host           the optimizer steps on the host
+    disk           reads and writes, a row for each of the disk's threads
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from common.tensors import tensors_in
 
 PHASES = ("forward", "backward", "step")
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "gather")
-MODULES = 0  # the row of the parts of the model, beside threads, whose numbers are above 0
-LANES = {  # by their labels
+MODULES = 0  # the row of the model's parts; threads have numbers above 0
+LANES = {  # by the labels of their work
     "collectives": COLLECTIVES,
     "bus": ("down of", "up of"),
     "host": ("optimizer's step of",),
@@ -39,9 +39,9 @@ ROWS = ("modules", "compute", *LANES)  # in the order they are shown; other rows
 
 
 def label(name):
-    """A range that a profiler shows, as torch's `record_function` is, which takes 10 to 40 µs where none looks.
+    """A range that a profiler shows, like torch's `record_function`, which costs 10 to 40 µs even without a profiler.
 
-    torch has no public way to ask whether one looks.
+    torch has no public way to ask whether a profiler is active.
     """
     return record_function(name) if profiler._is_profiler_enabled else contextlib.nullcontext()
 
@@ -50,8 +50,8 @@ class Recording:
     """Record what this rank runs between `start` and `stop`.
 
     Args:
-        engine: one of the stages' engines. Its phases show where the caller runs them in ranges called as in PHASES,
-            by torch.profiler.record_function, as `common.loop.train_step` does.
+        engine: one of the stages' engines. Its phases show if the caller runs them within
+            torch.profiler.record_function, under the names in PHASES, as `common.loop.train_step` does.
     """
 
     def __init__(self, engine):
@@ -59,8 +59,8 @@ class Recording:
         activities = [ProfilerActivity.CPU]
         if self._comm.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would tell stderr that it starts and stops
-        # Without acc_events torch 2.11 warns that events of an earlier cycle are gone; there is one cycle.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces its start and stop on stderr
+        # Without acc_events torch 2.11 warns that events of earlier cycles are gone, though there is one cycle.
         every_thread = _ExperimentalConfig(profile_all_threads=True)  # the lane's too, by a private name of torch
         self._profiler = profile(activities=activities, acc_events=True, experimental_config=every_thread)
 
@@ -76,7 +76,7 @@ class Recording:
             hook.remove()
 
     def collect(self):
-        """The trace of all ranks, for a JSON file. A collective; on ranks other than 0 it is None."""
+        """The trace of all ranks, for a JSON file; None on ranks other than 0. A collective."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(file))
@@ -86,7 +86,7 @@ class Recording:
         return merge([json.loads(zlib.decompress(one)) for one in everyone])
 
     def write(self, path):
-        """Have rank 0 write it to a file; return it there. A collective."""
+        """Write the trace to a file on rank 0, and return it there. A collective."""
         trace = self.collect()
         if trace is not None:
             Path(path).write_text(json.dumps(trace))
@@ -94,7 +94,7 @@ class Recording:
 
 
 def parts(model):
-    """What a reader knows the model by: its children, and instead of a list among them its elements."""
+    """The model's children by name; a list among them yields its elements instead."""
     for name, child in model.named_children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):
             yield from ((f"{name}.{inner}", element) for inner, element in child.named_children())
@@ -103,7 +103,7 @@ def parts(model):
 
 
 def _labelled(name, part):
-    """The handles of hooks that give a part's forward and backward ranges of a trace."""
+    """The handles of hooks that give a part's forward and backward their ranges in a trace."""
     ranges = []
 
     def begins(name):
@@ -111,7 +111,7 @@ def _labelled(name, part):
         ranges[-1].__enter__()
 
     def marks(name):
-        # A moment, as nothing says when a part's backward ends: `_rows` draws it up to the next moment.
+        # Only a mark, as nothing tells when a part's backward ends: `_rows` extends it to the next mark.
         with record_function(f"backward of {name}"):
             pass
 
@@ -119,9 +119,9 @@ def _labelled(name, part):
 
 
 def watch(name, part, begins, ends, marks):
-    """Have hooks, whose handles it returns, call `begins(name)` and `ends(name)` around a part's forward.
+    """Hook a part: call `begins(name)` and `ends(name)` around its forward, `marks(name)` when its backward begins.
 
-    They call `marks(name)` where its backward begins.
+    Returns the handles of the hooks.
     """
 
     def after(module, args, output):
@@ -130,7 +130,7 @@ def watch(name, part, begins, ends, marks):
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: marks(name))
 
-    # Called where forward raises too: checkpoints end their recomputation so.
+    # always_call: checkpoints end their recomputation by an exception.
     return [
         part.register_forward_pre_hook(lambda module, args: begins(name)),
         part.register_forward_hook(after, always_call=True),
@@ -138,16 +138,16 @@ def watch(name, part, begins, ends, marks):
 
 
 def merge(traces):
-    """One trace, in Chrome's format, of what torch's profiler exported: each rank a process, its GPU another.
+    """Merge the profiler's exports into one trace in Chrome's format: each rank is a process, its GPU another.
 
-    Time starts at 0. The ranks' clocks are taken as they are: of one machine they are the same, of several as good as
-    their NTP.
+    Time starts at 0. The ranks' clocks are not aligned: on one machine they are the same, on several as good as their
+    NTP.
     """
     bases = [trace.get("baseTimeNanoseconds", 0) for trace in traces]
     events = []
     for rank, (trace, base) in enumerate(zip(traces, bases, strict=True)):
         for event in _rows(rank, trace["traceEvents"]):
-            if "id" in event:  # of an arrow; ranks must not share them
+            if "id" in event:  # an arrow's; it must be unique over ranks
                 event["id"] = event["id"] * len(traces) + rank
             if "ts" in event:  # whole nanoseconds, as microseconds since 1970 would lose digits
                 event["ts"] = round(event["ts"] * 1000) + base - min(bases)
@@ -162,8 +162,8 @@ def merge(traces):
 def _rows(rank, events):
     """A rank's events in processes and rows with names, and the rows' names."""
     host = next(event["pid"] for event in events if event.get("cat") == "user_annotation")
-    # Not the profiler about itself: it has processes with names and numbers below 0. Nor gloo's messages, which cross
-    # each other, where the ranges of a row must lie within or behind each other.
+    # Drop the profiler's events about itself, whose processes have names and numbers below 0, and gloo's messages,
+    # which overlap: the ranges of a row must be nested or disjoint.
     events = [e for e in events if isinstance(e["pid"], int) and e["pid"] >= 0]
     events = [e for e in events if e["ph"] != "M" and not e["name"].startswith("gloo:")]
     phases = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in PHASES]
@@ -201,7 +201,7 @@ def _metadata(kind, pid, tid, **args):
 
 
 def _is_of_lane(event, lane):
-    """Whether an event is the range of what a lane runs, on the host or on the GPU."""
+    """Whether an event is a range of a lane's work, on the host or on the GPU."""
     return event.get("cat") in ("user_annotation", "gpu_user_annotation") and event["name"].startswith(LANES[lane])
 
 
@@ -210,9 +210,9 @@ def _is_of_module(event, phase):
 
 
 def rows(trace):
-    """The ranges of a trace that `merge` made: {(process, "compute" or another row): events, by their beginning}.
+    """The ranges of a trace that `merge` made: {(process, "compute" or another row): events, in order of start}.
 
-    Process 2r is rank r, and 2r + 1 its GPU. An event comes before those that lie within it.
+    Process 2r is rank r, and 2r + 1 its GPU. An event comes before those nested in it.
     """
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     found = {(pid, name): [] for (pid, _), name in names.items()}
@@ -223,10 +223,10 @@ def rows(trace):
 
 
 def overlap(trace):
-    """How much of the collectives' time lies beside computation, of each rank that ran some: {0: 0.7, 1: 0.68}.
+    """The share of the collectives' time that overlaps with computation, by rank: {0: 0.7, 1: 0.68}.
 
-    Computation is, where there is a GPU, its kernels on other streams than the collectives', else torch's operations
-    on other threads. Time in which a collective waits for another rank counts as its own.
+    On a GPU, computation is its kernels on streams other than the collectives'; else torch's operations on other
+    threads. A collective's time includes its wait for other ranks.
     """
     collectives, computation = defaultdict(list), defaultdict(list)
     lanes = {
@@ -240,13 +240,13 @@ def overlap(trace):
     beside = {}
     for pid in sorted(collectives):
         alone, both = _length(collectives[pid]), _length(collectives[pid]) + _length(computation[pid])
-        # Of a rank with a GPU its process comes second, and takes the host's place.
+        # A rank's GPU process comes second, and replaces the host's entry.
         beside[pid // 2] = (both - _length(collectives[pid] + computation[pid])) / alone
     return beside
 
 
 def _computes(event):
-    # By name, as autograd's own ranges hold the hooks, in which the rank may wait.
+    # By name, since autograd's own ranges include hooks, in which the rank may wait.
     return event.get("cat") == "kernel" or (event.get("cat") == "cpu_op" and event["name"].startswith("aten::"))
 
 
@@ -255,7 +255,7 @@ def _span(event):
 
 
 def _length(spans):
-    """The time that spans cover together."""
+    """The length of the union of spans."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, reached))

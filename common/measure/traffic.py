@@ -3,8 +3,8 @@
 The convention is bytes sent by one rank per step, everything included. A tensor of M bytes over N ranks costs
 (N-1)/N M as a reduce-scatter or an all-gather and twice that as an all-reduce (ZeRO, arXiv 1910.02054, sec. 7).
 
-What crosses the bus between a rank's device and its host, and what is read from its disk and written there, is counted
-apart, by direction: nobody sends it.
+Bytes that cross the bus between a rank's device and its host, and bytes read from and written to its disk, are counted
+apart, by direction: no rank sends them.
 """
 
 import threading
@@ -15,18 +15,18 @@ DISK = ("read", "write")
 
 
 class Traffic:
-    """Bytes that this rank sent, by phase and collective; and moved, by direction.
+    """The traffic meter: bytes that this rank sent, by phase and collective, and moved, by direction.
 
-    Phases are setup, forward, backward, step and, of a forward that records nothing for a backward, evaluation.
+    Phases are setup, forward, backward, step and evaluation, a forward without a graph.
 
-    Where ranks live in nodes it tells apart what left the node: the part that a slower network has to carry.
+    If ranks have nodes, `left` counts the bytes that left the node, over a slower network.
     """
 
     def __init__(self):
         self.phase = "setup"
         self.sent = Counter()  # (phase, collective or direction) -> bytes
-        self.left = Counter()  # the same, of what left this rank's node
-        self._lock = threading.Lock()  # lanes count too
+        self.left = Counter()  # the same for bytes that left this rank's node
+        self._lock = threading.Lock()  # lanes record too
 
     def record(self, collective, sent, left=0):
         with self._lock:
@@ -38,23 +38,23 @@ class Traffic:
         self.left.clear()
 
     def by_collective(self):
-        """Bytes by collective: {"reduce_scatter": n, ...}, those without a byte left out."""
+        """Bytes by collective: {"reduce_scatter": n, ...}, without zeros."""
         return _sum((kind, count) for (_, kind), count in self.sent.items() if kind not in BUS + DISK)
 
     def between_nodes(self):
-        """What of those bytes left this rank's node, by collective."""
+        """The bytes among these that left this rank's node, by collective."""
         return _sum((kind, count) for (_, kind), count in self.left.items() if kind not in BUS + DISK)
 
     def by_phase(self):
-        """Bytes by phase: {"forward": n, ...}, those without a byte left out."""
+        """Bytes by phase: {"forward": n, ...}, without zeros."""
         return _sum((phase, count) for (phase, kind), count in self.sent.items() if kind not in BUS + DISK)
 
     def on_bus(self):
-        """Bytes that crossed the bus: {"down": n, "up": n}, those without a byte left out."""
+        """Bytes that crossed the bus: {"down": n, "up": n}, without zeros."""
         return _sum((kind, count) for (_, kind), count in self.sent.items() if kind in BUS)
 
     def on_disk(self):
-        """Bytes read from disk and written there: {"read": n, "write": n}, those without a byte left out."""
+        """Bytes read from and written to disk: {"read": n, "write": n}, without zeros."""
         return _sum((kind, count) for (_, kind), count in self.sent.items() if kind in DISK)
 
 

@@ -1,12 +1,12 @@
 """The model zoo: named sizes, initial values that do not depend on where they are drawn, one loss for all.
 
 Every model is an nn.Module with
-    window                         the bytes one sample needs
-    inputs_and_targets(windows)    uint8 [batch, window] -> what forward takes, what `loss` compares with
+    window                         the bytes that one sample needs
+    inputs_and_targets(windows)    uint8 [batch, window] -> the inputs of forward, the targets of `loss`
     forward(inputs)                logits [..., classes]
     checkpoint_activations         None, or the kind of checkpoint around each block; models without blocks lack it
-    saving, saved_per_sample       the context in which those save, and how many elements of each sample they save
-    predicts_text                  True where inputs are bytes and the logits those of every next byte; else missing
+    saving, saved_per_sample       the context in which checkpoints save, and the elements that they save per sample
+    predicts_text                  True if inputs are bytes and the logits predict every next byte; else missing
 """
 
 import difflib
@@ -51,7 +51,7 @@ SIZES = {
     "lora-tiny": partial(LoRAGPT, GPTConfig(layers=2, width=16, heads=2, sequence=16), rank=2, alpha=4),
     "lora-nano": partial(LoRAGPT, GPTConfig(layers=4, width=96, heads=4, sequence=128), rank=4, alpha=8),
 }
-# Shapes of runs and tables that papers tell of: to simulate and to plan, on any machine.
+# Model shapes from papers: to simulate and to plan, on any machine.
 LANDMARKS = {
     "gpt2-1.5b": partial(GPT, GPTConfig(layers=48, width=1600, heads=25, sequence=1024, vocabulary=50257)),
     "gpt-7.5b": partial(GPT, GPTConfig(layers=36, width=4096, heads=32, sequence=1024, vocabulary=50257)),
@@ -70,8 +70,8 @@ def build(name, *, device="meta", checkpoint_activations=None, known=SIZES):
     storage and values, so that a model larger than one rank's memory is never held whole.
 
     Args:
-        checkpoint_activations: "non-reentrant" or "reentrant": torch's checkpoint around each of its blocks, which
-            is computed again in backward. None keeps all activations.
+        checkpoint_activations: "non-reentrant" or "reentrant", torch's checkpoint around each block, which backward
+            recomputes. None keeps all activations.
         known: SIZES, or LANDMARKS too.
 
     Raises:
@@ -94,7 +94,7 @@ def build(name, *, device="meta", checkpoint_activations=None, known=SIZES):
 
 
 def count(model):
-    """How many parameters a model has; one that modules share counts once."""
+    """How many parameters a model has; a shared one counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -109,7 +109,7 @@ def initial_values(seed):
         weight of wte, wpe             normal, standard deviation 0.02
         any other of >= 2 dimensions   normal, standard deviation 1 / sqrt(fan_in)
         running_var                    ones
-        what is left, all buffers      zeros
+        all other buffers              zeros
     """
 
     @torch.no_grad()
@@ -120,7 +120,7 @@ def initial_values(seed):
         elif tensor.ndim >= 2:
             fan_in = tensor.numel() // tensor.shape[0]
             std = 0.02 if parts[-2:-1] in (["wte"], ["wpe"]) else fan_in**-0.5
-            # Python's own hash of a string differs from process to process; this one does not.
+            # Python's own hash of a string differs between processes; this one does not.
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
             drawn = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
@@ -136,10 +136,10 @@ def initial_values(seed):
 def materialize(model, init, device):
     """Give a meta-device model storage on `device` and values from `init(qualified name, tensor)`, in place.
 
-    `Module.to_empty` would give each user of a tied weight a copy of its own. Here what was one object
-    stays one object, filled once, under the first of its names.
+    `Module.to_empty` would give each user of a tied weight a copy of its own. Here a tied weight stays one object,
+    filled once, under its first name.
     """
-    real = {}  # the tensor as it was -> the tensor that takes its place
+    real = {}  # meta tensor -> the real one that replaces it
     own = {"recurse": False, "remove_duplicate": False}
     for module in model.modules():
         for name, tensor in [*module.named_parameters(**own), *module.named_buffers(**own)]:
@@ -154,5 +154,5 @@ def materialize(model, init, device):
 
 
 def loss(outputs, targets):
-    """Mean cross entropy of logits [..., classes] to int64 [...]: a scalar, taken in fp32 in every precision."""
+    """Mean cross entropy of logits [..., classes] to int64 [...]: a scalar, computed in fp32 in every precision."""
     return F.cross_entropy(outputs.flatten(0, -2).float(), targets.flatten())

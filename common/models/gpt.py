@@ -104,6 +104,6 @@ class GPT(Decoder):
 
     def forward(self, inputs):
         positions = torch.arange(inputs.shape[1], device=inputs.device)
-        # Without a name here, so that the first block's input may leave the device.
+        # Without a name here, so that the first block's input can be freed on the device.
         x = run_blocks(self.blocks, self.wte(inputs) + self.wpe(positions), self.checkpoint_activations, self.saving)
         return self.head(self.ln_f(x))

@@ -7,10 +7,10 @@ from common.models.gpt import GPT
 
 
 class LoRALinear(nn.Linear):
-    """A frozen Linear layer plus `scale` * B A x, in which A and B of low rank are trained.
+    """A frozen Linear layer plus `scale` * B A x, with trained A and B of low rank.
 
-    It keeps the weight and the bias of the layer whose place it takes, under their names, so that a state dict of
-    the base fits. B begins as zeros: the layer starts as the one it replaces.
+    It keeps the weight and bias of the layer that it replaces, under their names, so that a state dict of the base
+    fits. B begins as zeros: the layer starts as the one it replaces.
 
     Shapes: [..., in] -> [..., out]; lora_a (A) [rank, in], lora_b (B) [out, rank].
 
@@ -41,7 +41,7 @@ def add_adapters(model, rank, alpha):
 
 
 class LoRAGPT(GPT):
-    """A GPT of which only the adapters train; shapes as in GPT."""
+    """A GPT in which only the adapters train; shapes as in GPT."""
 
     def __init__(self, config, rank, alpha):
         super().__init__(config)

@@ -12,9 +12,9 @@ from common.tensors import rows_where
 class MixtureOfExperts(nn.Module):
     """Send each token to the one expert its router likes best, and scale the answer by that probability.
 
-    The probability is what lets a gradient reach the router: the choice itself has none. An expert without
-    tokens is not called, so its parameters get no gradient in that step. There is no capacity limit, so no
-    token is dropped, and no auxiliary loss.
+    The router gets its gradient through the probability: the choice itself has none. An expert without tokens
+    is not called, so its parameters get no gradient in that step. There is no capacity limit, so no token is
+    dropped, and no auxiliary loss.
 
     Shapes: [..., width] -> the same shape.
 

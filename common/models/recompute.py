@@ -1,6 +1,6 @@
-"""Activation checkpointing: what a block computed is dropped after its forward and computed again in backward.
+"""Activation checkpointing: a block's activations are dropped after its forward and recomputed in backward.
 
-Between blocks one tensor stays, instead of everything inside them; a second forward of each block pays for it.
+Only the tensors between blocks are kept; the price is a second forward of each block.
 
 Source: Chen et al., arXiv 1604.06174, sec. 4.1.
 """
@@ -13,22 +13,22 @@ from torch.utils.checkpoint import checkpoint
 
 from common.tensors import inside_backward
 
-# torch has two: the first rebuilds what autograd asks for, the second runs a backward of its own inside backward.
+# torch's two: the first recomputes what autograd asks for, the second runs a nested backward.
 KINDS = ("non-reentrant", "reentrant")
 
 
 def run_blocks(blocks, x, kind, saving):
-    """Run `x` through blocks, one after the other; with a kind of KINDS each of them is recomputed in backward.
+    """Run `x` through blocks, one after the other; backward recomputes each if `kind` is one of KINDS.
 
     Args:
-        blocks: modules from a tensor to a tensor. Random numbers that they draw, they draw again.
-        kind: one of KINDS; None recomputes nothing. No bit depends on it, of what it returns or of gradients.
-        saving: a context in which checkpoints save the input of each block, and nothing else is saved.
+        blocks: modules from a tensor to a tensor. Recomputation draws the same random numbers again.
+        kind: one of KINDS; None recomputes nothing. No bit of the result or of gradients depends on it.
+        saving: the context in which checkpoints save the input of each block, and nothing else is saved.
     """
     if not torch.is_grad_enabled():
         kind = None  # there will be no backward
     if kind == "reentrant" and not x.requires_grad:
-        # A reentrant checkpoint is part of the graph only if its input is, whatever trains inside it: below a
+        # A reentrant checkpoint joins the graph only if its input requires grad, even if its parameters do: after a
         # frozen embedding (LoRA) there would be no gradient.
         x.requires_grad_()
     if kind is None:
@@ -43,7 +43,7 @@ def run_blocks(blocks, x, kind, saving):
 
 
 def _run_once(block, x):
-    """block(x); when it is computed again in backward, batch norms do not count the batch a second time."""
+    """block(x); in a recomputation, batch norms do not count the batch a second time."""
     if not inside_backward():
         return block(x)
     norms = [module for module in block.modules() if isinstance(module, nn.BatchNorm2d)]

@@ -9,7 +9,7 @@ from common.models.recompute import run_blocks
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where the shape changes.
+    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution if the shape changes.
 
     Shapes: [batch, before, height, width] -> [batch, after, height / stride, width / stride].
     """

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they go on: whether they have the same, and whether all could do their part."""
+"""Checks that ranks make together before they go on: whether they have the same, and whether none has failed."""
 
 import contextlib
 import itertools
@@ -9,10 +9,10 @@ from common.errors import InputError
 
 
 def check_agreement(found, comm, label="the check of the model"):
-    """Raise what any rank found wrong on every rank, so that none waits for one that has left.
+    """Raise on every rank the error that any has found, so that none waits for one that has left.
 
     Args:
-        found: an InputError; or a list of (what it is, a value that ranks must have in common, how to mend it).
+        found: an InputError; or a list of (what it is, a value that must be the same on all ranks, how to fix it).
     """
     everyone = [found] if comm.simulated else comm.gather_objects(found, label)
     for theirs in everyone:
@@ -29,9 +29,9 @@ def check_agreement(found, comm, label="the check of the model"):
 
 @contextlib.contextmanager
 def together(comm, failure):
-    """Run a block on every rank; if anything is raised on one, every rank raises an InputError that names it.
+    """Run a block on every rank; if one raises, every rank raises an InputError that names it.
 
-    There are no collectives in the block: the ranks that fail in it would miss some. They meet behind it.
+    The block has no collectives: ranks that fail in it would miss them. Ranks meet after it.
     """
     caught = problem = None
     try:

@@ -1,23 +1,22 @@
 """Every byte between ranks passes here: the collectives, exact, asynchronous and counted.
 
-A collective is written as plain blocking code and handed to a lane, which runs what it is given in order, beside
-the computation. On CPU the lane is one thread, on CUDA one stream. The order on the lane is the order of the calls,
-so ranks whose calls agree cannot deadlock.
+A collective is plain blocking code, given to a lane that runs collectives in the order of the calls, overlapped with
+computation. On CPU the lane is one thread, on CUDA one stream. Ranks whose calls agree cannot deadlock.
 
 **Exact.** A reduction is an all-to-all, after which every rank adds the N pieces of its own shard in rank order,
-in fp32, divides once and rounds once. The result does not depend on who was early, nor on how parameters were cut
-into buckets. An all-reduce is that reduce-scatter followed by an all-gather: it moves the same 2(N-1)/N of the
+in fp32, divides once and rounds once. The result does not depend on which rank was early, nor on how parameters were
+cut into buckets. An all-reduce is that reduce-scatter followed by an all-gather: it moves the same 2(N-1)/N of the
 tensor as a ring would, and gives the same bits as the two steps of the sharded stages.
 
 **Paths.** gloo has no reduce-scatter of its own (it runs a whole all-reduce), so the all-to-all is also the fast
 path there, and shards travel point to point. NCCL reduces in ring or tree order: fast, but another order of
 additions. `deterministic=True` takes the exact path on NCCL too.
 
-**Ranks that part.** Point to point a message is tagged with what it is for: those of different collectives never meet,
-which would end the process or pass for the right data. So ranks that call unequally wait until gloo gives up, and then
-tell what both of them waited in (`RankLost`). NCCL says what it says; that is untried.
+**Ranks that part.** A point-to-point message carries a tag of its collective. Without it, messages of different
+collectives could meet, and end the process or pass for the right data. So ranks that call different collectives wait
+until gloo times out, and then report what each of them waited in (`RankLost`). On NCCL this is untried.
 
-**Labels.** Each call may say who asks, a unit's name for instance: `trace` and `measure.timeline` show it.
+**Labels.** Each call may carry a label, a unit's name for instance: `trace` and `measure.timeline` show it.
 """
 
 import contextlib
@@ -37,14 +36,14 @@ from common.ranks import nodes, trace
 from common.ranks.lanes import PATHS, backend_of, device_of, lane_of, let_lanes_go_first
 
 CHUNK = 2**17  # elements that are added at a time, so that they stay in the cache
-CHUNK_ON_CUDA = 2**24  # few launches, and little room for 16-bit pieces as fp32
+CHUNK_ON_CUDA = 2**24  # few launches, and little memory for 16-bit pieces in fp32
 SEGMENT = 2**23  # bytes of a shard that are reduced at a time, point to point
-TAG = 0x40000000  # and above, of messages between ranks: those of a user, on the same group, have smaller numbers
-GRACE = 2.0  # seconds for the rank that one waited for to tell what it waits in
+TAG = 0x40000000  # tags begin here: a user's own messages on the same group have smaller ones
+GRACE = 2.0  # seconds in which a peer that was waited for may report what it waits in
 CURE = "call the engine equally often on every rank, or evaluate and generate within engine.gathered()"
 PARTED_GRAPHS = (
-    "their graphs differ at the turn of that unit in backward: each loss must depend on every forward that waits for "
-    "it, and reach every checkpoint that is around several units"
+    "their graphs differ at the backward of that unit: each loss must depend on every forward that waits for it, and "
+    "reach every checkpoint that is around several units"
 )
 # torch renamed these two; 2.11 knows the names on the right only.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -54,7 +53,7 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class RankLost(RuntimeError):
     """A rank died, fell silent or waits in another collective: the message names it, and where this rank was.
 
-    With gloo alone.
+    Only with gloo.
     """
 
 
@@ -64,20 +63,20 @@ class Collectives:
     Args:
         group: a process group; None is the default one.
         deterministic: take the exact path on NCCL too.
-        reduce_dtype: torch.float32 has NCCL send and add 16-bit tensors in it, in its own order; None, in theirs.
-        whole: the Collectives that these are a part of, as `by_nodes` makes them; None for those of an engine.
-        where: stands behind each name in the meter: " in the node", for instance.
+        reduce_dtype: torch.float32 has NCCL send and add 16-bit tensors in fp32, in its own order; None in their dtype.
+        whole: the Collectives that these are a part of, as `by_nodes` makes them; None for an engine's own.
+        where: a suffix of each name in the meter: " in the node", for instance.
 
     Attributes:
         rank, size: of this process within the group.
-        ranks_per_node: how many ranks in a row share a machine. By it the meter counts what leaves the node, as if each
-            byte went straight to the rank that it is for; on NCCL a ring may do otherwise.
+        ranks_per_node: how many ranks in a row share a machine. The meter uses it to count bytes that leave the node,
+            as if each went straight to its rank; a ring of NCCL may send otherwise.
         backend: "nccl", "gloo" or "fake".
         device: where the tensors live: the current CUDA device with NCCL, else the CPU.
         traffic: the meter, a `Traffic`.
         room: the receive buffer of all reductions, as large as the largest so far needed; lent by `scratch`.
-        owner: stands before each label, where a group has several users; "" or such as "engine 2's ".
-        tracer: what has the ranks agree on each collective, a `trace.Tracer`; None unless ZERO_TRACE is 1.
+        owner: a prefix of each label, such as "engine 2's ", if a group has several users; else "".
+        tracer: a `trace.Tracer`, which has ranks agree on each collective; None unless ZERO_TRACE is 1.
 
     Raises:
         InputError: there is no process group, or its backend is none of NCCL, gloo and torch's fake one.
@@ -101,20 +100,20 @@ class Collectives:
         # One lane and one meter for an engine, whatever its groups: all ranks then run its collectives in one order.
         self.lane = lane_of(self.group, backend) if whole is None else whole.lane
         self.traffic = Traffic() if whole is None else whole.traffic
-        self.room, self._running, self._tag = None, "", TAG  # what runs on the lane
+        self.room, self._running, self._tag = None, "", TAG  # the last two: of what runs on the lane
         if backend == "gloo":
             let_lanes_go_first()
         self.tracer = None if self.simulated else trace.tracer_of(self.group)
 
     @property
     def group(self):
-        """The process group; RuntimeError where it was destroyed."""
+        """The process group; RuntimeError if it was destroyed."""
         if (group := self._group()) is None:
             raise RuntimeError("the process group was destroyed; make another one, and engines of its own")
         return group
 
     def by_nodes(self):
-        """The collectives (inside this rank's node, across nodes) by `ranks_per_node`: see `nodes`. A collective."""
+        """The Collectives (inside this rank's node, across nodes) by `ranks_per_node`: see `nodes`. A collective."""
         groups, places = nodes.groups_of(self, self.ranks_per_node), (nodes.IN_NODE, nodes.ACROSS_NODES)
         inside, across = (
             Collectives(group, deterministic=self.ordered, whole=self, where=where)
@@ -155,16 +154,16 @@ class Collectives:
     def all_gather(self, shard, tensor, label="", after=None):
         """Fill `tensor` [N x shard] with every rank's `shard`, which may be its own part of it.
 
-        Sends (N-1)/N of the tensor. It begins when `after`, a Handle of what makes the shard, is done.
+        Sends (N-1)/N of the tensor. It begins when `after`, the Handle of the work that makes the shard, is done.
         """
         self._count("all_gather", self._remote(tensor))
         work = partial(self._all_gather, shard, tensor)
         return self._submit("all_gather", tensor, label, work, shard, tensor, after=after)
 
     def gather(self, shard, tensor, target, label=""):
-        """Fill `tensor` [N x shard] on rank `target` with every rank's `shard`; on the others it is None.
+        """Fill `tensor` [N x shard] on rank `target` with every rank's `shard`.
 
-        Those send their shard, and hold no more than it.
+        On the other ranks `tensor` is None: they send their shard, and hold no more than it.
         """
         here, leaves = self.rank == target, target // self.ranks_per_node != self.rank // self.ranks_per_node
         self.traffic.record("gather" + self._where, 0 if here else shard.nbytes, shard.nbytes if leaves else 0)
@@ -183,7 +182,7 @@ class Collectives:
         return self._submit(f"gather to rank {target}", shard, label, work, *((shard, tensor) if here else (shard,)))
 
     def all_to_all(self, tensor, received, label=""):
-        """Send part k of `tensor` to rank k; part k of `received` comes from there. Sends (N-1)/N of the tensor."""
+        """Send part k of `tensor` to rank k, and receive part k of `received` from it. Sends (N-1)/N of the tensor."""
         self._count("all_to_all", self._remote(tensor))
 
         def work():
@@ -197,7 +196,7 @@ class Collectives:
     def broadcast(self, tensor, source=0, label="", after=None):
         """Give every rank the `tensor` of rank `source`. Sends `broadcast_copies(source)` of it.
 
-        It begins when `after`, a Handle of what makes the tensor, is done.
+        It begins when `after`, the Handle of the work that makes the tensor, is done.
         """
         self._count("broadcast", self.broadcast_copies(source) * tensor.nbytes)
 
@@ -222,33 +221,33 @@ class Collectives:
         return self.everyones(tensor, label).amax(dim=0)
 
     def broadcast_copies(self, source=0):
-        """How many copies this rank sends of what `source` broadcasts.
+        """How many copies this rank sends in a broadcast from `source`.
 
-        With gloo the source sends N-1. With NCCL each rank but the last passes one on, in a ring.
+        With gloo the source sends N-1. With NCCL each rank but the last of a ring sends one.
         """
         if self.point_to_point:
             return self.size - 1 if self.rank == source else 0
         return int((self.rank - source) % self.size < self.size - 1)
 
-    @torch.inference_mode(False)  # in which the lane could not write what is made here
+    @torch.inference_mode(False)  # the lane cannot write tensors made in inference mode
     def gather_objects(self, value, label="objects"):
         """Return every rank's `value`, any picklable object, in rank order. For checks and files, not for steps."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         longest = int(self.everyones(torch.tensor([len(data)], device=self.device), label).max())
         padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
         padded[: len(data)] = data
-        # Unpickling stops where a value ends, so the padding behind it does no harm.
+        # Unpickling stops at the end of a value, so padding does no harm.
         return [pickle.loads(theirs.numpy().tobytes()) for theirs in self.everyones(padded, label).cpu()]
 
     def scratch(self, numel, dtype):
-        """A tensor [numel] in the receive buffer, with anything in it, for use while no reduction is under way."""
+        """An uninitialized tensor [numel] in the receive buffer, for use while no reduction is in flight."""
         nbytes = numel * dtype.itemsize
         if self.room is None or self.room.nbytes < nbytes:  # a smaller one lives as long as a handle holds it
             self.room = self.buffer(nbytes)
         return self.room[:nbytes].view(dtype)
 
     def buffer(self, *shape, dtype=torch.uint8):
-        """A tensor for the lane to write, with anything in it: also where the caller is in torch.inference_mode()."""
+        """An uninitialized tensor that the lane can write even if the caller is in torch.inference_mode()."""
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=dtype, device=self.device)
 
@@ -257,7 +256,7 @@ class Collectives:
 
         def labelled():
             with torch.no_grad(), timeline.label(self.owner + label):
-                # It changes values, of which a simulated rank has none; but somebody may ask what it takes.
+                # Work changes values, and a simulated rank has none; but its clock may count the time.
                 if not self.simulated or self.lane.clock:
                     work()
 
@@ -269,7 +268,7 @@ class Collectives:
         if self.tracer is not None:
             work = self.tracer.checked(collective, tensor.nbytes, label, phase, work)
 
-        def labelled(group=self.group):  # which lives until this is done
+        def labelled(group=self.group):  # keeps the group alive until this is done
             if after is not None:
                 after.wait()
             self._running = f"{name} ({phase}, {tensor.nbytes:,} bytes)"
@@ -280,29 +279,29 @@ class Collectives:
         return self.lane.submit(labelled, *buffers)
 
     def _count(self, collective, sent):
-        """Enter bytes that go to the other ranks, to each as many, in the meter."""
+        """Count `sent` bytes, spread evenly over the other ranks, in the meter."""
         leaving = sent * (self.size - self.ranks_per_node) // max(1, self.size - 1)
         self.traffic.record(collective + self._where, sent, leaving)
 
     def _remote(self, tensor, dtype=None):
-        """The bytes of `tensor` that belong to other ranks, if it is sent in a dtype; None is its own."""
+        """The bytes of `tensor` that belong to other ranks, sent in `dtype`; None is its own."""
         return tensor.numel() // self.size * (self.size - 1) * (dtype or tensor.dtype).itemsize
 
     def _receive_buffer(self, tensor):
-        """Room for what arrives: point to point the first piece of a segment, if any comes; see `_collect`.
+        """The receive buffer of a reduction: point to point for the first piece of a segment alone; see `_collect`.
 
-        One is enough, as the lane runs one collective at a time.
+        One buffer is enough, as the lane runs one collective at a time.
         """
         pieces = min(1, self.size - 1) if self.point_to_point else self.size
         return self.scratch(pieces * self._segment(tensor), tensor.dtype)
 
     def _segment(self, tensor):
-        """The elements of a shard that are reduced at a time: all of them or, point to point, an equal part."""
+        """How many elements of a shard are reduced at a time: all or, point to point, an equal part."""
         segments = -(-tensor.nbytes // (self.size * SEGMENT)) if self.point_to_point else 1
         return -(-tensor.numel() // (self.size * segments))
 
     def _reduce_in_rank_order(self, tensor, received, shard):
-        """Write the mean of all ranks' pieces of `shard` there, segment by segment."""
+        """Write the mean of all ranks' pieces into `shard`, segment by segment."""
         if self.size == 1:
             _put(tensor, shard)
             return
@@ -316,7 +315,7 @@ class Collectives:
         For any other N, sum and divide once: fp16 before the sum, which could overflow, others after it.
         """
         dtype = self.reduced_in(tensor.dtype)
-        source = tensor.to(dtype)  # itself, if it is in it
+        source = tensor.to(dtype)  # the tensor itself if it has that dtype
         mean = result if dtype == result.dtype else torch.empty_like(result, dtype=dtype)
         averages = self.backend == "nccl" and self.size & (self.size - 1) == 0
         operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
@@ -332,14 +331,14 @@ class Collectives:
         _put(mean, result)
 
     def reduced_in(self, dtype):
-        """The dtype in which a reduction sends tensors of a dtype."""
+        """The dtype in which a reduction sends tensors of `dtype`."""
         wide = self._reduce_dtype
         return dtype if self.ordered or wide is None or wide.itemsize <= dtype.itemsize else wide
 
     def _collect(self, parts, received):
         """Send every rank its row of `parts` [N, n]; return all ranks' pieces of this rank's row, in rank order.
 
-        Point to point, what arrives takes the place of what has left. So only the first piece needs room of its own.
+        Point to point, a piece arrives in the place of one that was sent. So only the first needs a buffer of its own.
         """
         if not self.point_to_point:
             dist.all_to_all_single(received, parts.view(-1), group=self.group)
@@ -347,7 +346,7 @@ class Collectives:
         pieces, receives, place = {self.rank: parts[self.rank]}, [], received[: parts.shape[1]]
         sends = {peer: self._send(parts[peer], peer) for peer in self._others()}
         for peer, send in sends.items():
-            source = (2 * self.rank - peer) % self.size  # as far before this rank as the peer is behind it
+            source = (2 * self.rank - peer) % self.size  # as far before this rank as the peer is after it
             pieces[source] = place
             receives.append((source, self._receive(place, source)))
             self._with(peer, send.wait)
@@ -368,18 +367,18 @@ class Collectives:
         self._transfer({peer: arrived[peer] for peer in self._others()}, {peer: sent[peer] for peer in self._others()})
 
     def _others(self):
-        """The other ranks, starting behind this one, so that not all send to rank 0 first."""
+        """The other ranks, starting after this one, so that not all send to rank 0 first."""
         return [(self.rank + k) % self.size for k in range(1, self.size)]
 
     def _transfer(self, receives, sends):
         """Exchange messages, {peer: tensor} each, and wait for all of them."""
-        # Sends first: what a receive already waits for, `send` writes itself, and gloo's thread spins meanwhile.
+        # Sends first: if the peer's receive is posted, `send` writes in this thread while gloo's thread spins.
         works = [(peer, self._send(tensor, peer)) for peer, tensor in sends.items()]
         works += [(peer, self._receive(tensor, peer)) for peer, tensor in receives.items()]
         for peer, work in works:
             self._with(peer, work.wait)
 
-    # The group's own calls: those of torch.distributed look up for each message which group and rank is meant.
+    # The group's own calls: torch.distributed's look up the group and the rank for each message.
 
     def _send(self, tensor, peer):
         return self._with(peer, self.group.send, [tensor], peer, self._tag)
@@ -388,10 +387,10 @@ class Collectives:
         return self._with(peer, self.group.recv, [tensor], peer, self._tag)
 
     def _with(self, peer, call, *args):
-        """A call that another rank takes part in.
+        """Make a call that another rank takes part in.
 
         Raises:
-            RankLost: it failed. Whoever loses a rank ends soon, so that others lose him in turn: all name the first.
+            RankLost: the call failed. A rank that loses another ends soon and is lost to others: all name the first.
         """
         try:
             return call(*args)
@@ -402,7 +401,7 @@ class Collectives:
             with contextlib.suppress(dist.DistError):  # the store may be gone as well
                 if in_vain:
                     store.set(f"waits/{rank}", here)
-                # Whose time is over closes his connections first, and says a moment later what he waited in.
+                # A rank that times out closes its connections first, and reports what it waited in a moment later.
                 said, within = [f"waits/{partner}"], GRACE if in_vain else GRACE / 4
                 trace.comes_true(lambda: store.check(said) or store.check(["gone"]), within)
                 if store.check(said):
@@ -421,19 +420,19 @@ class Collectives:
 def mean_in_rank_order(pieces, mean):
     """Write the mean of two or more pieces into `mean`: added in their order in fp32, divided once, rounded once.
 
-    Uses fp32 pieces up. `mean` may be one of them.
+    Overwrites fp32 pieces. `mean` may be one of them.
     """
     chunk = CHUNK if mean.is_cpu else CHUNK_ON_CUDA
     for result, first, *others, last in zip(*(tensor.split(chunk) for tensor in (mean, *pieces)), strict=True):
-        total = first.float()  # of 16-bit pieces a copy, of fp32 pieces the piece itself
+        total = first.float()  # a copy if the piece is 16-bit, else the piece itself
         for other in others:
             total += other
-        # The last addition writes fp32 where it belongs. 16 bits are rounded apart: to divide into them takes longer.
+        # In fp32 the last addition writes the result. 16-bit results are rounded after the division, which is faster.
         total = torch.add(total, last, out=result if result.dtype == torch.float32 else total)
         _put(total.div_(len(pieces)), result)
 
 
 def _put(source, target):
-    """Copy `source` into `target`, unless it lies there already."""
+    """Copy `source` into `target`, unless both are the same memory."""
     if place_of(source) != place_of(target):
         target.copy_(source)

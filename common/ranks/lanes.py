@@ -1,11 +1,11 @@
-"""Lanes: what runs collectives in the order of the calls, beside the computation. A thread on CPU, a stream on CUDA.
+"""Lanes run collectives in the order of the calls, overlapped with computation: a thread on CPU, a stream on CUDA.
 
 Copies between a device and its host have a lane of their own, and so have the steps of the host. `submit` takes the
 work and the buffers that it uses until it is done.
 
-One lane of each kind serves all who use a process group. torch holds a group until it is destroyed, and a lane holds it
-no longer than its work takes: a group that is left over when Python ends aborts the process. So does a thread that then
-waits in a collective, and whoever exits waits a little for his own.
+All users of a process group share one lane of each kind. A lane holds the group only while its work runs: a group that
+is left over when Python ends aborts the process. So does a thread that waits in a collective then; a program that ends
+waits a little for its own.
 """
 
 import atexit
@@ -24,17 +24,17 @@ from common.errors import InputError
 from common.measure import timeline
 from common.ranks import trace
 
-APART = ("host", "saving")  # lanes that need no peer: threads beside a GPU, or with one CPU rank, too
+APART = ("host", "saving")  # lanes that need no peer: threads even with a GPU, or with one CPU rank
 CPU = torch.device("cpu")
-AT_EXIT = 10.0  # seconds that a program which ends waits for its collectives
+AT_EXIT = 10.0  # seconds that a program waits for its collectives when it ends
 
 
 class Handle:
-    """A collective under way, with the buffers it reads and writes until it ends.
+    """A collective in flight, with the buffers it reads and writes until it ends.
 
     Args:
         wait: called with the buffers; returns when what the caller runs next may use them.
-        event: of CUDA, for whoever is the host, which no stream holds back; None where `wait` holds it back too.
+        event: a CUDA event for `wait_on_host`; None if `wait` makes the host wait too.
     """
 
     def __init__(self, buffers, wait, event=None):
@@ -47,7 +47,7 @@ class Handle:
         self.buffers = ()
 
     def wait_on_host(self):
-        """Return when the host may read and write what the work used."""
+        """Return when the host may read and write the buffers of the work."""
         if self._event is None:
             self.wait()
         else:
@@ -60,17 +60,17 @@ def device_of(backend):
 
 
 def choose_device(device):
-    """The first call of a thread of ours: a new thread uses GPU 0, whichever its maker uses."""
+    """Set a new thread's GPU: it would use GPU 0, whichever its creator uses."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 class ThreadLane:
-    """The lane on CPU: one thread, so that gloo and the additions run beside forward and backward.
+    """The lane on CPU: one thread, so that gloo and the additions overlap with forward and backward.
 
     After an error the ranks may be out of step, and the next collective would meet the messages of the failed one:
-    so nothing runs on the lane any more, and every later `wait` raises that error. Steps of the host, and saves, are
-    apart from that: where one fails, only who waits for it is told.
+    so nothing runs on the lane any more, and every later `wait` raises that error. Lanes in APART go on: the error of
+    a step of the host or of a save is raised by its own `wait` alone.
     """
 
     def __init__(self, name="collectives", device=CPU):
@@ -79,7 +79,7 @@ class ThreadLane:
 
     def submit(self, work, *buffers):
         under_way, errors = threading.Lock(), []
-        under_way.acquire()  # An Event says the same, and takes ten times as long to make and to wait for.
+        under_way.acquire()  # an Event takes ten times as long to make and to wait for
 
         def wait(buffers, within=-1):
             if under_way.acquire(timeout=within):
@@ -92,10 +92,10 @@ class ThreadLane:
         return handle
 
     def wait_for_caller(self):
-        """Nothing to wait for: what a CPU thread has computed is there."""
+        """A no-op: CPU results are there when the call is made."""
 
     def finish(self, within=-1):
-        """Return when all is done, or after so many seconds; raise what a collective raised."""
+        """Return when all is done, or after `within` seconds; raise what a collective raised."""
         self.submit(lambda: None)._wait((), within)
 
     def _run(self):
@@ -111,7 +111,7 @@ class ThreadLane:
             errors += failure
             if self._goes_on:
                 failure.clear()
-            # The buffers go before the waiter wakes: whoever counts memory then counts without them.
+            # The buffers go before the waiter wakes, so that it does not count their memory.
             del work
             handle.buffers = ()
             under_way.release()
@@ -121,15 +121,15 @@ class ThreadLane:
 class StreamLane:
     """The lane on CUDA: a stream. It waits for the streams whose results it reads; `wait` makes the caller's wait.
 
-    The handle holds the buffers until then, so the allocator gives none of them away while the lane uses it. Later it
-    does so on the stream that a buffer was made on. Where another one waited, only that one is behind the lane, and may
-    still read: so the allocator is told of it. On a buffer's own stream that costs nothing.
+    The handle holds the buffers until then, so the allocator reuses none of them while the lane does. After that it
+    reuses a buffer in the order of the stream that allocated it. If another stream waited, that one may still read:
+    `record_stream` tells the allocator, and costs nothing on the buffer's own stream.
     """
 
     def __init__(self, name=""):
-        # Before what computes: a collective's few blocks run at once, and who waits for it waits less.
+        # High priority: a collective's few blocks run at once, ahead of computation, and end sooner.
         self._stream, self._callers = torch.cuda.Stream(priority=-1), set()
-        self._lock = threading.Lock()  # the caller's thread and the host's both use the bus
+        self._lock = threading.Lock()  # the caller's thread and the host lane's both use the bus
 
     def submit(self, work, *buffers):
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -151,17 +151,17 @@ class StreamLane:
         return Handle(buffers, wait, done)
 
     def wait_for_caller(self):
-        """Have the next work wait for the caller's stream, too: for each gradient, as backward may run on several."""
+        """Have the next work wait for the caller's stream too. Called for each gradient: backward may use several."""
         with self._lock:
             self._callers.add(torch.cuda.current_stream())
 
     def finish(self):
-        """Return when all is done: not only what the caller runs next, but the caller itself waits."""
+        """Return when all is done; the host waits too."""
         self._stream.synchronize()
 
 
 class InlineLane:
-    """The lane where nothing travels, on one CPU rank: the work is done at once."""
+    """The lane of one CPU rank, which sends nothing: the work is done at once."""
 
     def __init__(self, name=""):
         self._name = name
@@ -171,15 +171,15 @@ class InlineLane:
         return Handle((), lambda buffers: None)
 
     def wait_for_caller(self):
-        """Nothing to wait for."""
+        """A no-op."""
 
     finish = wait_for_caller
 
 
 class SimulatedLane(InlineLane):
-    """The lane of a simulated world: nothing travels, and buffers are held for as long as those of a stream."""
+    """The lane of a simulated world: it sends nothing, and holds buffers as long as a stream would."""
 
-    clock = None  # what counts the time that it would take, a `lab.simulate.clock.Clock`
+    clock = None  # a `lab.simulate.clock.Clock`, which counts the time that work would take
 
     def submit(self, work, *buffers):
         if self.clock is None:
@@ -192,12 +192,12 @@ class SimulatedLane(InlineLane):
 
 
 LANES = {"gloo": ThreadLane, "nccl": StreamLane, "fake": SimulatedLane}
-PATHS = {"gloo": "gloo", "nccl": "nccl", "fake": "nccl"}  # whose schedule a backend's collectives follow
+PATHS = {"gloo": "gloo", "nccl": "nccl", "fake": "nccl"}  # backend -> the one whose schedule it follows
 _lanes = weakref.WeakKeyDictionary()  # group -> {name: lane}, as long as the group lives
 
 
 def backend_of(group):
-    # A group may have a backend for each kind of device, such as "cpu:gloo,cuda:nccl". The GPU's is meant then.
+    # A group may have a backend for each kind of device, such as "cpu:gloo,cuda:nccl"; then take the GPU's.
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     backend = backends.get("cuda", backends.get("cpu"))
     if backend not in LANES:
@@ -206,9 +206,9 @@ def backend_of(group):
 
 
 def lane_of(group, backend, name="collectives"):
-    """One lane for a group, shared by all who use it: two would issue their collectives in an order of chance.
+    """One lane for a group, shared by all its users: two would issue collectives in a random order.
 
-    Its name is "collectives", "bus" or, of APART, "host" for steps of the host and "saving".
+    Its name is "collectives", "bus" or, in APART, "host" for steps of the host and "saving".
     """
     lanes = _lanes.setdefault(group, {})
     if name not in lanes:
@@ -221,14 +221,14 @@ def lane_of(group, backend, name="collectives"):
 
 
 def let_lanes_go_first():
-    """Have the threads of gloo, of all groups that there are, give way to lanes.
+    """Have the gloo threads of all groups give way to lanes.
 
-    gloo's thread tries the lock of a connection again and again, and the lane holds that lock while it sends. On a
-    machine without a spare core the kernel puts the one in the place of the other, in the middle of that: it then spins
-    for its whole time slice, 3 ms, for a lock whose holder waits for the core. As a batch thread it waits for its turn.
+    gloo's thread spins on the lock of a connection, which the lane holds while it sends. Without a spare core the
+    kernel may preempt the lane for that thread, which then spins for its whole time slice, 3 ms, on a lock whose holder
+    waits for the core. A batch thread does not preempt the lane.
     """
-    for name in glob.glob("/proc/self/task/*/comm"):  # none but on Linux, and where they may not be read
-        with suppress(OSError), open(name) as thread:  # else it has ended meanwhile
+    for name in glob.glob("/proc/self/task/*/comm"):  # Linux only
+        with suppress(OSError), open(name) as thread:  # the thread may have ended meanwhile
             if thread.read() == "gloo_tcp_loop\n":
                 os.sched_setscheduler(int(name.split("/")[4]), os.SCHED_BATCH, os.sched_param(0))
 
@@ -238,10 +238,10 @@ def _all_lanes():
 
 
 def finish():
-    """Wait until every lane has done what it was given, so that no rank leaves while another still receives.
+    """Wait until every lane has done its work, so that no rank leaves while another still receives.
 
-    The last thing a rank does with its groups: a traced one then tells the others that it leaves. It raises what a
-    collective raised that nobody waited for.
+    A rank calls it last of all: a traced rank then tells the others that it leaves. It raises the error of a collective
+    that was not waited for.
     """
     for lane in _all_lanes():
         lane.finish()

@@ -1,10 +1,9 @@
-"""Where the ranks of one attempt meet: a store that may still know the ranks before them.
+"""The ranks of one attempt meet in a store that may still have entries of earlier attempts.
 
-Torchrun keeps its store through a restart, with all that ranks wrote there: the addresses of processes that have gone,
-for which a new rank would wait. A program that calls `launch` twice meets its own. Agents on several nodes count their
-restarts differently, so no number that a rank is told names the attempt. Ranks find out themselves: each shows a word
-that nobody had before it, and rank 0 answers every word it sees with the name of a place that nobody wrote to. When all
-have been there, it says so.
+Torchrun keeps its store through a restart, with all that ranks wrote there: the addresses of dead processes, which a
+new rank would wait for. A program that calls `launch` twice finds its own entries. Agents on several nodes count their
+restarts differently, so no number given to a rank identifies the attempt. So each rank shows a new unique word, and
+rank 0 answers every word it sees with the name of a new place. When all have been there, it says so.
 """
 
 import time
@@ -23,7 +22,7 @@ def fresh(store, rank, size, timeout):
 
 
 def _invited(store, size, deadline):
-    """Rank 0: answer all words with a place, another one when they change. Of ranks before these nobody goes there."""
+    """Rank 0: answer all words with a place, a new one when they change. Ranks of earlier attempts never go there."""
     words = place = None
     while True:
         shown = {rank: _read(store, f"word of rank {rank}") for rank in range(1, size)}
@@ -39,7 +38,7 @@ def _invited(store, size, deadline):
 
 
 def _asked(store, rank, deadline):
-    """Another rank: show a word of its own, and go where rank 0 answers, until all are there."""
+    """Another rank: show a word of its own, and go to the place that rank 0 answers, until all are there."""
     word = f"answer to rank {rank}: {uuid.uuid4()}"
     store.set(f"word of rank {rank}", word)
     place = None

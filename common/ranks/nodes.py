@@ -1,6 +1,6 @@
-"""Nodes: which ranks share a machine, and the groups that schedules in two hops need.
+"""Nodes: which ranks share a machine, and the groups that two-hop schedules need.
 
-Between the GPUs of one machine bytes are cheap, between machines they are not. Ranks are laid out machine by machine,
+Bytes are cheap between the GPUs of one machine, and expensive between machines. Ranks are laid out machine by machine,
 the same number on each, as torchrun does:
 
     node 0: ranks 0 1 2 3      the group inside a node: 4 5 6 7, for each of these four
@@ -20,14 +20,14 @@ import torch.distributed as dist
 from common.errors import InputError
 from common.ranks.sockets import small_send_buffers
 
-IN_NODE, ACROSS_NODES = " in the node", " across nodes"  # what the meter adds to the names of their collectives
+IN_NODE, ACROSS_NODES = " in the node", " across nodes"  # suffixes of their collectives' names in the meter
 _groups = weakref.WeakKeyDictionary()  # group -> {ranks per node: (group inside, group across)}
 
 
 def ranks_per_node(group):
-    """How many ranks of a group share a machine, as torchrun tells it (LOCAL_WORLD_SIZE); without it all of them.
+    """How many ranks of a group share a machine, by torchrun's LOCAL_WORLD_SIZE; without it all of them.
 
-    Also all of them where the group does not lie node by node, with as many ranks on each.
+    Also all of them if the group is not laid out node by node, with the same number on each.
     """
     ranks = dist.get_process_group_ranks(group)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
@@ -37,7 +37,7 @@ def ranks_per_node(group):
 
 
 def check_ranks_per_node(count, size):
-    """The number itself; InputError where it does not divide the ranks."""
+    """The number itself; InputError if it does not divide the number of ranks."""
     if not isinstance(count, Integral) or isinstance(count, bool) or count < 1 or size % count:
         raise InputError(f"ranks_per_node {count!r}: {size} ranks cannot be divided into nodes of so many")
     return count
@@ -60,8 +60,8 @@ def groups_of(comm, per_node):
 def new_group(comm, ranks, **options):
     """A process group of some ranks of another, with this one among them. A collective over `comm`.
 
-    torch names it by how many groups a rank knows, and ranks that know unequally many, as where some stand outside of a
-    group, would wait for each other for ever. So who knows fewer first makes some of its own.
+    torch names a group by the number of groups that the rank knows. Ranks whose numbers differ, as some are outside of
+    a group, would wait for each other for ever. So a rank that knows fewer first makes some of its own.
     """
     known = len(dist.distributed_c10d._world.pg_names)  # torch has no public name for it
     most = known if comm.simulated else max(comm.gather_objects(known, "how many groups there are"))
@@ -77,7 +77,7 @@ def new_group(comm, ranks, **options):
 def _communicators_of_their_own():
     """In this context torch makes no group by splitting the default one's NCCL communicator.
 
-    It does so if that group is bound to a device, and then waits for all of its ranks, of which some may be in no part.
+    It would if that group is bound to a device, and then wait for all of its ranks, some of which may be in no part.
     """
     world = dist.group.WORLD
     bound, world.bound_device_id = world.bound_device_id, None
@@ -88,7 +88,7 @@ def _communicators_of_their_own():
 
 
 def timeout_of(group):
-    """How long a group waits for a rank; None where its backend waits for nobody. torch has no public name for it."""
+    """How long a group waits for a rank; None if its backend never waits. torch has no public name for it."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None

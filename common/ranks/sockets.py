@@ -1,20 +1,20 @@
-"""The sockets that this process has open, and how much may be under way on them within one machine."""
+"""The open sockets of this process, and the size of their send buffers within one machine."""
 
 import contextlib
 import os
 import socket
 import sys
 
-SEND_BUFFER = 2**18  # bytes; the kernel books twice as much
+SEND_BUFFER = 2**18  # bytes; the kernel allows twice as many
 
 
 def own_sockets():
-    """The open sockets of this process, one after another; OSError where this is not Linux. They stay open."""
+    """Yield the open sockets of this process, which stay open; OSError if this is not Linux."""
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             blocking = os.get_blocking(int(descriptor))
             own = socket.socket(fileno=int(descriptor))
-            os.set_blocking(int(descriptor), blocking)  # who has set a default timeout finds it changed otherwise
+            os.set_blocking(int(descriptor), blocking)  # socket() changes it if a default timeout is set
         except OSError:  # no socket, or closed meanwhile
             continue
         try:
@@ -25,14 +25,14 @@ def own_sockets():
 
 @contextlib.contextmanager
 def small_send_buffers():
-    """Let little be under way at once to this machine, on the connections that are opened in this context.
+    """Give connections within this machine that are opened in this context small send buffers.
 
     Linux lets a connection hold some 4 MiB that the other side has not read yet. By then the bytes have left the
     CPU's cache, and are fetched back from memory to be copied a second time. Connections to other machines keep
-    their buffers: a network needs as much as it can carry while an answer comes back. Those that were open before
-    keep theirs too, so that only the group's are touched; other threads should open none meanwhile.
+    their buffers: a network needs as much as it can carry in a round trip. Connections opened before keep theirs too,
+    so that only the group's are touched; other threads should open none meanwhile.
 
-    `common.ranks.world` forms its groups in here. A program that forms its own may do the same:
+    `common.ranks.world` forms its groups in this context. A program that forms its own may do the same:
 
         with small_send_buffers():
             dist.init_process_group("gloo")
@@ -40,7 +40,7 @@ def small_send_buffers():
     if sys.platform != "linux":
         yield
         return
-    # A descriptor's number is given again once it is closed, an inode's is not.
+    # A closed descriptor's number is reused, an inode's is not.
     before = {os.fstat(own.fileno()).st_ino for own in own_sockets()}
     yield
     for own in own_sockets():

@@ -1,18 +1,18 @@
-"""Where ranks part: with ZERO_TRACE=1 a collective begins only when all ranks have come to it.
+"""Find where ranks part: with ZERO_TRACE=1 a collective begins only when all ranks have come to it.
 
-A rank that calls another collective than its peers leaves all of them waiting, and a hang says nothing. Here a rank
-writes what it is about to run to the group's store, and waits outside of any collective until all have written the
-same. Where that does not come, every rank prints its last collectives and where the ranks part, and raises.
+A rank that calls another collective than its peers leaves all of them waiting, and a hang says nothing. So a rank
+writes the collective that it is about to run to the group's store, and waits outside of any collective until all have
+written the same. If that does not happen, every rank prints its last collectives and where the ranks part, and raises.
 
     ZERO_TRACE=1              on every rank
     ZERO_TRACE_TIMEOUT=300    seconds that a rank waits for the others
 
-Ranks are counted within their group. What its store holds:
+Ranks are numbered within their group. Keys of its store:
 
     12/3      rank 3 has come to this as its collective 12; deleted when all have come to 13
     left/3    rank 3 has left, and why
     parted    where the ranks part: one sentence, the same for all
-    alarm     one of those two is there
+    alarm     one of those two is set
     told/3    rank 3 has printed what it knows
 """
 
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from common.errors import InputError
 
 SHOWN = 5  # collectives that a rank prints
-GRACE = 5.0  # seconds that a rank gives the others to print, as its own end may be theirs
+GRACE = 5.0  # seconds that a rank gives the others to print, as its own end may end them
 
 
 class RanksParted(RuntimeError):
@@ -39,14 +39,14 @@ class RanksParted(RuntimeError):
 
 
 class Tracer:
-    """One rank's part in the agreement of a group on its collectives; it waits `timeout` seconds for the others."""
+    """One rank's part when a group agrees on its collectives; it waits `timeout` seconds for the others."""
 
     def __init__(self, group, timeout):
         self.rank, self.size, self.timeout = group.rank(), group.size(), timeout
-        # A client of its own: another thread may wait in the group's, and nobody else could ask it then.
+        # A client of its own: the group's is blocked while another thread waits in it.
         self.store = dist.PrefixStore("trace", group.get_group_store().clone())
         self.number = 0  # of the last collective
-        self._recent, self._state = deque(maxlen=SHOWN), "done"  # the last ones, and what the last of them does
+        self._recent, self._state = deque(maxlen=SHOWN), "done"  # the last ones, and the state of the last
         self._ended = False
 
     def checked(self, collective, nbytes, label, phase, work):
@@ -70,11 +70,11 @@ class Tracer:
         if comes_true(lambda: self._has(*keys) or self._has("alarm"), within=self.timeout):
             comes_true(lambda: self._has(*keys) or self._nobody_else_will_come(keys), within=GRACE)
         came = {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys) if self._has(key)}
-        # Not by phase: one may evaluate alone before all of them save.
+        # Phases may differ: one rank may evaluate alone before all save.
         agreed = len(came) == self.size and all(theirs == call for theirs, _ in came.values())
         if not agreed or self._has("parted"):
             self._part(self._positions(came, time.monotonic() - began))
-        if self.number > 1:  # all have come here, so all have read what was before
+        if self.number > 1:  # all have come here, so all have read the keys before
             self.store.delete_key(f"{self.number - 1}/{self.rank}")
 
     def _nobody_else_will_come(self, keys):
@@ -110,9 +110,9 @@ class Tracer:
         raise RanksParted(sentence)
 
     def leave(self, error=None):
-        """Tell the others that this rank comes to no further collective; after an error, give them time to print.
+        """Tell the others that this rank runs no further collective; after an error, give them time to print.
 
-        Whoever waits for a rank that left waits for its end as well, so that the rank with the error ends first.
+        A rank that waits for one that left waits for its end as well, so that the rank with the error ends first.
         """
         if self._ended:
             return
@@ -142,7 +142,7 @@ _tracers = weakref.WeakKeyDictionary()  # group -> tracer, as long as the group 
 
 
 def tracer_of(group):
-    """The tracer of a group, shared by all who use it; None unless ZERO_TRACE is 1."""
+    """The tracer of a group, shared by all its users; None unless ZERO_TRACE is 1."""
     if os.environ.get("ZERO_TRACE") != "1":
         return None
     if group not in _tracers:
@@ -151,12 +151,12 @@ def tracer_of(group):
 
 
 def leave(error=None):
-    """Have this rank leave every group that is traced."""
+    """Have this rank leave every traced group."""
     for tracer in list(_tracers.values()):
         tracer.leave(error)
 
 
-# A program of its own need not know of this: an exception that ends it has been printed by then.
+# For programs that do not call `leave`: an exception that ends one has been printed by then.
 atexit.register(lambda: leave(getattr(sys, "last_value", None)))
 
 
@@ -169,7 +169,7 @@ def _timeout():
 
 
 def comes_true(condition, within):
-    """Whether a condition comes true within so many seconds. It is asked ever more rarely."""
+    """Whether a condition comes true within so many seconds, polled ever more rarely."""
     deadline, pause = time.monotonic() + within, 0.0005
     while not condition():
         if time.monotonic() > deadline:

@@ -1,8 +1,8 @@
-"""Form the group of ranks: join the one torchrun made, or spawn local ranks of our own.
+"""Form the group of ranks: join torchrun's, or spawn local ranks.
 
 Every command starts through `launch`. Under torchrun it joins. Otherwise it opens a `LocalWorld`, ranks on this
-machine that speak over the loopback interface alone, runs one function on all of them and closes it. Tests and
-notebooks keep a LocalWorld open and run many functions.
+machine that use the loopback interface only, runs one function on all of them and closes it. Tests and notebooks keep
+a LocalWorld open and run many functions.
 """
 
 import contextlib
@@ -34,13 +34,13 @@ from common.ranks import lanes, trace
 from common.ranks.meeting import fresh
 from common.ranks.sockets import small_send_buffers
 
-REPORT_GRACE_SECONDS = 2.0  # seconds in which ranks may say what another one's end did to them
+REPORT_GRACE_SECONDS = 2.0  # seconds in which ranks may report errors that follow from another one's end
 TO_ASK = 5.0  # seconds to find torchrun's store
 
 
 @dataclass(frozen=True)
 class World:
-    """What a rank knows of its group: its rank, the world size, the device it computes on."""
+    """A rank's view of its group: its rank, the world size, the device it computes on."""
 
     rank: int
     size: int
@@ -56,15 +56,15 @@ def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, for
 
     Args:
         function: importable by name, as its arguments are, because local ranks are processes of their own.
-        nproc: local ranks to spawn; under torchrun the number it was given counts instead.
+        nproc: local ranks to spawn; under torchrun its own number counts instead.
         oversubscribe: allow more ranks than the machine has GPUs, or CPUs when it has none, and under torchrun ranks
             that use the same GPU.
-        ranks_per_node: tell ranks that so many of them in a row share a machine; None for the truth.
+        ranks_per_node: pretend that so many ranks in a row share a machine; None for the truth.
         forward_signals: forward the first SIGTERM or Ctrl-C to the ranks, as SIGTERM, so that they end by themselves.
         timeout: seconds without an answer in a collective, after which a rank gives up.
 
     Returns:
-        What rank 0 returned; under torchrun None on the other ranks.
+        Rank 0's result; under torchrun None on the other ranks.
 
     Raises:
         InputError: the number of ranks does not fit the machine, a rank raised one, or srun started several of these.
@@ -85,7 +85,7 @@ def launch(function, *args, nproc, oversubscribe=False, ranks_per_node=None, for
 
 @contextlib.contextmanager
 def _handing_on(local):
-    """Hand the first signal that asks this process to end on to the ranks of a world. A second one is as usual."""
+    """Forward the first SIGTERM or Ctrl-C to the ranks of a world. A second one acts as usual."""
     with contextlib.ExitStack() as as_before:
 
         def forward_signals(number, frame):
@@ -98,7 +98,7 @@ def _handing_on(local):
 
 
 def torchrun_env():
-    """The rank, world size, local rank and local world size that torchrun gave this process; None where it did not."""
+    """The rank, world size, local rank and local world size from torchrun; None if this process is not its."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -110,13 +110,13 @@ def torchrun_env():
 
 
 def speaks_first():
-    """Whether no other rank of torchrun's has said yet why this attempt ends: an error that all find is told once."""
+    """Whether no other rank of torchrun's has reported yet why this attempt ends: a common error is printed once."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=TO_ASK)))
         return store.add(f"errors of attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", 1) == 1
-    except (RuntimeError, ValueError, OSError):  # nobody can be asked: better twice than never
+    except (RuntimeError, ValueError, OSError):  # no store: better twice than never
         return True
 
 
@@ -142,7 +142,7 @@ def _join(function, args, oversubscribe, ranks_per_node, timeout):
         trace.leave(error)
         raise
     except Exception as error:
-        # Python's own way out would abort or hang on a collective that still waits for another rank.
+        # Python's own exit would abort, or hang in a collective that still waits for another rank.
         sys.excepthook(*sys.exc_info())
         trace.leave(error)
         sys.stdout.flush()
@@ -155,9 +155,9 @@ class LocalWorld(contextlib.AbstractContextManager):
 
     Args:
         size, oversubscribe, ranks_per_node, timeout: as `launch` takes them, `size` as `nproc`.
-        preload: modules that ranks would each take long to import. Of a process's first world they count for all.
-        small_send_buffers: let little be under way at once between ranks of gloo's (`common.ranks.sockets`).
-        log: a file to which all goes that ranks print, libraries' warnings for instance; not what they raise.
+        preload: modules that are slow to import, imported once for all ranks. Only a process's first world sets them.
+        small_send_buffers: use small send buffers between gloo ranks (`common.ranks.sockets`).
+        log: a file for everything that ranks print, libraries' warnings for instance, but not for what they raise.
     """
 
     def __init__(
@@ -173,14 +173,14 @@ class LocalWorld(contextlib.AbstractContextManager):
     ):
         check_size(size, oversubscribe)
         self.size = size
-        # A fork server imports torch once for all ranks. CUDA cannot follow a fork, so there each rank spawns.
+        # A fork server imports torch once for all ranks. CUDA does not survive a fork, so with GPUs ranks spawn.
         forks = sys.platform == "linux" and not torch.cuda.is_available()
         context = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             context.set_forkserver_preload(["common.ranks.world", "common.train", *preload])
             _start_fork_server()
-        # The store lives in this process, on a free port, so no two worlds can race for one. It is given a socket
-        # because one that it opens itself would listen to the whole network.
+        # The store lives in this process, on a free port, so no two worlds can race for one. It gets a socket, because
+        # one that it opens itself would listen on all networks.
         listener = socket.create_server(("127.0.0.1", 0))
         host, port = listener.getsockname()
         self._store = dist.TCPStore(
@@ -219,13 +219,13 @@ class LocalWorld(contextlib.AbstractContextManager):
                 results[rank] = value
             if waiting:
                 raise RankFailed(f"ranks {sorted(waiting.values())} gave no answer in {timeout} s")
-        except BaseException:  # Ctrl-C too: a rank in the middle of one call cannot take another
+        except BaseException:  # Ctrl-C too: a rank within a call cannot take another
             self.close(kill=True)
             raise
         return results
 
     def _why(self, rank, outcome, value, waiting):
-        """Why a rank has no result. When one dies, others fail in its wake, and may say so before its own end shows."""
+        """Why a rank has no result. If one dies, others fail too, and may report before its own end is seen."""
         ended = wait([process.sentinel for process in self._processes], 10 if outcome == "died" else 0.5)
         for dead, process in enumerate(self._processes):
             if process.sentinel in ended:
@@ -237,21 +237,21 @@ class LocalWorld(contextlib.AbstractContextManager):
 
     @property
     def alive(self):
-        """Whether the ranks can be asked."""
+        """Whether the ranks still run."""
         return bool(self._pipes)
 
     def terminate(self):
-        """Send SIGTERM to all ranks. Their calls go on, unless it ends them."""
+        """Send SIGTERM to all ranks. Their calls go on unless the signal ends them."""
         for process in self._processes:
             process.terminate()
 
     def close(self, *, kill=False):
-        """End the ranks: at once with `kill`, else when they have left their group."""
+        """End the ranks: at once if `kill`, else when they have left their group."""
         if kill:
             for process in self._processes:
                 process.kill()
         for pipe in self._pipes:
-            pipe.close()  # an idle rank reads the end of its pipe, and leaves
+            pipe.close()  # an idle rank then leaves
         for process in self._processes:
             process.join(10)
             if process.is_alive():
@@ -264,12 +264,12 @@ class LocalWorld(contextlib.AbstractContextManager):
 
 
 def _start_fork_server():
-    """Start the process that ranks are forked from, unless it runs. It leaves no file behind, whatever ends it.
+    """Start the process that ranks are forked from, unless it runs. It leaves no file behind, however it ends.
 
-    multiprocessing has it listen at a path below the folder for temporary files. That may be longer than the address of
-    a socket can be, and a process that is killed leaves it there. But what a process has open has a short name under
-    /proc/self/fd as well. So the server comes to listen under such a name of a folder; and once its socket is open
-    here, neither the folder nor the socket's own name are needed. There is no public way to tell multiprocessing so.
+    multiprocessing has it listen at a path below the folder for temporary files. That path may be longer than a
+    socket's address can be, and a killed process leaves it there. But an open file or folder has a short name under
+    /proc/self/fd as well. So the server listens under such a name of a folder; and once its socket is open here,
+    neither the folder nor the socket's own name are needed. multiprocessing has no public API for this.
     """
     server, config = forkserver._forkserver, multiprocessing.current_process()._config
     before = config.get("tempdir")
@@ -287,7 +287,7 @@ def _start_fork_server():
 
 
 def _heard(waiting, within):
-    """What ranks answer, (rank, outcome, value) as it comes; those of `waiting`, {pipe: rank}, who do so in time."""
+    """Yield answers, (rank, outcome, value), as they come; remove those ranks from `waiting`, {pipe: rank}."""
     deadline = None if within is None else time.monotonic() + within
     while waiting:
         ready = wait(list(waiting), None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -302,10 +302,10 @@ def _heard(waiting, within):
 
 def _serve(rank, size, pipe, environment, log):
     """The life of a local rank: answer calls, of which the first forms the group, until the pipe closes."""
-    # A fork server has the environment that stood when the first of all worlds was opened.
+    # A fork server keeps the environment from when the first world was opened.
     os.environ.clear()
     os.environ.update(environment)
-    if log is not None:  # it takes what compiled parts print, too
+    if log is not None:  # also for output of compiled code
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for output in (1, 2):  # stdout and stderr
             os.dup2(file, output)
@@ -325,7 +325,7 @@ def _serve(rank, size, pipe, environment, log):
             refused = isinstance(error, InputError)
             answer = pickle.dumps(("input error", str(error)) if refused else ("failed", traceback.format_exc()))
             trace.leave(error)
-        # Bytes, as `send` would hand over tensors as open files, of which a process may have a thousand or so.
+        # Bytes: `send` would pass tensors as open files, and a process may have only a thousand or so.
         pipe.send_bytes(answer)
     _leave_group()
 
@@ -362,9 +362,9 @@ def check_size(size, oversubscribe, option="--nproc"):
 
 
 def _tell_gpus(world, store):
-    """The GPU that each rank uses, in rank order, as (machine, UUID, place on the PCI bus); without GPUs nothing.
+    """The GPU that each rank uses, in rank order, as (machine, UUID, place on the PCI bus); [] without GPUs.
 
-    Ranks tell each other, as none can count by itself: Slurm may show each process one GPU, and not the same one.
+    Ranks exchange this, as none can tell by itself: Slurm may show each process one GPU, a different one each.
     """
     if world.device.type != "cuda":
         return []
@@ -378,9 +378,9 @@ def _tell_gpus(world, store):
 
 
 def _sharing(gpus):
-    """The first two ranks that use one GPU, or slices of one (MIG); None without such.
+    """The first two ranks that use one GPU, or slices of one (MIG); None if there are none.
 
-    Slices have a UUID each. NCCL up to 2.29 tells them by their place on the bus, and takes them for one GPU.
+    Slices have a UUID each. NCCL up to 2.29 identifies a GPU by its place on the bus, and takes slices for one GPU.
     """
     for (first, gpu), (second, other) in itertools.combinations(enumerate(gpus), 2):
         if gpu[0] == other[0] and (gpu[1] == other[1] or (gpu[2] == other[2] and None not in gpu[2])):
@@ -389,7 +389,7 @@ def _sharing(gpus):
 
 
 def _prepare_environment(world, local_size, gpus, ranks_per_node=None):
-    """Set what must stand before the group is made: the GPU, how NCCL speaks where ranks share one, nodes, threads."""
+    """Before the group is made, set the GPU, NCCL's transport if ranks share one, nodes, threads."""
     if gpus:
         torch.cuda.set_device(world.device)
     if _sharing(gpus) is not None:
@@ -401,7 +401,7 @@ def _prepare_environment(world, local_size, gpus, ranks_per_node=None):
     if ranks_per_node is not None:  # as torchrun would tell it
         os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_node)
     torch.set_num_threads(max(1, cpus() // local_size))
-    set_malloc_thresholds(2**30)  # else every gathered unit faults its pages in anew
+    set_malloc_thresholds(2**30)  # else every gathered unit faults its pages in again
 
 
 def _loopback():

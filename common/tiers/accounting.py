@@ -1,4 +1,4 @@
-"""The books of an engine whose states lie each in a tier of its own: bytes held there, and moved between them."""
+"""Accounting for an engine whose states each have a tier: bytes held in every tier, and moved between tiers."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ STATES, TIERS = ("parameters", "gradients", "optimizer"), ("device", "cpu", "nvm
 
 @dataclass(frozen=True)
 class Move:
-    """A row of an engine's table `moves`: how often in a step, from which of TIERS to which, and how many bytes."""
+    """A row of an engine's table `moves`: how often per step, from which of TIERS to which, and how many bytes."""
 
     times: int
     source: str
@@ -31,7 +31,7 @@ def moves_of_sums(gradients, further, shard, in_fp32):
     Args:
         gradients: that tier's name.
         further: the backwards after the first.
-        shard, in_fp32: bytes of a rank's mean and of the sum.
+        shard, in_fp32: bytes of a rank's mean, and of the sum.
     """
     if gradients != "nvme":
         return [Move(further, "device", gradients, shard)]
@@ -43,16 +43,16 @@ class TieredAccounting(Accounting):
     """What a rank holds in each tier of `engine.tier`, and what moves between them."""
 
     def before_update(self):
-        """Take stock, in every tier."""
+        """Note what every tier holds."""
         self.note_step()
         live, at_rest = super().live(), self._at_rest()
         in_flight = {"parameters": live["gathered units"], "gradients": live["buckets in flight"]}
         self._held = {tier: {state: _bytes(at_rest[state, tier]) for state in in_flight} for tier in self._engine.tier}
-        for state, tensors in in_flight.items():  # nothing should be now: what is counts as kept
+        for state, tensors in in_flight.items():  # normally empty here; anything still in flight counts as kept
             self._held["device"][state] += storage_bytes(tensors)
 
     def measured(self):
-        """See `Accounting.measured`; of other tiers than the device, too."""
+        """See `Accounting.measured`; with the counts of the other tiers."""
         counts, traffic = super().measured(), self._engine.comm.traffic
         counts |= {"host_state_bytes": self.held("cpu"), "bus_bytes_per_step": traffic.on_bus()}
         if "nvme" in self._engine.tier:
@@ -60,7 +60,7 @@ class TieredAccounting(Accounting):
         return counts
 
     def predicted(self):
-        """See `Accounting.predicted`; on disk in whole pages."""
+        """See `Accounting.predicted`; disk bytes are whole pages."""
         counts, moved = super().predicted(), self._predicted_moves()
         counts["host_state_bytes"] = self.predicted_held("cpu")
         counts["bus_bytes_per_step"] = {way: moved[way] for way in BUS if moved[way]}
@@ -70,17 +70,17 @@ class TieredAccounting(Accounting):
         return counts
 
     def held(self, tier="device"):
-        """See `EngineBase.model_state_bytes`; in one of TIERS."""
+        """See `EngineBase.model_state_bytes`; `tier` is one of TIERS."""
         if not self._engine.buckets:  # a frozen model has no update
             self.before_update()
         return self._held and {**self._held[tier], "optimizer": _bytes(self._at_rest()["optimizer", tier])}
 
     def predicted_held(self, tier="device"):
-        """The same bytes as the placement table has them."""
+        """The same bytes, predicted from the placement table."""
         return predicted_in(tier, self._engine, self._engine.buckets + self._engine.frozen, self._summed)
 
     def _predicted_moves(self):
-        """Bytes of a step by direction, summed from the engine's table `moves`."""
+        """Bytes of a step by direction, summed over the engine's table `moves`."""
         engine, moved = self._engine, Counter()
         for bucket in engine.buckets + engine.frozen:
             for move in engine.moves(bucket, self._last_step[1]):
@@ -91,7 +91,7 @@ class TieredAccounting(Accounting):
         return moved
 
     def looks_on_disk(self, bucket):
-        """A `Move` for what the last step's `gradients` read of a bucket on disk, and for what it wrote there."""
+        """A `Move` for each access of the last step's `gradients` to a bucket on disk, read or write."""
         shard, in_fp32 = bucket.shard_numel * bucket.kind.dtype.itemsize, bucket.shard_numel * 4
         for what, looked_at, number in self._last_looks:
             if looked_at is bucket and what == "read":
@@ -101,7 +101,7 @@ class TieredAccounting(Accounting):
                 yield from [Move(1, "nvme", "cpu", in_fp32), Move(1, "cpu", "nvme", in_fp32)]
 
     def became_fp32(self, bucket):
-        """Whether the last step's `gradients` left fp32 of a bucket in the place of 16-bit."""
+        """Whether the last step's `gradients` replaced a bucket's 16-bit mean by an fp32 one."""
         return any(other is bucket and what == "written" and number for what, other, number in self._last_looks)
 
     def kept(self):
@@ -110,7 +110,7 @@ class TieredAccounting(Accounting):
         return {state: at_rest[state, "device"] for state in STATES}
 
     def live(self):
-        """See `EngineBase.live`. On a rank that is a CPU the disk's buffers are taken from the device's memory."""
+        """See `EngineBase.live`. On a CPU rank the disk's staging buffers are device memory."""
         live, at_rest, tier = super().live(), self._at_rest(), self._engine.tier
         live[HOST] = [*(tensor for state in STATES for tensor in at_rest[state, "cpu"]), *tier["cpu"].rooms()]
         if tier.get("nvme") is not None:
@@ -118,7 +118,7 @@ class TieredAccounting(Accounting):
         return live
 
     def _at_rest(self):
-        """What this rank keeps between its uses, tensors and places on disk: {(state, tier): [...]}."""
+        """What this rank keeps between uses, tensors and places on disk: {(state, tier): [...]}."""
         engine, kept = self._engine, defaultdict(list)
         for bucket in engine.buckets + engine.frozen:
             for state, tier, found in bucket.at_rest(engine.optimizer):
@@ -135,12 +135,12 @@ def _bytes(kept):
 
 
 def predicted_in(tier, engine, buckets, summed=()):
-    """Bytes of model states that an engine's tables foresee in one of TIERS, padding included: {"parameters": n, ...}.
+    """Bytes of model states that an engine's tables predict in one of TIERS, padding included: {"parameters": n, ...}.
 
-    In the buckets of `summed` gradients of several backwards add up.
+    The buckets in `summed` accumulate the gradients of several backwards.
     """
     predicted = dict.fromkeys(STATES, 0)
-    # The optimizer makes its states itself; on disk all lie in whole pages.
+    # The optimizer allocates its states itself, unrounded; on disk everything takes whole pages.
     takes, made = (padded, padded) if tier == "nvme" else (engine.tier[tier].takes, int)
     for bucket in buckets:
         placed, each = engine.placed(bucket), bucket.kind.dtype.itemsize

@@ -1,17 +1,17 @@
-"""Activation checkpoints on the host: what they save goes down in forward, and comes up ahead of its backward.
+"""Activation checkpoints on the host: saved inputs go down in forward, and come up before their backward needs them.
 
-Of each block a checkpoint saves one tensor, its input, from forward to backward. On the device they would pile up, one
-for each block. Here they pass over the bus, beside the computation:
+A checkpoint saves one tensor per block, its input, from forward to backward. On the device these would pile up, one per
+block. Here they cross the bus, overlapped with the computation:
 
     pack_hook      forward     a checkpoint saves its input: it goes down, once the one before it has left the device
-    unpack_hook    backward    a block is about to be computed again: wait until its input is up
-                               the input of the block before it begins its way up, beside this block
+    unpack_hook    backward    a block is about to be recomputed: wait until its input is up
+                               prefetch the input of the block before, overlapped with this block
 
-So however many blocks there are, the device holds two of their inputs: that of the block which computes, and the one on
-its way. Only what the last block saved has nothing to come up beside, and is waited for.
+So the device holds two inputs, however many blocks there are: that of the block being computed, and the one in flight.
+Only the last block's input overlaps with nothing, and is waited for.
 
-Source: ZeRO-Infinity, arXiv 2104.07857, sec. 5.1.2. Where several ranks share a model, each brings down a part of an
-input: P_a+cpu of ZeRO, arXiv 1910.02054, sec. 6.1. Here every rank has inputs of its own.
+Source: ZeRO-Infinity, arXiv 2104.07857, sec. 5.1.2. Under model parallelism each rank offloads a part of an input:
+P_a+cpu of ZeRO, arXiv 1910.02054, sec. 6.1. Here every rank has its own inputs.
 """
 
 import weakref
@@ -26,14 +26,14 @@ from common.tiers.memory import Host
 
 
 class Saved:
-    """What a checkpoint holds in place of a tensor, `like` which it is on the meta device.
+    """What a checkpoint holds in place of a tensor; `like` is that tensor on the meta device.
 
     Attributes:
-        number: how many were saved before it, in the same forward.
-        before: returns the one before it, or None where there is none, or it is gone.
+        number: how many were saved before it in the same forward.
+        before: returns the previous `Saved`, or None if there is none or it is gone.
         on_host: the values.
-        copying_up: (the tensor on the device, a Handle), from when it begins its way up until it is used; else None.
-        used: it came up before. For a second backward it does so again, and not ahead.
+        copying_up: (the tensor on the device, a Handle) while the copy up is in flight or unused; else None.
+        used: it has come up once. A second backward copies it up again, without a prefetch.
     """
 
     def __init__(self, like, before):
@@ -43,22 +43,22 @@ class Saved:
 
 
 class HostActivations(saved_tensors_hooks):
-    """The context in which checkpoints save on the host: a model of the zoo takes it as its attribute `saving`.
+    """The context in which checkpoints save to the host: a model of the zoo takes it as its attribute `saving`.
 
-    No bit changes, and no shape; strides do where a tensor has gaps or overlaps, as in a copy. What is empty, or not on
-    the device, stays where it is. Nothing may write into the input of a block before backward, neither the block itself
-    nor what comes after it: without this context torch would notice and raise. Here nobody does, and what came down to
-    the host may be the values of before or of after.
+    No bit and no shape changes; strides change if a tensor has gaps or overlaps, as in a copy. A tensor that is empty
+    or not on the device stays where it is. Nothing may write into a block's input before backward, neither the block
+    nor what follows it: without this context torch raises then. Here nothing notices, and the host may hold the values
+    from before the write or from after it.
 
     Args:
-        engine: one of the stages' engines. Its meter counts what crosses the bus.
+        engine: one of the stages' engines. Its traffic meter counts what crosses the bus.
     """
 
-    def __init__(self, engine):  # without the base's: the two hooks are methods here
+    def __init__(self, engine):  # not the base's __init__: the two hooks are methods here
         self.comm = engine.comm
         engine.holders.add(self)
         self._host, self._bus = Host(engine.comm), Bus(engine.comm)
-        self._user_of = {}  # memory on the host, uint8 [bytes] -> a weak reference to the last `Saved` that has had it
+        self._user_of = {}  # memory on the host, uint8 [bytes] -> a weak reference to its last `Saved`
         self._last = self._in_flight = None
 
     def __exit__(self, *error):
@@ -66,10 +66,10 @@ class HostActivations(saved_tensors_hooks):
         self._last = None
 
     def __reduce__(self):
-        return nullcontext, ()  # a copy of the model has no engine
+        return nullcontext, ()  # copies of the model have no engine
 
     def pack_hook(self, tensor):
-        """Send a tensor down; return what the checkpoint holds in its place."""
+        """Send a tensor down; return the `Saved` that stands for it."""
         goes = tensor.device == self.comm.device and tensor.numel() > 0
         if not goes or inside_backward():  # what a recomputation saves is used at once
             return tensor
@@ -80,7 +80,7 @@ class HostActivations(saved_tensors_hooks):
         return saved
 
     def unpack_hook(self, saved):
-        """Return a tensor when it has come up, and begin to bring up the one that is needed next."""
+        """Return a tensor once it is up, and prefetch the one that is needed next."""
         if torch.is_tensor(saved):
             return saved
         self._copy_up(saved)
@@ -97,7 +97,7 @@ class HostActivations(saved_tensors_hooks):
             saved.copying_up = tensor, self._move("up", saved, tensor)
 
     def _move(self, direction, saved, tensor):
-        """Copy between the device and the host. One at a time, so that no more wait on the device."""
+        """Copy between the device and the host, one at a time: no further tensor waits on the device."""
         if self._in_flight is not None:
             self._in_flight.wait()
         self._in_flight = self._bus.carry(direction, f"checkpoint {saved.number}", tensor, saved.on_host)
@@ -106,8 +106,8 @@ class HostActivations(saved_tensors_hooks):
     def _lend(self, saved):
         """Memory for the values of a `Saved`, as long as that lives.
 
-        The smallest that is free and large enough; or new memory, for which what is too small gives way. The bus may
-        still read from what is free. It copies in order: what the next user sends down comes after that.
+        The smallest free buffer that is large enough; else a new one, which replaces the largest free one. The bus may
+        still read a free buffer, but copies run in order: the next user's copy down comes after that.
         """
         like = saved.like
         free = sorted((room for room, user in self._user_of.items() if user() is None), key=lambda room: room.nbytes)
@@ -121,11 +121,11 @@ class HostActivations(saved_tensors_hooks):
 
     @property
     def tensors(self):
-        """The rooms on the host."""
+        """The buffers on the host."""
         return list(self._user_of)
 
 
 def predicted_moves(module, samples, dtype):
-    """Bytes of a step over the bus, by direction: of each block its input, [samples, sequence, width] in `dtype`."""
+    """Bytes of a step over the bus, by direction: each block's input, [samples, sequence, width] in `dtype`."""
     inputs = samples * module.saved_per_sample * dtype.itemsize
     return {"down": inputs, "up": inputs}

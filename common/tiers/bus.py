@@ -1,7 +1,7 @@
-"""The bus: what goes from the device down to another tier and comes up again, beside the computation and counted.
+"""The bus: copies from the device down to another tier and up again, overlapped with computation and counted.
 
-On CUDA a stream of its own copies between the GPU and pinned memory, on several CPU ranks a thread; one CPU rank copies
-at once. Copies run in the order of the calls, so one never overtakes another that uses the same room.
+On CUDA a stream of its own copies between the GPU and pinned memory; with several CPU ranks a thread does; a single CPU
+rank copies at once. Copies run in call order, so none overtakes another that uses the same buffer.
 """
 
 import torch
@@ -22,16 +22,16 @@ class Bus:
         """Copy a bucket's mean gradient, [shard] on the device, to its shards' `gradient_shard`, once `after` wrote it.
 
         Returns:
-            A Handle, for which the host waits by `wait_on_host`.
+            A Handle; the host waits for it by `wait_on_host`.
         """
         shard = bucket.shard(self._comm.rank)
         for own in bucket.optimizer_shards:
             there = mean[within(own.part, shard)], own.gradient_shard
             handle = self.carry("down", bucket.name, *there, after, crosses=own.tier.on_host)
-        return handle  # of the last, which the others come before
+        return handle  # the last copy's: it comes after the others
 
     def to_device(self, bucket):
-        """Bring what is `fresh` of a bucket's shards to their `stepped`. Returns a Handle, None where nothing comes."""
+        """Copy the `fresh` of a bucket's shards to their `stepped`. Returns a Handle, or None if nothing is copied."""
         handle = None
         for shard in bucket.optimizer_shards:
             if shard.is_apart:
@@ -42,9 +42,9 @@ class Bus:
         """Copy a tensor into another of its shape and dtype, "down" to the host or "up" to the device; return a Handle.
 
         Args:
-            name: which tensor it is, for a trace.
-            after: the Handle of what writes the one that is read; None if it is written.
-            crosses: `on_host` is not on the device itself, so that it counts.
+            name: the tensor's name in a trace.
+            after: the Handle of what writes the source; None if it is already written.
+            crosses: `on_host` really is off the device, so the copy counts.
         """
         self._comm.traffic.record(direction, on_device.nbytes * crosses)
         source, target = (on_device, on_host) if direction == "down" else (on_host, on_device)

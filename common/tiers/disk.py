@@ -1,9 +1,8 @@
-"""The disk tier, and what lies at rest in a tier: read before it is used, written after it was changed.
+"""The disk tier, and states at rest in a tier: read before use, written after a change.
 
-A *place* is where one state of a bucket, this rank's shard of it, lies between its uses. In memory that is a tensor,
-and to lend a part of it is to name it. On disk it is a part of the rank's swap file, and to lend it is to read it into
-a staging buffer; whoever knows what comes next begins `ahead`. What was lent is given back: `put_back` writes it,
-`drop` does not.
+A *place* is where this rank's shard of one state of a bucket lies between its uses. In memory a place is a tensor, and
+lending a part returns a slice of it. On disk it is a part of the rank's swap file, and lending reads the part into a
+staging buffer; `ahead` starts that read early. What was lent is given back: `put_back` writes it, `drop` does not.
 """
 
 import threading
@@ -21,23 +20,23 @@ from common.tiers.swap import PAGE, CountedFile, SwapFile, padded
 
 
 class OnDisk:
-    """A state [numel] at rest on disk, of which any part that is lent, a slice of the shard, begins with a page."""
+    """A state [numel] at rest on disk. Every lent part, a slice of the shard, begins on a page boundary."""
 
     tensor = None
 
     def __init__(self, disk, numel, dtype, label):
         self.tier, self.dtype, self.nbytes, self._label = disk, dtype, padded(numel * dtype.itemsize), label
         self._offset = disk.file.allocate(self.nbytes)
-        self._lent = {}  # (first element, end) -> (buffer, the staging it is of, a Handle)
+        self._lent = {}  # (first element, end) -> (buffer, its Staging, a Handle)
         self._writes = {}  # (first element, end) -> the Handle of the last write there
 
     def ahead(self, part):
-        """Begin to read a part, if that has not begun."""
+        """Begin to read a part, unless that has begun."""
         if (part.start, part.stop) not in self._lent:
             self._take(part, self._read)
 
     def lend(self, part, fresh=False):
-        """A part in a buffer, and a Handle after which it may be used; `fresh` is with anything in it."""
+        """A part in a buffer, and a Handle after which it may be used; `fresh` leaves it uninitialized."""
         if fresh:
             self._take(part, lambda part, buffer: HERE)
         else:
@@ -46,24 +45,24 @@ class OnDisk:
         return self._view(buffer, part), ready
 
     def put_back(self, part, after=HERE):
-        """Begin to write a part that was lent and changed, or will have been when `after` is done, a Handle."""
+        """Begin to write a lent part once `after`, the Handle of what changes it, is done."""
         buffer, staging, _ = self._lent.pop((part.start, part.stop))
         staging.give_back(buffer, self._write(part, buffer, after))
 
     def drop(self, part, after=HERE):
-        """Give a part back that was lent and read, or will be until `after` is done; or that was begun in vain."""
+        """Give a lent part back unwritten once `after`, the Handle of what reads it, is done; or cancel an `ahead`."""
         if (part.start, part.stop) in self._lent:
             buffer, staging, ready = self._lent.pop((part.start, part.stop))
             staging.give_back(buffer, Handle((), lambda buffers: (ready.wait(), after.wait_on_host())))
 
     def copy(self, part):
-        """A part to read at leisure, in memory of its own."""
+        """A copy of a part, in memory of its own."""
         buffer = self.tier.empty(self._nbytes(part), torch.uint8)
         self._read(part, buffer).wait()
         return self._view(buffer, part)
 
     def store(self, part, values):
-        """Become these values, on any device, and return when they are written."""
+        """Take on these values, from any device; return when they are written."""
         for begin in range(part.start, part.stop, self.tier.sub_group):
             some = slice(begin, min(part.stop, begin + self.tier.sub_group))
             lent, _ = self.lend(some, fresh=True)
@@ -94,29 +93,29 @@ class OnDisk:
         before = self._written_before(part)
         both = Handle((), lambda buffers: (before.wait(), after.wait_on_host()))
         write = self._move("write", part, buffer, both)
-        for begin, end in list(self._writes):  # whoever waits for this write has waited for those that it covers
+        for begin, end in list(self._writes):  # waiting for this write waits for those that it covers
             if part.start <= begin and end <= part.stop:
                 del self._writes[begin, end]
         self._writes[part.start, part.stop] = write
         return write
 
     def _written_before(self, part):
-        """A Handle of all writes that overlap a part: the threads finish requests in any order."""
+        """A Handle of all writes that overlap a part, since the threads finish requests in any order."""
         overlaps = [w for (begin, end), w in list(self._writes.items()) if begin < part.stop and part.start < end]
         return Handle((), lambda buffers: [write.wait() for write in overlaps])
 
 
 class Disk(Host):
-    """A swap file, and buffers in memory through which everything there passes, pinned for a GPU.
+    """A swap file, and the staging buffers in memory that all its traffic passes through, pinned for a GPU.
 
-    On a CPU rank they are private memory, not shared as the host's: a limit on that counts them with the device.
+    On a CPU rank the buffers are private memory, not shared as the host's: RLIMIT_DATA counts them with the device.
 
     Args:
         path: see `SwapFile`.
         sub_group: the elements that are stepped at a time, whole pages in every dtype.
 
     Attributes:
-        stepping, shards: the buffers that hold up to a sub-group, and those that hold a shard of parameters.
+        stepping, shards: the buffers for up to a sub-group, and those for a shard of parameters.
     """
 
     name = "nvme"
@@ -128,16 +127,16 @@ class Disk(Host):
         self.file = simulated or SwapFile(path, comm.device)
         if not simulated:
             weakref.finalize(self, self.file.close)
-        own = weakref.proxy(self)  # no circle: the file goes with the last who uses it
+        own = weakref.proxy(self)  # no reference cycle: the file goes with its last user
         self.stepping, self.shards = Staging(own), Staging(own)
         self._written = []
 
     def empty(self, numel, dtype):
-        """A tensor [numel] in memory, with anything in it, that begins with a page and has whole pages to itself."""
+        """An uninitialized tensor [numel] in memory, on whole pages of its own."""
         nbytes, real = numel * dtype.itemsize, not self._comm.simulated
         pinned = real and self._comm.device.type == "cuda"
-        with torch.inference_mode(False):  # in which it may be asked for first
-            # Pinned memory begins with a page, and one more could double what is taken.
+        with torch.inference_mode(False):  # the first request may come within it
+            # Pinned memory begins on a page; another page could double the allocation.
             room = torch.empty(padded(nbytes) + PAGE * (not pinned), dtype=torch.uint8, pin_memory=pinned)
             begin = -room.data_ptr() % PAGE if real else 0
             return room[begin : begin + nbytes].view(dtype)
@@ -147,7 +146,7 @@ class Disk(Host):
         return OnDisk(self, numel, dtype, label)
 
     def adopt(self, states):
-        """Nothing: a sub-group moves its states to disk when it is swapped out."""
+        """A no-op: a sub-group moves its states to disk when it is swapped out."""
 
     def move(self, way, offset, buffer, label, after):
         """Begin to read or to write; see `SwapFile.move`."""
@@ -162,30 +161,30 @@ class Disk(Host):
             self._written.pop().wait()
 
     def rooms(self):
-        """The tensors through which everything passes."""
+        """The staging buffers."""
         return [*self.stepping.made, *self.shards.made, *super().rooms()]
 
 
 def refuse_state_dict(optimizer):
-    """What others would read from an optimizer's states is not there: it holds what stands for them."""
+    """Refuse to read an optimizer's states if they lie on disk: it holds only stand-ins."""
     if any(is_freed(state) for state in tensors_of_state(optimizer)):
         raise RuntimeError("engine.optimizer has no values of states that lie on disk; write engine.save(path)")
 
 
 class Staging:
-    """Buffers of a tier, used over and over: the one given back first is taken first, when nothing uses it any more.
+    """A tier's reusable buffers: the one given back first is taken first, once nothing uses it any more.
 
     Attributes:
-        nbytes, number: their size, and how many are made before one is waited for; more only if all of them are lent.
+        nbytes, number: their size, and how many are made before one is reused; more only if all of them are lent.
         made: all of them, uint8 [nbytes].
     """
 
     def __init__(self, tier):
         self._tier, self._free, self.made, self.nbytes, self.number = tier, deque(), [], 0, 0
-        self._lock = threading.Lock()  # the host's lane takes room for gradients, the caller for parameters
+        self._lock = threading.Lock()  # the host's lane takes buffers for gradients, the caller for parameters
 
     def take(self):
-        """A buffer with anything in it."""
+        """An uninitialized buffer."""
         with self._lock:
             if len(self.made) < self.number or not self._free:
                 self.made.append(self._tier.empty(self.nbytes, torch.uint8))
@@ -195,15 +194,15 @@ class Staging:
         return buffer
 
     def give_back(self, buffer, after):
-        """It may be taken again when `after` is done, a Handle."""
+        """Let a buffer be taken again once `after`, a Handle, is done."""
         self._free.append((buffer, after))
 
 
 class Disks:
-    """The disks of all ranks: whether they have done what they were asked for.
+    """The disks of all ranks, and whether one has failed.
 
-    A rank whose disk has failed computes on with NaN, and the others would wait for it in vain if it left. So all of
-    them ask each other, and leave together. The disk is None where nothing lies on one, on any rank.
+    A rank whose disk has failed computes on with NaN: if it left, the others would wait for it in vain. So the ranks
+    ask each other, and raise together. The disk is None if nothing lies on one, on any rank.
     """
 
     def __init__(self, comm, disk):
@@ -211,7 +210,7 @@ class Disks:
 
     @property
     def flag_bytes(self):
-        """Bytes that a rank sends to agree."""
+        """Bytes that a rank sends in `agree`."""
         return 0 if self._disk is None else 4 * (self._comm.size - 1)
 
     def finish(self):
@@ -220,7 +219,7 @@ class Disks:
             self._disk.finish()
 
     def agree(self):
-        """Raise InputError on every rank alike if one's disk has failed: what the engine has is lost. A collective."""
+        """Raise InputError on every rank if one rank's disk has failed: the engine's states are lost. A collective."""
         if self._disk is None:
             return
         with torch.inference_mode(False):
@@ -228,11 +227,11 @@ class Disks:
             anywhere = self._comm.maximum(failed, "the state of the disks")
         if host_value(anywhere, 0) > 0:
             self._lost = self._comm.gather_objects(self._disk.file.problem, "what the disks say")
-            self._disk.file.close()  # at once, for another engine
+            self._disk.file.close()  # now, so that another engine has the space
             self.refuse_what_is_lost()
 
     def refuse_what_is_lost(self):
-        """An engine goes on nowhere when a disk has failed."""
+        """Raise InputError if a disk has failed: the engine cannot go on."""
         for rank, problem in enumerate(self._lost):
             if problem is not None:
                 raise InputError(f"rank {rank} {problem}; build the engine anew, and load the last checkpoint")

@@ -1,10 +1,10 @@
 """Tiers: where master weights, gradients and optimizer states lie, and on which lane they are stepped.
 
     device      where the model computes: a GPU's memory, or a CPU rank's private memory
-    host        beside it: pinned memory, which a GPU reads and writes by itself, or a CPU rank's shared mappings
+    host        pinned memory, which a GPU reads and writes by itself, or a CPU rank's shared mappings
 
-A CPU rank has one kind of RAM. But Linux's RLIMIT_DATA limits what a process maps privately, and not what it maps
-shared: under that limit private memory is as scarce as a GPU's, and shared mappings are a host beside it.
+A CPU rank has one kind of RAM. But Linux's RLIMIT_DATA limits private mappings and not shared ones: under that limit
+private memory is as scarce as a GPU's, and shared mappings play the host.
 """
 
 import mmap
@@ -19,7 +19,7 @@ HERE = Handle((), lambda buffers: None)  # nothing to wait for
 
 
 def taken(nbytes):
-    """The bytes that torch's allocator takes of pinned memory for a tensor of so many: the next power of two."""
+    """The bytes of pinned memory that torch allocates for a tensor of `nbytes`: the next power of two."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
@@ -28,13 +28,13 @@ class Device:
 
     Args:
         comm: the engine's `Collectives`.
-        delayed: what a step makes shows in the parameters after the next backward only. So masters are copies here too,
-            and the next mean has a room of its own.
+        delayed: a step's new parameters appear only after the next backward. So the masters are copies here too, and
+            the next mean has a buffer of its own.
 
     Attributes:
-        lane: what steps the tier's pieces: here the caller.
-        on_host: whether what goes there and comes from there crosses the bus.
-        pins: what `empty` gives is pinned memory.
+        lane: the lane that steps the tier's optimizer shards: here the caller.
+        on_host: whether copies to and from this tier cross the bus.
+        pins: whether `empty` returns pinned memory.
     """
 
     name = "device"
@@ -44,19 +44,19 @@ class Device:
         self._comm, self.delayed, self.lane = comm, delayed, InlineLane()
 
     def empty(self, numel, dtype):
-        """A tensor [numel] in this tier, with anything in it."""
+        """An uninitialized tensor [numel] in this tier."""
         return torch.empty(numel, dtype=dtype, device=self._comm.device)
 
     def takes(self, nbytes):
-        """The bytes that `empty` takes for a tensor of so many."""
+        """The bytes that `empty` allocates for a tensor of `nbytes`."""
         return taken(nbytes) if self.pins else nbytes
 
     def empty_like(self, tensor, dtype=None):
-        """A tensor like a flat one, with anything in it."""
+        """An uninitialized tensor of a flat one's length."""
         return self.empty(len(tensor), dtype or tensor.dtype)
 
     def scratch(self, numel, dtype):
-        """A tensor [numel] with anything in it, until the lane's next step, while no reduction is under way."""
+        """An uninitialized tensor [numel], valid until the lane's next step, while no reduction is in flight."""
         return self._comm.scratch(numel, dtype)
 
     def keep(self, numel, dtype, label):
@@ -64,14 +64,14 @@ class Device:
         return InMemory(self, self.empty(numel, dtype))
 
     def adopt(self, states):
-        """Nothing to move: an optimizer makes its states beside the weights."""
+        """A no-op: an optimizer makes its states on the weights' device."""
 
 
 class Host(Device):
-    """Memory beside the device; its lane is a thread.
+    """The host's memory; its lane is a thread.
 
     Attributes:
-        room: the buffer in which 16-bit gradients become fp32, one piece at a time; None before the first.
+        room: the buffer in which 16-bit gradients become fp32, one shard at a time; None before the first.
     """
 
     name = "cpu"
@@ -83,7 +83,7 @@ class Host(Device):
         self.lane = lane_of(comm.group, comm.backend, "host")
 
     def empty(self, numel, dtype):
-        """See `Device.empty`; an InputError says that the system does not give it."""
+        """See `Device.empty`. Raises InputError if the system refuses the memory."""
         if self._comm.simulated:
             return torch.empty(numel, dtype=dtype)
         if self.pins:
@@ -98,12 +98,12 @@ class Host(Device):
         return self.room[:nbytes].view(dtype)
 
     def rooms(self):
-        """The buffers that it has taken besides."""
+        """The tier's scratch buffers."""
         return [] if self.room is None else [self.room]
 
     def adopt(self, states):
-        """Move into shared mappings what an optimizer has made in private memory: {name: state}."""
-        if self._comm.simulated or self.pins:  # where any memory of the CPU is beside the device
+        """Move states that an optimizer made in private memory, {name: state}, into shared mappings."""
+        if self._comm.simulated or self.pins:  # any CPU memory is off the device
             return
         for name, value in states.items():
             if torch.is_tensor(value) and value.dim() and value.untyped_storage().resizable():  # a mapping is not
@@ -117,31 +117,31 @@ class InMemory:
         self.tier, self.tensor, self.nbytes = tier, tensor, tensor.nbytes
 
     def ahead(self, part):
-        """Begin to bring a part: it is there."""
+        """A no-op: the part is in memory."""
 
     def lend(self, part, fresh=False):
-        """A part itself, and a Handle after which it may be used."""
+        """The part itself, and a Handle after which it may be used."""
         return self.tensor[part], HERE
 
     def put_back(self, part, after=None):
-        """A part was changed: it is where it belongs."""
+        """A no-op: the part was changed in place."""
 
     def drop(self, part, after=None):
-        """A part was read: nothing to give back."""
+        """A no-op: nothing was lent."""
 
     def copy(self, part):
-        """A part to read at leisure: itself."""
+        """The part itself, not copied."""
         return self.tensor[part]
 
     def store(self, part, values):
-        """Become these values; they may be the part itself."""
+        """Take on these values; they may be the part itself."""
         self.tensor[part].copy_(values)
 
 
 def shared(numel, dtype):
-    """A tensor [numel] in an anonymous shared mapping; an InputError says that the system does not give it.
+    """A tensor [numel] in an anonymous shared mapping. Raises InputError if the system refuses the memory.
 
-    A forked child, a DataLoader's worker say, shares it: what the child writes there reaches its parent.
+    A forked child, such as a DataLoader's worker, shares it: its writes reach the parent.
     """
     nbytes = max(1, numel) * dtype.itemsize
     try:

@@ -1,4 +1,4 @@
-"""Before training: the tiers that an engine places its states in are opened, if there is room in them."""
+"""Open the tiers in which an engine places its states, after checking that there is room in them."""
 
 import socket
 from collections import defaultdict
@@ -15,12 +15,12 @@ from common.tiers.swap import PAGE, padded
 
 
 def open_tiers(engine, read_ahead):
-    """Open the tiers of an engine that is cut into units, and set its `tier` and its `sub_group`.
+    """Open the tiers of an engine that is cut into units; set its `tier` and `sub_group`.
 
-    `read_ahead` is the number of units that are read before their turn.
+    `read_ahead` is how many units are prefetched.
 
     Raises:
-        InputError: on every rank alike: there is too little room, or the path cannot be used.
+        InputError: on every rank: there is too little room, or the path cannot be used.
     """
     comm, buckets = engine.comm, [bucket for unit in engine.units for bucket in unit.buckets]
     names, largest = engine.tiers, max(bucket.shard_numel for bucket in buckets)
@@ -45,17 +45,18 @@ def open_tiers(engine, read_ahead):
         check_shared(sum(predicted_in("cpu", engine, buckets).values()), comm)
     except InputError:
         if disk is not None:
-            disk.file.close()  # at once, for another engine
+            disk.file.close()  # now, so that another engine has the space
         raise
     if disk is not None and comm.rank == 0 and not disk.file.direct:
         disk.file.notice()
 
 
 def check_room(engine, buckets):
-    """Refuse, on every rank alike, what neither the host nor the device can hold of buckets that get storage next.
+    """Check, before buckets get storage, that the host and the device can hold them.
 
     Raises:
-        InputError: a machine has too little shared memory for its ranks; or a rank may hold too little privately.
+        InputError: on every rank: a machine has too little shared memory for its ranks, or a rank's limit on private
+            memory is too low.
     """
     comm = engine.comm
     if comm.simulated:
@@ -78,7 +79,7 @@ def check_room(engine, buckets):
 
 
 def check_shared(needed, comm, problem=None):
-    """Raise InputError on every rank alike: a machine has not the bytes `needed` by its ranks, or one has a problem."""
+    """Raise InputError on every rank if a machine lacks the bytes `needed` by its ranks, or a rank has a `problem`."""
     if comm.simulated:
         return
     machines = defaultdict(list)

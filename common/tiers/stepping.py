@@ -1,4 +1,4 @@
-"""Buckets that are stepped shard by shard, each shard in its tier, where a step sees what it steps and no more."""
+"""Buckets that are stepped shard by shard, each optimizer shard in its tier, by an optimizer that sees it alone."""
 
 from collections import defaultdict
 
@@ -11,12 +11,12 @@ from common.measure import timeline
 
 
 class SteppedBucket(Bucket):
-    """A bucket whose shard is stepped where the placement table has it."""
+    """A bucket whose optimizer shards are stepped in the tiers that the placement table gives them."""
 
-    stepping = copying_up = None  # the steps of its shards under way, and the copy of what they made to the device
+    stepping = copying_up = None  # its shards' steps in flight, and the copy of their new parameters to the device
 
     def allocate(self, engine, whole):
-        """Get whole parameters on the device, and shards in their tiers; see `Bucket.allocate`."""
+        """Allocate whole parameters on the device, and shards in their tiers; see `Bucket.allocate`."""
         self.parameters = whole.to(self.kind.dtype)
         if self.kind.trainable:
             placed = engine.placed(self)["optimizer"]
@@ -24,7 +24,7 @@ class SteppedBucket(Bucket):
             self.optimizer_shards = [SteppedShard(*part) for part in parts]
 
     def wait_gather(self):
-        """See `Bucket.wait_gather`. What torch does not count of later writes, which would be lost, the bits tell."""
+        """See `Bucket.wait_gather`. The sum of bits then reveals later writes that torch does not count."""
         landed = super().wait_gather()
         if landed:
             self.bits = self.sum_of_bits()
@@ -36,7 +36,7 @@ class SteppedBucket(Bucket):
         return super().masters if self.stepping is None else []
 
     def at_rest(self, optimizer):
-        """What it keeps between its uses: (state, name of the tier, tensor)."""
+        """What it keeps between uses: (state, name of the tier, tensor)."""
         yield "parameters", "device", self.parameters
         for shard in self.optimizer_shards:
             for gradient in (shard.gradient_shard, shard.spare, shard.carried):
@@ -46,12 +46,12 @@ class SteppedBucket(Bucket):
 
 
 class SteppedShard(OptimizerShard):
-    """A part of a shard that a stepper of its own steps in its tier. Its first `values` come unrounded.
+    """A part of a shard that its own stepper steps in its tier. Its initial `values` are unrounded.
 
     Attributes:
         stepper: a `Stepper`, once there is an optimizer.
-        spare: room for another mean, where a step over one may run while the next arrives.
-        fresh: the new parameters, in their dtype, once a step is taken.
+        spare: a second buffer for the mean, if a step may run while the next mean arrives.
+        fresh: the new parameters, in their dtype, after a step.
     """
 
     stepper = fresh = None
@@ -64,42 +64,42 @@ class SteppedShard(OptimizerShard):
 
     @property
     def is_apart(self):
-        """The master weights are a copy, and no part of the parameters."""
+        """Whether the master weights are a copy, not a view of the parameters."""
         return self.tier.on_host or self.tier.delayed or self.stepped.dtype != torch.float32
 
     def adopt(self, states):
-        """Take states that the optimizer has made, {name: state}, to the tier."""
+        """Move states that the optimizer has made, {name: state}, to the tier."""
         self.tier.adopt(states)
 
 
 class Stepper:
-    """Steps one shard by the rule and the states of an optimizer, which itself does not step.
+    """Steps one optimizer shard by the rule and states of an optimizer that does not step itself.
 
     So two shards can be stepped at once, and on another thread. `ask` takes what a step needs: the gradient, and the
-    options of the shard's group, which a scheduler may change before the step is taken. Of a shard one step at a time
-    is under way.
+    options of the shard's group, which a scheduler may change before the step runs. Each shard has at most one step in
+    flight.
 
     Args:
-        shard: its master weights and their states, which it shares, are stepped. It holds the stepper, which holds it
-            only from `ask` to the end of `take`.
-        make: the factory of the optimizer. It makes another one, over this shard's weights: a copy of the one over all
-            would read their states, which the steps of other shards are making.
+        shard: the shard whose master weights and states are stepped, shared. It holds the stepper, which holds it only
+            from `ask` to the end of `take`.
+        make: the factory of the optimizer. It makes one over this shard's weights alone: a copy of the optimizer over
+            all shards would read states that other shards' steps are writing.
     """
 
     def __init__(self, shard, make):
         self._weights = nn.Parameter(shard.master.detach())
         self._optimizer = make([self._weights])
-        self._optimizer.state.clear()  # Adagrad makes its states at once; the shard has some already
+        self._optimizer.state.clear()  # Adagrad makes its states at once; the shard has its own
 
     def ask(self, shard, optimizer, group, factor):
         """Take what the next step needs.
 
         Args:
-            optimizer, group: whose states they are, as a load replaces them, and which of its groups the shard is in.
-            factor: what the gradient is multiplied by, a number or a scalar tensor on the CPU; None leaves it.
+            optimizer, group: the optimizer that holds the states now, as a load replaces them, and the shard's group.
+            factor: multiplies the gradient: a number or a scalar tensor on the CPU; None leaves it.
         """
         self._piece, self._gradient, self._factor = shard, shard.mean, factor
-        # What goes up in 16-bit takes the room of the gradient, which is as large, and spent by then.
+        # 16-bit parameters go up in the gradient's buffer, which has their size and is spent by then.
         self._fresh = shard.gradient_shard if shard.gradient_shard.dtype != torch.float32 else shard.master.detach()
         options = {name: value.clone() if torch.is_tensor(value) else value for name, value in group.items()}
         self._optimizer.param_groups = [{**options, "params": [self._weights]}]
@@ -107,9 +107,9 @@ class Stepper:
         self._optimizer.state = defaultdict(dict, {self._weights: self._states})
 
     def take(self, name, after):
-        """Step the master weights of a bucket called so; what is to go to the device is then in the shard's `fresh`.
+        """Step the master weights of the bucket `name`; the shard's `fresh` then holds what goes to the device.
 
-        It begins when `after`, a Handle or None, no longer reads the last `fresh`.
+        The step begins once `after`, a Handle or None, no longer reads the last `fresh`.
         """
         try:
             if after is not None:

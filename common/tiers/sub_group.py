@@ -1,8 +1,8 @@
-"""Buckets whose states lie in tiers, each in its own, and their sub-groups: what is stepped at a time.
+"""Buckets whose states each lie in a tier, and their sub-groups: the slices that are stepped one at a time.
 
-A shard on disk is larger than the memory it passes through. So it is stepped in sub-groups, and while one is stepped
-the next is read and the one before is written. What a sub-group has in memory meanwhile, its master weights and states,
-stands in the optimizer; on disk it leaves NaN in their place, one number for all elements.
+A shard on disk may be larger than the memory it passes through. So it is stepped in sub-groups: while one is stepped,
+the next is read and the one before is written. Meanwhile the optimizer holds that sub-group's master weights and
+states; for those on disk it holds NaN, one number expanded to all elements.
 
 Source: ZeRO-Infinity, arXiv 2104.07857, sec. 5.2.2 and 6.3.
 """
@@ -27,15 +27,15 @@ class TieredBucket(Bucket):
     """A bucket that keeps its states where a placement table says.
 
     Attributes:
-        parameters_at, gradients_at, masters_at: the places of this rank's shard. Masters lie with the parameters where
-            these are fp32 and in the same tier, or frozen.
-        parts: what passes through memory at a time, as slices of the shard.
-        sums_at: the place of the fp32 sum of a step's means, on disk; None before a step of several backwards.
-        states_at: {name: place} of the optimizer's states on disk, made with its first step.
+        parameters_at, gradients_at, masters_at: the places of this rank's shard. Masters are the parameters if these
+            are frozen, or fp32 and in the same tier.
+        parts: the slices of the shard that pass through memory one at a time.
+        sums_at: the place on disk of the fp32 sum of a step's means; None before a step of several backwards.
+        states_at: {name: place} of the optimizer's states on disk, made in its first step.
     """
 
     def allocate(self, engine, whole):
-        """Get places for what the ownership table says a rank keeps, in the tiers of the placement table."""
+        """Make places for what the rank keeps by the ownership table, in the tiers of the placement table."""
         shard, dtype, placed = engine.owned(self).parameters, self.kind.dtype, engine.placed(self)
         numel, values = length(shard), whole[shard]
         parameters, gradients, optimizer = (placed[state][0][1] for state in ("parameters", "gradients", "optimizer"))
@@ -53,7 +53,7 @@ class TieredBucket(Bucket):
         self.optimizer_shards = [SubGroup(self, part, shard.start, optimizer) for part in self.parts]
 
     def allocated(self, parts):
-        """See `Bucket.allocated`: the whole shard is one, whatever is stepped at a time."""
+        """See `Bucket.allocated`: the whole shard is one allocation, however it is stepped."""
         return [(sum(numel for numel, _ in parts), parts[0][1])] if parts else []
 
     def forget(self):
@@ -64,21 +64,21 @@ class TieredBucket(Bucket):
         super().forget()
 
     def receive(self, mean, after, bus, host):
-        """Bring the mean gradient, [shard] on the device, to where gradients lie. Returns a Handle.
+        """Move the mean gradient, [shard] on the device, to the gradients' tier. Returns a Handle.
 
         Args:
             after: the Handle of the reduction that writes it.
-            host: the lane of the host, on which a mean for the disk is added up.
+            host: the host's lane, which adds up means that go to disk.
         """
         if self.gradients_at.tensor is None:
             return host.submit(partial(self._to_disk, mean, after, bus), mean)
         if self.gradients_at.tier.on_host:
             return bus.carry("down", self.name, mean, self.gradients_at.tensor, after)
-        return after  # it was reduced into its place
+        return after  # the reduction wrote it in place
 
     def _to_disk(self, mean, after, bus):
         for shard in self.optimizer_shards:
-            if shard.adds:  # beside the sum
+            if shard.adds:  # into a scratch buffer, to be added to the sum
                 room = self.gradients_at.tier.scratch(length(shard.own), self.kind.dtype)
             else:
                 room, _ = self.gradients_at.lend(shard.own, fresh=True)
@@ -90,7 +90,7 @@ class TieredBucket(Bucket):
                 self.gradients_at.put_back(shard.own)
 
     def lend_sum(self, shard):
-        """The fp32 sum of the means of a optimizer shard, in memory: at first that of its first mean."""
+        """An optimizer shard's fp32 sum of means, in memory; it begins as the first mean."""
         if self.sums_at is None:
             numel = self.shard_numel
             self.sums_at = self.gradients_at.tier.keep(numel, torch.float32, self.name) if self.sixteen_bit else None
@@ -107,7 +107,7 @@ class TieredBucket(Bucket):
         return total
 
     def at_rest(self, optimizer):
-        """What it keeps between its uses: (state, name of the tier, tensor or place on disk)."""
+        """What it keeps between uses: (state, name of the tier, tensor or place on disk)."""
         places = [("parameters", self.parameters_at)]
         if self.kind.trainable:
             places += [("gradients", self.gradients_at), *(("optimizer", place) for place in self.states_at.values())]
@@ -121,7 +121,7 @@ class TieredBucket(Bucket):
                     yield "optimizer", shard.tier.name, state
 
     def read(self, state, optimizer):
-        """See `Bucket.read`: wherever it lies; an InputError says that its disk has failed."""
+        """See `Bucket.read`; from disk too. Raises InputError if the disk has failed."""
         place = self.states_at.get(state) if state else self.masters_at
         if place is None or place.tensor is not None:
             return super().read(state, optimizer)
@@ -131,8 +131,8 @@ class TieredBucket(Bucket):
         return values
 
     def take_over(self, part, fill):
-        """See `Bucket.take_over`: a sub-group at a time."""
-        self.parameters_at.drop(slice(0, self.shard_numel))  # where it was read ahead
+        """See `Bucket.take_over`; one sub-group at a time."""
+        self.parameters_at.drop(slice(0, self.shard_numel))  # if it was read ahead
         for place in dict.fromkeys((self.parameters_at, self.masters_at)):
             for own in self.parts:
                 values, there = place.lend(own)
@@ -142,7 +142,7 @@ class TieredBucket(Bucket):
 
     @contextlib.contextmanager
     def values_in_memory(self):
-        """Parameters and master weights in memory: copies take the place of what lies on disk meanwhile."""
+        """A context with parameters and master weights in memory, as copies of those on disk."""
         self.parameters = self.parameters_at.copy(slice(0, self.shard_numel))
         on_disk = self.optimizer_shards if self.masters_at.tensor is None else ()
         for shard in on_disk:
@@ -156,7 +156,7 @@ class TieredBucket(Bucket):
 class SubGroup(OptimizerShard):
     """A part of a shard whose mean gradient, master weights and states are brought together, stepped and put back.
 
-    It is `own` as a slice of the bucket's shard, which begins at `begin` in the run, and is stepped in a tier.
+    `own` is its slice of the bucket's shard, which begins at `begin` in the flat run; `tier` steps it.
     """
 
     def __init__(self, bucket, own, begin, tier):
@@ -168,12 +168,12 @@ class SubGroup(OptimizerShard):
         self.gradient_shard = None if gradients is None else gradients[own]
 
     def nothing(self, dtype=torch.float32):
-        """One number in the place of all, for what lies on disk."""
+        """A stand-in for values on disk: one number, expanded."""
         return torch.full((1,), math.nan).to(dtype).expand(length(self.own))
 
     @property
     def bucket(self):
-        """Whose shard it is a part of."""
+        """The bucket that it is a part of."""
         return self._bucket()
 
     @property
@@ -183,14 +183,14 @@ class SubGroup(OptimizerShard):
 
     @property
     def is_apart(self):
-        """The master weights are a copy, and no part of the parameters."""
+        """Whether the master weights are a copy, not a view of the parameters."""
         return self.bucket.masters_at is not self.bucket.parameters_at
 
     # ---- its mean gradient --------------------------------------------------------------------------------------
 
     @property
     def mean(self):
-        """The mean gradient since the last step, where it is in memory."""
+        """The mean gradient since the last step, if it is in memory."""
         return super().mean if self._lent_mean is None else self._lent_mean
 
     @property
@@ -198,21 +198,21 @@ class SubGroup(OptimizerShard):
         return self.bucket.gradients_at if self.carried is None else self.bucket.sums_at
 
     def set_aside(self):
-        """An earlier backward's mean stands aside; on disk it waits to be added to."""
+        """Set an earlier backward's mean aside; on disk it stays, to be added to."""
         if self.gradient_shard is None:
             self.adds = True
         else:
             super().set_aside()
 
     def add_up(self):
-        """Add a mean that has arrived to those of the step's earlier backwards; on disk that is done."""
+        """Add a mean that has arrived to those of the step's earlier backwards; on disk they are already added."""
         if self.gradient_shard is not None:
             super().add_up()
         elif self.adds:
             self.carried, self.adds = self.bucket.sums_at, False
 
     def widen(self):
-        """Have the mean in fp32; on disk in the place of sums."""
+        """Turn the mean to fp32; on disk it then lies at `sums_at`."""
         if self.gradient_shard is not None:
             super().widen()
             return
@@ -222,7 +222,7 @@ class SubGroup(OptimizerShard):
 
     @contextlib.contextmanager
     def mean_in_memory(self, write=False):
-        """See `OptimizerShard.mean_in_memory`: a mean on disk is in memory meanwhile."""
+        """See `OptimizerShard.mean_in_memory`; reads a mean that lies on disk."""
         self.lend_mean()
         yield self.mean
         if write and self.gradient_shard is None:
@@ -230,12 +230,12 @@ class SubGroup(OptimizerShard):
         self.drop_mean()
 
     def lend_mean(self):
-        """Have `mean` in memory."""
+        """Read `mean` into memory."""
         if self.gradient_shard is None:
             self._lent_mean = _ready(*self._mean_at.lend(self.own))
 
     def drop_mean(self):
-        """Give back what was lent, or begun to be read."""
+        """Give back a mean that was lent, or whose read has begun."""
         self._lent_mean = None
         if self.gradient_shard is None:
             self._mean_at.drop(self.own)
@@ -243,14 +243,14 @@ class SubGroup(OptimizerShard):
     # ---- a step -------------------------------------------------------------------------------------------------
 
     def swap_in(self, optimizer):
-        """Begin to read what its step needs."""
+        """Prefetch what its step needs."""
         for place in self._places(optimizer).values():
             place.ahead(self.own)
         if self.gradient_shard is None:
             self._mean_at.ahead(self.own)
 
     def bring(self, optimizer, bus):
-        """Have together, in the tier that steps it, what its step needs."""
+        """Bring what its step needs to the tier that steps it."""
         self._shown = self._places(optimizer)
         for name, place in self._shown.items():
             self._show(optimizer, name, _ready(*place.lend(self.own)))
@@ -267,7 +267,7 @@ class SubGroup(OptimizerShard):
             self.stepped = self.tier.empty(length(self.own), self.bucket.kind.dtype)
 
     def swap_out(self, optimizer, bus):
-        """Begin to write what its step has made, each to its place."""
+        """Begin to write the results of its step back to their places."""
         self.drop_mean()
         parameters_at = self.bucket.parameters_at
         if self.is_apart:
@@ -279,14 +279,14 @@ class SubGroup(OptimizerShard):
         for name, place in self._shown.items():
             if name is not None:
                 state, (lent, _) = optimizer.state[self.master][name], place.lend(self.own)
-                if storage_id(state) != storage_id(lent):  # some optimizers step no state in place, but make another
+                if storage_id(state) != storage_id(lent):  # some optimizers replace a state, not step it in place
                     lent.copy_(state)
             place.put_back(self.own)
             self._show(optimizer, name, self.nothing(place.dtype))
         self.adopt(optimizer.state[self.master])
 
     def _places(self, optimizer):
-        """The places on disk of its master weights, called None, and of the states it has there."""
+        """The places on disk of its master weights, under the key None, and of its states there."""
         if not self._on_disk:
             return {}
         states = optimizer.state.get(self.master, {})
@@ -306,7 +306,7 @@ class SubGroup(OptimizerShard):
             bus.carry("up", self.bucket.name, target, source).wait_on_host()
 
     def check_states(self, states):
-        """See `OptimizerShard.check_states`: what stands for a state on disk has not been written."""
+        """See `OptimizerShard.check_states`; refuses a write to the stand-in of a state on disk."""
         for name, value in states.items():
             if _is_nothing(value) and value._version:
                 raise InputError(
@@ -317,7 +317,7 @@ class SubGroup(OptimizerShard):
     # ---- at rest ------------------------------------------------------------------------------------------------
 
     def adopt(self, states):
-        """Take states that the optimizer has made, {name: state}, to where they are to lie."""
+        """Move states that the optimizer has made, {name: state}, to their places."""
         if not self._on_disk:
             self.tier.adopt(states)
             return
@@ -327,7 +327,7 @@ class SubGroup(OptimizerShard):
                 states[name] = self.nothing(value.dtype)
 
     def take_state(self, name, fill):
-        """Read one of the optimizer's states, by `fill(target)`, to its place; return what stands for it."""
+        """Fill one of the optimizer's states at its place, by `fill(target)`; return what stands for it."""
         if not self._on_disk:
             return super().take_state(name, fill)
         place = self._place_of(name, torch.float32)
@@ -337,19 +337,19 @@ class SubGroup(OptimizerShard):
         return self.nothing()
 
     def _place_of(self, name, dtype):
-        """The place on disk of one of the optimizer's states, of the whole shard."""
+        """The place on disk of one of the optimizer's states, for the whole shard."""
         places, bucket = self.bucket.states_at, self.bucket
-        if name not in places or places[name].dtype != dtype:  # as of a load, which makes fp32 of them all
+        if name not in places or places[name].dtype != dtype:  # a load, for instance, makes them all fp32
             places[name] = self.tier.keep(bucket.shard_numel, dtype, bucket.name)
         return places[name]
 
 
 def _ready(tensor, handle):
-    """A tensor that was lent, when it may be used."""
+    """A lent tensor, once it may be used."""
     handle.wait_on_host()
     return tensor
 
 
 def _is_nothing(value):
-    """Whether a state is one number in the place of all, since its values lie on disk."""
+    """Whether a state is a stand-in for values on disk."""
     return torch.is_tensor(value) and is_freed(value)

@@ -1,13 +1,13 @@
-"""A rank's swap file: what the disk tier keeps there, read and written by a few threads beside the computation.
+"""A rank's swap file for the disk tier, read and written by a few threads, overlapped with the computation.
 
-O_DIRECT passes the system's cache by, which would hold a second copy of everything and write it back when it likes. It
-asks for addresses, places and lengths in whole multiples of 4096 bytes, and so does everything here. A request is cut
-into blocks, and `os.preadv` and `os.pwritev` let go of Python's lock: four threads reach the disk's bandwidth.
+O_DIRECT bypasses the page cache, which would hold a second copy of everything and write it back at a time of its own.
+It requires addresses, offsets and lengths in multiples of 4096 bytes, and so does everything here. A request is cut
+into blocks, and `os.preadv` and `os.pwritev` release the GIL: four threads reach the disk's bandwidth.
 
-What fails on a rank's disk is no news to the others, which would wait for it in the next collective. So a request never
-raises: the first failure is kept in `problem`, what could not be read is NaN, and the engine has its ranks agree.
+The other ranks do not see a disk fail, and would wait for its rank in the next collective. So a request never raises:
+`problem` keeps the first failure, what could not be read is NaN, and the engine has its ranks agree.
 
-The file has no name. So nobody else can write to it, and its room goes with the process, however that ends.
+The file has no name: nobody else can write to it, and its space is freed with the process, however that ends.
 """
 
 import errno
@@ -25,9 +25,9 @@ from common.errors import InputError
 from common.measure import timeline
 from common.ranks.lanes import CPU, Handle, choose_device
 
-PAGE = 4096  # bytes that O_DIRECT wants everything in multiples of
+PAGE = 4096  # bytes: O_DIRECT requires multiples of it
 BLOCK = 8 * 2**20  # bytes that a thread moves at a time
-SMALL = 256 * 2**10  # a smaller request is not shared between the threads
+SMALL = 256 * 2**10  # bytes: a smaller request is not split between the threads
 THREADS = 4
 
 
@@ -37,13 +37,13 @@ def padded(nbytes):
 
 
 def set_direct(fd):
-    """Have a new file pass the system's cache by, where its file system can; returns whether it does."""
+    """Set O_DIRECT on a new file if its file system can; return whether it does."""
     flags, page = fcntl.fcntl(fd, fcntl.F_GETFL), mmap.mmap(-1, PAGE)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        os.pwritev(fd, [page], 0)  # some take the flag, and refuse what is asked of them later
+        os.pwritev(fd, [page], 0)  # some accept the flag and refuse the requests
         return True
-    except (OSError, AttributeError):  # of another system than Linux
+    except (OSError, AttributeError):  # AttributeError: not Linux
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
         return False
 
@@ -52,15 +52,15 @@ class SwapFile:
     """Bytes of one rank on disk, until `close`.
 
     Args:
-        path: an existing folder. None is that of the system's temporary files.
-        device: of the rank, whose copies its threads wait for.
+        path: an existing folder; None is the system's folder for temporary files.
+        device: the rank's, whose copies the threads wait for.
 
     Attributes:
         direct: whether O_DIRECT is used.
         problem: the first failure, as text; None while there is none.
 
     Raises:
-        InputError: the folder is missing, or cannot be written to.
+        InputError: the folder is missing or not writable.
     """
 
     def __init__(self, path, device=CPU):
@@ -81,12 +81,12 @@ class SwapFile:
         self._threads = ThreadPoolExecutor(THREADS, "disk", choose_device, (device,))
 
     def close(self):
-        """Give its room back, when no request is under way."""
+        """Free its space, once no request is in flight."""
         self._threads.shutdown(cancel_futures=True)
         self._file.close()
 
     def reserve(self, nbytes):
-        """Take room on the disk for so many bytes: an InputError says that there is less, before training begins."""
+        """Reserve `nbytes` on the disk. Raises InputError, before training begins, if there is less."""
         try:
             self._grow(padded(nbytes))
         except OSError as error:
@@ -97,11 +97,11 @@ class SwapFile:
             ) from error
 
     def notice(self):
-        """Say on stderr that the file is not read and written directly."""
+        """Say on stderr that O_DIRECT is not used."""
         print(f"note: {self._folder}: no O_DIRECT here, so the system keeps a copy in memory", file=sys.stderr)
 
     def allocate(self, nbytes):
-        """A place for so many bytes, within what was reserved or behind it; returns where it begins."""
+        """Allocate `nbytes` in the file, within the reserve or behind it; return the offset."""
         offset, self._given = self._given, self._given + padded(nbytes)
         if self._given > self._size:
             try:
@@ -121,10 +121,10 @@ class SwapFile:
         """Begin to "read" into a buffer, or to "write" it. Returns a Handle.
 
         Args:
-            offset: where in the file, a multiple of PAGE.
+            offset: the position in the file, a multiple of PAGE.
             buffer: uint8 [n] on the CPU, aligned, n a multiple of PAGE.
-            label: what a trace calls it.
-            after: a Handle, submitted before this, of what uses the buffer or writes there.
+            label: its name in a trace.
+            after: the Handle, submitted earlier, of what uses the buffer or writes at this offset.
         """
         data = memoryview(buffer.numpy())
         step = min(BLOCK, max(SMALL, padded(-(-len(data) // THREADS))))
@@ -154,7 +154,7 @@ class SwapFile:
 
 
 class CountedFile(SwapFile):
-    """The swap file of a simulated rank: it gives out places, and moves nothing; a lane counts the time of a disk."""
+    """The swap file of a simulated rank: it allocates, and moves nothing; a lane counts the disk's time."""
 
     direct, problem = True, None
 
@@ -162,11 +162,11 @@ class CountedFile(SwapFile):
         self._lane, self._given, self._size = lane, 0, 0
 
     def _grow(self, size):
-        """There is room for everything."""
+        """A no-op: there is room for everything."""
 
     def move(self, way, offset, buffer, label, after):
-        """Nothing to fill or to keep."""
+        """Move nothing; the lane counts the time."""
         return self._lane.submit(after.wait, buffer)
 
     def close(self):
-        """Nothing to remove."""
+        """A no-op: there is no file."""

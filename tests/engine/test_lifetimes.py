@@ -253,10 +253,10 @@ def moments(notes, watched, call, calls):
         return next(later, None)
 
     def next_backward(start):
-        """The next unit's turn, or when that is computed again before it, if the watched one is over by then."""
-        turn = following(start, "start_backward", end=len(notes))
-        again = following(start, "before_recomputation", end=turn or start)
-        return again if again is not None and notes[again][2] else turn
+        """The next unit's backward, or its recomputation before that, if the watched one is over by then."""
+        begins = following(start, "start_backward", end=len(notes))
+        again = following(start, "before_recomputation", end=begins or start)
+        return again if again is not None and notes[again][2] else begins
 
     forward, backward = number("before_forward", call), number("start_backward", calls - 1 - call)
     come = {

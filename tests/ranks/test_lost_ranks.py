@@ -144,7 +144,7 @@ def complaint_of(world, run):
 
 
 PARTING = {  # what ranks do in backward -> what they are told
-    checkpoint_around_two: r"their graphs differ at the turn of that unit in backward: .+",
+    checkpoint_around_two: r"their graphs differ at the backward of that unit: .+",
     exception_on_one_rank: r"call the engine equally often .+",
 }
 
