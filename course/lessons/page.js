@@ -25,7 +25,7 @@ addEventListener("afterprint", () => {
 const KINDS = ["parameters", "gradients", "optimizer", "second"]; // as cells have them
 const ROWS = [0, 3, 1, 2]; // as they are shown: secondary shards, of engines that have them, behind the parameters
 const SAID = {
-  ".": "not held", r: "room, still empty", o: "its own gradients", t: "on its way", h: "held", n: "held, stepped",
+  ".": "not held", r: "buffer, still empty", o: "its own gradients", t: "in flight", h: "held", n: "held, stepped",
   q: "held, rounded", s: "out of date",
 };
 const METERS = [ // of an event, in the order that they are shown
