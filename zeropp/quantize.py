@@ -23,8 +23,7 @@ import torch
 # Elements at a time. On a CPU what lies between them and their codes stays in the cache, on a GPU it is 64 MB or so for
 # each of a few kernels.
 CHUNK, GPU_CHUNK = 2**17, 2**24
-# The compiler divides as eager kernels do, to the last bit; torch 2.11 has no such option.
-DIVISION = {name: True for name in torch._inductor.list_options() if name == "eager_numerics.division_rounding"}
+DIVISION = "eager_numerics.division_rounding"  # the compiler divides as eager kernels do; torch 2.11 lacks it
 
 
 class Blocks:
@@ -41,8 +40,9 @@ class Blocks:
         self.bits, self.block, self.chunk = bits, block, chunk
         self.largest = {8: 127, 4: 7}[bits]
         if compiled:
-            self._steps = torch.compile(self._steps, dynamic=True, options=DIVISION)
-            self._values = torch.compile(self._values, dynamic=True, options=DIVISION)
+            options = {name: True for name in torch._inductor.list_options() if name == DIVISION}
+            self._steps = torch.compile(self._steps, dynamic=True, options=options)
+            self._values = torch.compile(self._values, dynamic=True, options=options)
 
     def nbytes(self, numel):
         """The bytes of a message of so many elements."""

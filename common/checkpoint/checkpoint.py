@@ -216,11 +216,8 @@ def _dtypes(engine, bucket):
     """The states of a bucket that have a number for each element: {name: dtype}; None names the parameters."""
     if not bucket.kind.trainable:
         return {None: bucket.kind.dtype}
-    shard = bucket.optimizer_shards[0]
-    return {
-        None: shard.master.dtype,
-        **{k: state.dtype for k, state in optimizer_state.states(engine, shard)[0].items()},
-    }
+    elementwise, _ = optimizer_state.states(engine, bucket)
+    return {None: bucket.optimizer_shards[0].master.dtype, **{k: state.dtype for k, state in elementwise.items()}}
 
 
 def _index(engine, tensors):
@@ -228,7 +225,7 @@ def _index(engine, tensors):
     parameters = {}
     for bucket in engine.buckets + engine.frozen:
         dtypes = _dtypes(engine, bucket)
-        elementwise, scalars = optimizer_state.states(engine, bucket.optimizer_shards[0])
+        elementwise, scalars = optimizer_state.states(engine, bucket)
         for slot in bucket.slots.values():
             parameters[slot.name] = {
                 "shape": list(slot.shape),

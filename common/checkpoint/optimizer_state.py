@@ -3,11 +3,16 @@
 import torch
 
 
-def states(engine, shard):
-    """The optimizer's states of a piece: those with a number for each element, and the others, such as `step`."""
-    states = engine.optimizer.state.get(shard.master, {})
-    elementwise = {k: v for k, v in states.items() if torch.is_tensor(v) and v.shape == shard.master.shape}
-    return elementwise, {k: v for k, v in states.items() if k not in elementwise}
+def states(engine, bucket):
+    """The optimizer's states of a bucket: those with a number for each element, and the others, such as `step`.
+
+    They are those of its first optimizer shard, which the others are like; a frozen bucket has none.
+    """
+    for shard in bucket.optimizer_shards[:1]:
+        states = engine.optimizer.state.get(shard.master, {})
+        elementwise = {k: v for k, v in states.items() if torch.is_tensor(v) and v.shape == shard.master.shape}
+        return elementwise, {k: v for k, v in states.items() if k not in elementwise}
+    return {}, {}
 
 
 def name_of(optimizer):

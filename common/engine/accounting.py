@@ -16,13 +16,14 @@ def state_bytes(bucket, engine):
 
     As probed at the door until it has kept anything; its options may have changed since: a momentum was switched on.
     """
-    optimizer, shard = getattr(engine, "optimizer", None), bucket.optimizer_shards[0]
-    states = [] if optimizer is None else shard.states(optimizer)
+    optimizer = getattr(engine, "optimizer", None)  # none while the engine is built, nor are there shards
+    states = [] if optimizer is None else bucket.optimizer_shards[0].states(optimizer)
     if not states:
         per_element, per_tensor = engine.optimizer_bytes
         return getattr(engine, "state_bytes", ()) or [per_element], per_tensor
-    each = [state.itemsize for state in states if state.shape == shard.master.shape]
-    return each, sum(state.nbytes for state in states if state.shape != shard.master.shape)
+    shape = bucket.optimizer_shards[0].master.shape
+    each = [state.itemsize for state in states if state.shape == shape]
+    return each, sum(state.nbytes for state in states if state.shape != shape)
 
 
 class Accounting:
@@ -160,9 +161,10 @@ class Accounting:
     def kept(self):
         """The model states on the device, by class."""
         engine, buckets = self._engine, self._engine.buckets
+        shards = [bucket.optimizer_shard for bucket in buckets]
         return {
-            "parameters": [b.parameters for b in buckets + engine.frozen],
-            "gradients": [tensor for b in buckets for tensor in (b.gradients, b.carried)],
-            "optimizer": [b.master for b in buckets if b.is_apart]
-            + [state for b in buckets for state in b.states(engine.optimizer)],
+            "parameters": [bucket.parameters for bucket in buckets + engine.frozen],
+            "gradients": [bucket.gradients for bucket in buckets] + [shard.carried for shard in shards],
+            "optimizer": [shard.master for shard in shards if shard.is_apart]
+            + [state for shard in shards for state in shard.states(engine.optimizer)],
         }

@@ -46,7 +46,7 @@ class Bucket(FlatRange):
     def __init__(self, named_parameters, kind, world_size):
         super().__init__(named_parameters, kind, world_size)
         self.members = dict(named_parameters)  # name -> the model's own parameter
-        self.optimizer_shards = [OptimizerShard()]  # end to end; several, if a placement table cuts the shard
+        self.optimizer_shards = []  # of trainable ones, end to end; several, if a placement table cuts the shard
         self.parameters = self.gradients = self.local_gradients = None
         self.full_parameters = self.handle = self.gathering = self._unit = self.views = self.freed = None
         self.storages, self.strays, self.filling = set(), set(), set()
@@ -61,8 +61,9 @@ class Bucket(FlatRange):
         if not self.kind.trainable:
             return
         self.gradients = torch.zeros(length(owned.gradients), dtype=dtype, device=whole.device)
-        shard = self.optimizer_shard
-        shard.part, shard.stepped = owned.optimizer, self.parameters[within(owned.optimizer, owned.parameters)]
+        shard = OptimizerShard(owned.optimizer)
+        self.optimizer_shards = [shard]
+        shard.stepped = self.parameters[within(shard.part, owned.parameters)]
         shard.master = nn.Parameter(whole[shard.part].clone() if self.sixteen_bit else shard.stepped)
         shard.gradient_shard = self.gradients[within(shard.part, owned.gradients)]
 

@@ -43,7 +43,7 @@ def snapshot(engine, optimizer=True):
     if optimizer:
         of_buckets = []
         for bucket in engine.buckets:
-            elementwise, others = optimizer_state.states(engine, bucket.optimizer_shards[0])
+            elementwise, others = optimizer_state.states(engine, bucket)
             flat = {name: detached(bucket.read(name, engine.optimizer)) for name in elementwise}
             of_buckets.append((flat, copy.deepcopy(others)))
         scaler = engine.loss_scaler and engine.loss_scaler.state_dict()
@@ -115,7 +115,7 @@ def continue_from(engine, old):
         stepped = [one for one in dict.fromkeys(known.values()) if one.kind.trainable] if bucket.kind.trainable else []
         flat, others = {}, {}
         for one in stepped:
-            elementwise, others = optimizer_state.states(old, one.optimizer_shards[0])
+            elementwise, others = optimizer_state.states(old, one)
             for state in elementwise:
                 own = flat.setdefault(state, torch.zeros(length(engine.owned(bucket).optimizer)))
                 values = _values(old, {name: home for name, home in known.items() if home is one}, state)

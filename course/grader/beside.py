@@ -34,7 +34,7 @@ class Beside(TorchDispatchMode):
             self._note(engine.bus, "to_host", "copy to the host")
             self._note(engine.bus, "to_device", "copy to the device")
             self._note(host, "submit", "step of the host")
-        for part, kind in HOPS.items() if hasattr(engine, "ways") else ():
+        for part, kind in HOPS.items() if hasattr(engine, "strategies") else ():
             if hasattr(engine.strategies.quantized_back, part):
                 self._note(getattr(engine.strategies.quantized_back, part), "all_to_all", kind)
 

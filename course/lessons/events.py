@@ -127,10 +127,12 @@ class Recorder:
     def _method_begins(self, name, called, _):
         self._boundary()
         subject = [*vars(called).values(), None][1]  # its first argument
+        bucket = subject if isinstance(subject, Bucket) else None
         if name == "step_shard":
-            self._steps(getattr(subject, "bucket", subject).name, [subject])
+            bucket = next(bucket for bucket in self.held.buckets.values() if subject in bucket.optimizer_shards)
+            self._steps(bucket.name, [subject])
         self._within.append(name)
-        self._about.append(subject.name if isinstance(subject, Bucket) else None)
+        self._about.append(bucket and bucket.name)
         self.did[name]  # of what does nothing, too
 
     def _method_ends(self, name, called, result):

@@ -170,7 +170,7 @@ def shards(bucket, part):
 
 def secondary_shards(engine):
     """The secondary shards of parameters that a rank keeps for its node, if the engine has any."""
-    return [bucket.secondary for bucket in engine.buckets if getattr(bucket, "second", None) is not None]
+    return [bucket.secondary for bucket in engine.buckets if getattr(bucket, "secondary", None) is not None]
 
 
 def on_host(engine):

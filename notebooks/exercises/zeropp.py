@@ -107,8 +107,9 @@ class Blocks:
         self.bits, self.block, self.chunk = bits, block, chunk
         self.largest = {8: 127, 4: 7}[bits]
         if compiled:
-            self._steps = torch.compile(self._steps, dynamic=True, options=DIVISION)
-            self._values = torch.compile(self._values, dynamic=True, options=DIVISION)
+            options = {name: True for name in torch._inductor.list_options() if name == DIVISION}
+            self._steps = torch.compile(self._steps, dynamic=True, options=options)
+            self._values = torch.compile(self._values, dynamic=True, options=options)
 
     def nbytes(self, numel):
         """The bytes of a message of so many elements."""

@@ -110,7 +110,7 @@ def holds_before_a_step(world, engine):
     told = made.model_state_bytes() if hasattr(made, "model_state_bytes") else None
     if told is None:
         raise NotImplementedError("it tells no bytes: model_state_bytes()")
-    if hasattr(made, "accounts"):  # ours: on the host, which here is the same memory, and between it and a disk
+    if hasattr(made, "accounting"):  # ours: on the host, which here is the same memory, and between it and a disk
         on_host = sum(made.accounting.measured().get("host_state_bytes", {}).values())
         told = {**told, "on the host": on_host, "in flight": storage_bytes(made.live()["buckets in flight"])}
     return held, sum(told.values())

@@ -236,7 +236,7 @@ def test_a_unit_is_read_at_least_two_units_before_it_is_needed(world):
     for step in range(2):
         train_step(made, world, step)
     of = {bucket.parameters_at: unit.name for unit in made.units for bucket in unit.buckets}
-    read, use = OnDisk._read, type(made).use
+    read, use = OnDisk._read, type(made).unshard
 
     def noted_read(place, part, buffer):
         if place in of:
@@ -247,7 +247,7 @@ def test_a_unit_is_read_at_least_two_units_before_it_is_needed(world):
         order.append(("use", unit.name))
         use(engine, unit, known)
 
-    with mock.patch.object(OnDisk, "_read", noted_read), mock.patch.object(InfinityEngine, "use", noted_use):
+    with mock.patch.object(OnDisk, "_read", noted_read), mock.patch.object(InfinityEngine, "unshard", noted_use):
         inputs, targets = batch(made.module, world, 2)
         made.backward(models.loss(made(inputs), targets))
     uses = [n for n, (what, name) in enumerate(order) if what == "use" and ("use", name) != order[n - 1]]
@@ -269,7 +269,7 @@ def waited_for(world, disk, computation):
     for step in range(2):
         train_step(made, world, step)
     of = {bucket.parameters_at: unit for unit in made.units for bucket in unit.buckets}
-    read, use, move, reads = OnDisk._read, type(made).use, os.preadv, {}
+    read, use, move, reads = OnDisk._read, type(made).unshard, os.preadv, {}
 
     def slow_read(*arguments):
         time.sleep(disk)
@@ -290,7 +290,7 @@ def waited_for(world, disk, computation):
         time.sleep(computation)
 
     slow, kept = mock.patch.object(os, "preadv", slow_read), mock.patch.object(OnDisk, "_read", kept_read)
-    with slow, kept, mock.patch.object(InfinityEngine, "use", timed_use):
+    with slow, kept, mock.patch.object(InfinityEngine, "unshard", timed_use):
         made.synchronize()
         inputs, targets = batch(made.module, world, 2)
         made.backward(models.loss(made(inputs), targets))

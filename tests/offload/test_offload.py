@@ -94,7 +94,7 @@ def a_slow_host():
     with (
         replaced(torch, "ones", slow),
         replaced(torch, "tensor", slow),
-        replaced(OffloadEngine, "step_piece", step_optimizer_shard),
+        replaced(OffloadEngine, "step_optimizer_shard", step_optimizer_shard),
     ):
         yield
 

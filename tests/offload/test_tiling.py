@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from training import make_engine, same_bits
 from trap_models import RECOMPUTE, chain, step
 
-from common.engine.layout import Run
+from common.engine.layout import FlatRange
 from common.engine.units import make_units
 from common.errors import InputError
 from common.measure.memory import Timeline
@@ -184,7 +184,7 @@ def test_each_tile_is_a_unit_inside_a_block_too():
     net = nn.ModuleDict(
         {"a": nn.Linear(2, 2), "blocks": nn.ModuleList([Block(tiles=2)]), "head": TiledLinear(2, 2, tiles=2)}
     )
-    cut = make_units(net, [], lambda name, parameter: parameter.dtype, 1, Run)
+    cut = make_units(net, [], lambda name, parameter: parameter.dtype, 1, FlatRange)
     assert [(unit.name, unit.apart) for unit in cut] == [
         ("", False),
         ("blocks.0", False),
@@ -197,7 +197,7 @@ def test_tiles_that_share_a_weight_belong_to_what_holds_both():
     first.up.tiles[0].weight = first.up.tiles[1].weight
     second.other = TiledLinear(WIDTH, WIDTH * TILES, tiles=2)
     second.other.tiles[0].weight = second.up.tiles[0].weight
-    cut = make_units(nn.ModuleList([first, second]), [], lambda name, parameter: parameter.dtype, 1, Run)
+    cut = make_units(nn.ModuleList([first, second]), [], lambda name, parameter: parameter.dtype, 1, FlatRange)
     homes = {slot: unit.name for unit in cut for run in unit.buckets for slot in run.slots}
     assert homes["0.up.tiles.0.weight"] == "0.up"
     assert homes["1.up.tiles.0.weight"] == "1"

@@ -1,6 +1,8 @@
-"""The pages: their figures are those of the files under results/, and their links lead somewhere."""
+"""The pages: their figures are those of the files under results/, and their links lead somewhere. And all names."""
 
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 from places import ROOT
@@ -11,6 +13,7 @@ PAGES = sorted(
     {page for places in ("*.md", "[a-z]*/README.md", "common/*.md", "interop/*.md") for page in ROOT.glob(places)}
 )
 LINES = 110  # of the first page
+NAMES = Path(__file__).with_name("names.toml")
 
 
 def test_every_figure_in_a_readme_is_the_recorded_one():
@@ -41,3 +44,12 @@ def test_links_lead_somewhere(page):
 
 def test_the_first_page_is_a_door():
     assert len((ROOT / "README.md").read_text().splitlines()) <= LINES
+
+
+def test_old_names_are_gone():
+    kinds = ("md", "py", "toml", "ipynb", "html", "js")
+    paths = [path for kind in kinds for place in ("", "[a-z]*/**/") for path in ROOT.glob(f"{place}*.{kind}")]
+    texts = {path: path.read_text() for path in paths if not {"results", "CHANGELOG.md", NAMES.name} & set(path.parts)}
+    for old, new in tomllib.loads(NAMES.read_text()).items():
+        found = [path.relative_to(ROOT) for path, text in texts.items() if re.search(old, text)]
+        assert not found, f"{old}: write {new} in {', '.join(map(str, found))}"
