@@ -83,7 +83,7 @@ class Recorder:
         ways = (BUS if "host" in self.held.areas else ()) + (DISK if "disk" in self.held.areas else ())
         self._total = dict.fromkeys(("sent", "left", *ways), 0)  # bytes in this step
         self._before = 0  # bytes held when a method last began or ended
-        self._awaited = {}  # Handle -> (bucket, what is under way for it)
+        self._awaited = {}  # Handle -> (bucket, what is in flight for it)
         self._given = {}  # Handle -> what is to be noted when the host has done what it was given
         self._host = engine.tier["cpu"].lane if "host" in self.held.areas else None
         names = {name for one in classes for name, found in vars(one).items() if inspect.isfunction(found)}
@@ -199,7 +199,7 @@ class Recorder:
         if under_way and under_way is self.held.begun.get(about):
             kinds = self.held.arrives(about)
             self.note("arrive", about, kinds)
-            if not any(kind.startswith("all_gather") for kind in kinds):  # the method may take other room
+            if not any(kind.startswith("all_gather") for kind in kinds):  # the method may allocate other memory
                 self.flush()
 
     def _asks(self, name, called, _):

@@ -36,7 +36,7 @@ const PAUSE = 1500; // milliseconds between events that play by themselves
 
 function start(steps) {
   const steppers = [...document.querySelectorAll(".stepper")].map((place) => new Stepper(place, steps));
-  let active = steppers[1]; // whom keys go to: the one last used
+  let active = steppers[1]; // the one that keys step: the last used
 
   const show = (stepper) => {
     active = stepper;

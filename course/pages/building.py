@@ -1,6 +1,6 @@
 """Is a student's class the stage's engine, bit for bit?
 
-A class of a cell is trained beside the stage's own engine, on every rank. Where the two part, `check` says at which
+A class of a cell is trained beside the stage's own engine, on every rank. If the two part, `check` says at which
 weight, and which idea to think about, by the sentences of building.toml.
 """
 

@@ -53,7 +53,7 @@ class Moves(TorchDispatchMode):
 
 @asks(numbers(2, "(3, 4)"), str)
 def check_batches(answer, room, peaks):
-    """Whether answers are the largest batches, in samples per rank, whose peaks fit into a room: a line for each.
+    """Whether answers are the largest batches, in samples per rank, whose peaks fit into `room` bytes: a line for each.
 
     Peaks are measured, [{samples per rank: bytes}], and continued as a line beyond that.
     """
