@@ -19,8 +19,8 @@ class Pair:
     """A section of both files."""
 
     name: str
-    # "same", "changed", "new" or "gone". Where the second engine derives from the first: "inherited"; and "extended" of
-    # a method that calls the one it overrides, which then is not gone.
+    # "same", "changed", "new" or "gone". If the second engine derives from the first: "inherited"; and "extended" for a
+    # method that calls the one it overrides, which then is not gone.
     status: str
     before: object  # Sections; None if a file has none
     after: object

@@ -51,7 +51,7 @@ class Event:
 
     kind: str  # see above
     phase: str  # forward, backward or step; "before" for what is held between steps
-    about: str | None = None  # the bucket's name; None where no bucket is meant, or several are
+    about: str | None = None  # the bucket's name; None for no bucket, or for several
     # The parts that compute, the parameters whose gradients are packed, what has arrived, the states that are read or
     # written, or the buckets that a change is about.
     names: list = field(default_factory=list)

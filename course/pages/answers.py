@@ -54,7 +54,7 @@ def asks(form, say=print):
     The check's parameter `answer` is one, or its `formula` is a function that returns one.
 
     Args:
-        say: what the check does with a verdict; `str` where it returns it.
+        say: what the check does with a verdict; `str` returns it.
     """
 
     def of(check):

@@ -86,7 +86,7 @@ def through_a_step(world, engine, **own):
 def trains(ranks, engine, precision, layers, room):
     """Whether `Ranks` train two steps when each may hold `room` bytes more than now; see `06_memory`.
 
-    Returned are bytes of model states of a rank, {tier: {class: bytes}}; or None where one ran out of memory. Then all
+    Returns a rank's bytes of model states, {tier: {class: bytes}}; None if a rank ran out of memory. Then all
     of them end, and the next call starts new ones.
     """
     try:

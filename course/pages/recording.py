@@ -30,7 +30,7 @@ def build(world, make, model=MODEL):
     module = models.build(model)
     models.materialize(module, models.initial_values(0), world.device)
     layers = [module.blocks] if "layers" in inspect.signature(make).parameters else []
-    with world.device:  # where a page makes its flat tensors
+    with world.device:  # for the page's flat tensors
         return make(module, *layers, ADAMW), module
 
 
@@ -84,7 +84,7 @@ class Recording(Timeline):
     Attributes:
         sent: {collective: bytes that this rank sends}, of the collectives that pages use.
         operations: [(phase, {class: bytes})], one for each operation.
-        units: [(phase, [bytes of each unit's storage])], one for each operation, where the engine has units.
+        units: [(phase, [bytes of each unit's storage])], one for each operation, if the engine has units.
     """
 
     def __init__(self, held, world_size):

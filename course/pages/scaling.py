@@ -127,7 +127,7 @@ def case(name):
 
 @asks(NUMBER)
 def check_crossover(formula):
-    """Hold `formula(bytes_per_parameter, flops_per_second, link)`, in tokens, against where the two times are equal."""
+    """Hold `formula(bytes_per_parameter, flops_per_second, link)`, in tokens, against the point of equal times."""
     a100, v100 = preset("a100-80g"), preset("v100-32g")
     for name, machine, per_parameter, rate in (
         ("A100, stage 3 between nodes", a100, 6, a100.between),

@@ -77,7 +77,7 @@ class Sockets:
 def from_to(answers):
     """What each rank `Moved`, in rank order, as one matrix of bytes [from, to].
 
-    Where the kernel could not be asked, the meter's bytes, to all others the same; None where it has none either.
+    If the kernel could not be asked, the meter's bytes, equal to all others; None if it has none either.
     """
     size = len(answers)
     if answers[0].to is not None:
