@@ -1,9 +1,9 @@
-"""Run notebooks from a clean kernel, and store what they print and draw in them.
+"""Run notebooks from a clean kernel, and store in them what they print and draw.
 
     python -m course.execute                        all of notebooks/
     python -m course.execute notebooks/02_gradients.ipynb
 
-What is stored belongs to these cells: a digest of their text is stored beside it, and a test compares it.
+Stored outputs belong to these cells: a digest of their text is stored too, and a test compares it.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ def read(path):
     """The notebook in a file.
 
     Raises:
-        InputError: there is none.
+        InputError: the file is missing, or is no notebook.
     """
     try:
         return nbformat.read(path, as_version=4)

@@ -2,8 +2,8 @@
 
     python -m course.exercises          write notebooks/exercises/stage1.py and the others
 
-What each takes out, and what is at hand to write it, stands in exercises.toml. A test compares what is there with what
-this writes, so that no exercise falls behind its engine.
+exercises.toml says what each takes out, and what is at hand to write it. A test compares the files with what this
+writes, so that no exercise falls behind its engine.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ def _read():
 
 
 ALL = tuple(_read())
-EXERCISES, LATER = ALL[:3], ALL[3:]  # what the later ones show of stages 1 to 3 is what the ones before them ask for
+EXERCISES, LATER = ALL[:3], ALL[3:]  # the later ones show of stages 1 to 3 what the earlier ones ask for
 
 
 def main(argv=None):
@@ -41,7 +41,7 @@ def main(argv=None):
 
 
 def apart(exercises):
-    """The same exercises with more parts: what an earlier one asks for stands in no later one either."""
+    """The same exercises with more parts: no later one shows what an earlier one asks for."""
     asked, found = [], []  # (the lines of a part, where it is asked for)
     for exercise in exercises:
         parts = {part.method: part for part in exercise.parts}

@@ -1,14 +1,14 @@
-"""Grade a submission of an exercise: which promises hold, the smallest case that shows what does not, and a hint.
+"""Grade a submission of an exercise: which promises hold, the smallest case that shows the first broken one, a hint.
 
     python -m course.grade notebooks/exercises/stage2.py            the first hint: the idea
-    python -m course.grade notebooks/exercises/stage2.py --hint 2   where it lives; 3: nearly how it is done
-    python -m course.grade notebooks/exercises/stage2.py --part 3   this part alone, the others being the engine's
+    python -m course.grade notebooks/exercises/stage2.py --hint 2   where it lives; 3: nearly how to do it
+    python -m course.grade notebooks/exercises/stage2.py --part 3   this part alone; the others are the engine's
     python -m course.grade notebooks/exercises/stage2.py --json report.json
 
-It trains on a few ranks of this machine, some seconds long, and beside each training the engine itself: a submission
-may take ten times as long as that does. The engines can be graded too: stage2_grad/engine.py. `--hint` is about the
-last grading, and grades again only if the file has changed since.
-Exit status 0 says that all promises hold, 1 that one fails, 2 that nothing was graded, which is not the submission's
+It trains for some seconds on a few ranks of this machine, the submission and the engine itself: a submission may take
+ten times as long as the engine. The engines can be graded too: stage2_grad/engine.py. `--hint` is about the last
+grading, and grades again only if the file has changed since.
+The exit status is 0 if all promises hold, 1 if one fails, 2 if nothing was graded, which is not the submission's
 fault: one line says why.
 """
 
@@ -45,7 +45,7 @@ def main(argv=None):
     with one_line_errors():
         check_outputs(options)
         exercise = exercise_of(options.file)
-        part = options.part and part_of(exercise, options.part)  # None where none is named
+        part = options.part and part_of(exercise, options.part)  # None if none is named
         known = report = None if options.hint is None else last_report(options.file, part)
         if report is None:
             report = graded(options.file, exercise.key, part)
@@ -60,9 +60,9 @@ def exercise_of(file):
     """The exercise that a file is a submission of.
 
     Raises:
-        InputError: there is no such file, or no exercise is named, or it is not in this tree.
+        InputError: there is no such file, it names no exercise, or the exercise is not in this tree.
     """
-    if not os.path.isfile(file):  # which a name too long for a file is not, either
+    if not os.path.isfile(file):  # False also for a name that is too long
         raise InputError(f"{file}: there is no such file")
     exercises = {exercise.path.stem: exercise for exercise in ALL}
     named = re.findall("|".join(exercises), str(file))
@@ -79,7 +79,7 @@ def part_of(exercise, named):
     """A part of an exercise, by its number or its method.
 
     Raises:
-        InputError: there is none, or what the other parts would be filled from.
+        InputError: there is no such part, or no engine in this tree to take the others from.
     """
     if PROMISES.exists():
         raise InputError(
@@ -107,7 +107,7 @@ def last_report(file, part):
 
 def remember(file, report):
     """Keep a report on a file as it is now, so that a further hint needs no further grading."""
-    with contextlib.suppress(OSError):  # where nothing can be written, the next hint is graded for again
+    with contextlib.suppress(OSError):  # if nothing can be written, the next hint grades again
         REPORTS.mkdir(parents=True, exist_ok=True)
         kept = {"digest": sha256(file.read_bytes()).hexdigest(), "report": report}
         place_of_report(file).write_text(json.dumps(kept))

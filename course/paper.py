@@ -3,8 +3,8 @@
     python -m course.paper my_sheet.toml --seed 7      write a sheet of your own, whose numbers the seed draws
     python -m course.paper my_sheet.toml               check the answers that you have written into it
 
-What is right is not typed in here: the engine says it, on tensors without values, and the planner. So a file's answers
-are right for its seed alone. The exit status is 0 where all of them are right, 1 where one is not or is left open.
+The engine, on tensors without values, and the planner compute the right answers. So a file's answers are right for its
+seed alone. The exit status is 0 if all of them are right, 1 if one is wrong or left open.
 """
 
 import functools
@@ -45,7 +45,7 @@ class Question:
     ask: str
     right: float | str  # a number, or one of `names`
     hints: list  # [(a wrong answer, what to think of)]
-    names: tuple  # of which one is to be chosen; () where a number is asked for
+    names: tuple  # to choose from; () if the answer is a number
 
 
 def main(arguments=None):
@@ -90,12 +90,12 @@ def sheet(seed, file):
 
 
 def asked(group, right, known, choices):
-    """What is given and asked in a group, as paper.toml says it of what is known.
+    """What is given and asked in a group: the texts of paper.toml, filled with what is known.
 
     Args:
         right: {question: its answer}.
-        known: {what texts and the formulas of mistakes name: what it is}.
-        choices: {question: {a name to choose: what to think of where that is wrong}}; the others ask for numbers.
+        known: {a name in the texts and the formulas of mistakes: its value}.
+        choices: {question: {a name to choose: what to think of if that is wrong}}; the others ask for numbers.
     """
     texts, questions = TEXTS[group], []
     for name, answer in right.items():
@@ -107,7 +107,7 @@ def asked(group, right, known, choices):
 
 
 def commented(text):
-    """Text as comments of TOML; lines that are indented stay as they are."""
+    """Text as comments of TOML; indented lines stay as they are."""
     lines = []
     for paragraph in text.split("\n\n"):
         kept = paragraph.startswith("    ")
@@ -119,7 +119,7 @@ def check(path):
     """A file's answers: {group.name: "right", "open", "not yet: " and a hint, or "no answer: " and what one is like}.
 
     Raises:
-        InputError: there is no such file, or it is no sheet.
+        InputError: the file is missing, or is no sheet.
     """
     try:
         found = tomllib.loads(Path(path).read_text())
@@ -138,7 +138,7 @@ def check(path):
 
 
 def verdict(answer, question):
-    """What there is to say of an answer; None is a missing one."""
+    """The verdict on an answer; None is a missing one."""
     if answer == OPEN:
         return "open"
     if answer is None:
@@ -243,7 +243,7 @@ def links(draw):
 
 
 def machine(draw):
-    """Which offer to take, and how to train there, by the planner: drawn until no two answers lie close together."""
+    """Which offer to take, and how to train there, by the planner: drawn until no two answers are close."""
     names, order, said = [way.title for way in WAYS], [*ADVISED, 4], TEXTS["choices"]  # of equals ZeRO++ comes last
     obvious = draw.choice((False, True))  # the fastest links are the best offer
     off = draw.choice((None, *SWITCHES))

@@ -1,4 +1,4 @@
-"""How an exercise is made of an engine: parts of its text are taken out, or made to wait, and can be put back."""
+"""How an engine becomes an exercise: parts of its text are taken out, or made to wait, and can be put back."""
 
 import ast
 import re
@@ -17,11 +17,11 @@ OPEN = 'raise NotImplementedError("part {number}, {method}, is still open")'
 
 @dataclass(frozen=True)
 class Part:
-    """What is taken out of an engine, or written otherwise."""
+    """What is taken out of an engine, or changed in it."""
 
     method: str  # whose body it is; of another class than the engine's, "Class.method"
     task: str = ""  # what to write, without saying how
-    begin: str = ""  # text of the first line that is taken out; "" for the whole body
+    begin: str = ""  # text of the first line taken out; "" for the whole body
     until: str = ""  # text of the first line that stays again; "" for the rest of the body
     lines: tuple = ()  # of an edit, what stands there instead; with "" for begin, at the end of the body
 
@@ -35,9 +35,9 @@ class Exercise:
     sent: str  # and sends in a step
     parts: tuple  # in the order of the file
     given: dict  # {what there is: what it does}
-    sources: tuple = ("engine.py",)  # of the package; of several, those classes of which something is taken out
+    sources: tuple = ("engine.py",)  # of the package; of several, the classes with parts
     imports: str = ""  # what these need; of one file, its own
-    edits: tuple = ()  # where there are any, the engine is complete but for the worse, and parts are to be written anew
+    edits: tuple = ()  # if any, the engine is complete but waits for everything, and parts are to be rewritten
     name: str = ""  # of the file and of its grading; "" for the package's
 
     @property
@@ -55,7 +55,7 @@ class Exercise:
 
     @property
     def classes(self):
-        """The classes of which something is taken out, where it is not the engine's."""
+        """The classes with parts, if they are not the engine."""
         return tuple(dict.fromkeys(part.method.partition(".")[0] for part in self.parts if "." in part.method))
 
     @property
@@ -84,13 +84,13 @@ def joined(files, classes, imports):
 
 
 def solutions(exercise):
-    """What the engine has in the place of each part: {method: its lines, as `bare` gives them}."""
+    """The engine's lines for each part: {method: its lines, as `bare` gives them}."""
     methods, lines = methods_of(exercise.solution)
     return {part.method: bare(lines[slice(*place(methods[part.method], part, lines))]) for part in exercise.parts}
 
 
 def bare(lines):
-    """Lines as one text without indentation and empty ones, so that it is found wherever it stands."""
+    """Lines as one text without indentation and empty lines, to be found at any depth."""
     return "\n".join(line.strip() for line in lines if line.strip())
 
 
@@ -112,7 +112,7 @@ def methods_of(text):
 
 
 def place(method, part, lines):
-    """The lines that are taken out, as a slice's ends: what follows the docstring, or the part's first line."""
+    """The lines taken out, as the ends of a slice: from the docstring, or from the part's first line, on."""
     first = method.body[0].end_lineno if ast.get_docstring(method) else method.body[0].lineno - 1
     if part.begin:
         first = next(n for n in range(first, method.end_lineno) if part.begin in lines[n])
@@ -127,7 +127,7 @@ def written(exercise):
     methods, _ = methods_of("\n".join(lines))
     tree = ast.parse("\n".join(lines))
     taken = 0
-    for number, part in reversed(list(enumerate(exercise.parts, 1))):  # from below, so that line numbers stay
+    for number, part in reversed(list(enumerate(exercise.parts, 1))):  # from below, which keeps line numbers
         first, last = place(methods[part.method], part, lines)
         indent = " " * (len(lines[first]) - len(lines[first].lstrip()))
         of = sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines[first:last])
@@ -155,9 +155,9 @@ def waiting(exercise):
 
 
 def alone(exercise, text, part):
-    """A submission's text in which a part alone is the student's, and the engine has the others.
+    """A submission's text in which one part is the student's, and the engine's fill the others.
 
-    They stand behind the student's lines, whose numbers stay what they are.
+    These follow the student's lines, which keep their numbers.
     """
     methods, lines = methods_of(exercise.solution)
     for number, other in enumerate(exercise.parts, 1):
@@ -173,7 +173,7 @@ def alone(exercise, text, part):
 
 
 def _task(exercise, taken):
-    """What stands above the engine's own docstring."""
+    """The text above the engine's own docstring."""
     engine, rest = f"{exercise.package}/{exercise.sources[-1]}", TEXTS["rest_of_engine"]
     if exercise.classes:
         engine = f"{', '.join(exercise.classes[:-1])} and {exercise.classes[-1]} of {exercise.package}/"

@@ -1,11 +1,11 @@
 """A notebook's quiz: beneath its last cell, in a terminal, and as a sheet for lecturers.
 
     python -m course.quiz 02_gradients                 one question after the other
-    python -m course.quiz 02_gradients --all           a sheet of them; of all notebooks where none is named
+    python -m course.quiz 02_gradients --all           a sheet of them; of all notebooks if none is named
     python -m course.quiz 02_gradients --answers       the same with answers
 
 The questions are in notebooks/quizzes/, a file for each notebook. Every choice says why it is right, or what is
-mistaken in it: a wrong answer teaches as much as a right one.
+wrong with it: a wrong answer teaches as much as a right one.
 """
 
 import html
@@ -101,7 +101,7 @@ def marked_up(text):
 
 
 def ask(console, questions):
-    """Ask each question until its answer is right, and say of each answer why it is or is not."""
+    """Ask each question until its answer is right, and say why each answer is right or wrong."""
     at_once = 0
     try:
         for number, question in enumerate(questions, start=1):
@@ -110,14 +110,14 @@ def ask(console, questions):
             while not answered(console, question["choice"]):
                 tries += 1
             at_once += tries == 1
-    except (EOFError, KeyboardInterrupt):  # who leaves has had enough
+    except (EOFError, KeyboardInterrupt):  # the user has left
         console.print()
         return
     console.print(f"{at_once} of {len(questions)} right at once.")
 
 
 def answered(console, choices):
-    """Read the number of a choice, and say what there is to it; whether it was right."""
+    """Read the number of a choice, show its verdict, and return whether it was right."""
     said = input(f"Your answer, 1 to {len(choices)}: ").strip()
     if not said.isdecimal() or not 1 <= int(said) <= len(choices):
         console.print(f"Give a number from 1 to {len(choices)}.")

@@ -1,4 +1,4 @@
-"""The explorer: one HTML page with sliders, that states the figures of `lab.plan` and shows a step of the engines.
+"""The explorer: one HTML page with sliders that states the figures of `lab.plan` and shows a step of the engines.
 
     python -m course.explorer     write results/local/explorer.html
 
@@ -7,6 +7,6 @@ It computes in the browser and asks no server for anything.
     formulas.js    lab/plan/formulas.py in JavaScript, name by name
     explorer.js    sliders, bars, the setting in the address
     explorer.css   on top of the lesson pages' own
-    body.html      what stands on the page
+    body.html      the page's text
     page.py        all of it in one file, with the planner's constants and the steps that were recorded
 """

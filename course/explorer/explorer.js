@@ -32,7 +32,7 @@ let setting = { ...USUAL };
 
 const at = (id) => document.getElementById(id);
 
-// What the address has is a setting where it makes sense; all else is as usual.
+// Values in the address are settings if they make sense; all others take their defaults.
 function fromAddress() {
   const given = new URLSearchParams(location.hash.slice(1));
   const found = { ...USUAL };
@@ -56,7 +56,7 @@ function toAddress() {
   history.replaceState(null, "", `#${new URLSearchParams(changed)}`);
 }
 
-// The command that states the same.
+// The command with the same figures.
 function command() {
   const model = setting.model ? `--model ${setting.model}` : `--params ${setting.params.toExponential().replace("+", "")}`;
   const numbers = { "world-size": setting.world_size, "per-node": setting.per_node, batch: setting.batch, seq: setting.seq };
@@ -75,7 +75,7 @@ function change(some) {
   toAddress();
 }
 
-// The runs that papers tell of, each with its whole setting and what it took.
+// Runs from papers, each with its whole setting and its stage.
 const RUNS = Object.fromEntries(Object.values(PLAN.landmarks).map(([model, gpu, world_size, tensor, pipeline, engine]) => {
   const way = PLAN.ways.findLastIndex((one) => one.engine === engine); // Infinity's with its disk
   const { sequence: seq } = PLAN.shapes[model];
@@ -95,7 +95,7 @@ const CLASSES = {
   parameters: "parameters", gradients: "gradients", optimizer: "optimizer states", gathered: "gathered units",
   buckets: "buckets in flight", activations: "activations",
 };
-const WIDE = 1.5; // what the bars' tracks have room for: so many times the GPU's memory
+const WIDE = 1.5; // the length of the bars' tracks, in GPU memories
 
 function many(count) {
   const [unit, said] = [[1e12, "T"], [1e9, "B"], [1e6, "M"]].find(([size]) => count >= size) ?? [1, ""];
@@ -184,7 +184,7 @@ function showWay(row, number, gpu, budget) {
   way.querySelector(".fits").classList.toggle("no", !row.fits);
 }
 
-// Bars with their names and figures: [name, figure, class, and what its track has room for, if not `most`].
+// Bars with their names and figures: [name, figure, class, and the length of its track, if not `most`].
 function bars(id, rows, most, words) {
   at(id).replaceChildren(...rows.map(([name, figure, kind, room = most]) => {
     const bar = make("div", "bar", `<span>${name}</span><div class="track"><i class="${kind}-bar"></i></div><b></b>`);
@@ -212,7 +212,7 @@ function sentence(row, { rows, rank, budget, advised, compute_seconds: computing
   return said.join(" ");
 }
 
-// What a row does not fit into, first of all.
+// The first limit that a row exceeds.
 function full(row, gpu, budget) {
   if (row.device > budget) return "GPU";
   return row.host > gpu.host_holds ? "host" : "disk";
@@ -308,7 +308,7 @@ function showStep(engine) {
   for (const button of at("engines").children) button.setAttribute("aria-pressed", button.value === engine);
 }
 
-// The code that an event comes from is named here, where the lesson pages lead to it.
+// The code behind an event is named here; the lesson pages link to it.
 function newStepper(place, engine) {
   const events = RECORDED[engine].events.map((event) => ({ ...event, lines: [0, 0], line: event.lines[0] }));
   const cause = () => {

@@ -2,7 +2,7 @@
 
 const PLAN = JSON.parse(document.getElementById("plan").textContent);
 
-// Of `setting` the rows of lab.plan; {refused} says why there are none.
+// The rows of lab.plan for `setting`; {refused} says why there are none.
 function figures(setting) {
   const degree = setting.tensor * setting.pipeline;
   if (setting.world_size % degree) {
@@ -33,7 +33,7 @@ function figures(setting) {
   return { rank, rows, budget, compute_seconds: rank.computeSeconds(), advised };
 }
 
-// A GPT of so many parameters, `aspect` times as wide as it is deep.
+// A GPT with so many parameters, `aspect` times as wide as it is deep.
 function ofSize(parameters) {
   const { aspect, vocabulary, sequence } = PLAN;
   const layers = Math.max(1, Math.round((parameters / (12 * aspect ** 2)) ** (1 / 3)));
@@ -117,7 +117,7 @@ class Rank {
     return layers * inputs + Math.max(inside / tensor, logits);
   }
 
-  // Bytes that a rank sends in a step, and of all ranks of a node what leaves it.
+  // Bytes that a rank sends in a step, and that all ranks of a node send out of it.
   sent(way) {
     if (way.engine === "zeropp") return this.sentCompressed(way);
     const { width: w, ranks: n, psi } = this;
@@ -143,7 +143,7 @@ class Rank {
     return [gathered + reduced, n > p ? gatheredOut + reducedOut : 0];
   }
 
-  // Bytes that cross the bus in a step, and that are read from disk and written there.
+  // Bytes over the bus in a step, and those that the disk reads and writes.
   moved(way) {
     const w = this.width;
     const [shard, kept] = [this.psi / this.ranks, this.kept / this.ranks];

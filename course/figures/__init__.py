@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""Pictures that the notebooks draw: of what the course looks at, and those of `lab.figures`."""
+"""The notebooks' figures: those of the course, and those of `lab.figures`."""
 
 from course.figures.building import states_through_a_step, units_through_a_step
 from course.figures.faults import distances, grid, live_through_steps

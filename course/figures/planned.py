@@ -1,4 +1,4 @@
-"""Pictures of what is planned and simulated: a rank of a thousand, and when communication outlasts computation."""
+"""Pictures of plans and simulations: a rank of a thousand, and when communication outlasts computation."""
 
 from lab.figures.style import MARKERS, PALETTE, live_bytes
 

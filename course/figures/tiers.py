@@ -1,4 +1,4 @@
-"""Pictures of tiers: where states lie, what moves between them, what a late update costs, what is under way when."""
+"""Pictures of tiers: where states lie, what moves between them, what a late update costs, what is in flight when."""
 
 import numpy as np
 from matplotlib.patches import Patch
@@ -65,7 +65,7 @@ def distance_by_rate(axes, distances, steps):
 
 
 def units_by_event(axes, events):
-    """What becomes of each unit from event to event, [(phase, "read", "gather", "use" or "free", unit)]."""
+    """The state of each unit from event to event, [(phase, "read", "gather", "use" or "free", unit)]."""
     units = list(dict.fromkeys(unit for _, what, unit in events if what == "use"))
     for row, unit in enumerate(units):
         own = [(place, what) for place, (_, what, one) in enumerate(events) if one == unit]
@@ -86,7 +86,7 @@ def units_by_event(axes, events):
 
 
 def efficiency_by_bandwidth(axes, formula, intensities, known):
-    """The part of a step that computes, 0 to 1, over the bandwidth to what lies beside the device.
+    """The computing part of a step, 0 to 1, over the bandwidth to host or disk.
 
     `formula` takes bytes a second and operations for each byte; `intensities` are {title: operations for each byte},
     `known` {name: bytes a second}, which are marked.

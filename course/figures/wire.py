@@ -1,4 +1,4 @@
-"""Pictures of the wire: who sent how much to whom, the messages of a step, what ran beside what, where time goes."""
+"""Pictures of the wire: bytes from rank to rank, the messages of a step, what overlaps, where time goes."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -112,7 +112,7 @@ def rounds(axes, seconds):
 
 
 def beside(steps):
-    """What ran beside what in a step: of each rank the compute row above those of its lanes.
+    """What overlapped in a step: for each rank the compute row above those of its lanes.
 
     `steps` is {title: {(rank, "compute" or a lane): [(begin, end, kind)]}} in ms. A kind is a phase, "waiting", or one
     of COLLECTIVE_COLORS or MOVE_COLORS.
@@ -140,7 +140,7 @@ def beside(steps):
 
 
 def where_time_goes(axes, steps):
-    """Lying bars of steps, {title: ({kind: ms on the compute row}, ms of the collectives beside it)}."""
+    """Horizontal bars of steps, {title: ({kind: ms on the compute row}, ms of overlapping collectives)}."""
     for place, (times, beside_it) in enumerate(steps.values()):
         left = 0
         for kind, time in times.items():

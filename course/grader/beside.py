@@ -1,4 +1,4 @@
-"""What is under way while something is computed: not how long it takes, but what has begun and not been waited for."""
+"""What is in flight during computation: not how long it takes, but what has begun and not been waited for."""
 
 from collections import Counter
 
@@ -10,15 +10,15 @@ COMPUTED = {"mm": "matrix product", "addmm": "matrix product", "_fused_adamw_": 
 
 
 class Beside(TorchDispatchMode):
-    """Within it each matrix product, and each step of AdamW, notes which collectives of an engine are under way.
+    """A context in which each matrix product and each AdamW step notes an engine's collectives in flight.
 
     Args:
         engine: it communicates on `lane`.
-        lane: a LateLane, on which what has begun is under way until somebody waits for it; an engine's bus and its host
-            have such lanes of their own.
+        lane: a LateLane, on which begun work is in flight until its handle is waited for; an engine's bus and host have
+            such lanes of their own.
 
     Attributes:
-        moments: [(what is computed, kinds of collectives under way)], in the order of the training.
+        moments: [(what is computed, kinds of collectives in flight)], in the order of the training.
     """
 
     def __init__(self, engine, lane):
@@ -50,7 +50,7 @@ class Beside(TorchDispatchMode):
         setattr(owner, method, noted)
 
     def begin_step(self, number):
-        """What follows is of this step of the training."""
+        """Begin the training step of this number."""
         self._counts.clear()
         self._step = number
 

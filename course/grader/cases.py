@@ -1,6 +1,6 @@
 """The cases that tell whether an engine is right: small trainings, and what is watched in them.
 
-Models are so small that what goes wrong can be printed: inputs and outputs are [samples, WIDTH] in fp32.
+Models are small enough to print whatever goes wrong: inputs and outputs are [samples, WIDTH] in fp32.
 `course.grader.observing` has ranks train them.
 """
 
@@ -48,13 +48,13 @@ def the_first_again_at_the_end(blocks, x, step):
 
 
 def computed_again(blocks, x, step):
-    """A checkpoint around the first two, of which backward runs the forward again."""
+    """An activation checkpoint around the first two blocks: backward runs their forward again."""
     return in_a_row(blocks[2:], checkpoint(in_a_row, blocks[:2], x, step, use_reentrant=False), step)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training, or what can be asked without one. An idea is a key of hints.toml."""
+    """A training, or a check that needs none. An idea is a key of hints.toml."""
 
     run: object  # how the model calls its blocks; in cases.toml the name of one of the functions above
     optimizer: object  # a factory; there "sgd", which is the default, or "adamw"
@@ -65,22 +65,22 @@ class Case:
     options: dict = field(default_factory=dict)  # what else the engine takes
     steps: int = 3
     backwards: int = 1  # of each step
-    lane: str = ""  # collectives run "late", as late as they may, or "early", when they are called; "" is as elsewhere
+    lane: str = ""  # collectives run as "late" as they may, or "early", when they are called; "" is as elsewhere
     watched: bool = False  # the last step's live bytes are followed
-    beside: str = ""  # the phase, or "all", of which is noted what is under way while something is computed
+    beside: str = ""  # the phase, or "all", in which collectives in flight during computation are noted
     elsewhere: bool = False  # tensors that are made without a device have no memory
     written: bool = False  # freed weights are written to
-    foreign: bool = False  # gradients come by another backward than the engine's
+    foreign: bool = False  # a backward other than the engine's produces gradients
     rounded: bool = False  # no training, but numbers that are quantized and come back
-    off: str = "differs"  # the idea where weights are off, and their values tell nothing more
-    nan: str = "reads nothing"  # the idea where they are NaN
-    raises: str = ""  # the idea of whatever is raised, as smaller cases were right; "" where the error says it
-    points: int = 1  # that the promise is worth
-    stages: tuple = ("stage1_os", "stage2_grad", "stage3_param")  # those it is about, by the keys of their exercises
+    off: str = "differs"  # the idea if weights are off, and their values tell nothing more
+    nan: str = "reads nothing"  # the idea if they are NaN
+    raises: str = ""  # the idea of any error, as smaller cases were right; "" if the error decides
+    points: int = 1  # what the promise is worth
+    stages: tuple = ("stage1_os", "stage2_grad", "stage3_param")  # that it tests, by the keys of their exercises
 
     @property
     def classes(self):
-        """What a submission has in the place of an engine, if anything."""
+        """The classes that a submission has instead of an engine, if any."""
         return ("Blocks", "SecondaryShards", "TwoHops") if "zeropp" in self.stages else ()
 
 

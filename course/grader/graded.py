@@ -1,4 +1,4 @@
-"""What a submission is told: its promises with their points, what fails first, and what it printed last."""
+"""The report on a submission: its promises with their points, the first failure, and its last output."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ def graded(file, stage, part=None):
     Args:
         file: the submission.
         stage: the key of its exercise.
-        part: the one that is graded, by itself: the others are the engine's; None for what stands in the file.
+        part: the one to grade alone, with the others from the engine; None grades the whole file.
 
     Returns:
         {"file", "stage", "part": its method or None, "passed", "points", "of", "promises": [{"promise", "holds": True,
@@ -80,7 +80,7 @@ def _judged(stage, name, tried, finding):
 
 
 class Worlds:
-    """Ranks of this machine, by their number, which print to a log; those that a submission ended are begun again."""
+    """Ranks of this machine, by their number, which print to a log; ranks that a submission ended are started again."""
 
     def __init__(self, log):
         self._log, self._worlds = log, {}
@@ -103,7 +103,7 @@ class Worlds:
 
 def _tried(where, stage):
     """The cases that were tried, {name: None or a Finding}, and what the submission printed last."""
-    # Traced ranks agree on each collective before it begins, and say where they part.
+    # Traced ranks agree on each collective before it begins, and report where they part.
     with mock.patch.dict(os.environ, ZERO_TRACE="1"), tempfile.NamedTemporaryFile() as log:
         with contextlib.closing(Worlds(log.name)) as worlds:
             results = dict(grade(worlds.run, where, stage, reference_of(worlds.run, stage)))
@@ -121,7 +121,7 @@ def _where_reading_stopped(error):
 
 
 def hints_of(idea, exercise=""):
-    """The three hints of an idea; what is said of it in an exercise, by its key, if it is another thing there."""
+    """The three hints of an idea; an exercise, by its key, may have its own."""
     if idea in HINTS.get(exercise, ()):
         return HINTS[exercise][idea]
     return HINTS["open"][idea.removeprefix("open ")] if idea.startswith("open ") else HINTS["mistakes"][idea]

@@ -1,8 +1,8 @@
-"""What a submission does otherwise than its stage: each promise that is broken, its smallest case, and the idea.
+"""How a submission differs from its stage: each broken promise, its smallest case, and the idea.
 
-The cases of `course.grader.cases` are tried in their order, smallest first. In each the two are compared: what they
-own, the weights after each step on each rank, what is held and sent, what comes and goes, what is under way when. The
-first difference is the answer, and from its shape follows the idea that it is about.
+The cases of `course.grader.cases` are tried in their order, smallest first. Each compares the two: what they own, the
+weights after each step on each rank, what they hold and send, what comes and goes, what is in flight when. The first
+difference is the answer, and its shape decides the idea.
 """
 
 import time
@@ -18,17 +18,17 @@ from course.grader.cases import CASES
 from course.grader.observing import alone, observe
 from course.grader.raised import Finding, gave_no_answer, raised
 
-TIMES, FLOOR = 10, 3.0  # a submission may take so many times what the stage took in the same case, but 3 s in any case
-PATIENCE = 0.5  # of that a rank waits for others, so that it can say where they part
-LONGEST = 180.0  # seconds that the stage itself may take
-HANGS = 2  # after so many cases without an answer the rest is not tried
+TIMES, FLOOR = 10, 3.0  # a submission may take so many times as long as the stage in the same case, and 3 s in any case
+PATIENCE = 0.5  # the share of it that a rank waits for others, so that it can report where they part
+LONGEST = 180.0  # seconds for the stage itself
+HANGS = 2  # after so many cases without an answer the others are not tried
 
-FOUND = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))  # what is looked at, and said
+FOUND = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))  # what is compared, and said
 
 # Findings about the file itself, which every case would show.
 OF_THE_FILE = ("import", "solution", "past the meter", "open ")
 
-ENGINES = {"overlap": "stage2_grad"}  # of exercises that are not called by their engine's package
+ENGINES = {"overlap": "stage2_grad"}  # of exercises that are not named after their engine's package
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Expected:
 
 
 class Reference:
-    """The stage's own engine, trained where and when a submission is.
+    """The stage's own engine, trained beside a submission.
 
     Args:
         run: `run(ranks, function, *args, timeout=seconds)` calls `function(world, *args)` on so many ranks and returns
@@ -53,10 +53,10 @@ class Reference:
         self.run, self.stage, self._known = run, stage, {}
 
     def expected(self, name, again=False):
-        """What is expected in a case. `again` has it trained once more, to see how long that takes by now.
+        """What is expected in a case. `again` trains it once more, to see how long that takes by now.
 
         Raises:
-            InputError: it does not get there, which is no fault of any submission.
+            InputError: the engine cannot be trained here, which is no submission's fault.
         """
         if again or name not in self._known:
             ranks, began = CASES[name].ranks, time.monotonic()
@@ -88,14 +88,14 @@ def grade(run, where, stage, reference=None):
         run: as `Reference` takes it.
         where: a file that holds an `Engine`, or a package that exports one.
         stage: the package whose engine it is held to, or another key of an exercise.
-        reference: what has an `expected` as a `Reference` has; None is a Reference of the same ranks.
+        reference: has an `expected` like a `Reference`; None is a Reference of the same ranks.
 
     Yields:
-        (name of the case, None or a Finding). What is about the file, and not about a case, ends it; so do ranks that
-        hang again.
+        (name of the case, None or a Finding). It ends with a finding about the file and not about a case, or when
+        ranks hang again.
 
     Raises:
-        InputError: the stage's own engine does not get there.
+        InputError: the stage's own engine cannot be trained here.
     """
     reference, hangs = reference or Reference(run, stage), 0
     for name in cases_of(stage):
@@ -111,7 +111,7 @@ def grade(run, where, stage, reference=None):
 def tried(run, where, name, reference, patient):
     """None or a Finding of one case.
 
-    If `patient`, what gives no answer is tried once more, by what the stage takes then: the machine may have become
+    If `patient`, a case without an answer is tried once more, by the stage's time then: the machine may have become
     busy.
     """
     case = CASES[name]
@@ -129,9 +129,9 @@ def tried(run, where, name, reference, patient):
 
 
 def difference(name, found, expected, own):
-    """What is seen otherwise in a case, first in the order of a training: a Finding, or None.
+    """The first difference in a case, in the order of a training: a Finding, or None.
 
-    By what `observe` returned of the submission and of the stage, in rank order, and what `alone` returned.
+    From what `observe` returned of the submission and of the stage, in rank order, and what `alone` returned.
     """
     case = CASES[name]
     if case.rounded:
@@ -150,14 +150,14 @@ def difference(name, found, expected, own):
 
 
 def _paths(seen, *path):
-    """Dictionaries within each other as one: {path: value}."""
+    """Nested dictionaries as one: {path: value}."""
     if not isinstance(seen, dict):
         return {path: seen}
     return {longer: value for key, inner in seen.items() for longer, value in _paths(inner, *path, key).items()}
 
 
 def _idea(name, look, path, given, meant):
-    """What a look that differs is about."""
+    """The idea behind a difference."""
     if look in ("held", "peaks") and given > meant:
         return FOUND["too_much"].get(path[-1], "held too much")
     if look == "sent":
@@ -170,10 +170,10 @@ def _idea(name, look, path, given, meant):
 
 
 def _idea_of_sent(name, collective, many, few):
-    if many < few:  # in smaller cases as much as the stage: here that prefetches a unit which then does not run
+    if many < few:  # smaller cases sent as much; in this one the stage prefetches a unit that then does not run
         return "no prefetch" if (name, collective) == ("unused", "all_gather") else "sent too little"
     if name == "16-bit":
-        return "16-bit"  # in fp32 all was well
+        return "16-bit"  # all was well in fp32
     if collective == "all_reduce":
         return "half of an all-reduce"
     return "sent twice" if collective == "reduce_scatter" else "sent too much"
@@ -183,7 +183,7 @@ def _idea_of_sent(name, collective, many, few):
 
 
 def rounded(case, found):
-    """Numbers that were quantized, block by block: how far off they come back."""
+    """How far off quantized numbers come back, block by block."""
     block = case.options["block"]
     for bits, (largest, values, back, divides_by_zero) in found.items():
         if divides_by_zero:
@@ -242,7 +242,7 @@ def _where(step, rank, name, found, expected):
 
 
 def _idea_of_weights(name, step, found, expected, own):
-    """What kind of difference it is. All weights are laid end to end, and each rank's own shards told from the rest."""
+    """The idea behind a difference. All weights are concatenated, and each rank's own shards told from the rest."""
     case = CASES[name]
     ours, stages = ([_flat(seen["weights"][step]) for seen in side] for side in (found, expected))
     mine = [_flat(seen["owners"]) == rank for rank, seen in enumerate(expected)]
@@ -270,7 +270,7 @@ def _idea_of_weights(name, step, found, expected, own):
 
 
 def _swapped(step, ours, stages, expected):
-    """Whether what is off has values of another shard, at the same place of it: new ones, or those before the step."""
+    """Whether wrong elements have values from the same place of another shard, new or from before the step."""
     for one, other, seen in zip(ours, stages, expected, strict=True):
         off, before = one != other, _flat(seen["weights"][max(step - 1, 0)])
         rank_of, place = _flat(seen["owners"]), _flat(seen["within"])
@@ -285,7 +285,7 @@ def _swapped(step, ours, stages, expected):
 
 
 def _idea_of_old_values(found, expected, mine):
-    """Of other ranks' shards the values are old. Are they those of the beginning after two steps as well?"""
+    """Other ranks' shards have old values: after two steps, are they still those of the beginning?"""
     second = [_flat(seen["weights"][2])[~own_part] for seen, own_part in zip(found, mine, strict=True)]
     begin = [_flat(seen["weights"][0])[~own_part] for seen, own_part in zip(expected, mine, strict=True)]
     stays = all(torch.equal(one, other) for one, other in zip(second, begin, strict=True))
@@ -293,7 +293,7 @@ def _idea_of_old_values(found, expected, mine):
 
 
 def _idea_of_a_step(ours, stages, start, mine, own):
-    """How far the first step went, in this rank's own shards: as a multiple of how far it should go."""
+    """The idea behind the first step's length in a rank's own shards, as a multiple of the right one."""
     for rank, own_part in enumerate(mine):
         went, should = ((side[rank] - start)[own_part].double() for side in (ours, stages))
         if torch.equal(went, should):
@@ -314,11 +314,11 @@ def _idea_of_a_step(ours, stages, start, mine, own):
 
 
 def _halved(ours, stages, start):
-    """Whether a step went half as far as it should, but for what rounding to 4 bits does to it."""
+    """Whether a step went half as far as it should, except for rounding to 4 bits."""
     went, should = ((side[0] - start).double() for side in (ours, stages))
     return float((went - should / 2).norm()) < 0.2 * float(went.norm())
 
 
 def _flat(tensors):
-    """{name: tensor} laid end to end."""
+    """{name: tensor} concatenated."""
     return torch.cat([tensor.flatten() for tensor in tensors.values()])

@@ -1,4 +1,4 @@
-"""A lane that runs as late as it may: what waits too little reads old values on it, every time."""
+"""A lane that runs as late as it may: on it, a missing wait reads old values every time."""
 
 import contextlib
 from unittest import mock
@@ -9,7 +9,7 @@ from common.tiers import bus, memory
 
 
 class LateLane:
-    """Runs nothing until somebody waits, and then what was given to it up to there."""
+    """Runs nothing until a handle is waited for, and then all work up to that handle."""
 
     def __init__(self):
         self.given = []
@@ -25,7 +25,7 @@ class LateLane:
             work()
 
     def wait_for_caller(self):
-        """Nothing runs beside anything."""
+        """A no-op: nothing runs concurrently."""
 
     def finish(self, within=None):
         if self.given:
@@ -34,7 +34,7 @@ class LateLane:
 
 @contextlib.contextmanager
 def collectives_on(lane):
-    """Engines that are built within it communicate on this lane; their bus and their host have others of its kind."""
+    """Engines built in this context communicate on this lane; their bus and their host have others of its kind."""
     with (
         mock.patch.object(collectives, "lane_of", lambda *_: lane),
         mock.patch.object(bus, "lane_of", lambda *_: type(lane)()),

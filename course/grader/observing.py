@@ -1,6 +1,6 @@
-"""What a rank does to show whether an engine is right: it trains a case, and says what is seen in it.
+"""A rank's side of the grading: it trains a case, and reports what it sees.
 
-A case is trained by a submission and by the engine itself. `course.grader.grading` compares the two.
+The submission and the engine itself train each case; `course.grader.grading` compares the two.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ TRANSIENT = ("gathered units", "buckets in flight", "receive buffer")
 
 
 def observe(world, where, name, patience=None):
-    """Train a case, and say what was seen on this rank.
+    """Train a case, and return what this rank sees.
 
     Args:
         where: a file that holds an `Engine`, or a package that exports one.
         name: of CASES.
-        patience: seconds that a rank waits for the others to come to a collective, where ranks are traced.
+        patience: seconds that a traced rank waits for the others to reach a collective.
 
     Returns:
         A dict; see its keys below. Weights are on the CPU.
 
     Raises:
-        RuntimeError: an engine refused something; an InputError would be the user's.
+        RuntimeError: an engine raised InputError, which here would blame the user.
     """
     if (tracer := trace.tracer_of(dist.group.WORLD)) is not None and patience is not None:
         tracer.timeout = patience
@@ -45,7 +45,7 @@ def observe(world, where, name, patience=None):
     with contextlib.ExitStack() as settings:
         works = None
         if not case.steps and not case.classes:
-            # The table is asked of stage 0's buckets: no engine can be built with a wrong one.
+            # The table is asked of stage 0's buckets, as no engine can be built with a wrong table.
             torch.manual_seed(0)
             works = find_engine(STAGES[0])(Blocks(case.run, case.blocks).to(world.device), case.optimizer)
         if where.endswith(".py"):
@@ -91,7 +91,7 @@ def _trained(world, make, case, lane):
         if watched:
             seen["peaks"] = {kind: timeline.peak_of(kind) for kind in TRANSIENT}
         if case.written:
-            with torch._C.DisableTorchFunctionSubclass():  # past the refusal to read and write freed weights
+            with torch._C.DisableTorchFunctionSubclass():  # else freed weights refuse reads and writes
                 when = f"after step {step + 1}" + (", before which 5.0 was written to it" if step else "")
                 seen["nan"][when] = {n: bool(p.isnan().all()) for n, p in model.named_parameters()}
                 for parameter in model.parameters():
@@ -99,7 +99,7 @@ def _trained(world, make, case, lane):
         else:
             seen["weights"].append(weights(engine))
     if case.beside:
-        seen["beside"] = {  # {what is computed: {kind of collective under way: True}}
+        seen["beside"] = {  # {what is computed: {kind of collective in flight: True}}
             moment: dict.fromkeys(sorted(kinds), True)
             for moment, kinds in beside.moments
             if case.beside in ("all", moment.split()[-4])  # "matrix product 3 of the backward of step 2"
@@ -107,14 +107,14 @@ def _trained(world, make, case, lane):
     traffic, accounts = engine.comm.traffic, engine.accounting
     if hasattr(engine, "tier"):
         seen["on host"] = {"holds": accounts.held("cpu"), "counts by its table": accounts.predicted_held("cpu")}
-    engine.comm.lane.finish()  # a collective that nobody waited for would meet those of the next case
+    engine.comm.lane.finish()  # else a collective without a wait would meet those of the next case
     return {**seen, "held": engine.model_state_bytes(), "sent": {**traffic.by_collective(), **traffic.on_bus()}}
 
 
 class Divisions(TorchDispatchMode):
-    """Within it `nan` says whether a division or a product has made a NaN.
+    """A context whose `nan` says whether a division or a product made a NaN.
 
-    Which integer becomes of a NaN depends on the machine. Here it is 1, so that whoever relies on another one shows.
+    The machine decides which integer NaN becomes. Here it becomes 1, so that relying on another one shows.
     """
 
     nan = False
@@ -129,10 +129,10 @@ class Divisions(TorchDispatchMode):
 
 
 def rounded(world, make, case):
-    """Numbers that an engine's blocks pack and unpack.
+    """Pack and unpack numbers with an engine's blocks.
 
     Returns:
-        {bits: (largest code, what goes in, what comes back, whether zeros were divided by zero)}; the numbers are fp32
+        {bits: (largest code, input, output, whether zeros were divided by zero)}; the numbers are fp32
         [rows, numbers]. The first row is finite, with numbers of many sizes and a block of zeros. In the second a block
         has an infinity, and in the third one a NaN; there, one is subnormal, and one has fp32's largest number.
     """
@@ -172,9 +172,9 @@ def built(world, make, case):
 
 
 def make_tensors_elsewhere(engine):
-    """In each phase of an engine torch's default device becomes one that has no memory.
+    """In each phase of an engine, make torch's default device one without memory.
 
-    Phase by phase, since torch puts its default device aside while a backward runs.
+    Phase by phase, since torch sets its default device aside while a backward runs.
     """
 
     def elsewhere(phase):
@@ -209,9 +209,9 @@ def train_step(engine, world, case, step):
 
 
 def foreign_step(engine, world, make, case):
-    """Gradients that come by the backward of an engine before this one, and by none's.
+    """Gradients from the backward of an engine in front of this one, and from no engine's.
 
-    {"foreign sent": bytes of gradients that the engine sent by the time the other's backward is over; "foreign
+    {"foreign sent": bytes of gradients that the engine has sent when the other's backward is over; "foreign
     refused": whether a backward without any engine raises}.
     """
     first, _ = built(world, make, case)
@@ -265,7 +265,7 @@ def tables(submission, engine):
 
 
 def places(engine):
-    """Of each element of each weight the rank whose shard it lies in, and its number there, which no other bucket has.
+    """For each element of each weight, the rank of its shard, and its number there, unique among buckets.
 
     Each is {name: int64 tensor in the weight's shape}, in the order of the model's weights.
     """
@@ -279,7 +279,7 @@ def places(engine):
 
 @contextlib.contextmanager
 def uninitialized_is_nan():
-    """Within it `torch.empty` gives NaN, so that reading what nobody wrote shows every time."""
+    """A context in which `torch.empty` returns NaN, so that reading unwritten memory shows every time."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -1,8 +1,8 @@
-"""What the stages do, recorded: what a grader holds submissions to where the stages' engines are not at hand.
+"""What the stages do, recorded: a grader without the stages' engines holds submissions to it.
 
-Recorded is what is the same on every machine: tables, bytes, what is under way when, and where each element lies. The
-weights are not: another processor may round a matrix product otherwise. All stages end with the bits of stage 0, which
-is no exercise. So that one is trained where and when a submission is, for the weights, the norms and the time it takes.
+The record has what is the same on every machine: tables, bytes, what is in flight when, and where each element lies. It
+has no weights: another processor may round a matrix product differently. All stages end with the bits of stage 0, which
+is no exercise. So stage 0 is trained beside a submission, for the weights, the norms and the time it takes.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ OF_THE_MACHINE = {"weights", "norms"}
 
 
 def reference_of(run, stage):
-    """What submissions of a stage are held to: recorded promises if there are any, else the stage's own engine."""
+    """The reference for submissions of a stage: recorded promises if there are any, else the stage's own engine."""
     return Recorded(run, stage) if PROMISES.exists() else Reference(run, stage)
 
 
@@ -36,10 +36,10 @@ class Recorded:
 
 
 def record(run, path):
-    """Train all cases by the stages' own engines, and write into a file what they promise; `run` is as in `Reference`.
+    """Train all cases with the stages' own engines, and write their promises into a file; `run` is as in `Reference`.
 
     Raises:
-        InputError: an engine does not get there.
+        InputError: an engine cannot be trained here.
     """
     promises = {}
     for stage in STAGES[1:]:

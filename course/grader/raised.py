@@ -1,4 +1,4 @@
-"""What a rank's traceback is about: the line of the submission, and the idea behind the error."""
+"""What a rank's traceback points at: the line of the submission, and the idea behind the error."""
 
 import re
 import tomllib
@@ -22,12 +22,12 @@ class Finding:
 
 
 def gave_no_answer(said):
-    """Whether the message of a RankFailed is of ranks that wait."""
+    """Whether the message of a RankFailed reports waiting ranks."""
     return "RanksParted" in said or re.search(r"gave no answer|[Tt]imed out", said) is not None
 
 
 def raised(name, said, where):
-    """The Finding that the message of a RankFailed is about, in the case of this name, of the submission in a file."""
+    """The Finding behind the message of a RankFailed, in the case of this name, of the submission in a file."""
     if "NotImplementedError: part" in said:
         return _open_parts(where)
     rank = re.match(r"rank (\d+)", said)

@@ -1,6 +1,6 @@
 """A submission as a class, on its own: it finds no solution to import, and sends nothing past the meter.
 
-Of ZeRO++ it has a few classes, which take the place of the package's own; all else is imported from there.
+For ZeRO++ it has a few classes, which replace the package's own; all else is imported from there.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from common.outputs import ROOT
 
 COMMON = ROOT / "common"
 SOLUTIONS = {engine.partition(".")[0] for engine in ENGINES}
-# What torch sends by. An engine's own `comm` sends as well, and counts what it sends.
+# torch's own collectives. An engine sends through its `comm`, which counts the bytes.
 SENDING = (
     *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "broadcast"),
     *("gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
@@ -29,20 +29,20 @@ GIVEN = ("zeropp", "zeropp.engine", "zeropp.quantize", "zeropp.transports")  # t
 
 
 class SolutionImported(ImportError):
-    """A submission takes what it should hold from a stage's package."""
+    """A submission imports from a stage's package what it should contain."""
 
 
 class PastTheMeterError(RuntimeError):
-    """A submission calls a collective of torch's, whose bytes nobody counts."""
+    """A submission calls a collective of torch's, whose bytes are not counted."""
 
 
 def engine_at(where, classes=()):
     """The class `Engine` or `OffloadEngine` of a file, or of a package by its name.
 
-    `classes` are names of those that the file has in the place of an engine; within `on_its_own` ZeRO++ gets them.
+    `classes` are names of those that the file has instead of an engine; within `on_its_own` ZeRO++ gets them.
 
     Raises:
-        SolutionImported: a method of it stands in another file.
+        SolutionImported: a method of it is defined in another file.
     """
     if not where.endswith(".py"):
         return find_engine(where)
@@ -62,7 +62,7 @@ def engine_at(where, classes=()):
 
 
 def _check_methods(checked, where):
-    """All methods stand in the file, but for those of classes of `common` and of what is given."""
+    """Check that the file defines all methods, except those of `common` and of the given modules."""
     for made in inspect.getmro(checked):
         module = sys.modules.get(made.__module__)
         given = made.__module__ in GIVEN and getattr(module, made.__name__, None) is made
@@ -76,9 +76,9 @@ def _check_methods(checked, where):
 
 @contextlib.contextmanager
 def on_its_own(where, classes=()):
-    """Within it no line of the file `where` calls a collective of torch's, and it finds no engine to import.
+    """A context in which the file `where` can call no collective of torch's, and finds no engine to import.
 
-    Of ZeRO++, if it has `classes` of that, it finds all but those.
+    If it has `classes` of ZeRO++, it finds all of ZeRO++ except those.
     """
     given = [importlib.import_module(name) for name in GIVEN if classes]
     names = {module.__name__ for module in given}
@@ -102,13 +102,13 @@ def on_its_own(where, classes=()):
 
 
 def _withheld(name):
-    if name.startswith("__"):  # of import's own, such as __path__
+    if name.startswith("__"):  # import itself asks for these, such as __path__
         raise AttributeError(name)
     raise SolutionImported(f"{name} is what this submission is to hold")
 
 
 class _NoSolutions:
-    """A finder of modules that finds none of the engines'."""
+    """A module finder that refuses the engines."""
 
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in SOLUTIONS:
@@ -116,7 +116,7 @@ class _NoSolutions:
 
 
 def _not_from(where, name):
-    """A collective of torch's that may be called from everywhere but from the file `where`."""
+    """A collective of torch's that refuses calls from the file `where`."""
     call = getattr(dist, name)
 
     def checked(*args, **options):

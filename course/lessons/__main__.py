@@ -34,10 +34,10 @@ def main(arguments=None):
 
 
 def opened(out):
-    """The path of the folder that pages go to, which is made if it is missing.
+    """The path of the folder for pages, which is made if it is missing.
 
     Raises:
-        InputError: there can be no such folder, or no file in it.
+        InputError: the folder cannot be made, or no file in it.
     """
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def opened(out):
 
 
 def write(out, increments, recorded):
-    """Write the pages of some increments into a folder, of what `recording.record_all` has; return their paths."""
+    """Write the pages of some increments into a folder, from what `recording.record_all` has; return their paths."""
     about, sources = described(recorded), {pair: [Source(name) for name in pair] for pair in increments}
     links = [(file_of(pair), f"{before.label} to {after.named}") for pair, (before, after) in sources.items()]
     leads = [after.paragraphs[0] for _, after in sources.values()]

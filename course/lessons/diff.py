@@ -19,21 +19,21 @@ class Pair:
     """A section of both files."""
 
     name: str
-    # "same", "changed", "new" or "gone". Where the second engine derives from the first: "inherited"; and "extended" of
-    # a method that calls the one it overrides, which then is not gone.
+    # "same", "changed", "new" or "gone". If the second engine derives from the first: "inherited"; and "extended" for a
+    # method that calls the one it overrides, which then is not gone.
     status: str
-    before: object  # Sections; None where one of the files has none
+    before: object  # Sections; None if a file has none
     after: object
     hunks: list
 
     @property
     def section(self):
-        """That of the second file or, where it has none, of the first."""
+        """The section of the second file or, if it has none, of the first."""
         return self.after or self.before
 
 
 def pairs(before, after):
-    """The Pairs of two Sources' sections, in the order of the second; what is gone stands where it stood."""
+    """The Pairs of two Sources' sections, in the order of the second; a section that is gone keeps its place."""
     old, new = ({section.name: section for section in source.sections} for source in (before, after))
     order = list(new)
     for previous, name in pairwise(old):

@@ -1,22 +1,22 @@
 """What an engine does in one step, event by event, recorded on one rank of a real world.
 
-A `Recorder` looks on as a profiler does: Python calls it whenever a function begins or returns, and it knows those of
-the engine, its collectives, its buckets and its tiers. Nothing in the engines knows of it. An event is one of these:
+A `Recorder` works like a profiler: Python calls it whenever a function begins or returns, and it knows those of the
+engine, its collectives, its buckets and its tiers. The engines know nothing of it. An event is one of these:
 
     forward, backward    parts of the model compute
     pack                 gradients move into a bucket
     all_reduce, reduce_scatter, all_gather, all_to_all    a collective begins; of nodes " in the node", " across nodes"
     down, up             a copy over the bus begins
     read, write          the disk begins to read or to write
-    arrive               the engine has waited for what was under way, and goes on with its result
-    host_step            the host is given a bucket to step
+    arrive               the engine has waited for what was in flight, and goes on with its result
+    host_step            the host is handed a bucket to step
     stepped              the optimizer steps a bucket, or this rank's shard of it; or the host has stepped it
     agree                ranks tell each other whether their disks have failed
-    change               a method took room or gave it back
+    change               a method allocated or freed memory
 
-With each event goes what this rank holds then. A collective or a copy runs on a lane of its own and ends when it ends;
-what it uses counts as held until the engine waits for it, so that all ranks see the same. For the same reason what the
-host's thread moves by itself counts when the engine has waited for it.
+Each event has what this rank holds then. A collective or a copy runs on a lane of its own and may end at any time; its
+buffers count as held until the engine waits for it, so that all ranks record the same. For the same reason the moves of
+the host's own thread count when the engine has waited for them.
 """
 
 import inspect
@@ -51,7 +51,7 @@ class Event:
 
     kind: str  # see above
     phase: str  # forward, backward or step; "before" for what is held between steps
-    about: str | None = None  # the bucket's name; None where no bucket is meant, or several are
+    about: str | None = None  # the bucket's name; None for no bucket, or for several
     # The parts that compute, the parameters whose gradients are packed, what has arrived, the states that are read or
     # written, or the buckets that a change is about.
     names: list = field(default_factory=list)
@@ -83,7 +83,7 @@ class Recorder:
         ways = (BUS if "host" in self.held.areas else ()) + (DISK if "disk" in self.held.areas else ())
         self._total = dict.fromkeys(("sent", "left", *ways), 0)  # bytes in this step
         self._before = 0  # bytes held when a method last began or ended
-        self._awaited = {}  # Handle -> (bucket, what is under way for it)
+        self._awaited = {}  # Handle -> (bucket, what is in flight for it)
         self._given = {}  # Handle -> what is to be noted when the host has done what it was given
         self._host = engine.tier["cpu"].lane if "host" in self.held.areas else None
         names = {name for one in classes for name, found in vars(one).items() if inspect.isfunction(found)}
@@ -149,7 +149,7 @@ class Recorder:
         self._about.pop()
 
     def _collective(self, name, called, handle):
-        """A collective begins; one that is about no bucket is an agreement."""
+        """A collective begins; one without a bucket is an agreement."""
         if called.label in self.held.buckets:
             kind = name + called.self._where
             self.held.begins(called.label, kind, vars(called).values())
@@ -171,7 +171,7 @@ class Recorder:
             self._await(handle, called.name)
 
     def _submit(self, name, called, handle):
-        """What the host is given to do: to step a bucket or, in backward, to bring a mean down and on to disk."""
+        """The host's work: to step a bucket or, in backward, to bring a mean down and on to disk."""
         if called.self is self._host:
             about, shards = self._about[-1], self.held.buckets[self._about[-1]].optimizer_shards
             if self.traffic.phase == "step":
@@ -183,14 +183,14 @@ class Recorder:
                 self._given[handle] = partial(self._lies_on_disk, shards, list(self._within))
 
     def _lies_on_disk(self, shards, within):
-        """The host has brought a mean down, piece by piece, and written it in whole pages."""
+        """The host has brought a mean down, part by part, and written it in whole pages."""
         for shard in shards:
             nbytes = length(shard.own) * shard.bucket.kind.dtype.itemsize
             self._count("down", nbytes, within=within)
             self._count("write", padded(nbytes), within=within)
 
     def _await(self, handle, about):
-        """When the engine first waits for it, what is under way for a bucket has arrived."""
+        """What is in flight for a bucket has arrived when the engine first waits for it."""
         self._awaited.setdefault(handle, (about, self.held.begun.get(about)))
 
     def _wait(self, name, called, _):
@@ -199,11 +199,11 @@ class Recorder:
         if under_way and under_way is self.held.begun.get(about):
             kinds = self.held.arrives(about)
             self.note("arrive", about, kinds)
-            if not any(kind.startswith("all_gather") for kind in kinds):  # the method may take other room
+            if not any(kind.startswith("all_gather") for kind in kinds):  # the method may allocate other memory
                 self.flush()
 
     def _asks(self, name, called, _):
-        """The disk is about to read or to write what lies in a place."""
+        """The disk is about to read or to write a place."""
         if called.self in self.held.places:
             self.flush()
             letters = self.held.lent if name == "_read" else self.held.written
@@ -218,7 +218,7 @@ class Recorder:
         self.held.lent.pop(self.held.places.get(called.self), None)
 
     def _finish(self, name, called, _):
-        """The disk has all that it was to write."""
+        """The disk has written everything."""
         self.held.written = dict.fromkeys(self.held.written, NEW)
         self.note("arrive", None, ["write"])
 
@@ -252,7 +252,7 @@ class Recorder:
             self.events.append(event)
 
     def _note_change(self, name):
-        """A method returns, and holds other things than before: that is an event, if none has told of it."""
+        """A method returns, and the rank holds other memory than before: an event, if no event has shown it yet."""
         event = Event("change", self.traffic.phase, method=name, within=tuple(self._within))
         self._complete(event)
         event.names = [bucket for bucket, cells in event.cells.items() if cells != self.events[-1].cells[bucket]]
@@ -276,7 +276,7 @@ class Recorder:
             self.did[name][what, within[-1]].append(nbytes)
 
     def _boundary(self):
-        """A method begins or ends: what changed since the last time is the doing of the one that ran."""
+        """A method begins or ends: what changed since the last time is due to the one that ran."""
         self.flush()
         held = storage_bytes(self.held.states())
         self._does("takes" if held > self._before else "gives", abs(held - self._before), self._within)

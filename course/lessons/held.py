@@ -1,7 +1,7 @@
 """What a rank holds at a moment of a step: a letter for each shard of each bucket, and bytes, area by area.
 
-The areas are the device, the host and the disk. Beside the device a rank has its own shard at most, so there one letter
-says it all.
+The areas are the device, the host and the disk. Off the device a rank has at most its own shard, so one letter is
+enough there.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ REDUCTIONS = ("all_reduce", "reduce_scatter", "all_to_all")
 
 
 class Held:
-    """What a rank holds of an engine. The recorder tells it what begins, arrives and is stepped."""
+    """What a rank holds of an engine. The recorder reports what begins, arrives and is stepped."""
 
     def __init__(self, engine):
         self.engine, self.ranks = engine, range(engine.world_size)
@@ -32,8 +32,8 @@ class Held:
             for state, _, place in bucket.at_rest(engine.optimizer)
             if isinstance(place, OnDisk)
         }
-        self.begun = {}  # bucket -> kinds of the collectives and copies under way
-        # (bucket, state) -> letter: what of the disk stands in the host's buffers, where what is read ahead by the step
+        self.begun = {}  # bucket -> kinds of the collectives and copies in flight
+        # (bucket, state) -> letter: what of the disk lies in the host's buffers, where what is read ahead by the step
         # before stands already; and what this step has begun to write there.
         self.lent = {whose: UNDER_WAY for place, whose in self.places.items() if place._lent}
         self.written = {}
@@ -50,7 +50,7 @@ class Held:
         self.begun.setdefault(name, []).append(kind)
 
     def uses(self, name, buffers):
-        """What is under way for a bucket uses these, and its own gradients."""
+        """What is in flight for a bucket uses these tensors, and its own gradients."""
         self._buffers[name] += filter(torch.is_tensor, [*buffers, self.buckets[name].local_gradients])
 
     def arrives(self, name):
@@ -62,7 +62,7 @@ class Held:
         return kinds
 
     def steps(self, name, shard):
-        """The optimizer steps a piece of a bucket: what was read for it stands ready."""
+        """The optimizer steps an optimizer shard of a bucket: what was read for it is ready."""
         bucket = self.buckets[name]
         self._stepped.add(name)
         if self._area_of(bucket, "parameters") == self._area_of(bucket, "optimizer"):
@@ -72,7 +72,7 @@ class Held:
     # ---- letters -----------------------------------------------------------------------------------------------
 
     def cells(self):
-        """{bucket: (parameters, gradients, optimizer states, secondary shards)}, the last where the engine has some.
+        """{bucket: (parameters, gradients, optimizer states, secondary shards)}, the last if the engine has some.
 
         Each is a string: a letter for each shard on the device, one for this rank's own on the host, one on disk.
         """
@@ -92,7 +92,7 @@ class Held:
     def _row(self, bucket, state, letters, at_rest):
         """The letters of a state: `letters` of shards on the device, and beside it `at_rest` where it lies.
 
-        The host has meanwhile what is read from disk.
+        The host meanwhile has what is read from disk.
         """
         passing = self.lent.get((bucket.name, state), ABSENT)
         if passing == HERE and bucket.name in self._stepped and state != "gradients":
@@ -116,7 +116,7 @@ class Held:
 
     def _gradients(self, bucket):
         arrived = bucket.has_gradient or bucket.handle is not None
-        # Whether they are on their way to the mean.
+        # Whether they are being reduced.
         leaves = any(kind.partition(" ")[0] in REDUCTIONS for kind in self.begun.get(bucket.name, ()))
         if arrived:
             found = {shard: HERE for own in bucket.optimizer_shards for shard in shards(bucket, own.part)}
@@ -141,20 +141,20 @@ class Held:
         )
 
     def _rounds(self, bucket):
-        """Whether its parameters come rounded: to look at them, and not to compute, they would not be."""
+        """Whether its parameters are gathered rounded; a gather to look at them, and not to compute, does not round."""
         return getattr(self.engine, "quantize_weights", False) and bucket.kind.dtype == self.engine.dtype
 
     # ---- bytes -------------------------------------------------------------------------------------------------
 
     def states(self):
-        """The tensors of model states on the device, gathered units and room for gradients."""
+        """The tensors of model states on the device, gathered units and gradient buffers."""
         kept = [tensor for tensors in self.engine.accounting.kept().values() for tensor in tensors]
         return kept + [
             part for bucket in self.engine.buckets for part in (bucket.full_parameters, bucket.local_gradients)
         ]
 
     def bytes(self):
-        """{"held": bytes on the device, of what travels and the receive buffer too, "host": bytes, "disk": bytes}."""
+        """{"held": bytes on the device, in flight and receive buffer included, "host": bytes, "disk": bytes}."""
         in_flight = [buffer for buffers in self._buffers.values() for buffer in buffers]
         found = {"held": storage_bytes([*self.states(), *in_flight, self.engine.comm.room])}
         if "host" in self.areas:
@@ -169,15 +169,15 @@ def shards(bucket, part):
 
 
 def secondary_shards(engine):
-    """The secondary shards of parameters that a rank keeps for its node, of engines whose ranks do."""
+    """The secondary shards of parameters that a rank keeps for its node, if the engine has any."""
     return [bucket.secondary for bucket in engine.buckets if getattr(bucket, "secondary", None) is not None]
 
 
 def on_host(engine):
-    """The tensors that an engine has on the host: {state: [...], "staging buffers": [...]}; {} where it has no host.
+    """The tensors that an engine has on the host: {state: [...], "staging buffers": [...]}; {} without a host.
 
-    Staging buffers, through which everything from a disk passes, are pinned memory of the host where there is a GPU. A
-    CPU rank has them in private memory; they are shown with the host all the same.
+    Staging buffers, through which everything from a disk passes, are pinned memory of the host with a GPU. A CPU rank
+    has them in private memory; they are shown with the host all the same.
     """
     tiers = [tier for name, tier in getattr(engine, "tier", {}).items() if name != "device" and tier is not None]
     at_rest = engine.accounting._at_rest().items() if tiers else ()
@@ -187,7 +187,7 @@ def on_host(engine):
 
 
 def live(engine):
-    """What `engine.live()` has, for a timeline: all of the host apart, and secondary shards."""
+    """`engine.live()` for a timeline, with the host and secondary shards apart."""
     beside = {HOST: [tensor for tensors in on_host(engine).values() for tensor in tensors]}
     # A storage counts in the first class that names it.
     return {**beside, "secondary shards": secondary_shards(engine)} | {**engine.live(), **beside}

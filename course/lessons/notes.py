@@ -1,7 +1,7 @@
 """A note for each method that differs between two engines: why, what it saves, what it sends and what it moves.
 
-Why, is what the code and the engine's page say of it. What it saves, sends and moves is what the engines' tables say of
-this model and what was counted in the recorded step.
+The reason comes from the code and the engine's page. What the method saves, sends and moves comes from the engines'
+tables for this model, and was counted in the recorded step.
 """
 
 import re
@@ -28,7 +28,7 @@ def note(pair, before, after, reasons):
         reasons: {method: why}, of the second.
 
     Returns:
-        {"Why": a line, "Saves": a line, "Sends": a line} and, where something moves, {"Moves": a line}.
+        {"Why": a line, "Saves": a line, "Sends": a line} and, if anything moves, {"Moves": a line}.
     """
     docstring = pair.section.docstring
     why = reasons.get(pair.name) or PREFIX.sub("", docstring) or docstring
@@ -57,7 +57,7 @@ def _foreseen(name, before, after):
     saved, puts = [], []
     for state, said in STATES.items():
         if (name, state) == ("partition", "optimizer"):
-            continue  # it makes room for parameters and gradients; the optimizer makes its own states
+            continue  # it allocates parameters and gradients; the optimizer makes its own states
         less = then["model_state_bytes"][state] - now["model_state_bytes"][state]
         if less:
             sizes = [show_bytes(one["model_state_bytes"][state]) for one in (then, now)]
@@ -71,7 +71,7 @@ def _foreseen(name, before, after):
 
 
 def _beside(pair, said, before, after):
-    """What is said of the method in the second engine and, where that is something else, in the first."""
+    """The line about the method in the second engine and, if it differs, in the first."""
     now, then = (
         section and (said(pair.name, one["did"][pair.name]) if pair.name in one["did"] else OUTSIDE)
         for section, one in ((pair.after, after), (pair.before, before))
@@ -82,7 +82,7 @@ def _beside(pair, said, before, after):
 
 
 def _taken(name, did):
-    """Bytes and, where it was another method's doing, whose: "gives back 1.34 MB through `free` and 447 kB"."""
+    """Bytes and, if another method did it, which: "gives back 1.34 MB through `free` and 447 kB"."""
     found = {"gives": [], "takes": []}
     for (kind, by), sizes in did.items():
         if kind in found and sum(sizes):
@@ -92,7 +92,7 @@ def _taken(name, did):
 
 
 def _counted(moved, name, did):
-    """Bytes that a method sent or, if `moved`, moved otherwise; how often, and where it was another's doing, whose."""
+    """Bytes that a method sent or, if `moved`, moved otherwise; how often, and if another method did it, which."""
     found = []
     for (kind, by), sizes in did.items():
         if kind not in ("gives", "takes") and (kind in WAYS) == moved:

@@ -23,12 +23,12 @@ addEventListener("afterprint", () => {
 // ---- a step ----
 
 const KINDS = ["parameters", "gradients", "optimizer", "second"]; // as cells have them
-const ROWS = [0, 3, 1, 2]; // as they are shown: secondary shards, of engines that have them, behind the parameters
+const ROWS = [0, 3, 1, 2]; // as they are shown: secondary shards, if there are any, after the parameters
 const SAID = {
-  ".": "not held", r: "room, still empty", o: "its own gradients", t: "on its way", h: "held", n: "held, stepped",
+  ".": "not held", r: "buffer, still empty", o: "its own gradients", t: "in flight", h: "held", n: "held, stepped",
   q: "held, rounded", s: "out of date",
 };
-const METERS = [ // of an event, in the order that they are shown
+const METERS = [ // of an event, in the order shown
   ["sent", "sent so far"], ["left", "left the node"], ["held", "held now"], ["down", "down the bus"],
   ["up", "up the bus"], ["read", "read from disk"], ["write", "written"], ["host", "on the host"], ["disk", "on disk"],
 ];
@@ -36,7 +36,7 @@ const PAUSE = 1500; // milliseconds between events that play by themselves
 
 function start(steps) {
   const steppers = [...document.querySelectorAll(".stepper")].map((place) => new Stepper(place, steps));
-  let active = steppers[1]; // whom keys go to: the one last used
+  let active = steppers[1]; // the one that keys step: the last used
 
   const show = (stepper) => {
     active = stepper;
@@ -101,7 +101,7 @@ class Stepper {
     this.side = place.dataset.side;
     Object.assign(this, steps[this.side]); // events, buckets, areas, perNode
     this.most = { ...steps.most };
-    // What it counts itself, or the engine beside it: so that both have the same meters.
+    // What either engine counts, so that both have the same meters.
     const counts = (what) => (what in this.most || what in this.events[0]) && (this.perNode || what !== "left");
     this.meters = METERS.filter(([what]) => counts(what));
     for (const [what] of this.meters) this.most[what] ??= Math.max(...this.events.map((event) => event[what]));
@@ -165,7 +165,7 @@ class Stepper {
     this.place.dispatchEvent(new Event("shown"));
   }
 
-  // The lines of code that an event comes from, here and in the code above.
+  // The lines of code behind an event, here and in the code above.
   mark(event) {
     for (const line of this.marked ?? []) line.classList.remove("now");
     this.marked = [];
@@ -174,7 +174,7 @@ class Stepper {
     cause.replaceChildren();
     if (!first) return;
     const lines = this.marked;
-    const side = event.inherited ? "before" : this.side; // an inherited method stands in the other file
+    const side = event.inherited ? "before" : this.side; // an inherited method is in the other file
     for (let n = first; n <= last; n += 1) lines.push(document.getElementById(`${side}-${n}`));
     for (const line of lines) line.classList.add("now");
     const link = document.createElement("a");
@@ -193,8 +193,8 @@ class Stepper {
   }
 }
 
-// Ranks beside each other, in their nodes; buckets below each other. In each place a row of shards for each kind of
-// state and, behind the device's, a cell for what the host and the disk have of the rank's own shard.
+// Ranks side by side, in their nodes; buckets one below the other. In each place a row of shards for each kind of
+// state and, after the device's, a cell for the rank's own shard on the host and on disk.
 class Table {
   constructor(place, { buckets, areas, perNode, events }) {
     const ranks = events[0].cells.length;

@@ -22,7 +22,7 @@ def lesson(sources, recorded, pages, about):
     events = [event for one in recorded for event in one["events"]]
     samples = [found for one in recorded for found in one["samples"].values()]
     top = 1.08 * max(sum(chart.peak(found).values()) for found in samples)
-    # The schedule: what the phases name, and where an event of the step comes from.
+    # The schedule: what the phases name, and what issues an event of the step.
     schedule = {event.method for event in events} | before.schedule | after.schedule
     groups = {"core": [], "edges": [], "same": [], "inherited": []}
     for pair in diff.pairs(before, after):
@@ -45,7 +45,7 @@ def step(source, one, per_node=None):
     Args:
         source: of the engine.
         one: what `recording.record_all` has of it.
-        per_node: the ranks that are shown to share a node, or 0; None is what the engine makes something of.
+        per_node: the ranks shown as sharing a node, or 0; None takes what the engine knows.
     """
     nbytes = {bucket["name"]: bucket["nbytes"] for bucket in one["buckets"]}
     events, buckets = [], []
@@ -58,7 +58,7 @@ def step(source, one, per_node=None):
         }
         kept = {name: getattr(event, name) for name in ("phase", "lines", "inherited", "method", "cells")}
         events.append(kept | event.bytes | said)
-    for bucket in one["buckets"]:  # with the parts of the model that each is of, where its name does not say so
+    for bucket in one["buckets"]:  # each with its parts of the model, if its name does not say so
         parts = list(dict.fromkeys(re.match(r"[^.]+(\.\d+)?", member)[0] for member in bucket["members"]))
         named = "" if parts == [bucket["name"]] else ", ".join(parts)
         buckets.append([bucket["name"], show_bytes(bucket["nbytes"]), named])

@@ -17,9 +17,9 @@ from common.ranks.world import LocalWorld
 from course.lessons.events import Recorder
 from course.lessons.held import live, on_host, secondary_shards
 
-RANKS, PER_NODE = 4, 2  # told that they live on two nodes, which one engine makes something of
-MODEL, BATCH, BUCKET_MB = "gpt-nano", 4, 0.5  # small, and yet of several buckets and units
-WARM_UP = 2  # steps before: the optimizer then has its states, and stage 3 knows the order of its units
+RANKS, PER_NODE = 4, 2  # told that they live on two nodes, which one engine uses
+MODEL, BATCH, BUCKET_MB = "gpt-nano", 4, 0.5  # small, but with several buckets and units
+WARM_UP = 2  # earlier steps: the optimizer then has its states, and stage 3 knows the order of its units
 
 
 def record_all(names):
@@ -56,7 +56,7 @@ def record(world, name):
         "measured": measured,
         "predicted": predicted,
         "areas": areas,
-        "per_node": engine.comm.ranks_per_node if secondary_shards(engine) else 0,  # where it makes something of nodes
+        "per_node": engine.comm.ranks_per_node if secondary_shards(engine) else 0,  # if it uses nodes
         "buckets": [
             {
                 "name": bucket.name,
@@ -77,7 +77,7 @@ def together(everyone):
     """One recording from those of all ranks, that of rank 0: its events, of the same order on each, with all cells.
 
     Raises:
-        AssertionError: the ranks did not go through the same events.
+        AssertionError: the events differ between ranks.
     """
     events = []
     for same in zip_longest(*(other["events"] for other in everyone)):

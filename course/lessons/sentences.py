@@ -1,4 +1,4 @@
-"""Events in words: a plain sentence for each, from what was recorded and from sentences.toml; and shared moments."""
+"""Events in words: a plain sentence for each, from the recording and sentences.toml; and shared moments."""
 
 import tomllib
 from pathlib import Path
@@ -66,7 +66,7 @@ def listed(names):
 
 
 def moments(before, after):
-    """Moments that two engines both go through, by their events: the same part computes. A page steps both by them.
+    """Moments that two engines share, by their events: the same part computes. A page steps both by them.
 
     Returns:
         [{"said": in words, "before": the number of an event of the first, "after": one of the second}], in order.
@@ -83,7 +83,7 @@ def moments(before, after):
 
 
 def _numbers(events):
-    """{(kind, name): the number of the first event of that kind that is about the part or the bucket}."""
+    """{(kind, name): the number of the first event of that kind about the part or the bucket}."""
     found = {("start", ""): 0}
     for number, event in enumerate(events):
         if event.phase == "step":

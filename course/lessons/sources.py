@@ -1,4 +1,4 @@
-"""What a reader finds in an engine's own files: its sections, its table of phases, the reasons for its changes."""
+"""An engine's own files, read: its sections, its table of phases, the reasons for its changes."""
 
 import ast
 import inspect
@@ -12,7 +12,7 @@ from common.engines import find_engine
 from course.lessons.templates import numbered
 from lab.readme import PAGES
 
-TABLES = ("owned", "placed", "sends", "moves")  # methods that say what is kept, where it lies and what travels
+TABLES = ("owned", "placed", "sends", "moves")  # methods that say what is kept, where it lies and what is sent or moved
 TABLE = re.compile(r"^Phases of a step.*?\n\n(.+?)\n\n", re.MULTILINE | re.DOTALL)
 PHASE = re.compile(r"^ *(?:\d\. +)?([a-z_]+(?:, [a-z_]+)*) {2,}(?:forward|backward|step) ", re.MULTILINE)
 NAMED = re.compile(r"(Phase \d+\.|The \w+ table:|The table of )")  # how the docstring of a phase, or of a table, begins
@@ -22,7 +22,7 @@ CHANGE = re.compile(r"^- (`.+?): (.+?)(?=^- |\Z)", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True)
 class Section:
-    """A stretch of an engine's file: a method, a function, or what stands before them. Headings between are none."""
+    """A section of an engine's file: a method, a function, or the lines before them. Headings between are none."""
 
     name: str  # of the method or function; else "the docstring", "the imports", "the class" or "the end"
     numbers: range  # of its lines, from 1
@@ -66,19 +66,19 @@ class Source:
         yield self._section("the imports", begin, min([first, *(_numbers(node).start for node in functions)]))
         yield self._section("the class", first - 1, _numbers(methods[0]).start)
         for node in functions + methods:
-            # The docstring is that which it inherits if it has none.
+            # Without a docstring of its own it has the inherited one.
             said = ast.get_docstring(node) or inspect.getdoc(getattr(self.engine, node.name, None)) or ""
             yield Section(node.name, _numbers(node), " ".join(said.split("\n\n")[0].split()), is_method=True)
         if last not in functions and last is not engine:
             yield Section("the end", range(last.lineno, last.end_lineno + 1))
 
     def _section(self, name, after, before):
-        """A section between two lines, without the blank ones at its ends."""
+        """A section between two lines, without blank lines at its ends."""
         numbers = [number for number in range(after + 1, before) if self.lines[number - 1].strip()]
         return Section(name, range(numbers[0], numbers[-1] + 1))
 
     def method(self, name):
-        """The section of a method; None where there is none."""
+        """The section of a method; None if there is none."""
         return next((s for s in self.sections if s.is_method and s.name == name), None)
 
     def reasons(self):
@@ -86,7 +86,7 @@ class Source:
         return {name: why for what, why in reversed(self._changes) for name in re.findall(r"`(\w+)`", what)}
 
     def remarks(self):
-        """What the page says of other changes, of a switch say, and the classes that do it: [(what, why, classes)]."""
+        """The page's other changes, such as a switch, and the classes that make them: [(what, why, classes)]."""
         found = []
         for what, why in self._changes:
             if not any(map(self.method, re.findall(r"`(\w+)`", what))):

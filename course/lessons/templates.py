@@ -1,4 +1,4 @@
-"""The templates beside this file, filled; and what they are filled by: Markdown within a line, coloured code."""
+"""The templates beside this file, filled; and what fills them: Markdown within a line, coloured code."""
 
 import re
 from pathlib import Path

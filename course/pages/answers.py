@@ -1,4 +1,4 @@
-"""Answers: every check of a notebook's question goes through `asks`, and takes no other form, and `judge` judges it."""
+"""Answers: every check of a notebook's question goes through `asks`, which fixes its form, and `judge`."""
 
 import functools
 import inspect
@@ -15,10 +15,10 @@ MISTAKES = tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text(enc
 
 @dataclass(frozen=True)
 class Form:
-    """What an answer has to be."""
+    """The form of an answer."""
 
     told: str  # in words, and an example
-    fits: Callable  # whether an answer is that
+    fits: Callable  # whether an answer has the form
 
 
 def is_number(answer):
@@ -34,7 +34,7 @@ def numbers(count, example):
 
 
 def by_name(names):
-    """Answers by these names. What form each has, the check says, so that the others are checked beside it."""
+    """Answers by these names. The check judges the form of each, so that one bad form spoils no other answer."""
     told = f"a dictionary of answers to {', '.join(names)}"
     return Form(told, lambda answer: isinstance(answer, dict) and answer.keys() <= set(names))
 
@@ -49,12 +49,12 @@ class Unfit(Exception):
 
 
 def asks(form, say=print):
-    """Make a check take answers of this form only, or None where it is open; it says in one line what form it asks for.
+    """Make a check take only answers of this form, or None for an open one; one line says which form it asks for.
 
     The check's parameter `answer` is one, or its `formula` is a function that returns one.
 
     Args:
-        say: what the check does with a verdict; `str` where it returns it.
+        say: what the check does with a verdict; `str` returns it.
     """
 
     def of(check):
@@ -78,14 +78,14 @@ def asks(form, say=print):
 
 
 def given(answer):
-    """The answer, where a check has nothing to say of an open one: it ends there."""
+    """The answer, for a check that ends at an open one."""
     if answer is None:
         raise Unfit("not solved yet")
     return answer
 
 
 def unfit(answer, form):
-    """What there is to say of an answer that has not this form; "" where it has, and where it is open."""
+    """The verdict on an answer without this form; "" if it has the form, or is open."""
     return "" if answer is None or form.fits(answer) else f"not yet: {_shown(answer)} is not {form.told}"
 
 
@@ -97,17 +97,17 @@ def _fit(answer, form):
 
 
 def _fitting(formula, form):
-    """A student's function, whose answers are looked at as they come."""
+    """A student's function, whose answers are checked as it returns them."""
     if not callable(formula):
         raise Unfit(f"not yet: {_shown(formula)} is not a function that returns {form.told}")
     return lambda *args: _fit(formula(*args), form)
 
 
-AGAIN = "count it again, part by part"  # what is said of a wrong answer that nobody has thought of
+AGAIN = "count it again, part by part"  # the hint for a wrong answer without one of its own
 
 
 def judged(question, answer, truth, within=1e-9, unit=None, otherwise=AGAIN, **known):
-    """What `judge` says, with the hints that mistakes.toml has for a question, by what its check knows."""
+    """The verdict of `judge`, with a question's hints in mistakes.toml, by what its check knows."""
     hints = () if answer is None else hints_of(MISTAKES[question], answer=answer, truth=truth, **known)
     return judge(answer, truth, hints, within, unit, otherwise)
 
@@ -141,7 +141,7 @@ def judge(answer, truth, hints=(), within=1e-9, unit=None, otherwise=AGAIN):
 
 
 def near(one, other, within):
-    """Whether they are the same name, or numbers that differ by no more than this part; of tuples, each."""
+    """Whether they are the same name, or numbers within this relative distance; of tuples, each."""
     if isinstance(one, str) or isinstance(other, str):
         return one == other
     one, other = (value if isinstance(value, tuple | list) else (value,) for value in (one, other))

@@ -1,6 +1,6 @@
-"""Is what a student built the stage's engine, bit for bit?
+"""Is a student's class the stage's engine, bit for bit?
 
-A class of a cell is trained beside the stage's own engine, on every rank. Where the two part, `check` says at which
+A class of a cell is trained beside the stage's own engine, on every rank. If the two part, `check` says at which
 weight, and which idea to think about, by the sentences of building.toml.
 """
 
@@ -39,7 +39,7 @@ class Page:
 
     cut: object  # from a model to groups of its parameters
     sharded: tuple  # of which kinds of model states a rank keeps a shard
-    whole_at_once: tuple = ()  # of which kinds the shards and one whole group may be there at once, and no more
+    whole_at_once: tuple = ()  # of which kinds at most the shards and one whole group may be live at once
 
 
 def by_layer(model):
@@ -66,7 +66,7 @@ def flat(tensors, world_size):
 
 
 class Comparison:
-    """A class of a cell and the stage's engine, on one rank, step by step the same or not.
+    """A class of a cell and the stage's engine on one rank, compared step by step.
 
     A plain model goes along: it has the weights that are right, and tells which gradients are.
     """
@@ -81,14 +81,14 @@ class Comparison:
         self.last = [None] * len(self.elements)  # means of the step before
 
     def compare(self):
-        """Train, and raise `Mistake` on every rank for what is wrong first."""
+        """Train, and raise `Mistake` on every rank for the first fault."""
         self._agree(self._fault_of_what_is_stepped() or self._fault_of_views())
         watch(self.engine, self.module)
         for step in progress(range(STEPS)):
             self._compare_step(step)
 
     def _agree(self, fault, step=None):
-        """Raise `Mistake` on all ranks where one has found a fault."""
+        """Raise `Mistake` on all ranks if one has found a fault."""
         found = self.reference.comm.gather_objects(fault)
         for rank, said in enumerate(found):
             if said:
@@ -139,7 +139,7 @@ class Comparison:
         return tensor.chunk(self.world.size)[self.world.rank]
 
     def formula(self, first=False):
-        """Bytes of each kind of model state that the formula gives; in a first step there are no states yet."""
+        """Bytes of each kind of model state by the formula; a first step begins without optimizer states."""
         shares = {kind: self.world.size if kind in self.page.sharded else 1 for kind in KINDS}
         sizes = {"parameters": 4, "gradients": 4, "optimizer states": 0 if first else 8}
         return {kind: sizes[kind] * sum(self.elements) // shares[kind] for kind in KINDS}
@@ -211,7 +211,7 @@ def storages(tensors):
 
 
 def fault_of_unit(unit):
-    """A sentence where a unit's parameters are no views of its flat tensor any more; else None."""
+    """A sentence if a unit's parameters are no longer views of its flat tensor; else None."""
     whole = getattr(unit, "whole", None)
     if torch.is_tensor(whole) and len(whole) and storages(unit.parameters) == storages([whole]):
         return None
@@ -219,7 +219,7 @@ def fault_of_unit(unit):
 
 
 def watch(engine, module):
-    """Raise `Mistake` where a unit is about to be read without its weights, which would end the process."""
+    """Raise `Mistake` if a unit is about to be read without its weights, which would end the process."""
     root, *units = getattr(engine, "units", None) or [None]
     if root is not None:
         module.register_forward_pre_hook(partial(_must_be_whole, root, "the model begins its forward"))
@@ -291,7 +291,7 @@ def open_lines(*parts):
 
 
 def _what_happened(message, methods):
-    """A sentence from what a RankFailed says. `methods` are the names of those that a student wrote."""
+    """A sentence from the message of a RankFailed. `methods` are the names of the student's methods."""
     for said, sentence in (("no answer", "hang"), ("died", "died")):
         if said in message:
             return SENTENCES[sentence].format(message=message)

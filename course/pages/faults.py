@@ -1,9 +1,9 @@
-"""Five engines with a planted fault each, for `notebooks/07_debugging`: find them by what they do.
+"""Five engines with a planted fault each, for `notebooks/07_debugging`: find each fault by its symptoms.
 
 Read this afterwards.
 
-`a()` to `e()` make an engine's class: a stage's, with one method that is wrong. What is wrong, on which rank and where,
-each class says in `truth`, from faults.toml, and `check` holds a student's answers against it.
+`a()` to `e()` make an engine's class: a stage's, with one wrong method. Its `truth`, from faults.toml, says what is
+wrong, on which rank and where, and `check` compares a student's answers with it.
 """
 
 import itertools

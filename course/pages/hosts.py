@@ -1,7 +1,6 @@
-"""For `08_offload` and `09_infinity`: steps whose states lie beside the device, counted; and the questions' checks.
+"""For `08_offload` and `09_infinity`: steps with states off the device, counted; and the questions' checks.
 
-The answers stand here so that no question's cell shows them: do not read on before you have tried. Each check prints
-its verdict.
+The answers stand here and in no question's cell: do not read on before you have tried. Each check prints its verdict.
 """
 
 import itertools
@@ -24,7 +23,7 @@ from course.pages.answers import NUMBER, Form, asks, given, judged, numbers
 from course.pages.recording import ADAMW, batch
 from lab import capacity
 
-WITHIN = 0.005  # that an answer may be off: padding
+WITHIN = 0.005  # relative error of an answer that is right: padding
 LAYERS = 4  # of the GPT whose steps are counted, as wide as that of `lab.capacity`
 COUNTS = {"device": "model_state_bytes", "host": "host_state_bytes", "disk": "disk_state_bytes"}
 ROWS = {  # of a trace: what is shown on each, by its label
@@ -87,7 +86,7 @@ def through_a_step(world, engine, **own):
 def trains(ranks, engine, precision, layers, room):
     """Whether `Ranks` train two steps when each may hold `room` bytes more than now; see `06_memory`.
 
-    Returned are bytes of model states of a rank, {tier: {class: bytes}}; or None where one ran out of memory. Then all
+    Returns a rank's bytes of model states, {tier: {class: bytes}}; None if a rank ran out of memory. Then all
     of them end, and the next call starts new ones.
     """
     try:
@@ -104,7 +103,7 @@ def _train_behind_a_wall(world, engine, precision, layers, room):
 
 
 def disk_rounds(nbytes, rounds):
-    """Bytes a second that a swap file among the temporary ones is written and read with, in turns.
+    """Bytes a second of writing and reading a temporary swap file, in turns.
 
     [(written, read)] of each round, and whether that was past the system's cache.
     """
@@ -125,7 +124,7 @@ def disk_rounds(nbytes, rounds):
 
 
 def rows_of(trace):
-    """What a trace shows of rank 0: its phases and where it waits, and what each lane runs.
+    """A trace of rank 0: its phases and its waits, and what each lane runs.
 
     Of what `common.measure.timeline.merge` made of CPU ranks, {(0, row): [(begin, end, kind)]} in ms since the first
     phase began, as `figures.beside` draws them.
@@ -217,7 +216,7 @@ def check_ahead(formula, events):
     """Hold `formula(order, i)`, (unit gathered, [units read]) while the i-th of a forward computes, against a step."""
     found = [one for one in under_way(events) if one[0] == "forward"]
     order = [unit for _, unit, _, _ in found]
-    for i, (_, unit, gathered, read) in enumerate(found[:-3]):  # the last ones have no three behind them
+    for i, (_, unit, gathered, read) in enumerate(found[:-3]):  # the last ones have no three after them
         answer = given(formula(order, i))
         if ([answer[0]], sorted(answer[1])) == (gathered, sorted(read)):
             continue

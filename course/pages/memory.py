@@ -1,4 +1,4 @@
-"""For `notebooks/06_memory`: which blocks of memory a step takes and gives back, and the checks of its exercises."""
+"""For `notebooks/06_memory`: memory blocks that a step allocates and frees, and the checks of its exercises."""
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -10,7 +10,7 @@ from course.pages.answers import NUMBER, TRUTH, asks, given, numbers
 
 
 class Moves(TorchDispatchMode):
-    """Blocks of memory that this thread's operations take and give back. A context manager around a training.
+    """Blocks of memory that this thread's operations allocate and free. A context manager around a training.
 
     Attributes:
         moves: [(number of a block, bytes)] in their order; 0 bytes for a block that is given back. A storage that
@@ -53,7 +53,7 @@ class Moves(TorchDispatchMode):
 
 @asks(numbers(2, "(3, 4)"), str)
 def check_batches(answer, room, peaks):
-    """Whether answers are the largest batches, in samples per rank, whose peaks fit into a room: a line for each.
+    """Whether answers are the largest batches, in samples per rank, whose peaks fit into `room` bytes: a line for each.
 
     Peaks are measured, [{samples per rank: bytes}], and continued as a line beyond that.
     """

@@ -1,4 +1,4 @@
-"""Ranks for a notebook, processes that run functions of its cells and whose lines appear as they print them; figures.
+"""Ranks for a notebook: processes that run functions of its cells and show their lines as they print them; figures.
 
 A cell defines `hello(world)`, another one runs it on every rank: `Ranks(2).run(hello)` returns what the two return, and
 beneath the cell stand their lines, each rank's in its colour.
@@ -42,7 +42,7 @@ class Ranks:
         """
         if self._world is None or not self._world.alive:
             self._world = LocalWorld(self.size, oversubscribe=True, preload=("course.pages.ranks",))
-        # What a cell defines has no module that a rank could import, so it travels by value.
+        # A cell's definitions have no module that a rank could import, so they are pickled by value.
         pickled = cloudpickle.dumps((function, args))
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
             answers = pool.submit(self._world.run, far_side.call, pickled, folder, timeout=self.timeout)
@@ -64,14 +64,14 @@ class Ranks:
 
 
 def show(alt):
-    """Draw the figure at hand beneath its cell. `alt` says what is to be seen in it, to those who do not see it."""
+    """Draw the current figure beneath its cell. `alt` describes it for readers who cannot see it."""
     figure = plt.gcf()
     display(figure, metadata={"image/png": {"alt": alt}})
     plt.close(figure)
 
 
 class Lines:
-    """What so many ranks print, beneath the cell that runs them: in `folder` each has a file, named by its number."""
+    """The lines of so many ranks, beneath the cell that runs them: in `folder` each has a file, named by its number."""
 
     def __init__(self, size, folder):
         self._files = [Path(folder, str(rank)) for rank in range(size)]
@@ -80,7 +80,7 @@ class Lines:
         self._shown = None
 
     def show(self):
-        """Read what came since the last time, and draw all of it anew."""
+        """Read what is new, and draw everything again."""
         before = len(self._lines), dict(self._progress)
         for rank, file in enumerate(self._files):
             self._take(rank, file)

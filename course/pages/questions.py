@@ -1,7 +1,7 @@
-"""What the questions of notebooks 00 to 03 are checked by: the right answers, and what a wrong one leaves out.
+"""The checks of the questions of notebooks 00 to 03: the right answers, and what a wrong one leaves out.
 
-It stands here so that no question's cell shows its answer: do not read on before you have tried. Each check prints its
-verdict. `recorded` is what `course.pages.recording.record_step` returned.
+The answers stand here and in no question's cell: do not read on before you have tried. Each check prints its verdict.
+`recorded` is what `course.pages.recording.record_step` returned.
 """
 
 from common.measure.tables import show_bytes

@@ -1,11 +1,11 @@
-"""A rank's side of a notebook: run what a cell holds, and write what it prints where the notebook reads it."""
+"""A rank's side of a notebook: run a cell's function, and write what it prints to a file that the notebook reads."""
 
 import contextlib
 from pathlib import Path
 
 import cloudpickle
 
-PROGRESS = "\x00"  # begins a line that tells of progress, among those that a rank prints
+PROGRESS = "\x00"  # begins a line about progress, among those that a rank prints
 
 
 def call(world, pickled, folder):
@@ -23,7 +23,7 @@ def call(world, pickled, folder):
 
 
 def progress(items):
-    """Go through a sequence, and show beneath the cell how far this rank has come."""
+    """Go through a sequence, and show this rank's progress beneath the cell."""
     for done, item in enumerate(items):
         print(f"{PROGRESS}{done} {len(items)}")
         yield item

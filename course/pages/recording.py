@@ -26,11 +26,11 @@ text = functools.cache(load_text)
 
 
 def build(world, make, model=MODEL):
-    """An engine, of a class of a page, and its model, one of the zoo, whose first values are the same on all ranks."""
+    """An engine of a page's class, and its model, one of the zoo, with equal initial values on all ranks."""
     module = models.build(model)
     models.materialize(module, models.initial_values(0), world.device)
     layers = [module.blocks] if "layers" in inspect.signature(make).parameters else []
-    with world.device:  # where a page makes its flat tensors
+    with world.device:  # for the page's flat tensors
         return make(module, *layers, ADAMW), module
 
 
@@ -41,13 +41,13 @@ def batch(world, module, step=0, size=BATCH):
 
 
 class Held:
-    """What a page's engine holds, and in which phase it is, as `Timeline` asks for it."""
+    """What a page's engine holds, and its phase, as `Timeline` asks for them."""
 
     def __init__(self, engine, module):
         self.engine, self.mine = engine, list(module.parameters())
         self.units = getattr(engine, "units", [])
         self.comm = SimpleNamespace(traffic=SimpleNamespace(phase="forward"))
-        self.received = lambda: None  # what gives the tensor that the last all-to-all filled, while it lives
+        self.received = lambda: None  # returns the tensor that the last all-to-all filled, while it lives
 
     def begin(self, phase):
         self.comm.traffic.phase = phase
@@ -66,7 +66,7 @@ class Held:
     def bytes(self):
         """Bytes of each kind of model state, by the paper's convention.
 
-        Where the model has its gradients, a copy of the mean of this rank's shard is not counted: an engine makes none.
+        If the model has its gradients, a copy of this rank's shard of the mean is not counted: an engine makes none.
         """
         live, mine = self.live(), [p.grad for p in self.mine if p.grad is not None]
         counted = live["gathered units"] + live["parameters"], mine or live["gradients"], live["optimizer"]
@@ -84,7 +84,7 @@ class Recording(Timeline):
     Attributes:
         sent: {collective: bytes that this rank sends}, of the collectives that pages use.
         operations: [(phase, {class: bytes})], one for each operation.
-        units: [(phase, [bytes of each unit's storage])], one for each operation, where the engine has units.
+        units: [(phase, [bytes of each unit's storage])], one for each operation, if the engine has units.
     """
 
     def __init__(self, held, world_size):
@@ -112,7 +112,7 @@ class Recording(Timeline):
 
 
 def train_step(world, engine, module, step=0, size=BATCH, before_update=None, recorded=True):
-    """One step of training: its Recording; that each operation is recorded takes time.
+    """One step of training: its Recording; to record each operation takes time.
 
     `before_update` is called with what is held, after backward.
     """

@@ -1,7 +1,6 @@
 """For `10_zeropp` and `11_precision`: steps of ZeRO++, counted; numbers of 16 bits; and the questions' checks.
 
-The answers stand here so that no question's cell shows them: do not read on before you have tried. Each check prints
-its verdict.
+The answers stand here and in no question's cell: do not read on before you have tried. Each check prints its verdict.
 """
 
 import argparse
@@ -62,7 +61,7 @@ def count(world, switches):
 
 
 def between_two_nodes(measure):
-    """Stage 3 and ZeRO++ on two nodes of this machine, or what is recorded; and a word on where it is from.
+    """Stage 3 and ZeRO++ on two nodes of this machine, or their record; and a word on where it is from.
 
     `measure` is `lab.zeropp.two_nodes.on_nodes`.
     """
@@ -92,7 +91,7 @@ def gradients(world, micro_batches):
 
 
 def check_quantizer(rounded):
-    """Whether `rounded(values, bits, block)` rounds block by block as ZeRO++ does; print what it gets wrong first."""
+    """Whether `rounded(values, bits, block)` rounds block by block as ZeRO++ does; print its first mistake."""
     verdict = "not solved yet" if Ellipsis in rounded.__code__.co_consts else _first_fault(rounded)
     print(verdict)
     return verdict == "solved"
@@ -155,7 +154,7 @@ def secondary_shards(formula, ranks, counted):
 
 @asks(NUMBER)
 def largest_error(formula):
-    """Whether `formula(largest, bits)` is the most by which a value of a block may be off."""
+    """Whether `formula(largest, bits)` is the largest error of a value in a block."""
     for largest, bits in ((1.0, 8), (0.7, 4)):
         top = 2 ** (bits - 1) - 1
         known = {"largest": largest, "bits": bits, "top": top}
@@ -167,7 +166,7 @@ def largest_error(formula):
 
 @asks(NUMBER)
 def smallest_increase(formula):
-    """Whether `formula(weight)` is half the spacing of bf16 above a weight: what is smaller vanishes."""
+    """Whether `formula(weight)` is half the spacing of bf16 above a weight: a smaller increase vanishes."""
     for weight in (1.0, 0.02, 3.0):
         power = 2.0 ** math.floor(math.log2(weight))
         said = judged("smallest_increase", formula(weight), power * 2**-8, weight=weight, power=power)

@@ -1,4 +1,4 @@
-"""Helpers of 12_scale and 13_when, and what their questions are checked by: do not read on before you have tried.
+"""Helpers of 12_scale and 13_when, and the checks of their questions: do not read on before you have tried.
 
 `ways` gives the rows of `python -m lab.plan` for one machine and model. Each check prints its verdict.
 """
@@ -41,13 +41,13 @@ def ways(shape, machine, gpus, *, tensor=1, pipeline=1, batch=1, checkpoints=Tru
 
 
 def landmark(name):
-    """The rows of a run that a paper tells of."""
+    """The rows of a run from a paper."""
     model, gpu, gpus, tensor, pipeline, _ = LANDMARKS[name]
     return ways(of_model(model), preset(gpu), gpus, tensor=tensor, pipeline=pipeline)
 
 
 def lowest(rows):
-    """The title of the lowest that fits; None where nothing does."""
+    """The title of the lowest that fits; None if nothing does."""
     return next((TITLES[number] for number in ADVISED if rows[TITLES[number]]["fits"]), None)
 
 
@@ -127,7 +127,7 @@ def case(name):
 
 @asks(NUMBER)
 def check_crossover(formula):
-    """Hold `formula(bytes_per_parameter, flops_per_second, link)`, in tokens, against where the two times are equal."""
+    """Hold `formula(bytes_per_parameter, flops_per_second, link)`, in tokens, against the point of equal times."""
     a100, v100 = preset("a100-80g"), preset("v100-32g")
     for name, machine, per_parameter, rate in (
         ("A100, stage 3 between nodes", a100, 6, a100.between),
@@ -141,7 +141,7 @@ def check_crossover(formula):
 
 @asks(by_name(CASES))
 def check_decisions(answer):
-    """Whether {case: title of a way} are the lowest that fit, with ZeRO++ where links are what a step waits for."""
+    """Whether {case: title of a way} are the lowest that fit, with ZeRO++ where links bound the step."""
     for name, title in answer.items():
         rows, hints = case(name), []
         for other, row in rows.items():
@@ -158,5 +158,5 @@ def check_decisions(answer):
 
 @asks(NUMBER)
 def token_factor(answer):
-    """Whether it is what a sum over tokens is multiplied by: two ranks, with (10, 30) and (40, 0) tokens."""
+    """Whether it is the right factor of a sum over tokens: two ranks, with (10, 30) and (40, 0) tokens."""
     print(judged("token_factor", answer, 2 / 80))

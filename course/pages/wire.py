@@ -1,6 +1,6 @@
 """What collectives move and what a step waits for, in `04_communication` and `05_throughput`.
 
-Counted by the kernel from rank to rank, written down message by message, read from a trace. The checks of the pages'
+The kernel counts it from rank to rank, a recorder message by message, a trace shows it. The checks of the pages'
 questions print "solved", "not solved yet", or "not yet" with what to look at.
 """
 
@@ -27,8 +27,8 @@ TIMES = ("compute", "copies", "optimizer", "waiting", "between operations")
 class Moved:
     """What a rank sent in one call."""
 
-    to: list | None  # bytes that went to each rank [N], by the kernel; None where it cannot be asked
-    metered: int  # bytes in all, by the meter; 0 for what does not pass `common.ranks.collectives`
+    to: list | None  # bytes sent to each rank [N], by the kernel; None if it cannot be asked
+    metered: int  # bytes in all, by the meter; 0 for calls outside `common.ranks.collectives`
 
 
 class Sockets:
@@ -40,13 +40,13 @@ class Sockets:
 
     def __init__(self, comm):
         self.readable = sys.platform == "linux" and comm.device.type == "cpu"
-        self._traffic, self._own = comm.traffic, Collectives(comm.group)  # whose messages are in nobody's account
+        self._traffic, self._own = comm.traffic, Collectives(comm.group)  # its messages are in no meter of the engine
         ends = self._own.gather_objects(list(self._sent()))
         # A connection's other end has the same two addresses, the other way round.
         self.peers = {(here, there): rank for rank, names in enumerate(ends) for there, here in names}
 
     def sent(self):
-        """Bytes sent to each rank so far [N]; None where the kernel cannot be asked."""
+        """Bytes sent to each rank so far [N]; None if the kernel cannot be asked."""
         if not self.readable:
             return None
         to = [0] * self._own.size
@@ -60,7 +60,7 @@ class Sockets:
         self._own.gather_objects(None)  # begin together
         metered, before = _metered(self._traffic), self.sent()
         call()
-        self._own.gather_objects(None)  # some hundred bytes; when they are here, so is all that was sent before
+        self._own.gather_objects(None)  # some hundred bytes; when they are here, so is everything sent before
         after = self.sent()
         to = after and [now - then for now, then in zip(after, before, strict=True)]
         return Moved(to, _metered(self._traffic) - metered)
@@ -77,7 +77,7 @@ class Sockets:
 def from_to(answers):
     """What each rank `Moved`, in rank order, as one matrix of bytes [from, to].
 
-    Where the kernel could not be asked, the meter's bytes, to all others the same; None where it has none either.
+    If the kernel could not be asked, the meter's bytes, equal to all others; None if it has none either.
     """
     size = len(answers)
     if answers[0].to is not None:
@@ -90,7 +90,7 @@ def from_to(answers):
 
 
 def leaving_nodes(matrix, per_node):
-    """Bytes that leave each node, where so many ranks in a row make one: the sums of a matrix [from, to]."""
+    """Bytes that leave each node of so many consecutive ranks: the sums of a matrix [from, to]."""
     left = [0] * (len(matrix) // per_node)
     for rank, row in enumerate(matrix):
         left[rank // per_node] += sum(count for to, count in enumerate(row) if to // per_node != rank // per_node)
@@ -106,14 +106,14 @@ class Message:
 
     phase: str  # forward, backward or step
     collective: str  # its name
-    label: str  # who asked, "blocks.3" for instance
+    label: str  # what it is for, "blocks.3" for instance
     nbytes: int  # of the whole tensor
     sent: int  # bytes that this rank sends in it, by the meter
 
 
 @contextlib.contextmanager
 def messages(comm):
-    """In this context what is issued on an engine's `comm` is written down; gives the list of each `Message`."""
+    """A context that records what is issued on an engine's `comm`; gives the list of each `Message`."""
     log, before = _Log(comm.traffic), comm.tracer
     comm.tracer = log
     try:
@@ -123,7 +123,7 @@ def messages(comm):
 
 
 class _Log:
-    """Stands in for a tracer, which is asked about each collective just after the meter counted it."""
+    """Stands in for a tracer, which is called for each collective just after the meter counted it."""
 
     def __init__(self, traffic):
         self.messages, self._traffic, self._before = [], traffic, _metered(traffic)
@@ -174,7 +174,7 @@ def time_on_compute(trace):
 
 
 def time_of_collectives(trace):
-    """How long the collectives of each rank lasted, waiting for other ranks included: {rank: ms}."""
+    """How long the collectives of each rank lasted, waits for other ranks included: {rank: ms}."""
     return {rank: sum(event["dur"] for event in events) / 1000 for rank, (_, events) in _by_rank(trace).items()}
 
 
@@ -216,7 +216,7 @@ def _end(event):
     return event["ts"] + event["dur"]
 
 
-MB, WITHIN = (1e6, "MB"), 0.02  # that an answer may be off: padding and headers
+MB, WITHIN = (1e6, "MB"), 0.02  # relative error of an answer that is right: padding and headers
 
 
 # ---- the questions of 04_communication --------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def check_ring_time(formula, medians, n):
         if (said := judged("ring_time", answers[size], medians[size], within=0.1, unit=MB, n=n)) != "solved":
             print(f"{size / 1e6:g} MB: {said}")
             return
-    for size in between:  # a factor of two for the machine's moods
+    for size in between:  # a factor of two for the machine's noise
         answer, truth = answers[size], medians[size]
         near = truth / 2 <= answer <= 2 * truth
         print(f"{size / 1e6:g} MB: predicted {1000 * answer:.1f} ms, measured {1000 * truth:.1f} ms")
@@ -285,7 +285,7 @@ def check_apart(answer, ratio, interval):
 
 @asks(NUMBER)
 def check_hidden(formula, steps):
-    """Hold `formula(ms, share)`, ms that nothing hides, against steps {title: (ms, share beside computation)}."""
+    """Hold `formula(ms, share)`, exposed ms, against steps {title: (ms, share that overlaps with computation)}."""
     for title, (lasted, share) in steps.items():
         said = judged("hidden", formula(lasted, share), lasted * (1 - share), WITHIN, (1, "ms"), ms=lasted, share=share)
         print(f"{title}: {said}")

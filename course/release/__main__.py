@@ -1,14 +1,14 @@
-"""Write what students are given: this repository without solutions, and an autograder for Gradescope.
+"""Write what students get: this repository without solutions, and an autograder for Gradescope.
 
     python -m course.release --out results/local/student
 
-The tree is what git tracks, less what shows a solution. In the place of a stage's engine is a link to its exercise:
-once that is solved, the stage's commands and the notebooks run as they do here, and there is one file to write in and
-to hand in. A later exercise shows no answers of an earlier one: those methods are to be written there as well. The
-pages in minimal.py are written in notebooks; what a notebook printed of a source is taken out.
+The tree is what git tracks, less what shows a solution. A link to its exercise replaces each stage's engine: once that
+is solved, the stage's commands and the notebooks run as they do here, and there is one file to write in and to hand in.
+A later exercise shows no answers of an earlier one: those methods are missing there as well. The pages in
+minimal.py are missing too, as notebooks ask for them; so are sources that a notebook printed.
 
 The grader in the tree holds submissions to recorded promises, see `course.grader.promises`. The autograder is all that
-git tracks, with the two scripts that Gradescope calls: it has the engines, which the later exercises are held to.
+git tracks, with the two scripts that Gradescope calls: it has the engines, as the later exercises need them.
 """
 
 import ast
@@ -77,7 +77,7 @@ def release(out):
 
 
 def tracked():
-    """The paths of what git tracks, from the repository's root on."""
+    """The paths that git tracks, from the repository's root on."""
     try:
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
@@ -99,7 +99,7 @@ def copy_files(names, tree):
 
 
 def without_sources(text):
-    """A notebook's text without what its cells printed of sources, which may be solutions."""
+    """A notebook's text without the sources that its cells printed, which may be solutions."""
     notebook = json.loads(text)
     for cell in notebook["cells"]:
         if "inspect.getsource" in "".join(cell["source"]):
@@ -108,7 +108,7 @@ def without_sources(text):
 
 
 def write_exercises(tree):
-    """Exercises that give away nothing of each other, the engines as links to them, and minimal pages to be written."""
+    """Write exercises that give away nothing of each other, links to them as engines, and minimal pages to fill."""
     for number, exercise in enumerate(apart(EXERCISES), 1):
         file, package = tree / exercise.path.relative_to(ROOT), tree / exercise.package
         file.parent.mkdir(exist_ok=True)
@@ -118,7 +118,7 @@ def write_exercises(tree):
 
 
 def page_to_write(package, number):
-    """A minimal page of which nothing is left but the names that notebooks import."""
+    """A minimal page with only the names that notebooks import."""
     page = ast.parse((ROOT / package / "minimal.py").read_text())
     names = [
         node.name for node in page.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name != "train"

@@ -1,8 +1,8 @@
-"""Grade what was handed in on Gradescope: a folder with one exercise or several, such as stage1.py and offload.py.
+"""Grade a submission on Gradescope: a folder with one exercise or several, such as stage1.py and offload.py.
 
     python -m course.release.gradescope submission results.json
 
-The file is what Gradescope calls results.json: a test for each promise, with its points, and a hint where it fails.
+The file is what Gradescope calls results.json: a test for each promise, with its points, and a hint if it fails.
 """
 
 import json
@@ -29,7 +29,7 @@ def main(argv=None):
 
 
 def results_of(folder):
-    """What Gradescope is told of a folder. Of several files of one name, in folders of it, the first is graded."""
+    """The results of a folder for Gradescope. Of several files of one name, in its subfolders, the first is graded."""
     began, tests, said = time.monotonic(), [], []
     for exercise in ALL:
         for file in sorted(folder.rglob(exercise.path.name))[:1]:

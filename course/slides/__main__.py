@@ -22,10 +22,10 @@ def main(arguments=None):
 
 
 def opened(out):
-    """The path of the file that the deck goes to; its folder is made if it is missing.
+    """The path of the file for the deck; its folder is made if it is missing.
 
     Raises:
-        InputError: there can be no such file.
+        InputError: the file cannot be made.
     """
     try:
         Path(out).parent.mkdir(parents=True, exist_ok=True)

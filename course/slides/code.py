@@ -10,7 +10,7 @@ LINES = 20  # of code on a slide, at most: what the last row can read
 
 
 def method(page, name):
-    """The lines of a function of a page, without docstring, comments and indent; none where there is no such function.
+    """The lines of a function of a page, without docstring, comments and indent; none if there is no such function.
 
     Args:
         page: its path from the root, `stage1_os/minimal.py`.
@@ -39,7 +39,7 @@ def listing(page, names, beside="", near=0, gone=True, size=""):
         page: its path from the root.
         names: {a method of it: that of the page `beside`, "" if it has no counterpart}, in the order of the slide.
         near: unchanged lines that are shown around a change; the others become an ellipsis.
-        gone: lines that only the other page has are shown as well.
+        gone: also show lines that only the other page has.
         size: "small", or "".
     """
     shown = []

@@ -1,4 +1,4 @@
-"""What deck.html and its parts.html compute with: the records under results/, the planner, timelines of a step."""
+"""The numbers of deck.html and parts.html: records under results/, the planner, timelines of a step."""
 
 import json
 import statistics
@@ -38,12 +38,12 @@ def record(name):
 
 
 def by(rows, key):
-    """Rows by what each has under a key."""
+    """Rows by their value under a key."""
     return {row[key]: row for row in rows}
 
 
 def total(parts):
-    """The sum of what a dict has."""
+    """The sum of a dict's values."""
     return sum(parts.values())
 
 

@@ -1,4 +1,4 @@
-"""The deck as an HTML file that needs no other: deck.html with its numbers and code in its place."""
+"""The deck as one HTML file: deck.html, filled with its numbers and code."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ SLIDE = re.compile(
 
 @dataclass(frozen=True)
 class Slide:
-    """One of the deck, in HTML: its title, its body, where its numbers or its code come from, the lecturer's notes."""
+    """A slide, in HTML: its title, its body, the source of its numbers or its code, the lecturer's notes."""
 
     title: str
     body: str

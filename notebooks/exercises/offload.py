@@ -1,12 +1,12 @@
 """Exercise. From offload/cpu.py 16 lines are missing, in 5 parts.
 
-Write them all, and ask as often as you like; from then on the answers are about what is wrong:
+Write them all, and ask as often as you like: once none is open, the answers say what is wrong:
 
     python -m course.grade notebooks/exercises/offload.py
 
 What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters:
 
-    held    on the device 4 Ψ bytes, and never more than two buckets of gradients on their way; on the host 16/N Ψ
+    held    on the device 4 Ψ bytes, and never more than two gradient buffers; on the host 16/N Ψ
     sent    2 (N-1)/N Ψ elements between ranks, as in stage 2; over the bus Ψ/N down and Ψ/N up
 
 At hand:
@@ -20,14 +20,13 @@ At hand:
     layout.cut_in_two(part, fraction)                   -> the first `fraction` of a slice, and the rest of it:
                                                         two slices
     {"parameters": [(part, tier)], ...}                 what `placed` returns: for each of parameters, gradients
-                                                        and optimizer the slices that are kept, each with its
-                                                        tier
-    length(part)                                        elements of a slice; a part without any is in no table
+                                                        and optimizer the kept slices, each with its tier
+    length(part)                                        elements of a slice; an empty part is in no table
     bucket.local_gradients                              [N x shard] this rank's own gradients on the device;
-                                                        None when the room is given back
+                                                        None once that buffer is dropped
     bucket.parameters                                   [N x shard] all parameters of the bucket, on the device
-    bucket.optimizer_shards                             the parts of this rank's shard, each of which lies in
-                                                        one tier and is stepped there
+    bucket.optimizer_shards                             the parts of this rank's shard; each lies in one tier
+                                                        and is stepped there
     bucket.handle                                       the Handle of the reduction and what follows it. Yours
                                                         to assign: others wait for it
     bucket.stepping                                     a list: the Handles of the steps of its optimizer
@@ -35,23 +34,24 @@ At hand:
     bucket.copying_up                                   the Handle of the copy that brings new parameters up.
                                                         Yours to assign
     bucket.gathering                                    the Handle of the all-gather. Yours to assign as well
-    bucket.name                                         what traces and messages call it: the `label` of a
+    bucket.name                                         its name in traces and messages: the `label` of a
                                                         collective
-    self.step_optimizer_shard(bucket, shard)            -> Handle; begins the step of one of them, in its tier
+    self.step_optimizer_shard(bucket, shard)            -> Handle; begins the step of an optimizer shard, in its
+                                                        tier
     self.bus.to_host(bucket, mean, after=)              -> Handle; `mean` [shard] is copied to the optimizer
                                                         shards, once the Handle `after` is done
-    self.bus.to_device(bucket)                          -> Handle; what the steps have made comes up into this
-                                                        rank's part of `bucket.parameters`
+    self.bus.to_device(bucket)                          -> Handle; copies the new parameters up into this rank's
+                                                        part of `bucket.parameters`
     self.comm.reduce_scatter(tensor, shard, label)      -> Handle; the mean of this rank's part of `tensor`, in
                                                         `shard`, which may be that part itself
     self.comm.all_gather(shard, tensor, label, after=)  -> Handle; all ranks' shards, in `tensor`, once the
                                                         Handle `after` is done
     handle.wait()                                       returns when it is done
-    self.in_flight                                      a list, yours to fill: for each bucket that has left the
-                                                        handle after which its room is free, the oldest first;
+    self.in_flight                                      a list, yours to fill: for each bucket in flight the
+                                                        handle after which its buffer is free, the oldest first;
                                                         `allocate_gradients` waits for them
 
-The rest stands as in the engine, and what it says of itself as well:
+The rest is the engine's own text, docstring included:
 
 ZeRO-Offload: stage 2, whose gradients, master weights and optimizer states lie on the host, and are stepped there.
 
@@ -191,7 +191,7 @@ class OffloadEngine(EngineBase):
         """Phase 2. This rank's shard of the mean replaces its own gradients in the bucket and is copied to the host."""
         self.allocate_gradients(bucket)
         bucket.finalize()
-        # PART 2 of 5, 5 lines here. Where does the mean go that is kept, and when may it? The room is given back.
+        # PART 2 of 5, 5 lines here. Where does the mean go, and when may it? The gradient buffer is dropped.
         raise NotImplementedError("part 2, reduce, is still open")
 
     def finish_backward(self):
@@ -217,7 +217,7 @@ class OffloadEngine(EngineBase):
     def update(self):
         """Phase 4. Begin every step on the host, take those on the device, and wait for all unless they are delayed."""
         self._failed = True  # until all is begun
-        # PART 3 of 5, 2 lines here. The host steps beside whatever follows. Begin the steps, and wait for none of
+        # PART 3 of 5, 2 lines here. The host's steps overlap with what follows. Begin them, and wait for none of
         # them here.
         raise NotImplementedError("part 3, update, is still open")
         if not self.delayed_update or self.updates < self.warmup_steps:
@@ -234,13 +234,13 @@ class OffloadEngine(EngineBase):
 
     def copy_up(self, bucket, steps):
         """Phase 5. Copy a bucket's parameters to the device once it is stepped, overlapped with the steps after it."""
-        # PART 4 of 5, 3 lines here. What has to be over before new parameters come up? Others wait for the copy.
+        # PART 4 of 5, 3 lines here. What has to be over before new parameters are copied up? Others wait for the
+        # copy.
         raise NotImplementedError("part 4, copy_up, is still open")
 
     def gather(self, bucket):
         """All-gather a bucket's parameters in place, once this rank's shard is on the device."""
-        # PART 5 of 5, 2 lines here. Every rank needs all shards on its device. From when on does this one have its
-        # own there?
+        # PART 5 of 5, 2 lines here. Every rank needs all shards on its device. When is this rank's own shard there?
         raise NotImplementedError("part 5, gather, is still open")
 
     def synchronize(self):

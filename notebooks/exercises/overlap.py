@@ -1,37 +1,37 @@
-"""Exercise. This is stage2_grad/engine.py, right to the last bit, but each collective is waited for at once.
+"""Exercise. This is stage2_grad/engine.py, right to the last bit, but it waits for each collective at once.
 
-Write 4 of its methods anew, so that collectives are under way while the next is computed, and ask
-as often as you like. Bits, bytes and the room for two buckets stay. What counts is what is under way
-when, and not how long it takes:
+Rewrite 4 of its methods so that collectives overlap with the computation that follows, and ask as
+often as you like. Bits, bytes and the two gradient buffers stay. What counts is which collectives are in
+flight when, and not how long they take:
 
     python -m course.grade notebooks/exercises/overlap.py
 
 What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters:
 
-    held    (4 + 12/N) Ψ bytes, and never more than two buckets of gradients on their way
+    held    (4 + 12/N) Ψ bytes, and never more than two gradient buffers
     sent    2 (N-1)/N Ψ elements, as in stage 0
 
 At hand:
 
-    bucket.handle                                   the reduction under way, a Handle; None before. Yours to
+    bucket.handle                                   the Handle of the reduction in flight; None before. Yours to
                                                     assign: others wait for it
-    bucket.gathering                                the all-gather under way, a Handle; None if there is none.
-                                                    Yours to assign as well
+    bucket.gathering                                the Handle of the all-gather in flight, or None. Yours to
+                                                    assign as well
     handle.wait()                                   returns when the collective is done
-    bucket.local_gradients is None                  it has no room: so it is before its first gradient, and
-                                                    again when it has left
+    bucket.local_gradients is None                  it has no gradient buffer: before its first gradient, and
+                                                    again when its reduction has begun
     bucket.wait_reduce()                            waits for the reduction, and adds up the mean;
                                                     `finish_backward` calls it
-    bucket.wait_gather()                            waits for the all-gather under way, if there is one
+    bucket.wait_gather()                            waits for the all-gather in flight, if there is one
     self.comm.reduce_scatter(tensor, shard, label)  -> Handle; the mean of this rank's part of `tensor`, in
                                                     `shard`
     self.comm.all_gather(shard, tensor, label)      -> Handle; all ranks' shards, in `tensor`
     self.step_shard(bucket.optimizer_shard)         the optimizer's step over this rank's shard
-    self.in_flight                                  a list, empty when backward begins: room for the handles of
-                                                    buckets that have left, until somebody has waited for them
-    self.synchronize()                              waits for all all-gathers under way
+    self.in_flight                                  a list, empty when backward begins, and yours to fill: the
+                                                    handles of the buckets in flight
+    self.synchronize()                              waits for all all-gathers in flight
 
-The rest stands as in the engine, and what it says of itself as well:
+The rest is the engine's own text, docstring included:
 
 Stage 2, P_os+g: gradients are sharded too. Every rank keeps all parameters, and gradients of its shard alone.
 
@@ -98,13 +98,13 @@ class Engine(EngineBase):
 
     def allocate_gradients(self, bucket):
         """Allocate a bucket's gradient buffer, after waiting until at most one other bucket has one."""
-        # PART 1 of 4. One bucket may travel while another one fills; a third has to wait. For which handle?
+        # PART 1 of 4. One bucket may be in flight while another fills; a third has to wait. For which handle?
         if bucket.local_gradients is None:
             bucket.local_gradients = torch.empty(bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device)
 
     def reduce(self, bucket):
         """Phase 2. Keep this rank's shard of the mean over ranks; the buffer is freed once the bucket is reduced."""
-        # PART 2 of 4. Who is the first to read the mean? Until then the reduction has time.
+        # PART 2 of 4. What is the first to read the mean? Until then the reduction may run.
         self.allocate_gradients(bucket)
         bucket.finalize()
         bucket.handle = self.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)
@@ -126,7 +126,7 @@ class Engine(EngineBase):
 
     def update(self):
         """Phase 4. Each rank steps its shard of a bucket, and all-gathers it while it steps the next one."""
-        # PART 3 of 4. One bucket's shards may travel while the next one's is stepped.
+        # PART 3 of 4. One bucket's all-gather may be in flight while the next bucket's shard is stepped.
         for bucket in self.buckets:
             self.step_shard(bucket.optimizer_shard)
         for bucket in self.buckets:
@@ -134,7 +134,7 @@ class Engine(EngineBase):
 
     def gather(self, bucket):
         """Phase 5. All-gather a bucket's parameters in place, overlapped with the steps of the buckets after it."""
-        # PART 4 of 4. Who is the first to read the parameters?
+        # PART 4 of 4. What is the first to read the parameters?
         shard = bucket.parameters[bucket.shard(self.rank)]
         bucket.gathering = self.comm.all_gather(shard, bucket.parameters, bucket.name)
         bucket.wait_gather()

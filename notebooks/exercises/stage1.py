@@ -1,6 +1,6 @@
 """Exercise. From stage1_os/engine.py 12 lines are missing, in 5 parts.
 
-Write them all, and ask as often as you like; from then on the answers are about what is wrong:
+Write them all, and ask as often as you like: once none is open, the answers say what is wrong:
 
     python -m course.grade notebooks/exercises/stage1.py
 
@@ -15,16 +15,15 @@ At hand:
     self.rank, self.world_size                      r and N
     bucket.whole()                                  all elements of a bucket, a slice
     bucket.shard(rank)                              those of a rank's shard, a slice
-    bucket.local_gradients                          [N x shard] this rank's own gradients, once they are in
-    bucket.gradient_shard                           [shard] where the mean of this rank's shard is expected
-    bucket.finalize()                               makes `local_gradients` ready to travel: zeros as padding,
-                                                    and where no gradient came
-    bucket.handle                                   the reduction under way, a Handle; None before. Yours to
+    bucket.local_gradients                          [N x shard] this rank's own gradients
+    bucket.gradient_shard                           [shard] this rank's shard of the mean, for you to fill
+    bucket.finalize()                               makes `local_gradients` ready to be reduced: zeros as
+                                                    padding, and where no gradient came
+    bucket.handle                                   the Handle of the reduction in flight; None before. Yours to
                                                     assign: others wait for it
-    bucket.gathering                                the all-gather under way, a Handle; None if there is none.
-                                                    Yours to assign as well
-    bucket.name                                     what traces and messages call it: the `label` of a
-                                                    collective
+    bucket.gathering                                the Handle of the all-gather in flight, or None. Yours to
+                                                    assign as well
+    bucket.name                                     its name in traces and messages: the `label` of a collective
     handle.wait()                                   returns when the collective is done
     bucket.parameters                               [N x shard] all parameters of the bucket; the model's are
                                                     views of it
@@ -35,7 +34,7 @@ At hand:
     self.step_shard(bucket.optimizer_shard)         the optimizer's step over this rank's shard
     self.buckets                                    in the order in which gradients fill them
 
-The rest stands as in the engine, and what it says of itself as well:
+The rest is the engine's own text, docstring included:
 
 Stage 1, P_os: optimizer states are sharded. Every rank keeps all parameters and gradients and steps its shard.
 
@@ -64,7 +63,7 @@ class Engine(EngineBase):
 
     def owned(self, bucket):
         """The ownership table: what this rank keeps of a bucket between steps."""
-        # PART 1 of 5, 2 lines here. What must a rank keep between steps, of each of the three, to step its shard?
+        # PART 1 of 5, 2 lines here. Of each of the three, what must a rank keep between steps to step its shard?
         raise NotImplementedError("part 1, owned, is still open")
 
     def sends(self, bucket, reductions):
@@ -110,15 +109,16 @@ class Engine(EngineBase):
 
     def update(self):
         """Phase 4. Each rank steps its shard of a bucket, and all-gathers it while it steps the next one."""
-        # PART 3 of 5, 4 lines here. Step, and hand on what is new. A bucket may travel while the next is stepped.
+        # PART 3 of 5, 4 lines here. Step, and send what is new. One bucket may be in flight while the next is
+        # stepped.
         raise NotImplementedError("part 3, update, is still open")
 
     def gather(self, bucket):
         """Phase 5. All-gather a bucket's parameters in place, overlapped with the steps of the buckets after it."""
-        # PART 4 of 5, 2 lines here. A rank has new values of its own shard, and needs those of all.
+        # PART 4 of 5, 2 lines here. A rank has new values of its own shard, and needs those of all shards.
         raise NotImplementedError("part 4, gather, is still open")
 
     def synchronize(self):
         """Phase 6. Wait for all parameters. When it returns, the parameters are up to date."""
-        # PART 5 of 5, 2 lines here. When it returns, anybody may read the parameters, and all are new.
+        # PART 5 of 5, 2 lines here. When it returns, the parameters are up to date.
         raise NotImplementedError("part 5, synchronize, is still open")

@@ -1,12 +1,12 @@
 """Exercise. From stage2_grad/engine.py 11 lines are missing, in 3 parts.
 
-Write them all, and ask as often as you like; from then on the answers are about what is wrong:
+Write them all, and ask as often as you like: once none is open, the answers say what is wrong:
 
     python -m course.grade notebooks/exercises/stage2.py
 
 What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters:
 
-    held    (4 + 12/N) Ψ bytes, and never more than two buckets of gradients on their way
+    held    (4 + 12/N) Ψ bytes, and never more than two gradient buffers
     sent    2 (N-1)/N Ψ elements, as in stage 0
 
 At hand:
@@ -15,33 +15,31 @@ At hand:
     self.rank, self.world_size                      r and N
     bucket.whole()                                  all elements of a bucket, a slice
     bucket.shard(rank)                              those of a rank's shard, a slice
-    bucket.local_gradients                          [N x shard] this rank's own gradients, once they are in
-    bucket.gradient_shard                           [shard] where the mean of this rank's shard is expected
-    bucket.finalize()                               makes `local_gradients` ready to travel: zeros as padding,
-                                                    and where no gradient came
-    bucket.handle                                   the reduction under way, a Handle; None before. Yours to
+    bucket.local_gradients                          [N x shard] this rank's own gradients
+    bucket.gradient_shard                           [shard] this rank's shard of the mean, for you to fill
+    bucket.finalize()                               makes `local_gradients` ready to be reduced: zeros as
+                                                    padding, and where no gradient came
+    bucket.handle                                   the Handle of the reduction in flight; None before. Yours to
                                                     assign: others wait for it
-    bucket.gathering                                the all-gather under way, a Handle; None if there is none.
-                                                    Yours to assign as well
-    bucket.name                                     what traces and messages call it: the `label` of a
-                                                    collective
+    bucket.gathering                                the Handle of the all-gather in flight, or None. Yours to
+                                                    assign as well
+    bucket.name                                     its name in traces and messages: the `label` of a collective
     handle.wait()                                   returns when the collective is done
-    bucket.local_gradients is None                  it has no room: so it is before its first gradient, and
-                                                    again when it has left
+    bucket.local_gradients is None                  it has no gradient buffer: before its first gradient, and
+                                                    again when its reduction has begun
     bucket.padded_numel                             elements of the whole bucket, padding included
-    bucket.kind.dtype                               of its gradients
+    bucket.kind.dtype                               the dtype of its gradients
     self.comm.all_reduce(tensor, label)             -> Handle; every rank gets the mean, in place
     self.comm.reduce_scatter(tensor, shard, label)  -> Handle; the mean of this rank's part of `tensor`, in
                                                     `shard`
     self.comm.all_gather(shard, tensor, label)      -> Handle; all ranks' shards, in `tensor`
-    self.comm.device                                where tensors live
+    self.comm.device                                the device of this rank's tensors
     self.filling                                    a set: the buckets that hold gradients and have not been
                                                     finalized
     self.in_flight                                  a list, empty when backward begins, and yours to fill: the
-                                                    handles of buckets that have left, the oldest first, until
-                                                    somebody has waited for them
+                                                    handles of the buckets in flight, the oldest first
 
-The rest stands as in the engine, and what it says of itself as well:
+The rest is the engine's own text, docstring included:
 
 Stage 2, P_os+g: gradients are sharded too. Every rank keeps all parameters, and gradients of its shard alone.
 
@@ -74,7 +72,7 @@ class Engine(EngineBase):
 
     def owned(self, bucket):
         """The ownership table: what this rank keeps of a bucket between steps."""
-        # PART 1 of 3, 2 lines here. What must a rank keep between steps, of each of the three, to step its shard?
+        # PART 1 of 3, 2 lines here. Of each of the three, what must a rank keep between steps to step its shard?
         raise NotImplementedError("part 1, owned, is still open")
 
     def sends(self, bucket, reductions):
@@ -108,14 +106,14 @@ class Engine(EngineBase):
 
     def allocate_gradients(self, bucket):
         """Allocate a bucket's gradient buffer, after waiting until at most one other bucket has one."""
-        # PART 2 of 3, 4 lines here. `bucket.local_gradients` gets a tensor, unless it has one. Two of them at most
+        # PART 2 of 3, 4 lines here. Give `bucket.local_gradients` a tensor, unless it has one. At most two of them
         # are alive at once.
         raise NotImplementedError("part 2, allocate_gradients, is still open")
 
     def reduce(self, bucket):
         """Phase 2. Keep this rank's shard of the mean over ranks; the buffer is freed once the bucket is reduced."""
-        # PART 3 of 3, 5 lines here. What is kept is the mean of a shard. What becomes of the room that held the
-        # whole?
+        # PART 3 of 3, 5 lines here. A rank keeps the mean of its shard. What becomes of the buffer of the whole
+        # bucket?
         raise NotImplementedError("part 3, reduce, is still open")
 
     def finish_backward(self):

@@ -1,6 +1,6 @@
 """Exercise. From stage3_param/engine.py 17 lines are missing, in 6 parts.
 
-Write them all, and ask as often as you like; from then on the answers are about what is wrong:
+Write them all, and ask as often as you like: once none is open, the answers say what is wrong:
 
     python -m course.grade notebooks/exercises/stage3.py
 
@@ -12,40 +12,39 @@ What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters
 At hand:
 
     bucket.parameters                               [shard] what this rank keeps
-    bucket.full_parameters                          [N x shard] room for the whole bucket; its storage may
-                                                    shrink to nothing and grow again
-    bucket.full_parameters.nbytes                   bytes of it, whatever its storage has
+    bucket.full_parameters                          [N x shard] the whole bucket; its storage may shrink to
+                                                    nothing and grow again
+    bucket.full_parameters.nbytes                   its bytes, whatever the size of its storage
     bucket.views                                    {name: the parameter as a view of `full_parameters`}
     bucket.freed.views                              {name: NaN in the parameter's shape}
-    bucket.freed.restore()                          makes those NaN again, whatever was written there
+    bucket.freed.restore()                          makes those NaN again, whatever was written to them
     bucket.members                                  {name: the model's parameter}
     Owned(parameters=, gradients=, optimizer=)      what `owned` returns: three slices of the bucket
     self.rank, self.world_size                      r and N
     bucket.whole()                                  all elements of a bucket, a slice
     bucket.shard(rank)                              those of a rank's shard, a slice
-    bucket.local_gradients                          [N x shard] this rank's own gradients, once they are in
-    bucket.gradient_shard                           [shard] where the mean of this rank's shard is expected
-    bucket.finalize()                               makes `local_gradients` ready to travel: zeros as padding,
-                                                    and where no gradient came
-    bucket.handle                                   the reduction under way, a Handle; None before. Yours to
+    bucket.local_gradients                          [N x shard] this rank's own gradients
+    bucket.gradient_shard                           [shard] this rank's shard of the mean, for you to fill
+    bucket.finalize()                               makes `local_gradients` ready to be reduced: zeros as
+                                                    padding, and where no gradient came
+    bucket.handle                                   the Handle of the reduction in flight; None before. Yours to
                                                     assign: others wait for it
-    bucket.gathering                                the all-gather under way, a Handle; None if there is none.
-                                                    Yours to assign as well
-    bucket.name                                     what traces and messages call it: the `label` of a
-                                                    collective
+    bucket.gathering                                the Handle of the all-gather in flight, or None. Yours to
+                                                    assign as well
+    bucket.name                                     its name in traces and messages: the `label` of a collective
     handle.wait()                                   returns when the collective is done
-    unit.buckets, unit.gathered                     of a unit; whether it is gathered, or about to be
-    self.backward_order.remains(unit)               whether it ran more often in forward than backward has come
-                                                    to it
-    unit.open                                       its backward has begun and not ended
+    unit.buckets, unit.gathered                     a unit's buckets; whether it is gathered, or its gather has
+                                                    begun
+    self.backward_order.remains(unit)               whether it ran more often in forward than in backward so far
+    unit.open                                       whether its backward has begun and not ended
     self.reduce_grads                               whether this backward communicates gradients
-    self.reduce(unit)                               sends the gradients of a unit, by `reduce_scatter`
+    self.reduce(unit)                               reduces the gradients of a unit, by `reduce_scatter`
     self.comm.all_reduce(tensor, label)             -> Handle; every rank gets the mean, in place
     self.comm.reduce_scatter(tensor, shard, label)  -> Handle; the mean of this rank's part of `tensor`, in
                                                     `shard`
     self.comm.all_gather(shard, tensor, label)      -> Handle; all ranks' shards, in `tensor`
 
-The rest stands as in the engine, and what it says of itself as well:
+The rest is the engine's own text, docstring included:
 
 Stage 3, P_os+g+p: parameters are sharded too. Between uses a rank keeps its shard of everything, and no more.
 
@@ -94,7 +93,7 @@ class Engine(EngineBase):
 
     def owned(self, bucket):
         """The ownership table: what this rank keeps of a bucket between steps."""
-        # PART 1 of 6, 2 lines here. What must a rank keep between steps, of each of the three, to step its shard?
+        # PART 1 of 6, 2 lines here. Of each of the three, what must a rank keep between steps to step its shard?
         raise NotImplementedError("part 1, owned, is still open")
 
     def sends(self, bucket, reductions):
@@ -131,8 +130,8 @@ class Engine(EngineBase):
 
     def gather(self, unit):
         """Begin to all-gather a unit's parameters, unless that has begun."""
-        # PART 2 of 6, 5 lines here. Room for the whole unit, and all shards on their way to it; nothing where that
-        # has begun.
+        # PART 2 of 6, 5 lines here. Give the whole unit its storage and begin its all-gathers; a no-op if that has
+        # begun.
         raise NotImplementedError("part 2, gather, is still open")
 
     def all_gather(self, bucket):
@@ -167,8 +166,8 @@ class Engine(EngineBase):
         unit.gathered = False
         for bucket in unit.buckets:
             bucket.wait_gather()  # a prefetch that was not used
-            # PART 4 of 6, 4 lines here. What had all parameters gives its memory back, whoever else holds a view of
-            # it; the shard stays. A use outside the unit shall show.
+            # PART 4 of 6, 4 lines here. The memory of the full parameters is freed, even if something holds a view
+            # of it; the shard stays. A use outside the unit must show.
             raise NotImplementedError("part 4, free, is still open")
 
     def pin(self, unit):
@@ -280,8 +279,8 @@ class Engine(EngineBase):
         Its last gradient comes earlier, but ranks may disagree on which one is the last: an expert without tokens gets
         none. The next unit begins at the same point on all ranks, so they issue their collectives in the same order.
         """
-        # PART 5 of 6, 4 lines here. Its weights are not needed any more, and its gradients are there, if it will
-        # not run again.
+        # PART 5 of 6, 4 lines here. Its weights are no longer needed, and its gradients are complete if it will not
+        # run again.
         raise NotImplementedError("part 5, end_backward, is still open")
 
     def allocate_gradients(self, bucket):

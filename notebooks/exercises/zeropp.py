@@ -1,51 +1,51 @@
 """Exercise. From Blocks, SecondaryShards and TwoHops of zeropp/ 17 lines are missing, in 4 parts.
 
-Write them all, and ask as often as you like; from then on the answers are about what is wrong:
+Write them all, and ask as often as you like: once none is open, the answers say what is wrong:
 
     python -m course.grade notebooks/exercises/zeropp.py
 
 What a rank may keep and send, with Adam in fp32, over N ranks and Ψ parameters:
 
     held    16/N Ψ bytes, and a few units' parameters in use; with `hierarchical` 2/P Ψ more
-    sent    between nodes of P ranks, of the M = 2 Ψ bytes that stage 3 sends three times: M/2, 0 and M/4
+    sent    between nodes of P ranks, instead of the M = 2 Ψ bytes that stage 3 sends three times: M/2, 0 and M/4
 
 At hand:
 
-    self.largest                                      127 for 8 bits, 7 for 4: the most that a code counts in
-                                                      either direction
-    scales                                            [..., blocks] fp32, a view of the message: to be written
-    elements, codes                                   views of the values and of the message; the lines below
-                                                      write the codes from `steps`
+    self.largest                                      the largest code in either direction: 127 for 8 bits, 7
+                                                      for 4
+    scales                                            [..., blocks] fp32: what `_steps` returns first
+    steps                                             [..., blocks, elements] fp32: the lines below make codes
+                                                      of them
     torch.finfo(torch.float32).tiny                   the smallest normal number
-    top.isfinite()                                    where a tensor is neither infinite nor NaN
-    steps, scales[..., None]                          in `_values`: steps [..., blocks, elements], and a scale
-                                                      for each of them
+    top.isfinite()                                    true for each element that is neither infinite nor NaN
+    steps, scales[..., None]                          in `_values`: steps [..., blocks, elements], and the scale
+                                                      of each
     tensor.clamp_(-largest, largest)                  keeps values within the range, in place; NaN stays
     bucket.padded_numel                               elements of a bucket, padding included
     bucket.local_gradients                            [N x shard] this rank's own gradients: N pieces in the
                                                       order of the ranks
-    nodes, places, shard                              how many nodes, how many ranks on each, elements of a
-                                                      shard
+    nodes, places, shard                              the number of nodes, of ranks on each, and of elements of
+                                                      a shard
     self.inside, self.across                          Collectives of this rank's node, and of the ranks at its
-                                                      place in all nodes: `rank`, `size` and `all_to_all` of
-                                                      each are theirs
+                                                      place in all nodes: each has its own `rank`, `size` and
+                                                      `all_to_all`
     inside.all_to_all(tensor, received, label)        part k of a flat `tensor` goes to rank k of the node, and
                                                       part k of `received` comes from there
-    self._messages(bucket, *shape)                    room for messages of one shard each, uint8 [*shape, bytes]
-    self._pack(bucket, hop, scale, pieces, messages)  pieces [..., shard] into their messages, on the lane; the
-                                                      first hop is 0, the second 1
-    self.blocks.add_up(messages, total)               what messages [k, ..., bytes] stand for, added up over k
-                                                      into `total` [..., shard], fp32; at once, so to be handed
-                                                      to the lane
-    self.comm.work(label, function)                   -> Handle; runs it on the lane, after what was handed
-                                                      there before
+    self._messages(bucket, *shape)                    a buffer for messages of one shard each, uint8 [*shape,
+                                                      bytes]
+    self._pack(bucket, hop, scale, pieces, messages)  packs pieces [..., shard] into their messages, on the
+                                                      lane; the first hop is 0, the second 1
+    self.blocks.add_up(messages, total)               adds up the values of messages [k, ..., bytes] over k into
+                                                      `total` [..., shard], fp32; runs at once, so hand it to
+                                                      the lane
+    self.comm.work(label, function)                   -> Handle; runs the function on the lane, after all
+                                                      earlier work
     self.comm.buffer(*shape, dtype=)                  a tensor for the lane to write
     partial(function, *args)                          a call for later
-    outgoing, incoming                                the names that the last line has for the messages of the
-                                                      second hop; `messages`, `received` and `sums` those of the
-                                                      first
+    outgoing, incoming                                the last line's names for the messages of the second hop;
+                                                      those of the first are `messages`, `received` and `sums`
 
-The rest of these classes stands as in zeropp/, which has all else. It says of itself:
+The rest of these classes is the text of zeropp/, which has all else. Its docstring:
 
 How a unit's parameters are gathered and its gradients reduced: stage 3's strategies, and those of ZeRO++.
 
@@ -141,9 +141,10 @@ class Blocks:
 
     def _steps(self, part):
         """The scales [...] and the codes [..., bytes], as fp32, of fp32 values [..., elements]."""
-        # PART 1 of 4, 4 lines here. From `part` [..., blocks, elements], fp32, to `scales`, one for each block, and
-        # to `steps`, whole numbers of it in fp32, from -largest to largest. Every number comes back to within half
-        # a step of its own block; a block of zeros as zeros; one with an infinity or a NaN as NaN throughout.
+        # PART 1 of 4, 4 lines here. From `part` [..., blocks, elements], fp32, compute `scales`, one for each
+        # block, and `steps`, whole numbers of its scale in fp32, from -largest to largest. Every number comes back
+        # to within half a step of its own block; a block of zeros as zeros; one with an infinity or a NaN as NaN
+        # throughout.
         raise NotImplementedError("part 1, Blocks._steps, is still open")
         if self.bits == 4:
             first, second = steps.tensor_split([-(-part.shape[-1] // 2)], dim=-1)
@@ -162,7 +163,7 @@ class Blocks:
             second.copy_(tens[..., : second.shape[-1]])
         # Rounding may turn the largest finite number into an infinity, which is clamped; NaN stays.
         largest = torch.finfo(part.dtype).max
-        # PART 2 of 4, 1 line here. What do those steps stand for, in the largest range that is allowed?
+        # PART 2 of 4, 1 line here. Which values do those steps stand for, clamped to `largest`?
         raise NotImplementedError("part 2, Blocks._values, is still open")
 
     def _parts(self, message, values):
@@ -217,7 +218,7 @@ class SecondaryShards(AllGather):
         return self.comm.work(f"keep a part of {bucket.name}", keep, *handle.buffers, arrived, bucket.secondary)
 
     def secondary(self, bucket):
-        # PART 3 of 4, 2 lines here. Of a node's copy of a bucket each of its ranks keeps an equal part, in the
+        # PART 3 of 4, 2 lines here. Each rank of a node keeps an equal part of the node's copy of a bucket, in the
         # order of its ranks.
         raise NotImplementedError("part 3, SecondaryShards.secondary, is still open")
 
@@ -260,8 +261,8 @@ class TwoHops(OneHop):
 
     def reduce(self, bucket, scale=1.0):
         nodes, places, shard = self.across.size, self.inside.size, bucket.shard_numel
-        # PART 4 of 4, 10 lines here. Both hops, but for the sum at the end: pieces to messages in the right order,
-        # inside the node, their sums over this node, and those across.
+        # PART 4 of 4, 10 lines here. Both hops, except the sum at the end: pack the pieces into messages in the
+        # right order, send them inside the node, add them up over this node, and send the sums across.
         raise NotImplementedError("part 4, TwoHops.reduce, is still open")
         return self._mean(bucket, incoming, bucket.local_gradients, messages, received, sums, outgoing)
 

@@ -138,7 +138,7 @@ WRONG = [  # a question, an answer, and its hint, or what is said in each line
     ("ring", lambda n, m: n * ring_seconds(n, m), "a round sends M/N"),
     ("noise", True, "0.90 to 1.30, and 1 lies within"),
     ("hidden", lambda ms, share: ms * share, "that is what is hidden"),
-    ("hidden", lambda ms, share: ms, "lies beside computation"),
+    ("hidden", lambda ms, share: ms, "overlaps with computation"),
     ("messages", lambda stage, buckets: buckets, "parameters in another"),
     ("messages", lambda stage, buckets: 2 * buckets, "is one call"),
     ("batch", lambda batch: 0.01 * batch, "should pass through it"),

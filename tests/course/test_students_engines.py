@@ -109,7 +109,7 @@ def test_a_mean_in_another_order_is_told_from_no_mean(capsys):
     make, parts = build(ONE, three, solutions(ONE) | lines)
     assert not check(three, make, ONE, *parts)
     three.close()
-    assert "is the mean, but for its last bits. Think about the order in which it is added" in capsys.readouterr().out
+    assert "is the mean, except its last bits. Think about the order of the sum" in capsys.readouterr().out
 
 
 def test_gradients_that_stay_until_backward_ends_are_noticed(ranks, capsys):
