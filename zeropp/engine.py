@@ -16,9 +16,9 @@ Phases of a step, over N ranks in nodes of P, and Ψ parameters of 16 bits, M = 
     6. finish_backward   backward    reduce what is missing, wait for all
     7. update            step        every rank steps its shard, Ψ/N parameters; the nodes' copies are out of date
 
-qwZ, `quantize_weights`, gathers shards as int8 with a scale for each block of them. hpZ, `hierarchical`, keeps a second
-shard on each rank, of the node's own copy of the parameters: the first gather after an update fills it, and the others
-stay inside the node. qgZ, `quantize_gradients`, reduces in two hops, inside the node and across, as int4. Each of them
+qwZ, `quantize_weights`, gathers shards as int8 with a scale for each block of them. hpZ, `hierarchical`, keeps a
+secondary shard on each rank, of the node's own copy of the parameters: the first gather after an update fills it, and
+the others stay inside the node. qgZ, `quantize_gradients`, reduces in two hops, inside the node and across, as int4. Each of them
 is a strategy in `transports.py`; the engine calls `bucket.gather_with` and `bucket.reduce_with`.
 
 The unit that ends the forward begins the backward, so it stays gathered between them and saves its second gather, and

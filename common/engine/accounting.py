@@ -144,7 +144,7 @@ class Accounting:
         buckets, everything = engine.buckets, engine.buckets + engine.frozen
         handles = [h for b in everything for h in (b.handle, b.gathering) if h is not None]
         # Not counted: the numbers that stand for freed weights.
-        nothing = {storage_id(b.freed.numbers) for b in everything if b.freed is not None}
+        freed = {storage_id(b.freed.numbers) for b in everything if b.freed is not None}
         live = {
             "gathered units": [b.full_parameters for b in everything],
             **self.kept(),
@@ -155,7 +155,7 @@ class Accounting:
             + [p.grad for p in engine.bucket_of]
             + [tensor for handle in handles for tensor in handle.buffers],
         }
-        live["parameters"] += [p for p in engine.bucket_of if storage_id(p) not in nothing]
+        live["parameters"] += [p for p in engine.bucket_of if storage_id(p) not in freed]
         return {name: [tensor for tensor in tensors if tensor is not None] for name, tensors in live.items()}
 
     def kept(self):

@@ -102,7 +102,7 @@ class Bucket(FlatRange):
             return False
         for shard in self.optimizer_shards:
             shard.widen()
-        self._make_way_for_sum()
+        self._free_16_bit_gradients()
         return True
 
     @property
@@ -225,7 +225,7 @@ class Bucket(FlatRange):
             raise InputError(f"{name!r} got a sparse gradient, which has no place in a bucket; leave sparse=True out")
         if self.handle is not None:  # a second part of the gradient, after the bucket was reduced
             self.wait_reduce()
-        self._make_room()
+        self._set_means_aside()
         place = self._places[name]
         if name not in self._filled:
             place.copy_(gradient)
@@ -248,7 +248,7 @@ class Bucket(FlatRange):
 
     def finalize(self):
         """Make `local_gradients` ready to reduce: round sums once to its dtype, zero padding and absent gradients."""
-        self._make_room()
+        self._set_means_aside()
         self.filling.discard(self)
         for name in self.sums:
             self._sum_up(name, self._places[name])
@@ -262,7 +262,7 @@ class Bucket(FlatRange):
         if self.gradients is not None:
             self._resize_gradients(self.gradients.nbytes)
 
-    def _make_room(self):
+    def _set_means_aside(self):
         if self.has_gradient:
             for shard in self.optimizer_shards:
                 shard.set_aside()
@@ -295,11 +295,11 @@ class Bucket(FlatRange):
         self.handle = None
         for shard in self.optimizer_shards:
             shard.add_up()
-        self._make_way_for_sum()
+        self._free_16_bit_gradients()
         self._filled.clear()
         self.has_gradient = True
 
-    def _make_way_for_sum(self):
+    def _free_16_bit_gradients(self):
         """Free 16-bit gradients while their sum is kept in fp32, if nothing is packed there."""
         if not self.is_placed and self.optimizer_shard.carried is not None and not self.packs_in_place:
             self._resize_gradients(0)

@@ -114,10 +114,10 @@ class Freed(nn.Parameter):
 
     Attributes:
         freed_name: its name.
-        nothing: a weak reference to the `units.FreedViews` of its bucket; a view of a freed parameter has False there.
+        freed_views: a weak reference to the `units.FreedViews` of its bucket; False for a view of a freed parameter.
     """
 
-    nothing = staticmethod(lambda: False)
+    freed_views = staticmethod(lambda: False)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -125,10 +125,10 @@ class Freed(nn.Parameter):
         name, tells = (function.__self__.__name__ if name == "__get__" else name), name in TELLS
         if not tells or name in VIEWS:
             freed = [tensor for tensor in tensors_in([args, kwargs]) if isinstance(tensor, cls)]
-            nothings = [tensor.nothing() for tensor in freed]
-            if None in nothings:
+            owners = [tensor.freed_views() for tensor in freed]
+            if None in owners:
                 raise RuntimeError("the engine that held these parameters is deleted, and they have no values any more")
-            if all(nothing and nothing.move() for nothing in nothings):
+            if all(views and views.move() for views in owners):
                 return function(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if not tells:
@@ -140,7 +140,7 @@ class Freed(nn.Parameter):
             if function.__name__ == "__set__" and function.__self__ is torch.Tensor.data:
                 if not isinstance(args[1], cls):
                     freed.__class__ = nn.Parameter
-                    for name in ("freed_name", "nothing"):
+                    for name in ("freed_name", "freed_views"):
                         vars(freed).pop(name, None)
             elif torch.is_tensor(result) and result is not freed and storage_id(result) == storage_id(freed):
                 result = result.as_subclass(cls)

@@ -318,7 +318,7 @@ class FreedViews:
         self.numbers.fill_(float("nan") if self.numbers.is_floating_point() else 0)
         for name, parameter in self._bucket().members.items():
             if type(parameter) is nn.Parameter:  # a user's subclass stays what it is
-                parameter.__class__, parameter.freed_name, parameter.nothing = Freed, name, weakref.ref(self)
+                parameter.__class__, parameter.freed_name, parameter.freed_views = Freed, name, weakref.ref(self)
 
     def move(self):
         """Move the bucket to the unit that reads its weights while its own does not run, as T5's head the embedding's.
