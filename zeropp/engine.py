@@ -18,8 +18,8 @@ Phases of a step, over N ranks in nodes of P, and Ψ parameters of 16 bits, M = 
 
 qwZ, `quantize_weights`, gathers shards as int8 with a scale for each block of them. hpZ, `hierarchical`, keeps a
 secondary shard on each rank, of the node's own copy of the parameters: the first gather after an update fills it, and
-the others stay inside the node. qgZ, `quantize_gradients`, reduces in two hops, inside the node and across, as int4. Each of them
-is a strategy in `transports.py`; the engine calls `bucket.gather_with` and `bucket.reduce_with`.
+the others stay inside the node. qgZ, `quantize_gradients`, reduces in two hops, inside the node and across, as int4.
+Each of them is a strategy in `transports.py`; the engine calls `bucket.gather_with` and `bucket.reduce_with`.
 
 The unit that ends the forward begins the backward, so it stays gathered between them and saves its second gather, and
 so does a last one inside it. `keep_last=False` frees them too, as in the paper.
