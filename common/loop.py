@@ -39,8 +39,8 @@ def choose_exact_kernels(device):
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cuda.enable_flash_sdp(False)
-        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        for enable in ("flash", "mem_efficient", "cudnn"):
+            getattr(torch.backends.cuda, f"enable_{enable}_sdp")(False)
 
 
 def finish(device):
@@ -54,5 +54,5 @@ def sha256(weights):
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         digest.update(name.encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

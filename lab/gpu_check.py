@@ -35,6 +35,7 @@ MODEL, LARGER = "gpt-tiny", "gpt-mini"  # the second is large enough for its ten
 LAST = 3000  # characters of a command's output in the report
 WATCHED = {"NCCL_DEBUG": "WARN", "PYTHONFAULTHANDLER": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 WATCHED |= {"TORCH_FR_BUFFER_SIZE": "2000"}
+WATCHED |= {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "5000"}  # after a time-out NCCL's watchdog waits four times as long
 SOON = 70  # seconds in which all ranks must end after one has
 plain = {}  # way -> {engine: digest} of one rank, without anything that helps
 WAYS = {"fp32": [], "bf16": ["--precision", "bf16"], "fp16": ["--precision", "fp16"], "clipped": ["--clip-norm", "1"]}

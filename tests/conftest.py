@@ -147,7 +147,7 @@ def pytest_collection_modifyitems(config, items):
     others += [item for item in items if sampled and not alone and not in_turn(item)]
     others += passed_by(items) if sampled else []
     if gpus := torch.cuda.device_count():
-        others += [item for item in items if ranks_of(item) > max(MOST_ON_A_GPU, gpus)]
+        others += [item for item in items if ranks_of(item) > max(MOST_ON_A_GPU, gpus) or is_late(item)]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
     if config.getoption("--engine"):
@@ -157,6 +157,11 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
     items.sort(key=lambda item: item.path.stem not in LONG)
+
+
+def is_late(item):
+    """Whether a test trains on late lanes, which are threads: they know no stream of a GPU."""
+    return hasattr(item, "callspec") and item.callspec.params.get("lane") is not None
 
 
 def ranks_of(item):

@@ -136,9 +136,12 @@ class Disk(Host):
         nbytes, real = numel * dtype.itemsize, not self._comm.simulated
         pinned = real and self._comm.device.type == "cuda"
         with torch.inference_mode(False):  # the first request may come within it
-            # Pinned memory begins on a page; another page could double the allocation.
-            room = torch.empty(padded(nbytes) + PAGE * (not pinned), dtype=torch.uint8, pin_memory=pinned)
-            begin = -room.data_ptr() % PAGE if real else 0
+            # Large pinned memory begins on a page, and another page could double the allocation.
+            for extra in (0, PAGE) if pinned else (PAGE,):
+                room = torch.empty(padded(nbytes) + extra, dtype=torch.uint8, pin_memory=pinned)
+                begin = -room.data_ptr() % PAGE if real else 0
+                if begin <= extra:
+                    break
             return room[begin : begin + nbytes].view(dtype)
 
     def keep(self, numel, dtype, label):

@@ -111,7 +111,8 @@ def comparison(results):
             panels, ("MB of model states held by a rank", "MB sent by a rank in a step"), strict=True
         ):
             axes.set(title=title, xlim=(0, 1.12 * axes.get_xlim()[1]))
-            axes.legend(loc="lower right")
+            if axes.get_legend_handles_labels()[1]:  # a single rank sends nothing
+                axes.legend(loc="lower right")
         figure.suptitle(f"{described(results)}; {results['hardware']}", fontsize=12)
     return figure
 

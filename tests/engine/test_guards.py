@@ -70,13 +70,13 @@ def a_step_of_a_part_of_the_model(engine, x):
 
 def a_gradient_by_hand_before_the_step(engine, x):
     engine.backward(loss(engine(x)))
-    engine.module.head.bias.grad = torch.ones(WIDTH)
+    engine.module.head.bias.grad = torch.ones(WIDTH, device=x.device)
     engine.step()
 
 
 def a_gradient_by_hand_before_backward(engine, x):
     out = loss(engine(x))
-    engine.module.head.bias.grad = torch.ones(WIDTH)
+    engine.module.head.bias.grad = torch.ones(WIDTH, device=x.device)
     engine.backward(out)
 
 

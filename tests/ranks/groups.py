@@ -34,8 +34,8 @@ def in_subgroup(world, members):
 def two_users_of_a_group(world):
     """Two Collectives over one group, called alternately: their messages must not mix."""
     comms, tensors = [Collectives(), Collectives()], [torch.zeros(world.size, device=world.device) for _ in range(40)]
-    for index, tensor in enumerate(tensors):
-        shard = torch.full((1,), float(index), device=world.device)
+    shards = [torch.full((1,), float(index), device=world.device) for index in range(40)]
+    for index, (shard, tensor) in enumerate(zip(shards, tensors, strict=True)):
         last = comms[index % 2].all_gather(shard, tensor)
     last.wait()
     return [tensor.tolist() for tensor in tensors]

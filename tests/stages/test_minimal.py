@@ -73,7 +73,7 @@ def train_minimal(world, engine, steps):
         page.step()
     for unit in getattr(page, "units", []):
         unit.gather()
-    return {name: weight.clone() for name, weight in model.state_dict().items()}, held
+    return {name: weight.cpu().clone() for name, weight in model.state_dict().items()}, held
 
 
 def padded(engine, world_size):

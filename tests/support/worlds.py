@@ -5,6 +5,8 @@ import torch
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 from first_difference import hung
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from common.loop import choose_exact_kernels
 from common.ranks.world import LocalWorld, RankFailed
@@ -21,6 +23,43 @@ def explain_asserts(world):
 
 def take_exact_kernels(world):
     choose_exact_kernels(world.device)
+    if world.device.type == "cuda":
+        step_on_the_host()
+
+
+def step_on_the_host():
+    """Have every optimizer step on the host, as Offload does: kernels of CPU and CUDA round AdamW differently.
+
+    Parameters and states lie on the GPU before and after the step.
+    """
+    copies = {}  # optimizer -> [(its parameters in a group, place there, parameter)]
+
+    def bring_down(optimizer, args, kwargs):
+        own = copies[optimizer] = []
+        for group in optimizer.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                if parameter.is_cuda and parameter.grad is not None:
+                    copy = group["params"][place] = nn.Parameter(parameter.detach().cpu())
+                    copy.grad = parameter.grad.cpu()
+                    optimizer.state[copy] = {name: moved(value) for name, value in optimizer.state[parameter].items()}
+                    own.append((group["params"], place, parameter))
+
+    def bring_up(optimizer, args, kwargs):
+        for parameters, place, parameter in copies.pop(optimizer):
+            copy, parameters[place] = parameters[place], parameter
+            parameter.data.copy_(copy.detach())
+            states = optimizer.state[parameter]
+            for name, value in optimizer.state.pop(copy).items():
+                if torch.is_tensor(value) and torch.is_tensor(states.get(name)):
+                    states[name].copy_(value)
+                else:
+                    states[name] = moved(value, parameter.device) if torch.is_tensor(value) and value.dim() else value
+
+    def moved(value, device="cpu"):
+        return value.to(device) if torch.is_tensor(value) else value
+
+    register_optimizer_step_pre_hook(bring_down)
+    register_optimizer_step_post_hook(bring_up)
 
 
 def seed(world):

@@ -2,12 +2,14 @@
 
 import contextlib
 import errno
+import mmap
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -123,6 +125,21 @@ def test_of_two_writes_that_overlap_the_later_one_stays(world, tmp_path, first, 
         assert (state.copy(LATTER) == 2).all()
         disk.finish()
     assert (state.copy(LATTER) == 2).all()
+
+
+@pytest.mark.parametrize("begin", [0, 512])
+@pytest.mark.ranks(1)
+def test_a_buffer_begins_on_a_page_wherever_pinned_memory_begins(world, tmp_path, begin):
+    """Less than a MiB of it begins 512 bytes into a page on an H100."""
+    disk = Disk(Collectives(), tmp_path, sub_group=PAGE)
+    disk._comm = SimpleNamespace(simulated=False, device=torch.device("cuda"))
+
+    def pinned(numel, dtype, pin_memory):
+        return torch.frombuffer(mmap.mmap(-1, begin + numel), dtype=dtype, count=numel, offset=begin)
+
+    with mock.patch.object(torch, "empty", pinned):
+        buffer = disk.empty(PAGE, torch.float32)
+    assert (len(buffer), buffer.data_ptr() % PAGE) == (PAGE, 0)
 
 
 # ---- a folder that fails --------------------------------------------------------------------------------------------
