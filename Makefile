@@ -4,9 +4,9 @@
 # make test-all   the suite with its exhaustive matrices
 # make test-gpu   what concerns GPUs of the suite, on this machine's, with NCCL,
 #                 by the Python that has torch: PYTHON=python3. Up to four ranks
-#                 share a GPU where there are too few. Untried: none was at hand
+#                 share a GPU if there are too few. One H100 has run parts of it
 # make gpu-check  try this machine's GPUs, in forty minutes: common/GPUS.md. It
-#                 writes gpu-check.md, a page to post. PYTHON=python3. Untried
+#                 writes gpu-check.md, a page to post. PYTHON=python3
 # make papers     run the papers' numbers: each beside what the engines count
 # make soak       kill runs of every engine at random moments, 50 times each, to
 #                 see that they go on to the same bits; some 40 minutes

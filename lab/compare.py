@@ -2,7 +2,7 @@
 
 Every engine starts from the same weights and sees the same batches. Its final weights are compared with stage 0's bit
 for bit and with torch's own DistributedDataParallel by norm, its model states and its bytes on the wire with their
-predictions. An engine that quantizes is judged by its losses instead.
+predictions. An engine that quantizes is judged by its losses instead; on a GPU one that steps on the host, by norm.
 """
 
 import sys

@@ -14,7 +14,7 @@ additions. `deterministic=True` takes the exact path on NCCL too.
 
 **Ranks that part.** A point-to-point message carries a tag of its collective. Without it, messages of different
 collectives could meet, and end the process or pass for the right data. So ranks that call different collectives wait
-until gloo times out, and then report what each of them waited in (`RankLost`). On NCCL this is untried.
+until gloo times out, and then report what each of them waited in (`RankLost`). NCCL's watchdog ends such ranks instead.
 
 **Labels.** Each call may carry a label, a unit's name for instance: `trace` and `measure.timeline` show it.
 """

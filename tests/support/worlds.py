@@ -34,7 +34,7 @@ def step_on_the_host():
     """
     copies = {}  # optimizer -> [(its parameters in a group, place there, parameter)]
 
-    def bring_down(optimizer, args, kwargs):
+    def to_host(optimizer, args, kwargs):
         own = copies[optimizer] = []
         for group in optimizer.param_groups:
             for place, parameter in enumerate(group["params"]):
@@ -44,7 +44,7 @@ def step_on_the_host():
                     optimizer.state[copy] = {name: moved(value) for name, value in optimizer.state[parameter].items()}
                     own.append((group["params"], place, parameter))
 
-    def bring_up(optimizer, args, kwargs):
+    def to_device(optimizer, args, kwargs):
         for parameters, place, parameter in copies.pop(optimizer):
             copy, parameters[place] = parameters[place], parameter
             parameter.data.copy_(copy.detach())
@@ -58,8 +58,8 @@ def step_on_the_host():
     def moved(value, device="cpu"):
         return value.to(device) if torch.is_tensor(value) else value
 
-    register_optimizer_step_pre_hook(bring_down)
-    register_optimizer_step_post_hook(bring_up)
+    register_optimizer_step_pre_hook(to_host)
+    register_optimizer_step_post_hook(to_device)
 
 
 def seed(world):
