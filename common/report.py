@@ -2,7 +2,7 @@
 
 MOVED = {  # besides the collectives
     "internode_bytes_per_step": "sent to other nodes by {}",
-    "bus_bytes_per_step": "{} the bus",
+    "bus_bytes_per_step": "{} over the bus",
     "disk_bytes_per_step": "disk {}",
 }
 

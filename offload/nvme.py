@@ -139,7 +139,7 @@ class InfinityEngine(stage3_param.Engine):
         kept, read = bucket.parameters_at.lend(everything)
         if not bucket.parameters_at.tier.on_host:
             return kept, None
-        risen = self.bus.carry("up", bucket.name, shard, kept, after=read)
+        risen = self.bus.carry("to_device", bucket.name, shard, kept, after=read)
         bucket.parameters_at.drop(everything, after=risen)
         return shard, risen
 

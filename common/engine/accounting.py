@@ -148,7 +148,7 @@ class Accounting:
         live = {
             "gathered units": [b.full_parameters for b in everything],
             **self.kept(),
-            "receive buffer": [engine.comm.room],
+            "receive buffer": [engine.comm.receive_buffer],
             "buckets in flight": [b.local_gradients for b in buckets]
             + [total for b in buckets for total in b.sums.values()]
             + [p.master.grad for b in buckets for p in b.optimizer_shards]

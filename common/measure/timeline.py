@@ -31,7 +31,7 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broa
 MODULES = 0  # the row of the model's parts; threads have numbers above 0
 LANES = {  # by the labels of their work
     "collectives": COLLECTIVES,
-    "bus": ("down of", "up of"),
+    "bus": ("to_host of", "to_device of"),
     "host": ("optimizer's step of",),
     "disk": ("read of", "write of"),
 }

@@ -10,7 +10,7 @@ apart, by direction: no rank sends them.
 import threading
 from collections import Counter
 
-BUS = ("down", "up")  # from the device to the host, and back
+BUS = ("to_host", "to_device")  # from the device to the host, and back
 DISK = ("read", "write")
 
 
@@ -50,7 +50,7 @@ class Traffic:
         return _sum((phase, count) for (phase, kind), count in self.sent.items() if kind not in BUS + DISK)
 
     def on_bus(self):
-        """Bytes that crossed the bus: {"down": n, "up": n}, without zeros."""
+        """Bytes that crossed the bus: {"to_host": n, "to_device": n}, without zeros."""
         return _sum((kind, count) for (_, kind), count in self.sent.items() if kind in BUS)
 
     def on_disk(self):

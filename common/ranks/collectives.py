@@ -74,7 +74,7 @@ class Collectives:
         backend: "nccl", "gloo" or "fake".
         device: where the tensors live: the current CUDA device with NCCL, else the CPU.
         traffic: the meter, a `Traffic`.
-        room: the receive buffer of all reductions, as large as the largest so far needed; lent by `scratch`.
+        receive_buffer: of all reductions, as large as the largest so far needed; lent by `scratch`.
         owner: a prefix of each label, such as "engine 2's ", if a group has several users; else "".
         tracer: a `trace.Tracer`, which has ranks agree on each collective; None unless ZERO_TRACE is 1.
 
@@ -100,7 +100,7 @@ class Collectives:
         # One lane and one meter for an engine, whatever its groups: all ranks then run its collectives in one order.
         self.lane = lane_of(self.group, backend) if whole is None else whole.lane
         self.traffic = Traffic() if whole is None else whole.traffic
-        self.room, self._running, self._tag = None, "", TAG  # the last two: of what runs on the lane
+        self.receive_buffer, self._running, self._tag = None, "", TAG  # the last two: of what runs on the lane
         if backend == "gloo":
             let_lanes_go_first()
         self.tracer = None if self.simulated else trace.tracer_of(self.group)
@@ -242,9 +242,9 @@ class Collectives:
     def scratch(self, numel, dtype):
         """An uninitialized tensor [numel] in the receive buffer, for use while no reduction is in flight."""
         nbytes = numel * dtype.itemsize
-        if self.room is None or self.room.nbytes < nbytes:  # a smaller one lives as long as a handle holds it
-            self.room = self.buffer(nbytes)
-        return self.room[:nbytes].view(dtype)
+        if self.receive_buffer is None or self.receive_buffer.nbytes < nbytes:
+            self.receive_buffer = self.buffer(nbytes)  # a handle may hold the smaller one
+        return self.receive_buffer[:nbytes].view(dtype)
 
     def buffer(self, *shape, dtype=torch.uint8):
         """An uninitialized tensor that the lane can write even if the caller is in torch.inference_mode()."""

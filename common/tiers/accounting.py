@@ -84,8 +84,8 @@ class TieredAccounting(Accounting):
         engine, moved = self._engine, Counter()
         for bucket in engine.buckets + engine.frozen:
             for move in engine.moves(bucket, self._last_step[1]):
-                moved["down"] += move.times * move.nbytes * (move.source == "device" != move.target)
-                moved["up"] += move.times * move.nbytes * (move.target == "device" != move.source)
+                moved["to_host"] += move.times * move.nbytes * (move.source == "device" != move.target)
+                moved["to_device"] += move.times * move.nbytes * (move.target == "device" != move.source)
                 moved["read"] += move.times * padded(move.nbytes) * (move.source == "nvme")
                 moved["write"] += move.times * padded(move.nbytes) * (move.target == "nvme")
         return moved
@@ -112,9 +112,9 @@ class TieredAccounting(Accounting):
     def live(self):
         """See `EngineBase.live`. On a CPU rank the disk's staging buffers are device memory."""
         live, at_rest, tier = super().live(), self._at_rest(), self._engine.tier
-        live[HOST] = [*(tensor for state in STATES for tensor in at_rest[state, "cpu"]), *tier["cpu"].rooms()]
+        live[HOST] = [*(tensor for state in STATES for tensor in at_rest[state, "cpu"]), *tier["cpu"].buffers()]
         if tier.get("nvme") is not None:
-            live["buckets in flight" if self._engine.comm.point_to_point else HOST] += tier["nvme"].rooms()
+            live["buckets in flight" if self._engine.comm.point_to_point else HOST] += tier["nvme"].buffers()
         return live
 
     def _at_rest(self):

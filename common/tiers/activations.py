@@ -75,7 +75,7 @@ class HostActivations(saved_tensors_hooks):
             return tensor
         saved = Saved(torch.empty_like(tensor, device="meta"), self._last)
         saved.on_host = self._lend(saved)
-        self._move("down", saved, tensor)
+        self._move("to_host", saved, tensor)
         self._last = saved
         return saved
 
@@ -94,7 +94,7 @@ class HostActivations(saved_tensors_hooks):
     def _copy_up(self, saved):
         if saved.copying_up is None:
             tensor = torch.empty_like(saved.like, device=self.comm.device)
-            saved.copying_up = tensor, self._move("up", saved, tensor)
+            saved.copying_up = tensor, self._move("to_device", saved, tensor)
 
     def _move(self, direction, saved, tensor):
         """Copy between the device and the host, one at a time: no further tensor waits on the device."""
@@ -110,14 +110,15 @@ class HostActivations(saved_tensors_hooks):
         still read a free buffer, but copies run in order: the next user's copy down comes after that.
         """
         like = saved.like
-        free = sorted((room for room, user in self._user_of.items() if user() is None), key=lambda room: room.nbytes)
-        room = next((room for room in free if room.nbytes >= like.nbytes), None)
-        if room is None:
+        free = [buffer for buffer, user in self._user_of.items() if user() is None]
+        free.sort(key=lambda buffer: buffer.nbytes)
+        buffer = next((buffer for buffer in free if buffer.nbytes >= like.nbytes), None)
+        if buffer is None:
             if free:
                 del self._user_of[free[-1]]
-            room = self._host.empty(like.nbytes, torch.uint8)
-        self._user_of[room] = weakref.ref(saved)
-        return room[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+            buffer = self._host.empty(like.nbytes, torch.uint8)
+        self._user_of[buffer] = weakref.ref(saved)
+        return buffer[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
 
     @property
     def tensors(self):
@@ -128,4 +129,4 @@ class HostActivations(saved_tensors_hooks):
 def predicted_moves(module, samples, dtype):
     """Bytes of a step over the bus, by direction: each block's input, [samples, sequence, width] in `dtype`."""
     inputs = samples * module.saved_per_sample * dtype.itemsize
-    return {"down": inputs, "up": inputs}
+    return {"to_host": inputs, "to_device": inputs}

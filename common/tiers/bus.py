@@ -27,7 +27,7 @@ class Bus:
         shard = bucket.shard(self._comm.rank)
         for own in bucket.optimizer_shards:
             there = mean[within(own.part, shard)], own.gradient_shard
-            handle = self.carry("down", bucket.name, *there, after, crosses=own.tier.on_host)
+            handle = self.carry("to_host", bucket.name, *there, after, crosses=own.tier.on_host)
         return handle  # the last copy's: it comes after the others
 
     def to_device(self, bucket):
@@ -35,11 +35,11 @@ class Bus:
         handle = None
         for shard in bucket.optimizer_shards:
             if shard.is_apart:
-                handle = self.carry("up", bucket.name, shard.stepped, shard.fresh, crosses=shard.tier.on_host)
+                handle = self.carry("to_device", bucket.name, shard.stepped, shard.fresh, crosses=shard.tier.on_host)
         return handle
 
     def carry(self, direction, name, on_device, on_host, after=None, crosses=True):
-        """Copy a tensor into another of its shape and dtype, "down" to the host or "up" to the device; return a Handle.
+        """Copy a tensor into another of its shape and dtype, "to_host" or "to_device"; return a Handle.
 
         Args:
             name: the tensor's name in a trace.
@@ -47,7 +47,7 @@ class Bus:
             crosses: `on_host` really is off the device, so the copy counts.
         """
         self._comm.traffic.record(direction, on_device.nbytes * crosses)
-        source, target = (on_device, on_host) if direction == "down" else (on_host, on_device)
+        source, target = (on_device, on_host) if direction == "to_host" else (on_host, on_device)
 
         def work():
             if after is not None:

@@ -138,11 +138,11 @@ class Disk(Host):
         with torch.inference_mode(False):  # the first request may come within it
             # Large pinned memory begins on a page, and another page could double the allocation.
             for extra in (0, PAGE) if pinned else (PAGE,):
-                room = torch.empty(padded(nbytes) + extra, dtype=torch.uint8, pin_memory=pinned)
-                begin = -room.data_ptr() % PAGE if real else 0
+                whole = torch.empty(padded(nbytes) + extra, dtype=torch.uint8, pin_memory=pinned)
+                begin = -whole.data_ptr() % PAGE if real else 0
                 if begin <= extra:
                     break
-            return room[begin : begin + nbytes].view(dtype)
+            return whole[begin : begin + nbytes].view(dtype)
 
     def keep(self, numel, dtype, label):
         """A place for a state [numel]."""
@@ -163,9 +163,9 @@ class Disk(Host):
         while self._written:
             self._written.pop().wait()
 
-    def rooms(self):
+    def buffers(self):
         """The staging buffers."""
-        return [*self.stepping.made, *self.shards.made, *super().rooms()]
+        return [*self.stepping.made, *self.shards.made, *super().buffers()]
 
 
 def refuse_state_dict(optimizer):

@@ -71,7 +71,7 @@ class Host(Device):
     """The host's memory; its lane is a thread.
 
     Attributes:
-        room: the buffer in which 16-bit gradients become fp32, one shard at a time; None before the first.
+        scratch_buffer: the buffer in which 16-bit gradients become fp32, one shard at a time; None before the first.
     """
 
     name = "cpu"
@@ -79,7 +79,7 @@ class Host(Device):
 
     def __init__(self, comm, *, delayed=False):
         super().__init__(comm, delayed=delayed)
-        self.room, self.pins = None, comm.device.type == "cuda"
+        self.scratch_buffer, self.pins = None, comm.device.type == "cuda"
         self.lane = lane_of(comm.group, comm.backend, "host")
 
     def empty(self, numel, dtype):
@@ -93,13 +93,13 @@ class Host(Device):
     def scratch(self, numel, dtype):
         """See `Device.scratch`."""
         nbytes = numel * dtype.itemsize
-        if self.room is None or self.room.nbytes < nbytes:
-            self.room = self.empty(nbytes, torch.uint8)
-        return self.room[:nbytes].view(dtype)
+        if self.scratch_buffer is None or self.scratch_buffer.nbytes < nbytes:
+            self.scratch_buffer = self.empty(nbytes, torch.uint8)
+        return self.scratch_buffer[:nbytes].view(dtype)
 
-    def rooms(self):
+    def buffers(self):
         """The tier's scratch buffers."""
-        return [] if self.room is None else [self.room]
+        return [] if self.scratch_buffer is None else [self.scratch_buffer]
 
     def adopt(self, states):
         """Move states that an optimizer made in private memory, {name: state}, into shared mappings."""

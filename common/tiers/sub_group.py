@@ -73,18 +73,18 @@ class TieredBucket(Bucket):
         if self.gradients_at.tensor is None:
             return host.submit(partial(self._to_disk, mean, after, bus), mean)
         if self.gradients_at.tier.on_host:
-            return bus.carry("down", self.name, mean, self.gradients_at.tensor, after)
+            return bus.carry("to_host", self.name, mean, self.gradients_at.tensor, after)
         return after  # the reduction wrote it in place
 
     def _to_disk(self, mean, after, bus):
         for shard in self.optimizer_shards:
             if shard.adds:  # into a scratch buffer, to be added to the sum
-                room = self.gradients_at.tier.scratch(length(shard.own), self.kind.dtype)
+                buffer = self.gradients_at.tier.scratch(length(shard.own), self.kind.dtype)
             else:
-                room, _ = self.gradients_at.lend(shard.own, fresh=True)
-            bus.carry("down", self.name, mean[shard.own], room, after).wait_on_host()
+                buffer, _ = self.gradients_at.lend(shard.own, fresh=True)
+            bus.carry("to_host", self.name, mean[shard.own], buffer, after).wait_on_host()
             if shard.adds:  # in fp32
-                self.lend_sum(shard).add_(room)
+                self.lend_sum(shard).add_(buffer)
                 self.sums_at.put_back(shard.own)
             else:
                 self.gradients_at.put_back(shard.own)
@@ -150,7 +150,7 @@ class TieredBucket(Bucket):
         yield
         self.parameters = self.parameters_at.tensor
         for shard in on_disk:
-            shard.master.data = shard.nothing()
+            shard.master.data = shard.stand_in()
 
 
 class SubGroup(OptimizerShard):
@@ -163,11 +163,11 @@ class SubGroup(OptimizerShard):
         super().__init__(slice(begin + own.start, begin + own.stop), tier)
         self._bucket, self.own, self._lent_mean = weakref.ref(bucket), own, None
         self._on_disk = bucket.masters_at.tensor is None
-        self.master = nn.Parameter(self.nothing() if self._on_disk else bucket.masters_at.tensor[own])
+        self.master = nn.Parameter(self.stand_in() if self._on_disk else bucket.masters_at.tensor[own])
         gradients = bucket.gradients_at.tensor
         self.gradient_shard = None if gradients is None else gradients[own]
 
-    def nothing(self, dtype=torch.float32):
+    def stand_in(self, dtype=torch.float32):
         """A stand-in for values on disk: one number, expanded."""
         return torch.full((1,), math.nan).to(dtype).expand(length(self.own))
 
@@ -282,7 +282,7 @@ class SubGroup(OptimizerShard):
                 if storage_id(state) != storage_id(lent):  # some optimizers replace a state, not step it in place
                     lent.copy_(state)
             place.put_back(self.own)
-            self._show(optimizer, name, self.nothing(place.dtype))
+            self._show(optimizer, name, self.stand_in(place.dtype))
         self.adopt(optimizer.state[self.master])
 
     def _places(self, optimizer):
@@ -301,9 +301,9 @@ class SubGroup(OptimizerShard):
 
     def _carry(self, bus, source, target, tier):
         if tier.on_host:
-            bus.carry("down", self.bucket.name, source, target).wait_on_host()
+            bus.carry("to_host", self.bucket.name, source, target).wait_on_host()
         else:
-            bus.carry("up", self.bucket.name, target, source).wait_on_host()
+            bus.carry("to_device", self.bucket.name, target, source).wait_on_host()
 
     def check_states(self, states):
         """See `OptimizerShard.check_states`; refuses a write to the stand-in of a state on disk."""
@@ -324,7 +324,7 @@ class SubGroup(OptimizerShard):
         for name, value in states.items():
             if torch.is_tensor(value) and value.shape == self.master.shape and not _is_nothing(value):
                 self._place_of(name, value.dtype).store(self.own, value)
-                states[name] = self.nothing(value.dtype)
+                states[name] = self.stand_in(value.dtype)
 
     def take_state(self, name, fill):
         """Fill one of the optimizer's states at its place, by `fill(target)`; return what stands for it."""
@@ -334,7 +334,7 @@ class SubGroup(OptimizerShard):
         values, _ = place.lend(self.own, fresh=True)
         fill(values)
         place.put_back(self.own)
-        return self.nothing()
+        return self.stand_in()
 
     def _place_of(self, name, dtype):
         """The place on disk of one of the optimizer's states, for the whole shard."""

@@ -60,8 +60,8 @@ class Event:
     lines: tuple = (0, 0)
     inherited: bool = False  # that file is the one of the engine which it derives from
     within: tuple = ()  # the engine's methods that run now, the outermost first
-    # What this rank has sent in this step, what of that left its node, what it has moved each way: "sent", "left",
-    # "down", "up", "read", "write"; and what it has on the device, "held", activations aside, on "host" and "disk".
+    # What this rank has sent in this step, how much of that left its node, and what it has moved: "sent", "left",
+    # "to_host", "to_device", "read", "write"; and what it has: "held" (activations aside), "host", "disk".
     bytes: dict = field(default_factory=dict)
     cells: dict = field(default_factory=dict)  # see `Held.cells`
 
@@ -167,7 +167,7 @@ class Recorder:
         """A copy over the bus begins."""
         self.held.begins(called.name, called.direction)
         self.note(called.direction, called.name)
-        if called.direction == "down":  # what goes up has a gather behind it
+        if called.direction == "to_host":  # what goes up has a gather behind it
             self._await(handle, called.name)
 
     def _submit(self, name, called, handle):
@@ -178,15 +178,15 @@ class Recorder:
                 self.note("host_step", about)
                 self._given[handle] = partial(self._steps, about, shards)
             else:
-                self.held.begins(about, "down")
-                self.note("down", about)
+                self.held.begins(about, "to_host")
+                self.note("to_host", about)
                 self._given[handle] = partial(self._lies_on_disk, shards, list(self._within))
 
     def _lies_on_disk(self, shards, within):
         """The host has brought a mean down, part by part, and written it in whole pages."""
         for shard in shards:
             nbytes = length(shard.own) * shard.bucket.kind.dtype.itemsize
-            self._count("down", nbytes, within=within)
+            self._count("to_host", nbytes, within=within)
             self._count("write", padded(nbytes), within=within)
 
     def _await(self, handle, about):

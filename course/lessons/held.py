@@ -110,7 +110,7 @@ class Held:
             letters = dict.fromkeys(self.ranks, ROUNDED)
         if coming:
             letters |= {shard: UNDER_WAY for shard in self.ranks if shard != self.engine.rank}
-        if "up" in self.begun.get(bucket.name, ()):
+        if "to_device" in self.begun.get(bucket.name, ()):
             letters[self.engine.rank] = UNDER_WAY
         return self._row(bucket, "parameters", letters, self.written.get((bucket.name, "parameters"), HERE))
 
@@ -156,7 +156,7 @@ class Held:
     def bytes(self):
         """{"held": bytes on the device, in flight and receive buffer included, "host": bytes, "disk": bytes}."""
         in_flight = [buffer for buffers in self._buffers.values() for buffer in buffers]
-        found = {"held": storage_bytes([*self.states(), *in_flight, self.engine.comm.room])}
+        found = {"held": storage_bytes([*self.states(), *in_flight, self.engine.comm.receive_buffer])}
         if "host" in self.areas:
             found["host"] = storage_bytes(tensor for tensors in on_host(self.engine).values() for tensor in tensors)
         return found | self._on_disk
@@ -182,7 +182,7 @@ def on_host(engine):
     tiers = [tier for name, tier in getattr(engine, "tier", {}).items() if name != "device" and tier is not None]
     at_rest = engine.accounting._at_rest().items() if tiers else ()
     found = {state: tensors for (state, tier), tensors in at_rest if tier == "cpu"}
-    found["staging buffers"] = [room for tier in tiers for room in tier.rooms()]
+    found["staging buffers"] = [buffer for tier in tiers for buffer in tier.buffers()]
     return {name: tensors for name, tensors in found.items() if tensors}
 
 

@@ -14,7 +14,7 @@ from course.lessons.sources import TABLES
 MOVED = ("bus_bytes_per_step", "disk_bytes_per_step")
 NOTHING = "nothing"
 OUTSIDE = "nothing: the recorded step does not call it"
-WAYS = {"down": "down the bus", "up": "up the bus", "read": "read from disk", "write": "written to disk"}
+WAYS = {"to_host": "down the bus", "to_device": "up the bus", "read": "read from disk", "write": "written to disk"}
 WHERE = {"host": "on the host", "disk": "on disk"}
 PREFIX = re.compile(r"^(Phase \d+\.|The [\w ]+ table:|See `[\w.]+`[.;]) *")  # what a docstring says of its place
 

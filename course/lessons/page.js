@@ -29,8 +29,8 @@ const SAID = {
   q: "held, rounded", s: "out of date",
 };
 const METERS = [ // of an event, in the order shown
-  ["sent", "sent so far"], ["left", "left the node"], ["held", "held now"], ["down", "down the bus"],
-  ["up", "up the bus"], ["read", "read from disk"], ["write", "written"], ["host", "on the host"], ["disk", "on disk"],
+  ["sent", "sent so far"], ["left", "left the node"], ["held", "held now"], ["to_host", "down the bus"],
+  ["to_device", "up the bus"], ["read", "read from disk"], ["write", "written"], ["host", "on the host"], ["disk", "on disk"],
 ];
 const PAUSE = 1500; // milliseconds between events that play by themselves
 

@@ -29,7 +29,7 @@ COUNTS = {"device": "model_state_bytes", "host": "host_state_bytes", "disk": "di
 ROWS = {  # of a trace: what is shown on each, by its label
     "compute": {**{phase: phase for phase in PHASES}, "wait": "waiting"},
     "collectives": {name: name for name in COLLECTIVES},
-    "bus": {"down": "down the bus", "up": "up the bus"},
+    "bus": {"to_host": "down the bus", "to_device": "up the bus"},
     "host": {"optimizer's step": "the host's step"},
 }
 

@@ -79,7 +79,7 @@ class Owned(InfinityEngine):
                 bucket.full_parameters.untyped_storage().resize_(bucket.full_parameters.nbytes)
                 risen = None
                 if bucket.owner == self.rank:
-                    risen = self.bus.carry("up", bucket.name, bucket.full_parameters, bucket.whole_on_host)
+                    risen = self.bus.carry("to_device", bucket.name, bucket.full_parameters, bucket.whole_on_host)
                 bucket.gathering = self.comm.broadcast(bucket.full_parameters, bucket.owner, bucket.name, after=risen)
 
     def update(self):
@@ -154,7 +154,7 @@ def measure(world, kind, options):
         began = time.perf_counter()
         train_step(engine, [(inputs, targets)])
         seconds.append(time.perf_counter() - began)
-    up = engine.comm.gather_objects(engine.comm.traffic.on_bus().get("up", 0))
+    up = engine.comm.gather_objects(engine.comm.traffic.on_bus().get("to_device", 0))
     median = statistics.median(seconds[WARM_UP:])
     return {"up_bytes": up, "seconds": median, "param_sha256": sha256(engine.full_state_dict())}
 

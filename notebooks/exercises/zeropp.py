@@ -100,16 +100,15 @@ class Blocks:
         bits: of a code, 8 or 4.
         block: elements that share a scale, an even number.
         chunk: elements at a time.
-        compiled: let torch.compile fuse the arithmetic, with the same bits. On a GPU two kernels replace ten.
+        compiled: let torch.compile fuse the arithmetic, if that keeps the bits. On a GPU two kernels replace ten.
     """
 
     def __init__(self, bits, block=256, chunk=CHUNK, compiled=False):
         self.bits, self.block, self.chunk = bits, block, chunk
         self.largest = {8: 127, 4: 7}[bits]
-        if compiled:
-            options = {name: True for name in torch._inductor.list_options() if name == DIVISION}
-            self._steps = torch.compile(self._steps, dynamic=True, options=options)
-            self._values = torch.compile(self._values, dynamic=True, options=options)
+        if compiled and DIVISION in torch._inductor.list_options():
+            self._steps = torch.compile(self._steps, dynamic=True, options={DIVISION: True})
+            self._values = torch.compile(self._values, dynamic=True, options={DIVISION: True})
 
     def nbytes(self, numel):
         """The bytes of a message of `numel` elements."""

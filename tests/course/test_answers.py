@@ -30,7 +30,7 @@ LINE = {2: 0.030, 8: 0.060, 16: 0.110}
 OFFLOADED = {  # a step of 100 parameters on 2 ranks, in 16-bit, with a little padding
     "parameters": 100,
     "held": {"device": {"parameters": 200}, "host": {"gradients": 100, "optimizer": 601}},
-    "moved": {"down": {"backward": 100}, "up": {"step": 100}},
+    "moved": {"to_host": {"backward": 100}, "to_device": {"step": 100}},
 }
 ON_DISK = {"parameters": 100, "moved": {"read": {"forward": 200, "step": 720}, "write": {"step": 815}}}
 READS = [0, 1, 2, 3, 3, 4, 5, 6]  # of a training whose first 3 updates are exact

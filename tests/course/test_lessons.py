@@ -225,7 +225,7 @@ def test_the_table_of_a_page_shows_the_books_of_both_engines(recorded, pages, pa
 
 def test_what_the_host_is_to_step_goes_down_behind_its_reduction_and_comes_up_before_its_gather(recorded):
     for bucket in recorded["offload"]["owned"][0]:
-        kinds = ("reduce_scatter", "down", "host_step", "stepped", "up", "all_gather")
+        kinds = ("reduce_scatter", "to_host", "host_step", "stepped", "to_device", "all_gather")
         once = [numbers_of(recorded, "offload", kind, bucket) for kind in kinds]
         assert all(len(numbers) == 1 for numbers in once)
         assert once == sorted(once)
@@ -234,7 +234,7 @@ def test_what_the_host_is_to_step_goes_down_behind_its_reduction_and_comes_up_be
 def test_a_disk_reads_a_unit_before_its_turn_and_its_step_while_another_is_stepped(recorded):
     name = "offload.nvme"
     for bucket in (f"blocks.{number}" for number in range(2, 4)):  # the first ones were read by the step before
-        ups, reads = (numbers_of(recorded, name, kind, bucket) for kind in ("up", "read"))
+        ups, reads = (numbers_of(recorded, name, kind, bucket) for kind in ("to_device", "read"))
         assert reads[0] < ups[0]
         assert recorded[name]["events"][ups[0]].phase == "forward"
     reads = {event.about: n for n, event in events_of(recorded, name, "read") if "optimizer" in event.names}

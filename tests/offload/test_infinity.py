@@ -317,7 +317,7 @@ def test_a_trace_has_rows_for_disk_bus_collectives_and_computation(worlds, tmp_p
     trace = worlds(2).run(record, "offload.nvme", "gpt-nano", tmp_path / "trace.json")[0]
     named = {(2 * rank, row) for rank in (0, 1) for row in ("disk", "bus", "collectives", "compute")}
     assert named <= rows(trace).keys()
-    for what, row in {"read of": "disk", "write of": "disk", "up of": "bus", "down of": "bus"}.items():
+    for what, row in {"read of": "disk", "write of": "disk", "to_device of": "bus", "to_host of": "bus"}.items():
         assert rows_of(trace, what) == {row}
 
 

@@ -187,7 +187,7 @@ def test_accumulating_sums_on_the_host_and_each_backwards_gradient_crosses_the_b
     for name in ("host_state_bytes", "bus_bytes_per_step"):
         assert measured[name] == predicted[name]
     crossed = measured["bus_bytes_per_step"]
-    assert crossed["down"] == 2 * crossed["up"]
+    assert crossed["to_host"] == 2 * crossed["to_device"]
 
 
 def test_a_timeline_shows_the_host_apart_and_does_not_count_it(world):
@@ -207,7 +207,7 @@ def test_a_timeline_shows_the_host_apart_and_does_not_count_it(world):
 def test_a_trace_has_a_row_for_the_bus_and_one_for_the_hosts_steps(worlds, tmp_path):
     trace = worlds(2).run(record, "offload", "gpt-nano", tmp_path / "trace.json")[0]
     assert {(2 * rank, row) for rank in (0, 1) for row in ("bus", "host", "collectives")} <= rows(trace).keys()
-    for what, row in {"down of": "bus", "up of": "bus", "optimizer's step of": "host"}.items():
+    for what, row in {"to_host of": "bus", "to_device of": "bus", "optimizer's step of": "host"}.items():
         assert rows_of(trace, what) == {row}
 
 

@@ -137,7 +137,7 @@ def checkpoint_bytes():
     model, samples, leaving = models.build("gpt-mini"), 2, {"offload_activations": True}
     row = counts(P_OS_G, "gpt-mini", batch=samples, checkpoint_activations="non-reentrant", **leaving)
     elements = samples * (model.window - 1) * model.wte.weight.shape[1] * len(model.blocks)
-    return row["bus_bytes_per_step"]["down"] / elements
+    return row["bus_bytes_per_step"]["to_host"] / elements
 
 
 def operator_bytes():

@@ -55,7 +55,7 @@ def counts(world, engine, folder):
     return broken(
         **{name: measured[name] == predicted[name] for name in predicted},
         papers_device=sum(made.model_state_bytes().values()) == 2 * padded if on_host else True,
-        papers_bus=crossed == {"down": 2 * on_host, "up": 2 * on_host} if on_host else True,
+        papers_bus=crossed == {"to_host": 2 * on_host, "to_device": 2 * on_host} if on_host else True,
     )
 
 

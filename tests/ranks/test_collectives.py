@@ -347,11 +347,11 @@ def test_a_receive_buffer_that_was_too_small_lives_until_its_reduction_ended(wor
     comm = Collectives(deterministic=True)
     comm.lane = lane = RecordingLane()
     comm.all_reduce(torch.zeros(64, device=world.device))
-    small = comm.room
+    small = comm.receive_buffer
     for numel in (128, 64):
         comm.all_reduce(torch.zeros(numel, device=world.device))
     held = [{buffer.untyped_storage()._cdata for buffer in buffers} for buffers in lane.held]
-    first, last = (room.untyped_storage()._cdata for room in (small, comm.room))
+    first, last = (buffer.untyped_storage()._cdata for buffer in (small, comm.receive_buffer))
     assert [(first in storages, last in storages) for storages in held] == [(True, False), (False, True), (False, True)]
 
 
@@ -363,7 +363,7 @@ def test_a_large_reduction_receives_into_a_segment_and_the_places_of_what_has_le
     reduced = values * (world.rank + 1.0)
     comm.all_reduce(reduced).wait()
     assert torch.equal(reduced, values * (world.size + 1) / 2)
-    assert comm.room.nbytes == (collectives.SEGMENT if world.size > 1 else 0)
+    assert comm.receive_buffer.nbytes == (collectives.SEGMENT if world.size > 1 else 0)
 
 
 @pytest.mark.parametrize("ordered", [False, True])

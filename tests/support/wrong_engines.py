@@ -304,9 +304,9 @@ class ReusesItsRoom(Asynchronous):
     room = None
 
     def sent(self, parameter):
-        if self.room is None:
-            self.room = torch.empty(max(other.numel() for other in self.trained))
-        return self.room[: parameter.numel()].copy_(parameter.grad.flatten())
+        if self.buffer is None:
+            self.buffer = torch.empty(max(other.numel() for other in self.trained))
+        return self.buffer[: parameter.numel()].copy_(parameter.grad.flatten())
 
 
 IN_TIME = (Asynchronous, InPlace)

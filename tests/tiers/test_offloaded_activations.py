@@ -60,7 +60,7 @@ def test_no_bit_changes_and_every_blocks_input_goes_down_and_comes_up(world, nam
     found = check(world, name, kind, "--precision", precision)
     inputs = 2 * 12 * 16 * 16 * (4 if precision == "fp32" else 2)  # layers, samples of a rank, sequence, width
     if name != "offload":  # which moves gradients and parameters too
-        assert found["bus_bytes_per_step"] == {"down": inputs, "up": inputs}
+        assert found["bus_bytes_per_step"] == {"to_host": inputs, "to_device": inputs}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,8 @@ def test_the_input_of_the_block_before_begins_its_way_up_before_a_block_is_compu
         block.register_forward_pre_hook(lambda block, args, number=number: seen.append(f"block {number}"))
     with mock.patch.object(Bus, "carry", noted):
         train_step(made, world, 1)
-    assert seen[8:] == ["up 3", "up 2", "block 3", "up 1", "block 2", "up 0", "block 1", "block 0"]
+    later = ["block 3", "to_device 1", "block 2", "to_device 0", "block 1", "block 0"]
+    assert seen[8:] == ["to_device 3", "to_device 2", *later]
 
 
 # ---- what a checkpoint may meet -----------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ def test_a_tensor_saved_twice_and_a_second_backward(world, reentrant, backwards)
     made.comm.traffic.reset()
     found = gradient(made.module.saving, reentrant, backwards)
     assert torch.equal(found, gradient(contextlib.nullcontext(), reentrant, backwards))
-    assert made.comm.traffic.on_bus() == {"down": 2 * 48 + 24, "up": backwards * (2 * 48 + 24)}
+    assert made.comm.traffic.on_bus() == {"to_host": 2 * 48 + 24, "to_device": backwards * (2 * 48 + 24)}
 
 
 class Half(nn.Module):
@@ -218,7 +219,7 @@ def test_what_a_recomputation_saves_stays_on_the_device(world, kind):
         loss.backward()
         ends.append({name: parameter.grad for name, parameter in halves.named_parameters()})
     assert same_bits(*ends)
-    assert made.comm.traffic.on_bus().get("down", 0) == 0
+    assert made.comm.traffic.on_bus().get("to_host", 0) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -261,7 +262,7 @@ def test_compare_holds_every_engine_with_its_activations_on_the_host_to_its_prom
     given = options("--checkpoint-activations", "--offload-activations")
     results, _ = worlds(2).run(compare.compare, list(ENGINES), given)[0]
     assert all(compare.holds(row) for row in results["rows"])
-    assert all(row["bus_bytes_per_step"]["up"] > 0 for row in results["rows"])
+    assert all(row["bus_bytes_per_step"]["to_device"] > 0 for row in results["rows"])
     text = compare.as_markdown(results)
     assert "non-reentrant activation checkpoints on the host" in text
     assert "| over the bus per step |" in text
@@ -272,7 +273,7 @@ def test_a_trace_shows_the_copies_in_the_row_of_the_bus(worlds, tmp_path):
     given.trace = str(tmp_path / "trace.json")
     worlds(2).run(row, "stage3_param", given)
     trace = json.loads((tmp_path / "trace.json").read_text())
-    for what in ("down of checkpoint 1", "up of checkpoint 0"):
+    for what in ("to_host of checkpoint 1", "to_device of checkpoint 0"):
         there = {row for row, events in rows(trace).items() if what in [event["name"] for event in events]}
         assert there == {(0, "bus"), (2, "bus")}
 
@@ -282,4 +283,4 @@ def test_the_command_writes_what_crosses_the_bus(tmp_path):
     train.main("stage1_os", [*given.split(), str(tmp_path / "run.json")])
     results = json.loads((tmp_path / "run.json").read_text())
     assert results["offload_activations"] is True
-    assert results["bus_bytes_per_step"] == dict.fromkeys(("down", "up"), 2 * 24 * 16 * 16 * 4)
+    assert results["bus_bytes_per_step"] == dict.fromkeys(("to_host", "to_device"), 2 * 24 * 16 * 16 * 4)
