@@ -12,15 +12,15 @@ Phases of a step, over N ranks and Ψ parameters:
        gather            forward     before a unit runs: copy its shard to the device        Ψ/N over the bus
                                      all-gather its parameters                               (N-1)/N Ψ sent
        prefetch          forward     and begin with those of the unit after it
-    2. free              forward     after a unit ran: free its parameters
+    2. free              forward     when the next unit begins: free its parameters
     3. the same          backward    in the order of backward
     4. gradient_ready    backward    a gradient moves into its unit's buffer; the first allocates it
     5. reduce, free      backward    after a unit's backward: reduce-scatter to the mean     (N-1)/N Ψ sent
                                      which is copied to the host, and on to disk             Ψ/N
     6. finish_backward   backward    reduce what is missing, wait for all
-    7. update            step        sub-group by sub-group: one is stepped, while the next is read with all of
-                                     its states and the one before is written                2 x 12/N Ψ bytes
-    8. agree             step        on whether the disk of any rank has failed
+    7. agree             step        on whether the disk of any rank has failed, before the update and after it
+    8. update            step        sub-group by sub-group: one is stepped, while the next is read with all of
+                                     its states and the one before is written                2 x 12/N Ψ of states
 
 Source: ZeRO-Infinity, arXiv 2104.07857, sec. 5 and 6. Model states with Adam: 16/N Ψ bytes, wherever they lie; 20/N Ψ
 in fp32 where parameters and optimizer states lie apart.
@@ -44,19 +44,19 @@ READ_AHEAD = 2  # units that are read from disk while the one before them is gat
 
 
 def check_options(tiers, sub_group_mb):
-    """Validate the options. Returns {state: tier}, whether `tiers` names one tier for all states or one for each.
+    """Validate the options. Returns {state: tier}, from one tier for all states or one for each.
 
     Raises:
         InputError: a tier or a state is unknown, a state has none, or `sub_group_mb` is not a positive number.
     """
-    given, tiers = tiers, tiers if isinstance(tiers, dict) else dict.fromkeys(STATES, tiers)
-    if set(tiers) != set(STATES) or not all(tier in TIERS for tier in tiers.values()):
+    tier_of = tiers if isinstance(tiers, dict) else dict.fromkeys(STATES, tiers)
+    if set(tier_of) != set(STATES) or not all(tier in TIERS for tier in tier_of.values()):
         raise InputError(
-            f"tiers={given}: give one of {', '.join(TIERS)}, or a dict that has one for each of {', '.join(STATES)}"
+            f"tiers={tiers}: give one of {', '.join(TIERS)}, or a dict that has one for each of {', '.join(STATES)}"
         )
     if not 0 < sub_group_mb < float("inf"):
         raise InputError(f"sub_group_mb={sub_group_mb}: a sub-group needs a size above 0")
-    return tiers
+    return tier_of
 
 
 class InfinityEngine(stage3_param.Engine):
@@ -87,7 +87,7 @@ class InfinityEngine(stage3_param.Engine):
         return {state: [(part, self.tier[self.tiers[state]]) for part in parts] for state in STATES}
 
     def moves(self, bucket, reductions):
-        """The table of copies between tiers in a step of so many reductions, a `Move` each.
+        """The table of copies between tiers in a step of `reductions` reductions, a `Move` each.
 
         What moves between "device" and another tier crosses the bus; "nvme" is read and written. The step runs where
         the optimizer states lie or, if that is the disk, on the host.
@@ -130,8 +130,8 @@ class InfinityEngine(stage3_param.Engine):
 
     def all_gather(self, bucket):
         """Phase 1. All-gather a bucket's parameters, once this rank's shard is on the device."""
-        shard, there = self.copy_up(bucket)
-        return self.comm.all_gather(shard, bucket.full_parameters, bucket.name, after=there)
+        shard, copied = self.copy_up(bucket)
+        return self.comm.all_gather(shard, bucket.full_parameters, bucket.name, after=copied)
 
     def copy_up(self, bucket):
         """This rank's shard on the device, and the Handle of the copy that brings it there; None if it lies there."""
@@ -139,9 +139,9 @@ class InfinityEngine(stage3_param.Engine):
         kept, read = bucket.parameters_at.lend(everything)
         if not bucket.parameters_at.tier.on_host:
             return kept, None
-        risen = self.bus.carry("to_device", bucket.name, shard, kept, after=read)
-        bucket.parameters_at.drop(everything, after=risen)
-        return shard, risen
+        copied = self.bus.carry("to_device", bucket.name, shard, kept, after=read)
+        bucket.parameters_at.drop(everything, after=copied)
+        return shard, copied
 
     def prefetch(self, order):
         """Gather the unit that came next in the last iteration while this one computes, and read those after it."""
@@ -169,9 +169,9 @@ class InfinityEngine(stage3_param.Engine):
 
     # ---- forward and backward ---------------------------------------------------------------------------------
 
-    def after_forward(self, unit, traced):
+    def after_forward(self, unit, has_outputs):
         """Phase 2. As in stage 3. A module that is called directly reports a failed disk, too."""
-        super().after_forward(unit, traced)
+        super().after_forward(unit, has_outputs)
         if not (self.in_forward or any(other.depth for other in self.units) or all(other.pins for other in self.units)):
             self.disks.agree()
 
@@ -190,20 +190,20 @@ class InfinityEngine(stage3_param.Engine):
 
     def reduce_scatter(self, bucket):
         """Phase 5. This rank's shard of the mean over ranks moves to the tier of the gradients."""
-        there = bucket.gradients_at
-        mean = bucket.local_gradients[bucket.shard(self.rank)] if there.tier.on_host else there.tensor
+        place = bucket.gradients_at
+        mean = bucket.local_gradients[bucket.shard(self.rank)] if place.tier.on_host else place.tensor
         reduction = self.comm.reduce_scatter(bucket.local_gradients, mean, bucket.name)
         return bucket.receive(mean, reduction, self.bus, self.tier["cpu"].lane)
 
     # ---- step -------------------------------------------------------------------------------------------------
 
     def begin_step(self):
-        """Phase 8. Refuse to step if a disk has lost a gradient on any rank."""
+        """Phase 7. Refuse to step if a disk has lost a gradient on any rank."""
         super().begin_step()
         self.disks.agree()
 
     def update(self):
-        """Phase 7. Each rank steps its shards: one sub-group is stepped while the next is read and the last written."""
+        """Phase 8. Each rank steps its shards: one sub-group is stepped while the next is read and the last written."""
         self.free_all()
         sub_groups = [shard for bucket in self.buckets for shard in bucket.optimizer_shards]
         sub_groups[0].swap_in(self.optimizer)
@@ -242,7 +242,7 @@ class InfinityEngine(stage3_param.Engine):
     # ---- accounting -------------------------------------------------------------------------------------------
 
     def check_optimizer(self, optimizer):
-        """Refuse an optimizer that cannot step where its states lie."""
+        """Validate the options, and refuse an optimizer that cannot step where its states lie."""
         self.tiers = check_options(self.tiers, self.sub_group_mb)
         if self.tiers["optimizer"] == "device":
             return super().check_optimizer(optimizer)

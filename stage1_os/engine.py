@@ -29,7 +29,7 @@ class Engine(EngineBase):
         return Owned(parameters=everything, gradients=everything, optimizer=shard)
 
     def sends(self, bucket, reductions):
-        """The traffic table: how often a step of so many reductions runs each collective over a bucket."""
+        """The traffic table: how often each collective runs over a bucket in a step of `reductions` reductions."""
         return {"reduce_scatter": reductions, "all_gather": 1} if bucket.kind.trainable else {}
 
     def partition(self):

@@ -2,7 +2,7 @@
 
 Stage 1 throws most of the reduced gradient away unread: a rank steps its shard only. So here the buffer for a bucket's
 gradients is allocated when its first gradient arrives, and freed when the bucket is reduced; what stays is the mean of
-this rank's shard. At most two buckets have one at a time: one that fills and one in flight.
+this rank's shard. If gradients arrive in order, at most two buckets have one: one that fills and one in flight.
 
 Phases of a step, over N ranks and Ψ parameters:
 
@@ -33,7 +33,7 @@ class Engine(EngineBase):
         return Owned(parameters=everything, gradients=shard, optimizer=shard)
 
     def sends(self, bucket, reductions):
-        """The traffic table: how often a step of so many reductions runs each collective over a bucket."""
+        """The traffic table: how often each collective runs over a bucket in a step of `reductions` reductions."""
         return {"reduce_scatter": reductions, "all_gather": 1} if bucket.kind.trainable else {}
 
     def partition(self):
@@ -62,7 +62,7 @@ class Engine(EngineBase):
             self.next_bucket += 1
 
     def allocate_gradients(self, bucket):
-        """Allocate a bucket's gradient buffer, after waiting until at most one other bucket has one."""
+        """Allocate a bucket's gradient buffer, after waiting for reductions while another bucket has one."""
         if bucket.local_gradients is None:
             while self.in_flight and len(self.in_flight) + len(self.filling) > 1:
                 self.in_flight.pop(0).wait()

@@ -1,22 +1,22 @@
 """Stage 3, P_os+g+p: parameters are sharded too. Between uses a rank keeps its shard of everything, and no more.
 
 The model is cut into units, for a transformer its blocks. A unit's parameters are gathered just before its forward
-and freed after it, gathered again before its backward and freed when the next unit's begins. That next unit is
-gathered while this one computes. The step needs no communication at all: what the optimizer steps is what is kept.
+and freed when the next unit's begins, and the same in backward. That next unit is gathered while this one computes.
+The step needs no communication at all: what the optimizer steps is what is kept.
 
 Phases of a step, over N ranks and Ψ parameters:
 
     1. gather            forward     before a unit runs: all-gather its parameters           (N-1)/N Ψ sent
        prefetch          forward     and begin with those of the unit after it
-    2. free              forward     after a unit ran: free its parameters
+    2. free              forward     when the next unit begins: free its parameters
     3. gather, prefetch  backward    the same, in the order of backward                      (N-1)/N Ψ sent
     4. gradient_ready    backward    a gradient moves into its unit's buffer; the first allocates it
     5. reduce, free      backward    after a unit's backward: reduce-scatter to the mean     (N-1)/N Ψ sent
     6. finish_backward   backward    reduce what is missing, wait for all
     7. update            step        every rank steps its shard, Ψ/N parameters
 
-The unit that ends the forward begins the backward, so it stays gathered between them and saves its second gather, and
-so does a last one inside it. `keep_last=False` frees them too, and the step then sends 3 (N-1)/N Ψ, as in the paper.
+The unit that ends the forward begins the backward, so it stays gathered in between, as does the last unit inside it,
+and needs no second gather. `keep_last=False` frees them too, and the step then sends 3 (N-1)/N Ψ, as in the paper.
 
 Source: ZeRO, arXiv 1910.02054, sec. 5.3 and 7.2.2. Model states with Adam: 16/N Ψ bytes, in fp32 as in 16-bit.
 """
@@ -49,7 +49,7 @@ class Engine(EngineBase):
         return Owned(parameters=shard, gradients=shard, optimizer=shard)
 
     def sends(self, bucket, reductions):
-        """The traffic table: how often a step of so many reductions runs each collective over a bucket."""
+        """The traffic table: how often each collective runs over a bucket in a step of `reductions` reductions."""
         unit = bucket.unit
         gathers = unit.forward_gathers + unit.backward_gathers
         return {"all_gather": gathers, "reduce_scatter": reductions * bucket.kind.trainable}
@@ -126,7 +126,8 @@ class Engine(EngineBase):
 
     def pin(self, unit):
         """Gather a unit and keep it gathered until `unpin` has been called as often."""
-        unit.found_whole = unit.whole if unit.pins == 0 else unit.found_whole
+        if unit.pins == 0:
+            unit.found_whole = unit.whole
         unit.pins += 1
         self.unshard(unit, units.PrefetchOrder())
 
@@ -144,24 +145,23 @@ class Engine(EngineBase):
         self.ended, self.kept = [], []
         self.backward_order.begin_forward()
         for unit, watch in zip(self.units, self.watches, strict=True):
-            watch.settle()
+            watch.move_hooks()
             unit.depth = 0
             self.free(unit)
 
     def before_forward(self, unit):
         """Phase 1. A unit is about to run: free the units that ended before it, and gather this one."""
-        unit.inside.update(other for other in self.units if other.depth > 0)
+        unit.enclosing.update(other for other in self.units if other.depth > 0)
         self.free_ended()
         self.ended.clear()  # from here on they may be prefetched for another call
         self.unshard(unit, self.forward_prefetch)
 
-    def after_forward(self, unit, traced):
+    def after_forward(self, unit, has_outputs):
         """Phase 2. A unit ran. It is freed when another one begins, so that the last one stays for its backward.
 
-        If it is not `traced`, it returned no tensor and the start of its backward goes unnoticed. It then stays
-        gathered until backward ends.
+        If it returned no tensor, the start of its backward goes unnoticed, and it stays gathered until backward ends.
         """
-        if traced or not self.grad_enabled:
+        if has_outputs or not self.grad_enabled:
             self.ended.append(unit)
 
     def free_ended(self):
@@ -187,7 +187,7 @@ class Engine(EngineBase):
         self.kept, self.in_flight = [], []
 
     def before_recomputation(self, unit):
-        """An activation checkpoint is about to recompute a unit. Only tiles are freed before its backward."""
+        """An activation checkpoint is about to recompute a unit. Until its backward only tiles are freed."""
         passed = self.backward_order.until_checkpoint(unit)
         if passed is not None:  # autograd has reached that checkpoint, so the open units are over
             for one in passed:
@@ -239,7 +239,7 @@ class Engine(EngineBase):
             self.reduce(unit)
 
     def allocate_gradients(self, bucket):
-        """Allocate a bucket's gradient buffer, after waiting until at most one other bucket has one."""
+        """Allocate a bucket's gradient buffer, after waiting for reductions while another bucket has one."""
         if bucket.local_gradients is None:
             while self.in_flight and len(self.in_flight) + len(self.filling) > 1:
                 self.in_flight.pop(0).wait()
@@ -257,11 +257,12 @@ class Engine(EngineBase):
             self.start_backward(passed)
         for unit in self.units:
             self.end_backward(unit)
-            self.reduce(unit)
+            self.reduce(unit)  # also if it is pinned, or if calls of it remain
         for bucket in self.buckets:
             bucket.wait_reduce()
 
     def reduce_bucket(self, bucket):
+        """Begin to reduce a bucket's gradients; its buffer is freed once that is done."""
         self.allocate_gradients(bucket)
         bucket.finalize()
         bucket.handle = self.reduce_scatter(bucket)
@@ -274,7 +275,7 @@ class Engine(EngineBase):
 
     @contextmanager
     def no_sync(self):
-        """A no-op: with gradient buffers for two units, every backward must reduce its gradients."""
+        """A no-op: with gradient buffers for two buckets, every backward must reduce its gradients."""
         yield
 
     # ---- step -------------------------------------------------------------------------------------------------

@@ -1,18 +1,18 @@
 """ZeRO++: stage 3 that sends less between nodes: parameters in 8 bits, gradients in 4, and each node keeps a copy.
 
-Each of three switches changes how a unit's parameters are gathered or its gradients are reduced, and nothing else. With
+Each switch changes how a unit's parameters are gathered or its gradients are reduced, and nothing else. With
 all of them off this is stage 3, bit for bit.
 
 Phases of a step, over N ranks in nodes of P, and Ψ parameters of 16 bits, M = 2 Ψ bytes; what a node sends to others:
 
-    1. gather            forward     before a unit runs: all-gather its parameters           M of stage 3
-       prefetch          forward     and begin with those of the unit after it               M/2 `quantize_weights`
-    2. free              forward     after a unit ran: free its parameters
-    3. gather, prefetch  backward    the same, in the order of backward                      M of stage 3
-                                                                                             0   `hierarchical`
+    1. gather            forward     before a unit runs: all-gather its parameters           M, stage 3
+       prefetch          forward     and begin with those of the unit after it               M/2, `quantize_weights`
+    2. free              forward     when the next unit begins: free its parameters
+    3. gather, prefetch  backward    the same, in the order of backward                      M, stage 3
+                                                                                             0, `hierarchical`
     4. gradient_ready    backward    a gradient moves into its unit's buffer; the first allocates it
-    5. reduce, free      backward    after a unit's backward: reduce-scatter to the mean     M of stage 3
-                                                                                             M/4 `quantize_gradients`
+    5. reduce, free      backward    after a unit's backward: reduce-scatter to the mean     M, stage 3
+                                                                                             M/4, `quantize_gradients`
     6. finish_backward   backward    reduce what is missing, wait for all
     7. update            step        every rank steps its shard, Ψ/N parameters; the nodes' copies are out of date
 
@@ -21,8 +21,8 @@ secondary shard on each rank, of the node's own copy of the parameters: the firs
 the others stay inside the node. qgZ, `quantize_gradients`, reduces in two hops, inside the node and across, as int4.
 Each of them is a strategy in `transports.py`; the engine calls `bucket.gather_with` and `bucket.reduce_with`.
 
-The unit that ends the forward begins the backward, so it stays gathered between them and saves its second gather, and
-so does a last one inside it. `keep_last=False` frees them too, as in the paper.
+The unit that ends the forward begins the backward, so it stays gathered in between, as does the last unit inside it,
+and needs no second gather. `keep_last=False` frees them too, as in the paper.
 
 Source: ZeRO++, arXiv 2306.10209. Model states with Adam: 16/N Ψ bytes, 2/P Ψ more with `hierarchical`, and with
 `error_feedback` 2 Ψ and 2/P Ψ more, in 16-bit.
@@ -53,7 +53,7 @@ class Engine(stage3_param.Engine):
             divide the world size.
     """
 
-    exact, quantizes = False, True  # the suite judges it by its losses; it is exact if nothing is quantized
+    exact, quantizes = False, True  # by default: its losses are compared, not its bits
     bucket_class, accounting_class = RoutedBucket, QuantizedAccounting
     switches = ("quantize_weights", "hierarchical", "quantize_gradients", "error_feedback", "block")
     own_options = (*switches, "ranks_per_node", *stage3_param.Engine.own_options)
@@ -138,7 +138,7 @@ class Engine(stage3_param.Engine):
         self.free_all()
         for bucket in self.buckets:
             bucket.gather_with.outdate(bucket)
-            bucket.reduce_with.take(bucket)
+            bucket.reduce_with.mark_used(bucket)
             self.step_shard(bucket.optimizer_shard)
 
     def begin_load(self):
@@ -149,7 +149,7 @@ class Engine(stage3_param.Engine):
                 residual.zero_()
 
     def check_optimizer(self, optimizer):
-        """Refuse switches that do not go together, and ranks that do not divide into nodes."""
+        """Validate the options and nodes, and refuse an optimizer that does not work element by element."""
         check_options(self.block, self.error_feedback, self.quantize_gradients)
         if self.ranks_per_node is not None:
             self.comm.ranks_per_node = check_ranks_per_node(self.ranks_per_node, self.world_size)

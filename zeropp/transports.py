@@ -107,16 +107,16 @@ class SecondaryShards(AllGather):
         self.inside, self.first = inside, first
         # The buckets whose secondary shards are up to date. The sets are weak, because buckets hold their strategies.
         self.current = weakref.WeakSet()
-        # The buckets that crossed nodes in forward or backward since the last step, and before it. If an evaluation or
-        # `gathered` gathers one between two steps, the second step finds it in the node.
-        self.refreshed, self.crossed = weakref.WeakSet(), None
+        # The buckets that crossed nodes in forward or backward: since the last step, and in the one before. If an
+        # evaluation or `gathered` gathers one between two steps, the second step finds it in the node.
+        self.crossing, self.crossed = weakref.WeakSet(), None
 
     def gather(self, bucket):
         if bucket in self.current:
             return self.inside.all_gather(bucket.secondary, bucket.full_parameters, bucket.name)
         self.current.add(bucket)
         if self.comm.traffic.phase in ("forward", "backward"):
-            self.refreshed.add(bucket)
+            self.crossing.add(bucket)
         arrived, handle = bucket.full_parameters[self.secondary(bucket)], self.first.gather(bucket)
         keep = partial(bucket.secondary.copy_, arrived)
         return self.comm.work(f"keep a part of {bucket.name}", keep, *handle.buffers, arrived, bucket.secondary)
@@ -129,7 +129,7 @@ class SecondaryShards(AllGather):
         self.current.discard(bucket)
 
     def begin_step(self):
-        self.refreshed, self.crossed = weakref.WeakSet(), self.refreshed
+        self.crossing, self.crossed = weakref.WeakSet(), self.crossing
 
     def sends(self, bucket, gathers):
         across = min(gathers, int(self.crossed is None or bucket in self.crossed))
@@ -153,7 +153,7 @@ class ReduceScatter:
     def reduce(self, bucket, scale=1.0):
         """Begin to write this rank's shard of the mean to `bucket.gradient_shard`. Returns a Handle.
 
-        Uses up `bucket.local_gradients`, this rank's own gradients of a loss that all ranks multiplied by `scale`.
+        Overwrites `bucket.local_gradients`, this rank's own gradients of a loss that all ranks multiplied by `scale`.
         """
         return self.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)
 
@@ -161,14 +161,14 @@ class ReduceScatter:
         """How many elements of a bucket's gradients have a rounding error to keep, hop by hop: none."""
         return ()
 
-    def take(self, bucket):
+    def mark_used(self, bucket):
         """A step uses the reduced gradients."""
 
     def drop(self, bucket):
         """The gradients reduced since the last step, if any, are dropped."""
 
     def sends(self, bucket, reductions):
-        """The collectives of so many reductions in a step: {name in the meter: times}."""
+        """The collectives of `reductions` reductions in a step: {name in the meter: times}."""
         return dict.fromkeys(self.legs(bucket), reductions)
 
     def legs(self, bucket):
@@ -205,7 +205,7 @@ class OneHop(ReduceScatter):
     def residuals(self, bucket):
         return (bucket.padded_numel,) if self.error_feedback else ()
 
-    def take(self, bucket):
+    def mark_used(self, bucket):
         self._reduced.discard(bucket)
 
     def drop(self, bucket):
@@ -225,8 +225,8 @@ class OneHop(ReduceScatter):
 
         Error feedback adds the last rounding error first and keeps the new one, so that a later step gets what this one
         lacks. If no step uses a gradient, because zero_grad() drops it or fp16 overflows, its error is dropped too, as
-        it may be too large. The error before it is lost with it, half a quantization step at most: to restore that
-        would take a second copy.
+        it may be too large. The error before it is lost with it, at most half a code: restoring it would take a
+        second copy.
         """
         pack = partial(self.blocks.pack, pieces, messages)
         if self.error_feedback:
@@ -319,7 +319,8 @@ class Strategies:
         quantize_weights, hierarchical, quantize_gradients, error_feedback, block: the engine's.
 
     Attributes:
-        exact: the strategy for parameters that are not for a step: stage 3's.
+        exact: the strategy for reads of parameters outside of a step: stage 3's.
+        main_gather, main_reduce: those of the buckets in `dtype`; plain_gather, plain_reduce: those of all others.
     """
 
     def __init__(self, comm, dtype, *, quantize_weights, hierarchical, quantize_gradients, error_feedback, block):
@@ -327,32 +328,33 @@ class Strategies:
         inside, across = comm.by_nodes()
         how = (block, CHUNK if comm.point_to_point else GPU_CHUNK, comm.device.type == "cuda")
         coarse, fine = Blocks(4, *how), Blocks(8, *how)
-        self.exact = self.plain = self.quantized = AllGather(comm)
+        self.exact = self.plain_gather = self.main_gather = AllGather(comm)
         if quantize_weights:
-            self.quantized = QuantizedAllGather(comm, fine)
+            self.main_gather = QuantizedAllGather(comm, fine)
         if hierarchical and across.size > 1:  # on one node they would repeat the first shards
-            self.plain, self.quantized = (SecondaryShards(comm, inside, way) for way in (self.plain, self.quantized))
-        self.plain_back = self.quantized_back = ReduceScatter(comm)
+            both = self.plain_gather, self.main_gather
+            self.plain_gather, self.main_gather = (SecondaryShards(comm, inside, gather) for gather in both)
+        self.plain_reduce = self.main_reduce = ReduceScatter(comm)
         if quantize_gradients and 1 in (inside.size, across.size):  # one of the hops would go nowhere
-            self.quantized_back = OneHop(comm, coarse, error_feedback)
+            self.main_reduce = OneHop(comm, coarse, error_feedback)
         elif quantize_gradients:
-            self.quantized_back = TwoHops(comm, inside, across, coarse, error_feedback)
+            self.main_reduce = TwoHops(comm, inside, across, coarse, error_feedback)
 
     def of(self, bucket):
         """How a bucket's parameters are gathered, and how its gradients are reduced."""
         if bucket.kind.dtype == self.dtype:
-            return self.quantized, self.quantized_back
-        return self.plain, self.plain_back
+            return self.main_gather, self.main_reduce
+        return self.plain_gather, self.plain_reduce
 
     def begin_step(self):
         """See `AllGather.begin_step`."""
-        for way in {self.plain, self.quantized}:
-            way.begin_step()
+        for gather in {self.plain_gather, self.main_gather}:
+            gather.begin_step()
 
 
 @dataclass(frozen=True)
 class OwnedBesides(Owned):
-    """What a rank keeps of a bucket.
+    """What a rank keeps of a bucket, besides its shards.
 
     Attributes:
         secondary: a second part of the parameters, for the ranks of its node: a slice of the run.

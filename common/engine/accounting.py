@@ -12,9 +12,9 @@ from common.tensors import length
 
 
 def state_bytes(bucket, engine):
-    """The optimizer's states of a bucket: bytes of an element of each, [n, ...], and bytes of the other states.
+    """The optimizer's states of a bucket: bytes per element of each, [n, ...], and bytes of the other states.
 
-    Until it has any, as probed by validation. Its options may have changed since: a momentum was switched on.
+    Counted once there are states, because options may change; before that, as validation has probed them.
     """
     optimizer = getattr(engine, "optimizer", None)  # none while the engine is built, nor are there shards
     states = [] if optimizer is None else bucket.optimizer_shards[0].states(optimizer)

@@ -23,7 +23,7 @@ class UnitCall:
 
     Attributes:
         unit, forward: the unit, and the number of the engine's forward.
-        checkpoint: the number of the reentrant checkpoint that it ran in, which makes no graph; else None.
+        checkpoint: the count of graph nodes, if it ran in a reentrant checkpoint, which makes none; else None.
         gathers: backward has to gather the unit for it; else the unit is whole by then.
     """
 
@@ -54,11 +54,11 @@ class BackwardOrder:
         """A unit's forward ended and returned tensors `outputs`. Returns its `UnitCall`; None if it has no backward."""
         # Ranks may disagree on whether a gradient comes, but not on whether one can come.
         tensors = outputs if torch.is_grad_enabled() else [value for value in inputs if torch.is_tensor(value)]
-        behind = torch.is_grad_enabled() and any(call.unit.trainable for call in self._running)
-        if not unit.trainable and not behind and not any(tensor.requires_grad for tensor in tensors):
+        reaches_trained = torch.is_grad_enabled() and any(call.unit.trainable for call in self._running)
+        if not unit.trainable and not reaches_trained and not any(tensor.requires_grad for tensor in tensors):
             return None
-        behind = itertools.chain(reversed(self._running), self._waiting())
-        before = next((call for call in behind if call.unit is unit or call.unit.beside(unit)), None)
+        earlier = itertools.chain(reversed(self._running), self._waiting())
+        before = next((call for call in earlier if call.unit is unit or call.unit.beside(unit)), None)
         if before is not None and before.unit is unit:  # no unit between the two calls frees it
             before.gathers = False
         self._running.append(UnitCall(unit, self._number))
@@ -87,7 +87,7 @@ class BackwardOrder:
             yield unit
         elif call in self.forwards.get(call.forward, ()):
             yield from self._enter(call.forward)
-            yield from self._take(lambda: call not in self.forwards[call.forward])
+            yield from self._pop_calls(lambda: call not in self.forwards[call.forward])
         elif call.forward != self.now:  # an earlier backward took it
             yield unit
 
@@ -97,13 +97,14 @@ class BackwardOrder:
         if call is None or call.checkpoint is None:
             return None
         calls = self.forwards[call.forward]
-        return itertools.chain(self._enter(call.forward), self._take(lambda: calls[-1].checkpoint == call.checkpoint))
+        passed = self._pop_calls(lambda: calls[-1].checkpoint == call.checkpoint)
+        return itertools.chain(self._enter(call.forward), passed)
 
     def rest(self):
         """Backward is over: take the calls that are left: those of the last forward if autograd reached no unit."""
         if self.now is None and self.forwards:
             self.now = max(self.forwards)
-        yield from self._take()
+        yield from self._pop_calls()
         self.forwards.pop(self.now, None)
         for call in itertools.chain(*self._anew.values()):
             call.gathers = not call.unit.pins
@@ -124,10 +125,10 @@ class BackwardOrder:
         self._runs[place] += 1
         return same[min(self._runs[place], len(same)) - 1]
 
-    def is_begun(self, task):
-        """Whether this backward, begun by torch.autograd.grad, is already known here."""
-        begun, self._task = task == self._task, task
-        return begun
+    def is_new(self, task):
+        """Note a backward of torch.autograd.grad; return whether it is another one than before."""
+        before, self._task = self._task, task
+        return task != before
 
     def remains(self, unit):
         """Whether another call of a unit is to come."""
@@ -142,14 +143,14 @@ class BackwardOrder:
         return itertools.chain(*map(reversed, reversed(self.forwards.values())))
 
     def _enter(self, forward):
-        """Take the calls left of the forward before; go through this one from now on."""
+        """Pop the calls left of the forward before; go through this one from now on."""
         if self.now != forward:
-            yield from self._take()
+            yield from self._pop_calls()
             self.forwards.pop(self.now, None)
         self.now = forward
 
-    def _take(self, done=lambda: False):
-        """Take calls of this forward, one at a time, until it is `done` or none is left."""
+    def _pop_calls(self, done=lambda: False):
+        """Pop calls of this forward, one at a time, until `done()` or none is left."""
         calls = self.forwards.get(self.now, [])
         while calls and not done():
             call = calls.pop()

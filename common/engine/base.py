@@ -46,21 +46,21 @@ class EngineBase(Files, NoModule):
         model: an nn.Module on the group's device, or on the meta device together with `init`.
         optimizer: a factory, from parameters or param_groups to a torch.optim.Optimizer that works element by
             element, such as `functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)`; it is called several times.
-            Engines step shard by shard, and `step` sees each shard alone. So hooks are refused: what they would do,
-            such as clamp weights, belongs in a `step` of your own, in a subclass or set by the factory. Settings that
-            it reads and that change stand in `param_groups`. None for a model without trainable parameters, such as a
+            Engines step shard by shard, and `step` sees each shard alone. So hooks are refused: clamp weights, say,
+            in a `step` of your own, in a subclass or set by the factory. Keep settings that change in `param_groups`.
+            None for a model without trainable parameters, such as a
             teacher.
         param_groups: torch's list of dicts over the model's trainable parameters; None is one group.
         precision: "fp32", "bf16" or "fp16": the dtype that parameters built in fp32 are kept and used in, and that
-            floating inputs are cast to. Parameters built in bf16 or fp16 keep theirs, frozen ones and buffers any
-            dtype. 16-bit parameters are stepped by fp32 master weights.
+            floating inputs are cast to. Parameters built in bf16 or fp16 keep theirs; frozen parameters and
+            buffers may have any dtype. 16-bit parameters are stepped by fp32 master weights.
         clip_norm: scale the gradient down to this global norm; None does not.
         skip_norm: skip a step, on all ranks, if the gradient's global norm is larger or not finite; `math.inf` skips
             only if it is not finite. None takes every step, except overflows in fp16.
         norm_type: which norm: 2.0, or `math.inf` for the largest element.
         bucket_mb: MiB of a gradient bucket, counted in fp32 in every precision.
         process_group: the data-parallel group; None is the default group.
-        init: `init(qualified name, tensor)` fills a meta-device model in place. A file must set what it leaves out.
+        init: `init(qualified name, tensor)` fills a meta-device model in place; a file must set what it does not.
         deterministic: sum gradients in rank order with NCCL too. gloo always does.
         keep_fp32: classes of modules, or names (of modules, of parameters, or parts of these between dots), whose
             parameters stay in fp32 in every precision; by default torch's batch norms. Those modules must accept
@@ -139,13 +139,13 @@ class EngineBase(Files, NoModule):
         # Buckets of trainable and of frozen parameters, and those that hold gradients and have not been finalized.
         self.buckets, self.frozen, self.filling = [], [], set()
         self.bucket_of, self.in_checkpoints = {}, set()  # parameter -> bucket; see `reentrant`
-        self.handles = []  # of the hooks on the model, removed with the engine; others may be added later
+        self.handles = []  # hooks on the model, removed with the engine
         weakref.finalize(self, lambda handles: [handle.remove() for handle in handles], self.handles).atexit = False
         self.holders = weakref.WeakSet()  # objects that keep `tensors` on the host for it
         self.sync_gradients, self.in_forward, self.grad_enabled, self.reduce_grads = True, False, False, False
         self.updates, self._factor = 0, None  # updates in all, kept in checkpoints; the factor on a step's gradients
         self.naming = self.stepping = self._failed = False
-        self.unfinished = None  # whether the backward that has not finished reduces; None if there is none
+        self.unfinished = None  # in a backward, and after one that failed: whether it reduces
         self.retains_graph = False  # in the backward that runs
         self._initial = building.InitialValues(model, self.param_groups, init, self.comm)
         self.partition()
@@ -155,7 +155,7 @@ class EngineBase(Files, NoModule):
             tensors = [*bucket.members.values(), bucket.full_parameters]
             bucket.storages = {storage_id(tensor) for tensor in tensors if tensor is not None}
         engine_of.update((id(parameter), self) for parameter in self.bucket_of)
-        self.begin_backward()
+        self.begin_backward()  # gradients may arrive in another engine's backward first
         self.buffers = Buffers(model, self.comm, broadcast_buffers)
         self.guards, self.accounting = Guards(self), self.accounting_class(self)
         self.optimizer = optimizer(building.shards_of(self.buckets, self.param_groups, param_groups is None))
@@ -177,7 +177,7 @@ class EngineBase(Files, NoModule):
         """The module's own forward, with inputs moved to the engine's device, floating ones cast to the precision."""
         self.comm.traffic.phase = "forward" if torch.is_grad_enabled() else "evaluation"
         if self._failed:
-            self.settle()
+            self.wait_in_flight()
             self.zero_grad()
             self.in_checkpoints.clear()
         self._initial.check_set()
@@ -202,7 +202,7 @@ class EngineBase(Files, NoModule):
         return tensor.to(self.comm.device, self.dtype if tensor.is_floating_point() else None)
 
     def backward(self, loss, retain_graph=False):
-        """Backpropagate a scalar loss; when it returns, this rank has the mean gradient.
+        """Backpropagate a scalar loss and, unless under `no_sync`, reduce the gradients to their mean.
 
         Several backwards before a step add up, in fp32. The sum is not divided by their number (DeepSpeed's is): scale
         the loss yourself.
@@ -285,7 +285,7 @@ class EngineBase(Files, NoModule):
 
     def step_shard(self, shard):
         """Step the optimizer over one `OptimizerShard`, with its gradients cast to fp32."""
-        self._failed = True  # until all shards are stepped
+        self._failed = True  # until `zero_grad`, which ends the step
         gradient, lender = shard.mean, shard.tier or self.comm
         if gradient.dtype != torch.float32:
             gradient = lender.scratch(len(gradient), torch.float32).copy_(gradient)
@@ -294,14 +294,14 @@ class EngineBase(Files, NoModule):
         shard.master.grad = gradient
         try:
             with alone(self.optimizer, shard.master, self._group_of[shard.master]):
-                self.show_step()
+                self.call_optimizer()
         finally:
             shard.master.grad = None
         if shard.is_apart:
             shard.stepped.copy_(shard.master.detach())
 
-    def show_step(self):
-        """The optimizer's own step. Schedulers watch it, so it is called even if shards step by themselves."""
+    def call_optimizer(self):
+        """Call `optimizer.step()`. If shards step by themselves, it does nothing, and only schedulers notice."""
         self.stepping = True
         try:
             self.optimizer.step()
@@ -312,7 +312,7 @@ class EngineBase(Files, NoModule):
         """Drop the gradients since the last step, as `zero_grad` of the optimizer and of the whole module do."""
         self.guards.end_lone_runs()
         self.guards.finish_failed_backward()
-        if self._failed:  # half way through a step
+        if self._failed:  # shards were stepped, all of them or a part
             self.weight_writes.accept_all()
         for bucket in self.buckets:
             if bucket.handle is not None:
@@ -365,7 +365,7 @@ class EngineBase(Files, NoModule):
     def synchronize(self):
         """Return when the module's parameters may be read."""
 
-    def settle(self):
+    def wait_in_flight(self):
         """Wait for what is in flight, and begin nothing."""
         self.synchronize()
 

@@ -83,7 +83,7 @@ class Bucket(FlatRange):
             shard.carried = None
 
     def drop(self, names):
-        """Drop some parameters' gradients since the last step: they are zeros then, as of unused ones."""
+        """Drop some parameters' gradients since the last step: they become zeros, as if unused."""
         if self.handle is not None:
             self.wait_reduce()
         self.reported -= names
@@ -151,7 +151,7 @@ class Bucket(FlatRange):
 
     @property
     def gradient_shard(self):
-        """The tensor that the mean gradient of that shard arrives in."""
+        """The tensor that the mean gradient of `optimizer_shard` arrives in."""
         return self.optimizer_shard.gradient_shard
 
     @property
@@ -185,11 +185,11 @@ class Bucket(FlatRange):
         return self.parameters if self.full_parameters is None else self.full_parameters
 
     def allocated(self, parts):
-        """Of the parts of a shard, [(elements, tier)], those that a state is allocated in: a tensor for each."""
+        """The parts of a shard, [(elements, tier)], in which a state is allocated: a tensor for each."""
         return parts
 
     def sum_of_bits(self):
-        """A checksum that shows writes to the whole parameters, for one read of them.
+        """A checksum that reveals writes to the whole parameters; costs one read of them.
 
         It is an int64 scalar tensor on the device, so the host need not wait for it.
         """

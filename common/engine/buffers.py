@@ -21,10 +21,10 @@ class Buffers:
         return sum(buffer.nbytes for buffer in self._distinct())
 
     def before_forward(self):
-        """Give every rank the buffers of rank 0: always if a step may follow, else unless all have the same bits.
+        """Give every rank the buffers of rank 0, if a step may follow or if they differ.
 
         Other code, such as update_bn, may write buffers between two evaluations, on some ranks only. So ranks compare.
-        Within `gathered` they need not be in step, and each checks its own.
+        Within `gathered` ranks may run unequally often, and each checks its own.
         """
         if self._module.training or (torch.is_grad_enabled() and not self._apart):
             self.broadcast()
@@ -39,7 +39,7 @@ class Buffers:
 
     @contextlib.contextmanager
     def apart(self):
-        """In this context ranks need not be in step."""
+        """In this context ranks may run the model unequally often."""
         self._apart += 1
         try:
             yield

@@ -13,7 +13,8 @@ from common.tensors import checksum, end_to_end
 def gradients(engine, *modules, write=False):
     """A context in which the mean gradient of `modules` (all, if none is named) is whole on every rank.
 
-    A collective, between `backward` and `step`: of all backwards since the last step, unscaled, before clipping.
+    A collective, between `backward` and `step`. It is the mean of all backwards since the last step, unscaled and
+    unclipped.
 
     Args:
         write: when the context is left, each rank keeps its shard of the entries, in fp32.

@@ -184,7 +184,7 @@ class Guards:
             "cut": hashlib.sha256(repr(shards).encode()).hexdigest(),
         }
 
-    def rest_optimizer(self):
+    def disable_optimizer_step(self):
         """Have the optimizer's own step do nothing, if optimizer shards step by themselves. Schedulers watch it."""
         refuse = Hook(self.before_optimizer)
 

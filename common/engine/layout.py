@@ -1,7 +1,7 @@
 """Where each element lives: parameters laid end to end in flat runs, each run cut into N equal shards.
 
 Index arithmetic alone: nothing here holds a parameter's values or communicates. Stages 0 to 2 pack runs of about
-`bucket_mb` (buckets), stage 3 one run per unit; both then cut a run in the same way:
+`bucket_mb` (buckets), stage 3 one run per unit and kind; both then cut a run in the same way:
 
     run      | a a a a a a a | b b b | gap | c c c c c | padding |      offsets in elements
     shards   |    rank 0    |    rank 1    |    rank 2    | rank 3 |      shard_numel each

@@ -52,8 +52,8 @@ class StepResult:
     """What a step did.
 
     Attributes:
-        norm: global norm of the mean gradient before clipping, unscaled; None without `clip_norm` and `skip_norm`.
-        skipped: whether the step changed nothing: a gradient overflowed in fp16, or for its norm: see `skip_norm`.
+        norm: global norm of the mean gradient before clipping, unscaled; None if not taken, or after an overflow.
+        skipped: whether the step changed nothing, because a gradient overflowed in fp16, or by `skip_norm`.
     """
 
     norm: float | None
@@ -128,7 +128,7 @@ def decide(engine):
         factor = 1 / scale
     if not engine.takes_norm:
         return StepResult(None, skipped=False), factor
-    norm = (gradient_norm(engine.buckets, engine.comm, engine.norm_type) / scale).cpu()  # the one wait of the host
+    norm = (gradient_norm(engine.buckets, engine.comm, engine.norm_type) / scale).cpu()  # the host waits
     if engine.clip_norm is not None:
         factor = (engine.clip_norm / (norm + 1e-6)).clamp(max=1.0) / scale
     norm = host_value(norm, 0.0)

@@ -122,7 +122,9 @@ class Freed(nn.Parameter):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, function.__name__
-        name, tells = (function.__self__.__name__ if name == "__get__" else name), name in TELLS
+        tells = name in TELLS
+        if name == "__get__":
+            name = function.__self__.__name__
         if not tells or name in VIEWS:
             freed = [tensor for tensor in tensors_in([args, kwargs]) if isinstance(tensor, cls)]
             owners = [tensor.freed_views() for tensor in freed]

@@ -32,11 +32,11 @@ class Unit:
     Attributes:
         name, module: the module whose forward the unit spans.
         apart: whether it lies in a module that is `gathered_apart`; it is freed when a checkpoint has recomputed it.
-        buckets: one run for each kind of parameter in it.
+        buckets: one for each kind of parameter in it.
         gathered: whether its parameters are whole on this rank, or their all-gather is in flight.
         pins: how many contexts hold it gathered; found_whole: whether the first of them found it whole.
         depth: how many of its forwards run now; more than one if a module calls itself.
-        inside: the units that were running when it ran, including itself.
+        enclosing: the units that were running when it ran, including itself.
         forward_gathers, backward_gathers: how often the forwards since the last step have to gather it, and how often
             their backwards.
         open: whether its backward has begun and not ended.
@@ -47,13 +47,13 @@ class Unit:
         self.pins = self.depth = 0
         self.gathered = self.open = self.found_whole = False
         self.forward_gathers = self.backward_gathers = 1
-        self.inside = weakref.WeakSet()
+        self.enclosing = weakref.WeakSet()
         for number, bucket in enumerate(buckets):
             bucket.name = (name or "the root") + (f"/{number}" if number else "")
 
     def beside(self, other):
         """Whether neither of them ran inside the other."""
-        return other not in self.inside and self not in other.inside
+        return other not in self.enclosing and self not in other.enclosing
 
     @property
     def whole(self):
@@ -78,13 +78,13 @@ def make_units(model, param_groups, dtype_of, world_size, make):
     If a module has the attribute `gathered_apart = True`, elements of lists inside it are units, even within another
     unit. It promises that all ranks run them, in the same order, whenever they run that unit.
     """
-    homes, paths = _homes(model), {module: path for path, module in model.named_modules()}
+    homes, paths = _modules_that_gather(model), {module: path for path, module in model.named_modules()}
     sizes = Counter()
     for parameter, home in homes.items():
         sizes[home] += parameter.numel()
     largest = max(sizes.values(), default=0)
     for parameter, home in homes.items():
-        in_list = any(isinstance(module, LISTS) for module in _stops(model, paths[home])[:-1])
+        in_list = any(isinstance(module, LISTS) for module in _modules_on(model, paths[home])[:-1])
         if sizes[home] <= SMALL * largest and not in_list:
             homes[parameter] = model
     members = {}  # module -> [(name, parameter)]
@@ -93,41 +93,42 @@ def make_units(model, param_groups, dtype_of, world_size, make):
     units = []
     for module, named in members.items():
         runs = [make(same, kind, world_size) for kind, same in layout.kinds(named, param_groups, dtype_of).items()]
-        units.append(Unit(paths[module], module, runs, any(map(_apart, _stops(model, paths[module])))))
+        units.append(Unit(paths[module], module, runs, any(map(_apart, _modules_on(model, paths[module])))))
     return units
 
 
-def _homes(model):
+def _modules_that_gather(model):
     """For each parameter the module it is gathered with: the innermost that runs and lies on every path to it."""
     common = {}  # parameter -> the modules that all paths to it have in common, from the model inwards
     for path, module in model.named_modules(remove_duplicate=False):
-        road = _road(model, path)
+        candidates = _candidates(model, path)
         for parameter in module.parameters(recurse=False):
-            common[parameter] = [stop for stop in common.get(parameter, road) if stop in road]
+            common[parameter] = [module for module in common.get(parameter, candidates) if module in candidates]
     return {
-        parameter: [stop for stop in stops if stop is model or _runs(stop)][-1] for parameter, stops in common.items()
+        parameter: [module for module in shared if module is model or _runs(module)][-1]
+        for parameter, shared in common.items()
     }
 
 
-def _road(model, path):
+def _candidates(model, path):
     """The modules from the model to the one at `path`, or to the outermost list element before it.
 
     Inside a module that is gathered apart, the outermost list element is looked for anew.
     """
-    road, ended, in_list = [], False, False
-    for module in _stops(model, path):
+    candidates, ended, in_list = [], False, False
+    for module in _modules_on(model, path):
         if _apart(module):
             ended = in_list = False
         if not ended:
-            road.append(module)
+            candidates.append(module)
             ended = in_list and _runs(module)
             in_list = in_list or isinstance(module, LISTS)
         if isinstance(module, READ_THEIR_CHILDREN):
             break
-    return road
+    return candidates
 
 
-def _stops(model, path):
+def _modules_on(model, path):
     """The modules from the model to the one at `path`, both included."""
     names = path.split(".") if path else []
     return [model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
@@ -200,7 +201,7 @@ class _Watch:
         self.last = unit.module.register_forward_hook(Hook(self.after))
         engine.handles += [self.first, self.last]
 
-    def settle(self):
+    def move_hooks(self):
         """Before a forward: end runs that an exception left, and move these hooks to the first and last place.
 
         Hooks that others have added since may read the weights.
@@ -228,8 +229,9 @@ class _Watch:
             return
         self.unit.depth += 1
         if self.unit.depth == 1 or not self.unit.gathered:  # an exception may have left the depth of another call
-            if self.engine.grad_enabled and self.engine.forward_prefetch.now() is not self.unit:
-                self.unit.forward_gathers += not (self.unit.pins and self.unit.forward_gathers)
+            counts = not self.unit.pins or self.unit.forward_gathers == 0  # while pinned, it is gathered once at most
+            if counts and self.engine.grad_enabled and self.engine.forward_prefetch.now() is not self.unit:
+                self.unit.forward_gathers += 1
             self.engine.before_forward(self.unit)
 
     def after(self, module, args, output):
@@ -239,14 +241,14 @@ class _Watch:
             unit.depth -= 1
             if unit.depth > 0:  # a module called itself: the outermost call counts
                 return output
-            self.engine.after_forward(unit, traced=bool(tensors))
+            self.engine.after_forward(unit, has_outputs=bool(tensors))
             if self.engine.grad_enabled:
                 call = self.engine.backward_order.note(unit, args, tensors)
                 if call is not None and not tensors:
                     call.gathers = False  # it stays gathered: nothing shows when its backward begins
         else:
             call = self.engine.backward_order.of_run(unit)
-            if unit.apart and not unit.open:  # else a checkpoint would gather all of its kind
+            if unit.apart and not unit.open:  # else a checkpoint would keep all of them gathered
                 self.engine.free(unit)
                 unit.backward_gathers += not unit.gathered
         if torch.is_grad_enabled():
@@ -269,7 +271,7 @@ def _watch_backward(engine, unit, tensors, call):
                 "do it, and engine.backward() of what comes of it, within engine.gathered()"
             )
         by_autograd = running_backward.loss_scale is None  # torch.autograd.grad, not an engine's backward
-        if by_autograd and not engine.backward_order.is_begun(graph_task()):
+        if by_autograd and engine.backward_order.is_new(graph_task()):
             engine.begin_backward()
         engine.before_backward(unit, call)
 
@@ -279,7 +281,7 @@ def _watch_backward(engine, unit, tensors, call):
                 continue
             # A tensor of another unit may pass through: its gradient comes after this unit's backward.
             maker = made.grad_fn.metadata.setdefault("unit", unit)
-            if unit in maker.inside:
+            if unit in maker.enclosing:
                 made.register_hook(before_backward)
 
 
@@ -290,7 +292,7 @@ def _add_root(engine):
     engine.watches.append(_Watch(engine, root))
     root.depth, root.gathered = 1, True
     for unit in engine.units:
-        unit.inside.add(root)
+        unit.enclosing.add(root)
     return root
 
 

@@ -178,10 +178,10 @@ def _check_rates(groups):
 
 
 def plain(options):
-    """The options of an optimizer whose text is the same in every process that has the same options."""
+    """Those options of an optimizer that read alike in every process."""
     options = {name: value.tolist() if torch.is_tensor(value) else value for name, value in options.items()}
-    plain = (bool, int, float, str, tuple, list, type(None))
-    return {name: value for name, value in options.items() if isinstance(value, plain) and name != "params"}
+    allowed = (bool, int, float, str, tuple, list, type(None))
+    return {name: value for name, value in options.items() if isinstance(value, allowed) and name != "params"}
 
 
 def _not_elementwise(why, hence, refusal="the optimizer does not work element by element"):

@@ -7,8 +7,8 @@ next call.
 
 torch counts the writes to a tensor in `tensor._version`, even under torch.no_grad() and in torch.inference_mode().
 It does not count writes through `tensor.data`, through numpy, or by a fused optimizer. Within `gathered` the bits show
-those; elsewhere they go unseen. Only `parameter.data = tensor` is noticed: it is copied back if parameters are kept in
-full, and refused otherwise.
+those; elsewhere they go unseen. Only `parameter.data = tensor` is noticed: it is copied back if no step would undo it,
+as in fp32 in stages 0 to 2, and refused otherwise.
 """
 
 import contextlib
@@ -187,13 +187,13 @@ def _agree(comm, members, places, before):
 @torch.inference_mode(False)
 @torch.no_grad()
 def _take_over(engine, members, before):
-    """Have each bucket keep the elements that changed. Master weights of the others keep their digits."""
+    """Have each bucket keep the elements that changed. Unchanged ones keep the digits of their master weights."""
     written = {}  # bucket -> {name: (whole parameter, flat; which elements changed)}
     for bucket, name, parameter in members:
         now = parameter.detach().view(-1)
-        others = (_bytes(now) != _bytes(before[parameter].view(-1))).any(1)
-        if others.any():
-            written.setdefault(bucket, {})[name] = now, others
+        changed = (_bytes(now) != _bytes(before[parameter].view(-1))).any(1)
+        if changed.any():
+            written.setdefault(bucket, {})[name] = now, changed
             torch.autograd.graph.increment_version([parameter])
             for outer in engine.weight_writes.open:
                 if parameter in outer:
@@ -203,8 +203,8 @@ def _take_over(engine, members, before):
         def fill(target, part, bucket=bucket, of_name=of_name):
             for name, there, here in bucket.overlaps(part):
                 if name in of_name:
-                    now, others = (tensor[there].to(target.device) for tensor in of_name[name])
-                    target[here] = torch.where(others, now.to(target.dtype), target[here])
+                    now, changed = (tensor[there].to(target.device) for tensor in of_name[name])
+                    target[here] = torch.where(changed, now.to(target.dtype), target[here])
 
         bucket.take_over(engine.owned(bucket).parameters, fill)
         engine.weight_writes.changes += 1

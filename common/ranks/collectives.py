@@ -68,7 +68,7 @@ class Collectives:
         where: a suffix of each name in the meter: " in the node", for instance.
 
     Attributes:
-        rank, size: of this process within the group.
+        rank, size: this process's rank in the group, and the group's size.
         ranks_per_node: how many ranks in a row share a machine. The meter uses it to count bytes that leave the node,
             as if each went straight to its rank; a ring of NCCL may send otherwise.
         backend: "nccl", "gloo" or "fake".
@@ -140,7 +140,7 @@ class Collectives:
     def reduce_scatter(self, tensor, shard, label=""):
         """Write this rank's part of the mean of `tensor` [N x shard] into `shard`, which may be its own part of it.
 
-        Uses `tensor` up. Sends (N-1)/N of it.
+        Overwrites `tensor`. Sends (N-1)/N of it.
         """
         self._count("reduce_scatter", self._remote(tensor, self.reduced_in(tensor.dtype)))
         if self.ordered:
@@ -217,7 +217,7 @@ class Collectives:
         return everyone
 
     def maximum(self, tensor, label=""):
-        """Return the element-wise maximum of `everyones` small tensor; NaN where any rank has one."""
+        """Return the element-wise maximum over ranks of a small tensor; NaN if any rank has one."""
         return self.everyones(tensor, label).amax(dim=0)
 
     def broadcast_copies(self, source=0):

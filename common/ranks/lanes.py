@@ -4,8 +4,8 @@ Copies between a device and its host have a lane of their own, and so have the s
 work and the buffers that it uses until it is done.
 
 All users of a process group share one lane of each kind. A lane holds the group only while its work runs: a group that
-is left over when Python ends aborts the process. So does a thread that waits in a collective then; a program that ends
-waits a little for its own.
+is left over when Python ends aborts the process. A thread that is still in a collective aborts it too, so a program
+waits a little for its threads when it ends.
 """
 
 import atexit
@@ -30,7 +30,7 @@ AT_EXIT = 10.0  # seconds that a program waits for its collectives when it ends
 
 
 class Handle:
-    """A collective in flight, with the buffers it reads and writes until it ends.
+    """Work in flight on a lane, such as a collective, with the buffers it reads and writes until it ends.
 
     Args:
         wait: called with the buffers; returns when what the caller runs next may use them.
@@ -41,7 +41,7 @@ class Handle:
         self.buffers, self._wait, self._event = buffers, wait, event
 
     def wait(self):
-        """Return when what the caller runs next may use the result; raise what the collective raised."""
+        """Return when what the caller runs next may use the result; raise what the work raised."""
         with timeline.label("wait"):
             self._wait(self.buffers)
         self.buffers = ()
@@ -119,9 +119,9 @@ class ThreadLane:
 
 
 class StreamLane:
-    """The lane on CUDA: a stream. It waits for the streams whose results it reads; `wait` makes the caller's wait.
+    """The lane on CUDA: a stream, which waits for the streams whose results it reads. `wait` makes the caller's wait.
 
-    The handle holds the buffers until then, so the allocator reuses none of them while the lane does. After that it
+    The handle holds the buffers until then, so the allocator reuses none of them while the lane uses them. Later it
     reuses a buffer in the order of the stream that allocated it. If another stream waited, that one may still read:
     `record_stream` tells the allocator, and costs nothing on the buffer's own stream.
     """
@@ -161,7 +161,7 @@ class StreamLane:
 
 
 class InlineLane:
-    """The lane of one CPU rank, which sends nothing: the work is done at once."""
+    """A lane that does its work at once: of one CPU rank, which sends nothing, and of the device tier."""
 
     def __init__(self, name=""):
         self._name = name
@@ -208,7 +208,7 @@ def backend_of(group):
 def lane_of(group, backend, name="collectives"):
     """One lane for a group, shared by all its users: two would issue collectives in a random order.
 
-    Its name is "collectives", "bus" or, in APART, "host" for steps of the host and "saving".
+    Its name is "collectives", "bus", "disk" or, in APART, "host" for steps of the host and "saving".
     """
     lanes = _lanes.setdefault(group, {})
     if name not in lanes:

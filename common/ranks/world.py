@@ -110,7 +110,7 @@ def torchrun_env():
 
 
 def speaks_first():
-    """Whether no other rank of torchrun's has reported yet why this attempt ends: a common error is printed once."""
+    """Whether this rank of torchrun's is the first to report an error in this attempt: a common one is printed once."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
     try:

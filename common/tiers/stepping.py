@@ -81,7 +81,7 @@ class Stepper:
 
     Args:
         shard: the shard whose master weights and states are stepped, shared. It holds the stepper, which holds it only
-            from `ask` to the end of `take`.
+            from `prepare` to the end of `run`.
         make: the factory of the optimizer. It makes one over this shard's weights alone: a copy of the optimizer over
             all shards would read states that other shards' steps are writing.
     """
@@ -91,7 +91,7 @@ class Stepper:
         self._optimizer = make([self._weights])
         self._optimizer.state.clear()  # Adagrad makes its states at once; the shard has its own
 
-    def ask(self, shard, optimizer, group, factor):
+    def prepare(self, shard, optimizer, group, factor):
         """Take what the next step needs.
 
         Args:
@@ -106,7 +106,7 @@ class Stepper:
         self._states = optimizer.state[shard.master]
         self._optimizer.state = defaultdict(dict, {self._weights: self._states})
 
-    def take(self, name, after):
+    def run(self, name, after):
         """Step the master weights of the bucket `name`; the shard's `fresh` then holds what goes to the device.
 
         The step begins once `after`, a Handle or None, no longer reads the last `fresh`.

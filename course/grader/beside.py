@@ -35,8 +35,8 @@ class Beside(TorchDispatchMode):
             self._note(engine.bus, "to_device", "copy to the device")
             self._note(host, "submit", "step of the host")
         for part, kind in HOPS.items() if hasattr(engine, "strategies") else ():
-            if hasattr(engine.strategies.quantized_back, part):
-                self._note(getattr(engine.strategies.quantized_back, part), "all_to_all", kind)
+            if hasattr(engine.strategies.main_reduce, part):
+                self._note(getattr(engine.strategies.main_reduce, part), "all_to_all", kind)
 
     def _note(self, owner, method, kind):
         """Note each handle that a method returns."""

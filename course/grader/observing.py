@@ -145,7 +145,7 @@ def rounded(world, make, case):
     values[2, WIDTH + 1] = torch.finfo(torch.float32).max
     values[2, -1] = torch.nan
     found = {}
-    for blocks in (engine.strategies.quantized.blocks, engine.strategies.quantized_back.blocks):
+    for blocks in (engine.strategies.main_gather.blocks, engine.strategies.main_reduce.blocks):
         message, back = torch.zeros(3, blocks.nbytes(values.shape[1]), dtype=torch.uint8), torch.zeros_like(values)
         with Divisions() as divisions:
             blocks.pack(values[0], message[0])

@@ -116,7 +116,7 @@ class OffloadEngine(EngineBase):
     Args:
         ratio: the part of each shard that stays on the device and is stepped there, 0 to 1.
         delayed_update: overlap each step of the host with the next forward and backward.
-        warmup_steps: how many first updates are not delayed.
+        warmup_steps: how many updates precede the first delayed one.
     """
 
     own_options = ("ratio", "delayed_update", "warmup_steps")
@@ -129,7 +129,7 @@ class OffloadEngine(EngineBase):
         for bucket in self.buckets:
             for shard in bucket.optimizer_shards:
                 shard.stepper = Stepper(shard, optimizer)
-        self.guards.rest_optimizer()
+        self.guards.disable_optimizer_step()
 
     def owned(self, bucket):
         """The ownership table: what this rank keeps of a bucket between steps."""
@@ -142,11 +142,11 @@ class OffloadEngine(EngineBase):
         raise NotImplementedError("part 1, placed, is still open")
 
     def sends(self, bucket, reductions):
-        """The traffic table: how often a step of so many reductions runs each collective over a bucket."""
+        """The traffic table: how often each collective runs over a bucket in a step of `reductions` reductions."""
         return {"reduce_scatter": reductions, "all_gather": self.landed} if bucket.kind.trainable else {}
 
     def moves(self, bucket, reductions):
-        """The table of copies between tiers in a step of so many reductions, a `Move` each."""
+        """The table of copies between tiers in a step of `reductions` reductions, a `Move` each."""
         on_host = sum(length(part) for part, tier in self.placed(bucket)["optimizer"] if tier.on_host)
         nbytes = on_host * bucket.kind.dtype.itemsize if bucket.kind.trainable else 0
         return [Move(reductions, "device", "cpu", nbytes), Move(self.landed, "cpu", "device", nbytes)]
@@ -154,7 +154,7 @@ class OffloadEngine(EngineBase):
     def partition(self):
         """Before training: open the tiers, cut the parameters into buckets, and make each a view of its place there."""
         self.tier = {tier.name: tier(self.comm, delayed=self.delayed_update) for tier in (Device, Host)}
-        self.bus, self.landed = Bus(self.comm), 1  # updates finished in the last step: none in the first delayed one
+        self.bus, self.landed = Bus(self.comm), 1  # updates that a step completes: none, if it is the first delayed one
         buckets = self.make_buckets()
         check_room(self, buckets)
         for bucket in buckets:
@@ -181,7 +181,7 @@ class OffloadEngine(EngineBase):
             self.next_bucket += 1
 
     def allocate_gradients(self, bucket):
-        """Allocate a bucket's gradient buffer, after waiting until at most one other bucket has one."""
+        """Allocate a bucket's gradient buffer, after waiting for reductions while another bucket has one."""
         if bucket.local_gradients is None:
             while self.in_flight and len(self.in_flight) + len(self.filling) > 1:
                 self.in_flight.pop(0).wait()
@@ -210,7 +210,7 @@ class OffloadEngine(EngineBase):
     def begin_step(self):
         """Wait for a delayed update of the last step: the gradients of this one were computed without it."""
         self.landed = int(any(bucket.stepping is not None for bucket in self.buckets))
-        self._failed = True  # until it has landed
+        self._failed = True  # until it is complete
         self.synchronize()
         self._failed = False
 
@@ -223,14 +223,14 @@ class OffloadEngine(EngineBase):
         if not self.delayed_update or self.updates < self.warmup_steps:
             self.landed += 1
             self.synchronize()
-        self.show_step()
+        self.call_optimizer()
 
     def step_optimizer_shard(self, bucket, shard):
         """Step an optimizer shard in its tier. The host steps one after the other, on a lane of its own."""
-        shard.stepper.ask(shard, self.optimizer, self.optimizer.param_groups[bucket.kind.group], self._factor)
+        shard.stepper.prepare(shard, self.optimizer, self.optimizer.param_groups[bucket.kind.group], self._factor)
         if shard.spare is not None:  # the next backward's mean may arrive before this one is used
             shard.gradient_shard, shard.spare = shard.spare, shard.gradient_shard
-        return shard.tier.lane.submit(partial(shard.stepper.take, bucket.name, after=bucket.copying_up))
+        return shard.tier.lane.submit(partial(shard.stepper.run, bucket.name, after=bucket.copying_up))
 
     def copy_up(self, bucket, steps):
         """Phase 5. Copy a bucket's parameters to the device once it is stepped, overlapped with the steps after it."""
@@ -244,17 +244,17 @@ class OffloadEngine(EngineBase):
         raise NotImplementedError("part 5, gather, is still open")
 
     def synchronize(self):
-        """Phase 6. Wait for all parameters. When it returns, the parameters are up to date."""
-        landing = [(bucket, bucket.stepping) for bucket in self.buckets if bucket.stepping is not None]
-        for bucket, _ in landing:
+        """Phases 5 and 6. Copy up and gather what was stepped. When it returns, the parameters are up to date."""
+        pending = [(bucket, bucket.stepping) for bucket in self.buckets if bucket.stepping is not None]
+        for bucket, _ in pending:
             bucket.stepping = None  # first, so that an update that fails half-way is not waited for again
-        for bucket, steps in landing:
+        for bucket, steps in pending:
             self.copy_up(bucket, steps)
             self.gather(bucket)
             self.weight_writes.made([bucket])
-        self.settle()
+        self.wait_in_flight()
 
-    def settle(self):
+    def wait_in_flight(self):
         """Wait for the gathers in flight, but not for a delayed update."""
         for bucket in self.buckets:
             bucket.wait_gather()
@@ -274,7 +274,7 @@ class OffloadEngine(EngineBase):
     # ---- before training ---------------------------------------------------------------------------------------
 
     def check_optimizer(self, optimizer):
-        """Refuse an optimizer that cannot step on the host or, if a part stays on the device, there."""
+        """Validate the options; refuse an optimizer that cannot step on the host, or on the device if a part stays."""
         check_options(self.ratio, self.delayed_update, self.warmup_steps)
         if self.ratio > 0:
             super().check_optimizer(optimizer)

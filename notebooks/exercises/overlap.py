@@ -37,7 +37,7 @@ Stage 2, P_os+g: gradients are sharded too. Every rank keeps all parameters, and
 
 Stage 1 throws most of the reduced gradient away unread: a rank steps its shard only. So here the buffer for a bucket's
 gradients is allocated when its first gradient arrives, and freed when the bucket is reduced; what stays is the mean of
-this rank's shard. At most two buckets have one at a time: one that fills and one in flight.
+this rank's shard. If gradients arrive in order, at most two buckets have one: one that fills and one in flight.
 
 Phases of a step, over N ranks and Ψ parameters:
 
@@ -68,7 +68,7 @@ class Engine(EngineBase):
         return Owned(parameters=everything, gradients=shard, optimizer=shard)
 
     def sends(self, bucket, reductions):
-        """The traffic table: how often a step of so many reductions runs each collective over a bucket."""
+        """The traffic table: how often each collective runs over a bucket in a step of `reductions` reductions."""
         return {"reduce_scatter": reductions, "all_gather": 1} if bucket.kind.trainable else {}
 
     def partition(self):
@@ -97,7 +97,7 @@ class Engine(EngineBase):
             self.next_bucket += 1
 
     def allocate_gradients(self, bucket):
-        """Allocate a bucket's gradient buffer, after waiting until at most one other bucket has one."""
+        """Allocate a bucket's gradient buffer, after waiting for reductions while another bucket has one."""
         # PART 1 of 4. One bucket may be in flight while another fills; a third has to wait. For which handle?
         if bucket.local_gradients is None:
             bucket.local_gradients = torch.empty(bucket.padded_numel, dtype=bucket.kind.dtype, device=self.comm.device)

@@ -67,7 +67,7 @@ class Engine(EngineBase):
         raise NotImplementedError("part 1, owned, is still open")
 
     def sends(self, bucket, reductions):
-        """The traffic table: how often a step of so many reductions runs each collective over a bucket."""
+        """The traffic table: how often each collective runs over a bucket in a step of `reductions` reductions."""
         return {"reduce_scatter": reductions, "all_gather": 1} if bucket.kind.trainable else {}
 
     def partition(self):

@@ -202,16 +202,16 @@ class SecondaryShards(AllGather):
         self.inside, self.first = inside, first
         # The buckets whose secondary shards are up to date. The sets are weak, because buckets hold their strategies.
         self.current = weakref.WeakSet()
-        # The buckets that crossed nodes in forward or backward since the last step, and before it. If an evaluation or
-        # `gathered` gathers one between two steps, the second step finds it in the node.
-        self.refreshed, self.crossed = weakref.WeakSet(), None
+        # The buckets that crossed nodes in forward or backward: since the last step, and in the one before. If an
+        # evaluation or `gathered` gathers one between two steps, the second step finds it in the node.
+        self.crossing, self.crossed = weakref.WeakSet(), None
 
     def gather(self, bucket):
         if bucket in self.current:
             return self.inside.all_gather(bucket.secondary, bucket.full_parameters, bucket.name)
         self.current.add(bucket)
         if self.comm.traffic.phase in ("forward", "backward"):
-            self.refreshed.add(bucket)
+            self.crossing.add(bucket)
         arrived, handle = bucket.full_parameters[self.secondary(bucket)], self.first.gather(bucket)
         keep = partial(bucket.secondary.copy_, arrived)
         return self.comm.work(f"keep a part of {bucket.name}", keep, *handle.buffers, arrived, bucket.secondary)
@@ -225,7 +225,7 @@ class SecondaryShards(AllGather):
         self.current.discard(bucket)
 
     def begin_step(self):
-        self.refreshed, self.crossed = weakref.WeakSet(), self.refreshed
+        self.crossing, self.crossed = weakref.WeakSet(), self.crossing
 
     def sends(self, bucket, gathers):
         across = min(gathers, int(self.crossed is None or bucket in self.crossed))

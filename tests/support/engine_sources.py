@@ -12,7 +12,7 @@ CHANGED_METHODS = {
     "stage1_os": {"owned", "sends", "reduce", "update"},
     "stage2_grad": {"owned", "partition", "begin_backward", "gradient_ready", "reduce"},
     "stage3_param": {"owned", "sends", "partition", "begin_backward", "gradient_ready", "reduce", "finish_backward"}
-    | {"no_sync", "update", "gather"},
+    | {"update", "gather"},
     "offload": {"sends", "partition", "reduce", "update", "gather", "synchronize"},
 }
 
