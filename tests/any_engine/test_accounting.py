@@ -1,4 +1,4 @@
-"""Measured = predicted: bytes held and sent equal the formula, on every rank, and what is transient is bounded."""
+"""Measured = predicted: bytes held and sent equal the formula on every rank, and transient bytes are bounded."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ MODELS = ("mlp", "gpt-tiny", "llama-tiny", "resnet-tiny", "moe-tiny", "lora-tiny
 
 @or_reason
 def counts(world, engine, model, steps=2, **options):
-    """What a rank holds and sends in the last of some steps, counted by the engine and foreseen by it."""
+    """What a rank holds and sends in the last of some steps, as the engine measures and as it predicts."""
     made = make_engine(engine, model, **options)
     if not hasattr(made, "comm") or not hasattr(made, "predicted_model_state_bytes"):
         return "it foresees no bytes: predicted_model_state_bytes(), predicted_wire_bytes_per_step()"
@@ -42,8 +42,8 @@ def test_bytes_held_and_sent_are_those_predicted_on_every_rank(worlds, size, mod
             assert measured == predicted
 
 
-def test_a_unit_in_whose_result_gradients_begin_is_not_foreseen_to_be_gathered_again(world, stage):
-    """A trap: adapters on frozen blocks, under checkpoints, behind a frozen stem whose result requires gradients."""
+def test_no_second_gather_is_predicted_for_a_unit_whose_output_starts_requiring_gradients(world, stage):
+    """A trap: adapters on frozen blocks, under checkpoints, after a frozen stem whose output requires gradients."""
     made, run = small_engine(world, stage, make=InputsRequireGrad), CASES["inputs require grad"][1]
     for index in range(2):
         made.comm.traffic.reset()
@@ -52,7 +52,7 @@ def test_a_unit_in_whose_result_gradients_begin_is_not_foreseen_to_be_gathered_a
 
 
 class Skipping(Net):
-    """When told to, leaves a frozen block out and what would end the forward."""
+    """With `skips`, leaves out a frozen block and the head, which would end the forward."""
 
     skips = False
 
@@ -65,7 +65,7 @@ class Skipping(Net):
 
 
 def per_step(counts):
-    """What is sent and moved, of an engine's counts."""
+    """The counts of what an engine sends and moves."""
     return {name: counted for name, counted in counts.items() if name.endswith("per_step")}
 
 
@@ -75,10 +75,10 @@ WAYS += [("stage3_param", {"keep_last": False}), ("quantized:Copies", {"ranks_pe
 
 
 @pytest.mark.parametrize(("name", "options"), WAYS, ids=str)
-def test_a_unit_that_no_forward_runs_is_foreseen_to_be_reduced_and_not_gathered(world, name, options):
-    """What steps sent and moved is foreseen right after them, and after an evaluation that goes elsewhere.
+def test_a_unit_that_no_forward_runs_is_predicted_to_be_reduced_and_not_gathered(world, name, options):
+    """Predictions hold right after a step, and after an evaluation that runs other units.
 
-    A forward that takes another way than the one before prefetches in vain; so the step after it counts.
+    A forward whose order differs from the previous one prefetches in vain, so only the next step counts.
     """
     made = small_engine(world, name, make=Skipping, **options)
     before, counted, looks = None, False, 0
@@ -100,7 +100,7 @@ def test_a_unit_that_no_forward_runs_is_foreseen_to_be_reduced_and_not_gathered(
 
 
 @pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in ALL), WAYS[-1]], ids=str)
-def test_what_a_step_sends_is_foreseen_where_an_evaluation_or_gathered_stands_before_it(world, name, options):
+def test_what_a_step_sends_is_predicted_after_an_evaluation_or_gathered_too(world, name, options):
     made = small_engine(world, name, **options)
 
     def evaluate():
@@ -116,7 +116,7 @@ def test_what_a_step_sends_is_foreseen_where_an_evaluation_or_gathered_stands_be
         made.comm.traffic.reset()
         take_a_step(made, inputs(world, 0))
         made.synchronize()
-        if index:  # the first one has nothing recorded
+        if index:  # the first step has no recorded order
             assert made.comm.traffic.by_collective() == made.predicted_wire_bytes_per_step()
 
 
@@ -142,7 +142,7 @@ def test_bytes_on_the_wire_follow_the_papers_formula(worlds, score, size, engine
     formula = formula_of(engine, "bytes_sent", size, precision)
     sent = claimed(worlds(size).run(functools.partial(sends, precision=precision), engine))
     score.sent(engine, size, precision, max(sent), formula)
-    assert all(0 < rank <= 1.04 * formula for rank in sent), sent  # what the kernel adds to messages of this size
+    assert all(0 < rank <= 1.04 * formula for rank in sent), sent  # the kernel's overhead for messages of this size
 
 
 def phases(world, stage, **options):
@@ -181,7 +181,7 @@ def test_at_most_two_buckets_are_in_flight_and_one_is_received(world, model, sta
 
 
 def cpu_peak(run):
-    """The allocation events that torch's profiler sees, added up."""
+    """The peak of the allocation events in torch's profiler."""
     with torch.profiler.profile(profile_memory=True) as profile:
         run()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
@@ -192,7 +192,7 @@ def cpu_peak(run):
 
 
 def cuda_peak(run):
-    """The CUDA allocator's peak over its start. Untried."""
+    """The CUDA allocator's peak above its start. Untried."""
     torch.cuda.reset_peak_memory_stats()
     start = torch.cuda.memory_allocated()
     run()
@@ -200,8 +200,8 @@ def cuda_peak(run):
 
 
 def test_the_timeline_agrees_with_the_allocators_events(world, stage):
-    """The peak of a forward and backward over its start."""
-    model = "gpt-mini" if world.device.type == "cuda" else "gpt-tiny"  # CUDA's rounds each tensor up to 512 bytes
+    """The peak of a forward and backward above its start."""
+    model = "gpt-mini" if world.device.type == "cuda" else "gpt-tiny"  # CUDA rounds each tensor up to 512 bytes
     engine = make_engine(stage, model)
     for step in range(2):
         train_step(engine, world, step)

@@ -24,7 +24,7 @@ def test_an_engine_ends_with_the_bits_of_the_baseline(worlds, baseline_worlds, e
 
 @pytest.mark.seven
 @pytest.mark.parametrize("crossing", CROSSINGS, ids=str)
-def test_it_does_where_options_cross(worlds, baseline_worlds, equivalence, tmp_path, crossing, engine):
+def test_it_does_when_options_are_combined(worlds, baseline_worlds, equivalence, tmp_path, crossing, engine):
     check(worlds, baseline_worlds, equivalence, tmp_path, crossing, engine)
 
 
@@ -56,7 +56,12 @@ def test_every_two_levels_meet_in_a_crossing_but_checkpoints_around_what_has_no_
     met = {pair for row in rows for pair in itertools.combinations(row, 2)}
     levels = [set(column) for column in zip(*rows, strict=True)]
     pairs = {pair for one, other in itertools.combinations(levels, 2) for pair in itertools.product(one, other)}
-    without = ("tiny", "one linear", "sometimes unused", "buffers")  # whose running means would go on twice
+    without = (
+        "tiny",
+        "one linear",
+        "sometimes unused",
+        "buffers",
+    )  # whose running means would update twice
     assert {(model, how) for (_, model), (_, how) in pairs - met} == {
         (model, f"{kind}checkpoints") for model in without for kind in ("", "reentrant ")
     }

@@ -1,4 +1,4 @@
-"""What an engine is told it does, and what it says of itself is so: no option is taken and forgotten."""
+"""An engine does what it is told, and what it reports is true: no option is accepted and ignored."""
 
 import contextlib
 import gc
@@ -26,7 +26,7 @@ on_cpus = pytest.mark.skipif(
 
 @or_reason
 def sends_in_backward(world, engine):
-    """Bytes that the kernel saw this rank send in a forward and backward, under no_sync and not."""
+    """Bytes that the kernel saw this rank send in a forward and backward, with and without no_sync."""
     made, sent = make_engine(engine, "gpt-nano", bucket_mb=0.5), {}
     for step in range(2):  # the first sets up connections
         for quiet in (True, False):
@@ -48,14 +48,14 @@ def sends_in_backward(world, engine):
 def test_under_no_sync_no_gradient_is_sent(worlds, size, engine):
     if reduces_at_once(engine):
         pytest.skip("it says that every backward reduces")
-    once = GRADIENT * (size - 1) / size  # a pass over it
+    once = GRADIENT * (size - 1) / size  # one pass over the gradient
     for quiet, loud in claimed(worlds(size).run(sends_in_backward, engine)):
         said = f"a backward sends {quiet} bytes under no_sync, and {loud} without: was it heard?"
         assert min(quiet, once - (loud - quiet)) < 0.1 * once, said
 
 
 class Scaled(Net):
-    """Has a buffer that scales what it returns."""
+    """Has a buffer that scales its output."""
 
     def __init__(self, scale):
         super().__init__()
@@ -67,7 +67,7 @@ class Scaled(Net):
 
 @or_reason
 def begins_with(world, engine):
-    """Digests of the first values that a rank brings, and of those that it begins with; None where it is refused."""
+    """Digests of a rank's initial values and of those that it starts with, or None if they are refused."""
     torch.manual_seed(world.rank)
     module = Scaled(world.rank + 1).to(world.device)
     given = sha256(module.state_dict())
@@ -86,7 +86,7 @@ def begins_with(world, engine):
 
 @pytest.mark.seven
 @pytest.mark.parametrize("size", [2])
-def test_ranks_that_bring_other_first_values_begin_with_those_of_rank_0_or_are_refused(worlds, size, engine):
+def test_ranks_with_different_initial_values_start_with_those_of_rank_0_or_are_refused(worlds, size, engine):
     ranks = claimed(worlds(size).run(begins_with, engine))
     refused = [rank[1] is None for rank in ranks]
     if not all(refused):
@@ -98,7 +98,7 @@ def test_ranks_that_bring_other_first_values_begin_with_those_of_rank_0_or_are_r
 
 @or_reason
 def holds_before_a_step(world, engine):
-    """Bytes of all tensors that an engine has when a second backward is over, and those that it tells."""
+    """Bytes of all of an engine's tensors after a second backward, and the bytes it reports."""
     before = storages()
     made = make_engine(engine, "gpt-nano", bucket_mb=0.1)
     train_step(made, world)
@@ -110,7 +110,7 @@ def holds_before_a_step(world, engine):
     told = made.model_state_bytes() if hasattr(made, "model_state_bytes") else None
     if told is None:
         raise NotImplementedError("it tells no bytes: model_state_bytes()")
-    if hasattr(made, "accounting"):  # ours: on the host, which here is the same memory, and between it and a disk
+    if hasattr(made, "accounting"):  # ours: add bytes on the host, here the same memory, and in flight
         on_host = sum(made.accounting.measured().get("host_state_bytes", {}).values())
         told = {**told, "on the host": on_host, "in flight": storage_bytes(made.live()["buckets in flight"])}
     return held, sum(told.values())
@@ -128,14 +128,14 @@ def storages():
 @on_cpus
 @pytest.mark.seven
 @pytest.mark.parametrize("size", [2])
-def test_an_engine_holds_no_more_than_it_tells(worlds, size, engine):
+def test_an_engine_holds_no_more_than_it_reports(worlds, size, engine):
     for held, told in claimed(worlds(size).run(holds_before_a_step, engine)):
         assert held < 1.05 * told + GRADIENT / 4, f"{held} bytes are held, and {told} of them told"
 
 
 @or_reason
 def beside_each_other(world, engine, together):
-    """Digests of two models, each with groups of its own, whose trainings are woven into each other, or are not."""
+    """Digests of two models with separate groups, trained interleaved or one after the other."""
     digests = []
     pairs = [(0, 1)] if together else [(0,), (1,)]
     for seeds in pairs:
@@ -160,6 +160,6 @@ def engine_with_groups(world, engine, seed):
 
 @pytest.mark.seven
 @pytest.mark.parametrize("size", [2])
-def test_two_engines_with_groups_of_their_own_train_as_each_does_alone(worlds, size, engine):
+def test_two_engines_with_separate_groups_train_as_each_does_alone(worlds, size, engine):
     alone, woven = (claimed(worlds(size).run(beside_each_other, engine, together)) for together in (False, True))
     assert woven == alone

@@ -1,4 +1,4 @@
-"""The mean over tokens: what ranks with unequal numbers of them train is what one process trains on all of them."""
+"""The mean over tokens: ranks with unequal numbers of tokens train as one process does on all of them."""
 
 import functools
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ OPTION = "accumulated, unequal tokens"
 
 
 def in_one_process(cell, mean_of_means=False):
-    """What a plain loop over the tokens of all ranks comes to; or over their means, which is wrong."""
+    """The result of a plain loop over all ranks' tokens; or, wrongly, over the means of micro-batches."""
     module = models.build(cell.model, device="cpu")
     models.materialize(module, models.initial_values(0), "cpu")
     optimizer = OPTIMIZERS["SGD with momentum"](module.parameters())
@@ -50,14 +50,14 @@ def test_ranks_with_unequal_numbers_of_tokens_end_as_one_process_does_over_all_o
     cell = Cell("gpt-tiny", "fp32", size, OPTION, "SGD with momentum")
     right, wrong = one_process(cell)
     weights = claimed(trained(worlds, engine, cell))[0]["weights"]
-    assert relative_difference(wrong, right) > 1e-3  # which a mean of means would be off
+    assert relative_difference(wrong, right) > 1e-3  # a mean of means would be off by this
     if quantizes(engine):
         pytest.skip("its rounding is off by as much as a mean of means")
     assert relative_difference(weights, right) < 1e-5
 
 
 def agreed(world, numbers):
-    """What ranks agree on that have so many tokens, in two micro-batches; or what is said."""
+    """What ranks with these numbers of tokens agree on; or the error."""
     number, over = numbers[world.rank], TokenMean()
     targets = torch.full((2, 8), IGNORED, device=world.device)
     targets.view(-1)[:number] = 0

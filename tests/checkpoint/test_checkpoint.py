@@ -31,10 +31,10 @@ def tensor_lr(parameters):
 
 
 def train(world, stage, steps, model="gpt-tiny", load=None, save=None, **options):
-    """Train some steps from the start, or go on from a checkpoint, and save.
+    """Train some steps from the start or from a checkpoint, and save.
 
     Returns:
-        The weights at first, and in the end.
+        The first and the final weights.
     """
     engine = build(stage, model, seed=99 if load else 0, **options)
     scheduler = CosineAnnealingLR(engine.optimizer, T_max=5)
@@ -77,7 +77,7 @@ def test_optimizer_states_and_learning_rate_resume(world, tmp_path, optimizer):
     assert same_bits(trained, train(world, "stage2_grad", range(4), **how)[1])
 
 
-def test_nothing_gathered_shows_the_weights_of_before(world, tmp_path):
+def test_gathered_units_do_not_show_the_weights_from_before_a_load(world, tmp_path):
     engine = make_engine("stage3_param")
     train_step(engine, world)
     engine.save(tmp_path)
@@ -90,7 +90,7 @@ def test_nothing_gathered_shows_the_weights_of_before(world, tmp_path):
         assert all(torch.equal(saved[name], p.detach().cpu()) for name, p in engine.module.named_parameters())
 
 
-def test_a_save_within_an_accumulation_does_not_disturb_it(world, tmp_path, stage):
+def test_a_save_amid_an_accumulation_does_not_disturb_it(world, tmp_path, stage):
     ends = []
     for saves in (True, False):
         engine = make_engine(stage)
@@ -118,7 +118,7 @@ def contents(path):
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-def test_what_is_loaded_and_saved_at_once_is_the_same_files(world, tmp_path, stage):
+def test_a_save_right_after_a_load_writes_the_same_files(world, tmp_path, stage):
     engine = build(stage, "resnet-tiny")
     train_step(engine, world)
     engine.save(tmp_path / "a", {"rank": world.rank})
@@ -150,7 +150,7 @@ TENSORS = {
 
 
 def keep(world, path):
-    """Save a generator's state among much else; return what it gives then."""
+    """Save a generator's state and other values; return the next random numbers."""
     torch.manual_seed(world.rank)
     make_engine("stage2_grad", "mlp").save(path, {**EXTRA, "tensors": TENSORS, "generator": torch.get_rng_state()})
     return torch.rand(3).tolist()
@@ -180,7 +180,7 @@ def write(world, path, model="mlp", **options):
 
 
 def load_refused(world, path, model="mlp", **options):
-    """The line with which a load is refused; the engine must be as it was."""
+    """The message of a refused load, which must leave the engine unchanged."""
     engine = build("stage1_os", model, **{"optimizer": ADAMW, **options})
     train_step(engine, world)
     weights, before = engine.full_state_dict(), str(engine.optimizer.state_dict())
@@ -220,14 +220,14 @@ def test_damage_is_refused_on_every_rank_and_changes_nothing(worlds, tmp_path, h
 
 
 def signed(index):
-    """The contents of index.json with the right digest, as who damages the index on purpose would write it."""
+    """The contents of index.json with the right digest, as deliberate damage would have."""
     return {"format": 1, "sha256": digest(index), "index": index}
 
 
 MALFORMED = [[], None, 7, {}, {"format": 1}, {"format": 1, "sha256": "", "index": {}}]
 
 
-def test_what_is_no_index_is_damaged(worlds, tmp_path):
+def test_a_malformed_index_is_damaged(worlds, tmp_path):
     for damaged in MALFORMED:
         (tmp_path / "index.json").write_text(json.dumps(damaged))
         assert all_refuse(worlds, tmp_path, "index.json is damaged"), damaged
@@ -247,7 +247,7 @@ def test_a_file_name_that_leaves_the_folder_is_damage_though_the_file_is_right(w
 
 
 @pytest.mark.parametrize("path", ["missing", "empty", "file", "file/within", "newer"])
-def test_where_no_checkpoint_is_that_can_be_read_it_is_told(worlds, tmp_path, path):
+def test_a_path_without_a_readable_checkpoint_is_refused(worlds, tmp_path, path):
     for folder in ("empty", "newer"):
         (tmp_path / folder).mkdir()
     (tmp_path / "file").write_text("no folder")
@@ -256,7 +256,7 @@ def test_where_no_checkpoint_is_that_can_be_read_it_is_told(worlds, tmp_path, pa
 
 
 class AdamW(torch.optim.SGD):
-    """Another optimizer of the same name."""
+    """Another optimizer with the same name."""
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_buffer_of_another_dtype_is_refused(world, tmp_path, name):
     assert engine.module.count.tolist() == [1, 1]
 
 
-def test_what_a_precision_cannot_hold_is_not_loaded(world, tmp_path, name):
+def test_values_that_a_precision_cannot_hold_are_not_loaded(world, tmp_path, name):
     engine = make_engine("stage3_param", "mlp")
     with torch.no_grad():
         engine.buckets[0].parameters[0] = 1e6
@@ -315,17 +315,17 @@ def fail_unexpectedly(*args):
 
 
 def lose(file, fsync=os.fsync):
-    """What was written does not come to the disk as it is."""
+    """What reaches the disk differs from what was written."""
     os.pwrite(file, bytes(os.fstat(file).st_size), 0)
     fsync(file)
 
 
-HINDRANCES = {  # what hinders a save, on which ranks, and what is said
+HINDRANCES = {  # what hinders a save, on which ranks, and the message
     "no index": (lambda: mock.patch.object(os, "replace", fail), (0,), ""),
     "no index, unexpectedly": (lambda: mock.patch.object(os, "replace", fail_unexpectedly), (0,), "KeyError"),
     "no checksum": (lambda: mock.patch.object(tensor_file.hashlib, "sha256", fail_unexpectedly), (0, 1), "KeyError"),
     "a disk that lies": (lambda: mock.patch.object(os, "fsync", lose), (0, 1), "header"),
-    # more than any reader of the format takes
+    # more than readers of the format accept
     "too much text": (contextlib.nullcontext, (1,), "names and all that is no tensor take 100 MB"),
 }
 
@@ -360,7 +360,7 @@ def test_when_old_files_cannot_be_removed_the_new_save_stands_and_one_rank_says_
         assert str(one.message).startswith(f"saved to '{tmp_path}', but an older file there cannot be removed: ")
 
 
-def test_a_folder_that_nodes_do_not_share_is_no_place_for_a_checkpoint(world, tmp_path, name):
+def test_a_folder_that_nodes_do_not_share_is_refused(world, tmp_path, name):
     folder, node = tmp_path / str(world.rank), socket.gethostname()
     with mock.patch.object(checkpoint, "PATIENCE", 0.0):
         complaint = message_of(make_engine(name, "mlp").save, folder)
@@ -371,19 +371,19 @@ def test_a_folder_that_nodes_do_not_share_is_no_place_for_a_checkpoint(world, tm
     assert list(folder.iterdir()) == []
 
 
-def test_a_file_of_another_run_in_the_place_of_a_ranks_own_is_noticed(world, tmp_path):
+def test_another_runs_file_in_place_of_a_ranks_own_is_noticed(world, tmp_path):
     folder = tmp_path / str(world.rank)
     if world.rank == 0:
         folder.mkdir()
         (folder / "000001-rank-00001.safetensors").write_bytes(b"another run's")
-    with mock.patch.object(checkpoint, "_files_in", lambda folder: {}):  # it came later
+    with mock.patch.object(checkpoint, "_files_in", lambda folder: {}):  # as if it appeared later
         complaint = message_of(make_engine("stage2_grad", "mlp").save, folder)
     assert "000001-rank-00001.safetensors, which rank 1 wrote on node" in complaint
     assert f"is another file in '{tmp_path / '0'}'" in complaint
 
 
 def cyclic():
-    state = {"again": [(1, "a")] * 2}  # twice the same is no cycle
+    state = {"again": [(1, "a")] * 2}  # a value twice is no cycle
     state["again"].append((state,))
     return state
 
@@ -394,7 +394,7 @@ def test_an_unwritable_path_is_told_on_every_rank(world, tmp_path, place, said):
     assert said in message_of(make_engine("stage2_grad", "mlp").save, tmp_path / place)
 
 
-UNSAVABLE = [  # which rank has what in its extra, None for a buffer, which rank 0 alone writes; and what is said
+UNSAVABLE = [  # a rank, its extra (None: a buffer, which only rank 0 writes), and the message
     (1, {1}, "a checkpoint cannot hold a set"),
     (1, cyclic(), "extra contains itself"),
     (1, functools.reduce(lambda inner, _: [inner], range(5000)), "RecursionError: maximum recursion depth exceeded"),
@@ -415,7 +415,7 @@ def test_what_one_rank_cannot_write_ends_the_save_on_all(world, tmp_path, stage,
         with pytest.raises(InputError) as complaint:
             engine.save(tmp_path, extra if world.rank == rank else None, wait=wait)
         assert str(complaint.value).startswith(f"cannot save to '{tmp_path}': rank {rank}: {reason}")
-        assert (complaint.value.__cause__ is not None) == (world.rank == rank)  # the traceback of where it happened
+        assert (complaint.value.__cause__ is not None) == (world.rank == rank)  # the traceback of its origin
     model.phase = model.phase.to(torch.complex64)
     assert engine.load(tmp_path)["step"] == 1
     names = {"index.json", *(f"000001-rank-0000{rank}.safetensors" for rank in range(3))}

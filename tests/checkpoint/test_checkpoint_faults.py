@@ -17,11 +17,11 @@ from common.ranks.world import LocalWorld, RankFailed
 
 # ---- no room ----------------------------------------------------------------------------------------------------
 
-PAGE = 4096  # bytes, by which a tmpfs grows
+PAGE = 4096  # bytes: a tmpfs grows by whole pages
 
 
 def save_or_complain(world, path, step):
-    """Save an engine stepped so often; return the complaint, or None."""
+    """Save an engine after `step` steps; return the complaint, or None."""
     engine = make_engine("stage1_os", "mlp")
     for number in range(step):
         train_step(engine, world, number)
@@ -41,7 +41,7 @@ def test_on_a_full_disk_a_save_fails_with_one_line_and_the_last_one_stands(world
         files, first = set(os.listdir(disk)), worlds(2).run(what_loads, disk)
         used = sum(-(-file.stat().st_size // PAGE) for file in disk.iterdir())
         failed = 0
-        for pages in itertools.count(used):  # so that it fills up in each of the files in turn
+        for pages in itertools.count(used):  # so that the disk fills up in each file in turn
             remount(f"size={pages * PAGE}")
             complaint, *others = worlds(2).run(save_or_complain, disk, 2)
             if complaint is None:
@@ -78,18 +78,18 @@ def test_a_flipped_bit_in_any_file_is_found_at_any_world_size(worlds, tmp_path, 
 
 # ---- a writer killed --------------------------------------------------------------------------------------------
 
-# The system calls that change a disk; one that this machine does not have is passed over.
+# The system calls that change a disk; strace ignores those that this machine lacks.
 CHANGES = "?mkdir,mkdirat,?creat,?link,linkat,?rename,?renameat,renameat2,?unlink,unlinkat,write,pwrite64,pwritev"
 CHANGES += ",ftruncate,fallocate,fsync,fdatasync,copy_file_range,sendfile"
 
 
 FILES = ["index.json", "index.json.partial", *(f"{n:06}-rank-{r:05}.safetensors" for n in (1, 2) for r in (0, 1))]
 
-kept = {}  # a rank's engine, between two calls
+kept = {}  # a rank's engine between calls
 
 
 def begin(world):
-    """Bring an engine to its second step, for `save_it`. Return the rank's process."""
+    """Bring an engine to its second step, for `save_it`. Return the rank's process id."""
     kept["engine"] = make_engine("stage2_grad", "mlp")
     for step in range(2):
         train_step(kept["engine"], world, step)
@@ -102,7 +102,7 @@ def save_it(world, path):
 
 @contextlib.contextmanager
 def strace(process, paths, *options):
-    """Watch what a process changes at these paths, in all of its threads."""
+    """Trace what all threads of a process change at these paths."""
     watched = itertools.chain.from_iterable(("-P", str(path)) for path in paths)
     command = ["strace", "-f", "-y", "-p", str(process), "-e", f"trace={CHANGES}", *watched, *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
@@ -116,7 +116,7 @@ def strace(process, paths, *options):
 
 
 def changes(trace, folder):
-    """The system calls that changed a folder: [(call, of which file, how often this thread had done that before)]."""
+    """The system calls that changed a folder: [(call, file, how often this thread made the same one before)]."""
     found = re.findall(rf"^(\d+) +(\w+)\([^/]*{re.escape(str(folder))}/?([\w.-]*)", trace.read_text(), re.MULTILINE)
     return [
         (call, file, found[:number].count((thread, call, file))) for number, (thread, call, file) in enumerate(found)
@@ -124,10 +124,10 @@ def changes(trace, folder):
 
 
 def save_watched(size, rank, folder, paths, *options):
-    """Save on some ranks, of which one is watched.
+    """Save on some ranks, and trace one of them.
 
     Raises:
-        RankFailed: it was killed.
+        RankFailed: the traced rank was killed.
     """
     with LocalWorld(size, oversubscribe=True) as local, strace(local.run(begin)[rank], paths, *options):
         local.run(save_it, folder)
@@ -154,7 +154,7 @@ def test_a_rank_killed_before_any_change_of_the_disk_leaves_the_old_or_the_new(w
         found.append(worlds(size).run(what_loads, again)[0])
         assert found[-1] in saved, (call, file)
         assert worlds(size).run(save_or_complain, again, 2) == [None] * size
-        assert len(os.listdir(again)) == 1 + size, (call, file, os.listdir(again))  # what was left is cleared away
+        assert len(os.listdir(again)) == 1 + size, (call, file, os.listdir(again))  # leftovers are cleared away
     steps = [step for step, _ in found]
     assert steps == sorted(steps)
     assert set(steps) == ({1, 2} if rank == 0 else {1})  # the index is rank 0's

@@ -1,4 +1,4 @@
-"""Checkpoints: what any engine saves at any world size, any other loads at any other, bit for bit, in little room."""
+"""Checkpoints: what any engine saves at any world size, any other loads at any other, bit for bit, in little memory."""
 
 import ctypes
 import functools
@@ -18,13 +18,13 @@ from common.measure.memory import set_malloc_thresholds
 from common.ranks.world import LocalWorld
 from common.tensors import length
 
-WRITERS = (*ENGINES, "zeropp")  # which steps exact master weights by rounded gradients: the others' step is another
+WRITERS = (*ENGINES, "zeropp")  # its rounded gradients make its steps differ from the others'
 SIZES = (1, 2, 3, 4)
 EVERY = list(itertools.product(WRITERS, SIZES, WRITERS, SIZES))
 
 
 def covering():
-    """For each source and every other pair of sizes one target: in turn, so that each source meets each target."""
+    """For each source and every second pair of sizes, one target in turn, so that each source meets each target."""
     for number, source in enumerate(WRITERS):
         for turn, (before, after) in enumerate(itertools.product(SIZES, SIZES)):
             if (number + turn) % 2 == 0:
@@ -36,7 +36,7 @@ SAMPLE = list(dict.fromkeys([*STAGE_0, *covering()]))
 
 
 def whole_state(path):
-    """What a checkpoint holds whatever its cut: (tensors laid end to end, all else that the index says of them)."""
+    """What a checkpoint holds however it is sharded: (the concatenated tensors, all else in the index)."""
     index = json.loads((path / "index.json").read_text())["index"]
     files = [load_file(path / entry["name"]) for entry in index["files"]]
     tensors = {f"buffers/{name}": files[0][f"buffers/{name}"] for name in index["buffers"]}
@@ -52,7 +52,7 @@ def whole_state(path):
 
 @pytest.fixture(scope="module")
 def saved(worlds, tmp_path_factory):
-    """`saved(engine, size)` is the folder of a checkpoint, and the weights it was made of; each is made once."""
+    """`saved(engine, size)` is the folder of a checkpoint, and its weights; each is made once."""
     folder = tmp_path_factory.mktemp("saved")
 
     @functools.cache
@@ -72,10 +72,10 @@ def train_and_save(world, name, path):
 
 
 def load_in_turn(world, jobs):
-    """Load into one engine after another, over other weights, and save again.
+    """Load into each engine, over other weights, and save again.
 
     Returns:
-        For each the weights loaded, and a digest of those after one more step.
+        For each, the loaded weights, and a digest of those after one more step.
     """
     found = []
     for path, name, again in jobs:
@@ -91,7 +91,7 @@ def load_in_turn(world, jobs):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("pairs", [SAMPLE, pytest.param(EVERY, marks=pytest.mark.exhaustive)], ids=["sample", "every"])
 def test_any_engine_loads_what_any_other_saved_at_any_world_size(worlds, saved, tmp_path, pairs, size):
-    """Of pairs whose target has `size` ranks: weights, states, and the step after them are the source's."""
+    """For targets with `size` ranks: the weights, states and next step are the source's."""
     chosen = [pair[:3] for pair in pairs if pair[3] == size]
     jobs = [(saved(*pair[:2])[0], pair[2], tmp_path / str(number)) for number, pair in enumerate(chosen)]
     answers = dict(zip(chosen, worlds(size).run(load_in_turn, jobs)[0], strict=True))
@@ -114,7 +114,7 @@ def test_the_sample_covers_engines_and_sizes():
 # ---- what a load costs ------------------------------------------------------------------------------------------
 
 PEAK = 1.2  # times the engine's own state
-SLACK = 2 * 10**6  # bytes read beside tensors: the index, headers, what ranks tell each other
+SLACK = 2 * 10**6  # bytes read besides tensors: the index, headers, messages between ranks
 
 
 def large():
@@ -130,26 +130,26 @@ def save_large(world, path):
 
 
 def told(file, what):
-    """A number that the system tells of this process."""
+    """A number that the system reports for this process."""
     return int(re.search(rf"{what}:\s*(\d+)", Path("/proc/self", file).read_text())[1])
 
 
 def resident_beside(call, path):
-    """Call; return the most bytes that were resident meanwhile, beside those of before."""
-    Path("/proc/self/clear_refs").write_text("5")  # the high water mark of resident memory begins anew
+    """Call; return the peak of resident bytes meanwhile, less those before."""
+    Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark of resident memory
     before = told("status", "VmRSS")
     call(path)
     return 1024 * (told("status", "VmHWM") - before)
 
 
 def load_large(world, name, path):
-    """Load; return the bytes of the engine's own state, the most resident beside it, those needed and those read."""
+    """Load; return the bytes of the engine's state, the peak of resident bytes beyond it, bytes needed and read."""
     engine = make_engine(name, large(), bucket_mb=25.0)
     predicted = engine.accounting.predicted()
     own = sum(sum(predicted.get(where, {}).values()) for where in ("model_state_bytes", "host_state_bytes"))
     moments = sum(8 * length(engine.owned(bucket).optimizer) for bucket in engine.buckets)
     needed = moments + sum(4 * len(bucket.parameters) for bucket in engine.buckets)
-    ctypes.CDLL(None).malloc_trim(0)  # so that what building has freed does not count as there
+    ctypes.CDLL(None).malloc_trim(0)  # so that memory freed while building does not count as resident
     read = told("io", "rchar")
     beside = resident_beside(engine.load, path) - moments
     return own, beside, needed, told("io", "rchar") - read
@@ -164,15 +164,15 @@ def test_a_load_reads_what_its_rank_needs_and_holds_little_beside_the_state(worl
     for own, beside, needed, read in worlds(2).run(load_large, name, tmp_path):
         assert own > 50e6
         assert own + beside < PEAK * own
-        assert read < file + needed + SLACK  # each file is proved by one rank, which reads it once more
+        assert read < file + needed + SLACK  # one rank verifies each file, and reads it once more
 
 
-BLOCKS = 40 * 10**6  # bytes of a file that are on their way to or from a disk, and a state of a bucket
+BLOCKS = 40 * 10**6  # bytes of a file in flight to or from a disk, and one state of a bucket
 
 
 def on_disk(world, path):
-    """Train and save from the disk tier, and load; return bytes on disk, and the most resident beside, of both."""
-    set_malloc_thresholds(2**16)  # what is freed is resident no longer
+    """Train on the disk tier, save and load; return the bytes on disk, and each call's peak of resident bytes."""
+    set_malloc_thresholds(2**16)  # freed memory is returned to the system
     engine = make_engine("offload.nvme", large(), path=path, sub_group_mb=1.0)
     engine.backward(engine(torch.ones(2, 1024)).square().mean())
     engine.step()
@@ -181,8 +181,8 @@ def on_disk(world, path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system tells no high water mark")
-def test_what_lies_on_disk_is_saved_and_loaded_through_little_memory(tmp_path):
-    with LocalWorld(1, oversubscribe=True) as world:  # of its own: what others have left there would be reused or not
+def test_states_on_disk_are_saved_and_loaded_through_little_memory(tmp_path):
+    with LocalWorld(1, oversubscribe=True) as world:  # a new world: memory that others left would blur the peak
         [(there, most)] = world.run(on_disk, tmp_path)
     assert there > 2 * BLOCKS
     assert max(most) < BLOCKS

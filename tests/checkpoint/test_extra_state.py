@@ -1,4 +1,4 @@
-"""What a state dict holds beside parameters and buffers: kept in every format, or refused by name."""
+"""Extra state in a state dict, besides parameters and buffers: kept in every format, or refused by name."""
 
 import io
 
@@ -15,7 +15,7 @@ from zeropp.export import save_int8
 
 
 class Remembering(nn.Linear):
-    """How often it ran, which the loss depends on, is extra state. Shapes: [batch, length, WIDTH] -> the same."""
+    """Keeps its number of runs, which the loss depends on, as extra state: [batch, length, WIDTH] -> the same."""
 
     def __init__(self, kind):
         super().__init__(WIDTH, WIDTH)
@@ -38,7 +38,7 @@ class Remembering(nn.Linear):
 
 
 class Renamed(Remembering):
-    """A hook names its buffer otherwise."""
+    """A hook renames its buffer."""
 
     def __init__(self):
         super().__init__(dict)
@@ -58,7 +58,7 @@ def build(world, engine, kind):
 
 
 def same(one, other):
-    """Whether state dicts are equal, nested values among them."""
+    """Whether state dicts are equal, including nested values."""
     return one.keys() == other.keys() and all(
         torch.equal(value, other[key]) if torch.is_tensor(value) else str(value) == str(other[key])
         for key, value in one.items()
@@ -66,7 +66,7 @@ def same(one, other):
 
 
 def remember(world, engine, kind, path):
-    """The state of a model in the midst of a training, as it is saved, and after a further step."""
+    """The state of a model when it is saved during training, and after one more step."""
     made = build(world, engine, kind)
     for index in range(2):
         step(made, inputs(world, index))
@@ -79,7 +79,7 @@ def remember(world, engine, kind, path):
 
 
 def resume(world, engine, kind, read, path):
-    """The state of a model that reads a file, and after a further step."""
+    """The state of a model after it reads a file, and after one more step."""
     made = build(world, engine, kind)
     step(made, inputs(world, 7))
     getattr(made, read)(path)
@@ -124,7 +124,7 @@ def derived(module, state, prefix, metadata):
 
 
 @pytest.mark.seven
-def test_what_cannot_be_kept_is_refused_by_name(world, tmp_path, engine):
+def test_state_that_cannot_be_kept_is_refused_by_name(world, tmp_path, engine):
     saved, refusal = tmp_path / "saved", "a checkpoint cannot hold a BytesIO, as in '1._extra_state' of model.state_di"
     assert refusal in message_in_step(build(world, engine, io.BytesIO).save, saved)
     made = build(world, engine, dict)

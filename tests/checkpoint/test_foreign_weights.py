@@ -1,4 +1,4 @@
-"""Weights from elsewhere: read by name into any engine at any world size, to the bit, or refused without a change."""
+"""Weights from elsewhere: read by name into any engine at any world size, bit for bit, or refused without a change."""
 
 import json
 
@@ -16,7 +16,7 @@ EVERY_ENGINE = (*ENGINES, "offloaded:Delayed", "offloaded:Spread", "zeropp", "qu
 
 
 def plain(model="gpt-tiny"):
-    """A module without an engine, its weights and buffers all drawn."""
+    """A module without an engine; all weights and buffers are random."""
     torch.manual_seed(5)
     module = models.build(model, device="cpu")
     for tensor in [*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]:
@@ -25,16 +25,16 @@ def plain(model="gpt-tiny"):
 
 
 def write(file, module, left_out=(), **changed):
-    """What a program without engines saves. The names of tied weights have a tensor each."""
+    """Save as a program without engines does, with one tensor for each name of a tied weight."""
     state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()} | changed
     save_file({name: tensor for name, tensor in state.items() if name not in left_out}, file)
 
 
 def load_weights(world, engine, file, model, precision):
-    """Load into an engine that has trained. Return the weights, what the module reads, and whether states stayed."""
+    """Load into a trained engine. Return the weights, the module's values, and whether states stayed."""
     made = make_engine(engine, model, precision=precision)
     train_step(made, world)
-    made(batch(made.module, world, 1)[0])  # what this gathers, or copies within a node, is out of date then
+    made(batch(made.module, world, 1)[0])  # the load makes what this gathers, or copies within a node, stale
     made.synchronize()
     before = made.updates, str(list(made.optimizer.state.values()))
     made.load_weights(file)
@@ -55,7 +55,7 @@ def test_a_plain_models_file_is_read_to_the_bit(worlds, tmp_path, name, precisio
     for weights, reads, stayed in worlds(size).run(load_weights, name, tmp_path / "file", "gpt-tiny", precision):
         assert same_bits(weights, module.state_dict())
         assert stayed
-        if name != "zeropp":  # which reads them rounded to 8 bits
+        if name != "zeropp":  # its module reads them rounded to 8 bits
             dtype = torch.bfloat16 if precision == "bf16" else torch.float32
             assert same_bits(reads, {key: p.detach().to(dtype) for key, p in module.named_parameters()})
 
@@ -87,7 +87,7 @@ def test_a_file_in_another_dtype_and_without_buffers_is_cast(worlds, tmp_path):
 
 
 def refused(world, engine, file, model="gpt-tiny", precision="fp32"):
-    """Load, and return the complaint; the engine must be as it was."""
+    """Load, and return the complaint; the engine must be unchanged."""
     made = make_engine(engine, model, precision=precision)
     train_step(made, world)
     before = made.full_state_dict()
@@ -117,7 +117,7 @@ def test_the_first_difference_is_named_on_every_rank_and_nothing_changes(worlds,
 
 def test_a_value_that_would_become_infinite_is_named_on_every_rank_and_nothing_changes(worlds, tmp_path, name):
     weight = torch.ones(16)
-    weight[-1] = 65520.0  # the first that fp16 has no room for
+    weight[-1] = 65520.0  # the first that rounds to infinity in fp16
     write(tmp_path / "half", plain(), **{"ln_f.weight": weight})
     write(tmp_path / "double", plain(), **{"blocks.0.ln_1.bias": torch.full((16,), -1e39, dtype=torch.float64)})
     mean = torch.full((8,), 1e39, dtype=torch.float64)
@@ -131,7 +131,7 @@ def test_a_value_that_would_become_infinite_is_named_on_every_rank_and_nothing_c
             assert f"{there!r} has finite values that are infinite in {dtype}" in complaint
 
 
-def test_what_is_no_safetensors_file_is_told(worlds, tmp_path):
+def test_a_file_that_is_not_safetensors_is_refused(worlds, tmp_path):
     (tmp_path / "text").write_text("no weights")
     (tmp_path / "cut").write_bytes(b"")
     for name in ("missing", "text", "cut", "."):
@@ -140,7 +140,7 @@ def test_what_is_no_safetensors_file_is_told(worlds, tmp_path):
 
 
 def write_split(folder, module, parts=3):
-    """The tensors of a model in turns to several files, and their index."""
+    """Distribute the tensors of a model over several files, and write their index."""
     state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     files = {name: f"model-{number % parts}.safetensors" for number, name in enumerate(state)}
     for file in set(files.values()):
@@ -174,7 +174,7 @@ def test_an_index_that_does_not_fit_its_files_is_refused(worlds, tmp_path):
 
 
 def gpt2():
-    """A small model of transformers', which keeps a tied weight under one of its names."""
+    """A small model of transformers, which saves a tied weight under one of its names."""
     transformers = pytest.importorskip("transformers", reason="pip install transformers: its weights are loaded here")
     sizes = {"vocab_size": 256, "n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 4}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
@@ -190,7 +190,7 @@ def forward_of_gpt2(world, stage, file, tokens):
 
 
 @pytest.mark.parametrize(("size", "file"), [("1GB", "model.safetensors"), ("60KB", "model.safetensors.index.json")])
-def test_what_transformers_saved_gives_its_models_forward(worlds, tmp_path, stage, size, file):
+def test_a_file_of_transformers_gives_the_forward_of_its_model(worlds, tmp_path, stage, size, file):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     module, tokens = gpt2().eval().to(device), torch.arange(20, device=device)[None]
     module.save_pretrained(tmp_path, max_shard_size=size)

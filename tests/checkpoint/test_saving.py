@@ -1,4 +1,4 @@
-"""Saves beside training: what is written is the state at the call, whatever steps follow, and a failure is told."""
+"""Saves that overlap with training write the state at the call, whatever steps follow, and report failures."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ write = tensor_file.write
 
 
 def held_back(event):
-    """Within it files are written when an event has come."""
+    """Files are written only when the event is set."""
 
     def late(*args):
         assert event.wait(60)
@@ -28,7 +28,7 @@ def held_back(event):
 
 
 def saved_beside(world, engine, path):
-    """Save beside two steps: what is loaded is what stood at the call."""
+    """Save while two steps run; the load must give the state at the call."""
     made, on_disk = make_engine(engine), threading.Event()
     train_step(made, world, 0)
     with held_back(on_disk):
@@ -46,14 +46,14 @@ def saved_beside(world, engine, path):
 
 
 def save_where_ranks_know_other_groups(world, path):
-    """The same, after some ranks alone have made a group."""
+    """The same, after some ranks have made groups of their own."""
     for members in ([0, 1], [1, 2], [1]):
         dist.new_group(members)
     saved_beside(world, "stage1_os", path)
 
 
 def test_ranks_that_know_unequally_many_groups_save_together(tmp_path):
-    with LocalWorld(3, oversubscribe=True, timeout=20) as world:  # the first save of a world makes its group
+    with LocalWorld(3, oversubscribe=True, timeout=20) as world:  # a world's first save makes its group
         world.run(save_where_ranks_know_other_groups, tmp_path)
 
 
@@ -95,13 +95,13 @@ def test_a_second_save_waits_for_the_first(world, tmp_path):
 
 @pytest.mark.parametrize("listener", [None, 0, 1])
 def test_what_failed_is_told_once(world, tmp_path, listener):
-    """By a save that fails, of which one rank hears, or by the next one."""
+    """By the failed save, if a rank waits for it, or else by the next save."""
     made = make_engine("stage1_os", "mlp")
     with mock.patch.object(tensor_file, "write", side_effect=OSError("No space left on device")):
         saving = made.save(tmp_path, wait=False)
         if world.rank == listener:
             assert message_of(saving.wait) is not None
-        while saving.tensors:  # until it has ended
+        while saving.tensors:  # until it ends
             time.sleep(0.01)
     assert (message_of(made.save, tmp_path, 1) is None) == (listener is not None)
     made.save(tmp_path, 2)
@@ -109,8 +109,8 @@ def test_what_failed_is_told_once(world, tmp_path, listener):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_who_saves_and_loads_in_inference_mode_trains_on(world, tmp_path, name, wait):
-    """As an engine does to which nothing happened."""
+def test_training_goes_on_after_a_save_and_a_load_in_inference_mode(world, tmp_path, name, wait):
+    """As in an undisturbed engine."""
     made, undisturbed = (make_engine(name, "mlp") for _ in range(2))
     for one in (made, undisturbed):
         train_step(one, world, 0)

@@ -1,4 +1,4 @@
-"""safetensors files written and read a tensor at a time: they are what the library writes and reads."""
+"""safetensors files written and read one tensor at a time, compatible with the library."""
 
 import hashlib
 
@@ -13,7 +13,7 @@ SHAPES = {"matrix": (3, 5), "scalar": (), "nothing": (0, 4), "vector": (7,)}
 
 
 def every_dtype():
-    """A tensor of each shape in each dtype that torch and the library share: {name: tensor}, of any bits."""
+    """A tensor of each shape in each dtype that torch and the library share: {name: tensor}, of random bytes."""
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for code, dtype in {**_TYPES, "F8_E8M0": torch.float8_e8m0fnu}.items():
@@ -64,7 +64,7 @@ def test_a_part_of_a_tensor_is_read_and_cast(tmp_path, monkeypatch):
         assert torch.equal(file.get_tensor("strided"), values.t())
 
 
-def test_what_is_infinite_already_is_no_overflow(tmp_path, monkeypatch):
+def test_a_value_that_is_already_infinite_is_no_overflow(tmp_path, monkeypatch):
     values = torch.tensor([65519.0] * 20 + [torch.inf, -torch.inf, torch.nan] + [-65520.0])
     write(tmp_path / "file", {"values": values, "double": values.double() * 1e300})
     monkeypatch.setattr(tensor_file, "BLOCK", 64)  # several blocks

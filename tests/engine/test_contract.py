@@ -28,7 +28,7 @@ SCHEDULERS = {
 
 @functools.cache
 def scheduled(world, engine, name):
-    """Weights and learning rates under a scheduler of torch's over the engine's optimizer; warnings are errors."""
+    """Weights and learning rates under one of torch's schedulers over the engine's optimizer; warnings are errors."""
     engine = make_engine(engine, optimizer=functools.partial(torch.optim.AdamW, lr=1e-2), precision="bf16")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -48,7 +48,7 @@ def test_torchs_schedulers_work_unchanged(world, stage, name):
 
 
 class Broken(torch.optim.SGD):
-    """Raises once, after as many shards as it is told."""
+    """Raises once, after `shards_left` shards."""
 
     shards_left = None
 
@@ -85,7 +85,7 @@ def test_gradients_from_before_the_engine_do_not_count(world, stage):
 
 
 def all_the_same(engine, state):
-    """Whether every rank has these bits."""
+    """Whether every rank has the same bits."""
     return len(set(engine.comm.gather_objects(sha256(state)))) == 1
 
 
@@ -99,7 +99,7 @@ def test_train_and_eval_set_the_mode_of_every_module(world, stage):
 
 
 def recalibrated(module, world):
-    """As torch's update_bn does, past the engine."""
+    """As torch's update_bn does, bypassing the engine."""
     module.train()
     for index in range(2):
         module(inputs_of(world, index))
@@ -121,7 +121,7 @@ def of_one_rank(module, world):
 @pytest.mark.seven
 @torch.no_grad()
 def test_all_ranks_evaluate_by_the_buffers_of_rank_0_whichever_wrote_some(world, engine):
-    """After each way of writing buffers, outside of gathered() and within."""
+    """After each kind of write to a buffer, outside gathered() and within."""
     made, seen = small_engine(world, engine, make=lambda: Net(block=Counting)), {}
     x = inputs_of(world, 0) * 0 + 1
     made.eval()(x)
@@ -152,12 +152,12 @@ def test_buffers_are_broadcast_unless_told_otherwise(world, stage, broadcast_buf
     sent = engine.comm.traffic.by_collective()
     assert sent == engine.predicted_wire_bytes_per_step()
     assert ("broadcast" in sent) == (broadcast_buffers and world.rank == 0)
-    assert not all_the_same(engine, {"mean": engine.module.bn.running_mean})  # of own batches since the last broadcast
+    assert not all_the_same(engine, {"mean": engine.module.bn.running_mean})  # each rank's batches since the broadcast
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="messages of NCCL have no tags")
-def test_the_users_own_messages_and_the_engines_do_not_meet(world, stage):
-    """Ranks exchange some while the engine's own, of the same size, are under way."""
+def test_the_users_own_messages_and_the_engines_do_not_mix(world, stage):
+    """Ranks exchange messages while the engine's own, of the same size, are in flight."""
     torch.manual_seed(0)
     engine = make_engine(stage, nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)), bucket_mb=1e-6)
     received, shard = [], torch.empty(engine.buckets[0].shard_numel, device=world.device)
@@ -192,8 +192,8 @@ def test_a_compiled_model_trains_to_the_bits_of_the_plain_one(world, stage):
 
 @pytest.mark.seven
 def test_compiled_blocks_are_one_graph_together_and_train_to_the_bits_of_plain_ones(world, engine):
-    """As those of plain torch are. Of another one for each block, torch's compiler would give up after eight."""
-    torch._dynamo.reset()  # it knows the graphs of engines before this one
+    """As in plain torch. With a graph for each block, torch's compiler would give up after eight."""
+    torch._dynamo.reset()  # else it reuses graphs of earlier engines
     ends, graphs = [], []
 
     def backend(graph, inputs):
@@ -216,9 +216,9 @@ def test_compiled_blocks_are_one_graph_together_and_train_to_the_bits_of_plain_o
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.seven
 def test_a_weight_begins_at_a_multiple_of_64_bytes_where_it_is_read(world, engine, precision):
-    """In forward, in backward and within gathered(), as a tensor of its own does, whatever odd sizes a model has.
+    """In forward, in backward and within gathered(), as a separate tensor would, whatever the sizes in the model.
 
-    Kernels for a few rows round by the address. `few rows` holds the bits to DDP's.
+    Kernels for a few rows round depending on the address. The case `few rows` compares the bits with DDP's.
     """
     made = small_engine(world, engine, precision, make=FewRows)
     weights, found = list(made.module.parameters()), set()

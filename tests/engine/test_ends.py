@@ -1,4 +1,4 @@
-"""An engine leaves nothing behind: programs end cleanly after any call, and what it held is free when it is gone."""
+"""An engine leaves nothing behind: programs end cleanly after any call, and deleting it frees what it held."""
 
 import gc
 import json
@@ -35,19 +35,19 @@ def test_a_program_ends_cleanly_whatever_it_called_last(tmp_path, programs):
 
 
 def live_bytes():
-    plain = (torch.Tensor, torch.nn.Parameter)  # others are a compiler's, without bytes
+    plain = (torch.Tensor, torch.nn.Parameter)  # other subclasses are the compiler's and hold no bytes
     return storage_bytes(found for found in gc.get_objects() if type(found) in plain)
 
 
 HELD = [(name, {}) for name in ALL]
 HELD += [("offload", {"ratio": 0.5, "delayed_update": True}), ("offload.nvme", {"tiers": "cpu"})]
-HELD += [("zeropp", {"ranks_per_node": 1, "error_feedback": True})]  # secondary shards, and scales of what is rounded
+HELD += [("zeropp", {"ranks_per_node": 1, "error_feedback": True})]  # secondary shards, and scales of rounded values
 
 
 @pytest.mark.parametrize(("name", "options"), HELD, ids=str)
 def test_an_engine_that_is_deleted_frees_what_it_held_and_takes_its_hooks_along(world, name, options):
-    """Without the collector's help."""
-    small_engine(world, name, **options)  # whatever is made once
+    """Without the garbage collector."""
+    small_engine(world, name, **options)  # so that one-time allocations exist
     gc.collect()
     gc.disable()
     try:
@@ -55,8 +55,8 @@ def test_an_engine_that_is_deleted_frees_what_it_held_and_takes_its_hooks_along(
         for _ in range(3):
             made = small_engine(world, name, make=Net, **options)
             step(made, inputs(world, 0))
-            made.synchronize()  # a delayed step of the host holds what it steps
-            made.comm.lane.finish()  # and a lane what it is given to do
+            made.synchronize()  # a delayed host step holds its shard
+            made.comm.lane.finish()  # and a lane its pending work
             life = weakref.ref(made)
             del made
             assert live_bytes() == before

@@ -12,7 +12,7 @@ from training import inputs, message_in_step, same_bits, small_engine
 from trap_models import WIDTH, Rooted, loss
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-HOW = {  # backwards before the gradient is written, and after it; under no_sync
+HOW = {  # backwards before the gradient is written and after; whether those before run under no_sync
     "one backward": (1, 0, False),
     "accumulated": (2, 0, False),
     "written between two": (1, 1, False),
@@ -22,7 +22,7 @@ HOW = {  # backwards before the gradient is written, and after it; under no_sync
 
 @functools.cache
 def read_and_written(world, engine, precision, how):
-    """What is read before and after it is written, and the weights; bytes are as predicted."""
+    """The gradients before and after a write, and the weights; bytes are as predicted."""
     before, after, put_off = HOW[how]
     made = small_engine(world, engine, precision, make=Rooted, scale=2.0**4, clip_norm=0.5)
     read = []
@@ -72,7 +72,7 @@ PAGE = ROOT / "interop/YOUR_SCRIPT.md"
 
 @functools.cache
 def by_the_page(world, engine, precision):
-    """Weights after a step by each function that the page prints."""
+    """The weights after a step by each function on the page."""
     (code,) = re.findall(r"```python\n(def sam_step.*?)```", PAGE.read_text(), re.DOTALL)
     page = {"torch": torch}
     exec(compile(code, str(PAGE), "exec"), page)

@@ -1,4 +1,4 @@
-"""What would train nothing, or something else, is refused in words that say what to write; and a clean step follows."""
+"""A loop that would not train as meant is refused with what to write instead, and a clean step follows."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ from common.errors import InputError
 
 
 def backward_of_an_old_graph(engine, x):
-    """Two forwards, backward, step: what the second graph was computed with is gone."""
+    """Two forwards, backward, step: the step overwrites what the second graph was computed with."""
     first, second = loss(engine(x)), loss(engine(2 * x))
     engine.backward(first)
     engine.step()
@@ -160,7 +160,7 @@ def test_weights_come_back_from_snapshots_and_state_dicts(world, engine):
 
 
 class EachItsOwn(Net):
-    """Ranks run other layers, or leave early: stochastic depth."""
+    """Ranks run different layers, or leave early: stochastic depth."""
 
     def forward(self, x):
         blocks = [block for index, block in enumerate(self.blocks) if (index + dist.get_rank()) % 2]
@@ -168,7 +168,7 @@ class EachItsOwn(Net):
 
 
 class Rare(nn.Module):
-    """Tokens that are rare on some ranks: torch's own loss runs a tail only where it has a token of it."""
+    """Tokens that are rare on some ranks: torch's adaptive softmax runs a tail only if the batch has a token of it."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ class Rare(nn.Module):
 
 @functools.cache
 def steps_of_unequal_layers(world, engine, make):
-    """Weights after steps within gathered() in which ranks run other layers, or the model unequally often."""
+    """Weights after steps within gathered() in which ranks run different layers, or the model unequally often."""
     made = small_engine(world, engine, make=make)
     for index in range(3):
         with made.gathered():
@@ -194,7 +194,7 @@ def steps_of_unequal_layers(world, engine, make):
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.seven
 def test_within_gathered_ranks_may_run_other_layers_and_train(world, engine):
-    """Gradients leave when backward ends. Equal numbers of backward and step are all that ranks have to share."""
+    """Gradients are reduced when backward ends. Ranks need only call backward and step equally often."""
     for make in (EachItsOwn, Rare, Net):
         ended, expected = (steps_of_unequal_layers(world, name, make) for name in (engine, "stage0_ddp"))
         assert same_bits(ended, expected), make
@@ -219,7 +219,7 @@ def test_a_frozen_model_has_an_engine_that_serves_forwards_and_holds_no_more_tha
         assert torch.equal(teacher(inputs(world, 0)), plain(inputs(world, 0)))
     assert same_bits(taught(world, teacher), taught(world, plain))
     with torch.no_grad():
-        teacher(inputs(world, 0))  # after which no unit waits for a backward
+        teacher(inputs(world, 0))  # so that no unit waits for a backward
     held = teacher.model_state_bytes()
     assert held == teacher.predicted_model_state_bytes()
     assert (held["gradients"], held["optimizer"]) == (0, 0)
@@ -239,7 +239,7 @@ def zeroed(engine):
         state["exp_avg"].zero_()
 
 
-KEPT_BY = {  # what is written between steps -> the engines that keep it
+KEPT_BY = {  # what writes between steps -> the engines that keep it
     clamped: ("stage0_ddp", "stage1_os", "stage2_grad"),
     zeroed: (*STAGES, "offload", "quantized:Copies"),
 }
@@ -264,7 +264,7 @@ def test_weights_and_states_written_between_steps_are_kept_or_refused(world, eng
 @pytest.mark.seven
 @pytest.mark.one_in(2)
 def test_an_engine_goes_on_from_another_ones_weights_and_states_by_name(world, engine, other):
-    """A copy of the model goes on as the first, and one with another block trains from there."""
+    """A copy of the model goes on like the original, and one with another block trains from there."""
     precision = ("fp16", "bf16", "fp32")[world.size - 1]
     old = small_engine(world, engine, precision)
     for index in range(2):
@@ -288,7 +288,7 @@ def test_an_engine_goes_on_from_another_ones_weights_and_states_by_name(world, e
 
 
 def a_gradient_of_a_gradient(engine, x):
-    """The penalty of a WGAN: the norm of the gradient at the inputs is a part of the loss."""
+    """The gradient penalty of a WGAN: the loss includes the norm of the gradient at the inputs."""
     x = x.clone().requires_grad_()
     value = loss(engine(x))
     (gradient,) = torch.autograd.grad(value, x, create_graph=True)
@@ -306,7 +306,7 @@ def penalized(world, name):
 
 
 @pytest.mark.parametrize("name", [*ENGINES, "quantized:Off"])
-def test_a_gradient_of_a_gradient_is_right_within_gathered_and_refused_elsewhere_where_weights_are_freed(world, name):
+def test_a_gradient_of_a_gradient_is_right_within_gathered_and_refused_elsewhere_if_weights_are_freed(world, name):
     message = message_in_step(a_gradient_of_a_gradient, small_engine(world, name), inputs(world, 0))
     if name in ("stage0_ddp", "stage1_os", "stage2_grad", "offload"):  # they keep whole weights
         assert message is None
@@ -325,7 +325,7 @@ NOT_OF_AN_ENGINE = {
 }
 
 
-def test_who_takes_an_engine_for_a_model_is_told_what_to_write(world, name):
+def test_an_engine_that_is_used_as_a_model_says_what_to_write(world, name):
     made = small_engine(world, name)
     for attribute, words in NOT_OF_AN_ENGINE.items():
         with pytest.raises(AttributeError, match=re.escape(f"an engine has no '{attribute}': {words}")):
@@ -399,7 +399,7 @@ def test_parameters_that_left_the_engine_are_refused_by_name(world, stage, how):
 @pytest.mark.parametrize("move", [flattened, double_and_float])
 @pytest.mark.parametrize("stage", STAGES[:3])
 def test_parameters_that_come_back_as_they_were_train_on(world, stage, move):
-    """They get other storage for the same values."""
+    """They get new storage with the same values."""
     made, still = (small_engine(world, stage, make=Convolution) for _ in range(2))
     for index in range(2):
         for one in (made, still):
@@ -415,7 +415,7 @@ def test_stage_3_refuses_them_too(world, change, why):
     assert why in message_in_step(made, inputs(world, 0))
 
 
-def test_who_freezes_or_thaws_parameters_cannot_train_them(world, stage):
+def test_parameters_that_are_frozen_or_thawed_later_cannot_be_trained(world, stage):
     frozen, thawed, between = (small_engine(world, stage, make=FrozenEnds) for _ in range(3))
     frozen.module.blocks[0].a.requires_grad_(False)
     value = loss(frozen(inputs(world, 0)))
@@ -425,7 +425,7 @@ def test_who_freezes_or_thaws_parameters_cannot_train_them(world, stage):
     assert said[0].startswith(f"'blocks.0.a.weight' was trainable when the engine was built; {CHANGE}")
     assert said[1].startswith(f"'head.weight' was frozen when the engine was built; {CHANGE}")
     adapters = [parameter for parameter in between.module.parameters() if parameter.requires_grad]
-    for requires_grad in (False, True):  # as GANs do with one model while the other is trained
+    for requires_grad in (False, True):  # as GANs do with one model while they train the other
         for parameter in adapters:
             parameter.requires_grad_(requires_grad)
         between(inputs(world, 0))
@@ -451,7 +451,7 @@ def test_a_model_has_one_engine_at_a_time(world, stage):
 # ---- ranks that disagree --------------------------------------------------------------------------------------------
 
 
-OPTIONS = {  # what is given: to all ranks but the last, and to that
+OPTIONS = {  # what is given: to all ranks but the last, and to the last
     "precision": ("fp32", "bf16"),
     "clip_norm": (None, 1.0),
     "bucket_mb": (1.0, 2.0),
@@ -505,13 +505,13 @@ def test_initial_values_that_differ_between_ranks_are_refused_on_every_rank(worl
 
 
 def door(world, engine, optimizer):
-    """What the door says of an optimizer."""
+    """What validation says of an optimizer."""
     torch.manual_seed(0)
     return message_in_step(make_engine, engine, Net().to(world.device), optimizer)
 
 
 def sgd(looks_at):
-    """A factory of SGD whose step begins with `looks_at(gradients)`, and is left out where that says so."""
+    """A factory of SGD whose step begins with `looks_at(gradients)`, and is skipped if that returns true."""
 
     class Own(torch.optim.SGD):
         def step(self, closure=None):
@@ -523,7 +523,7 @@ def sgd(looks_at):
 
 
 def left_out(refuses):
-    """Steps are, of which the norm of all gradients is refused."""
+    """Skips a step if `refuses` the norm of all gradients."""
     return sgd(lambda gradients: refuses(nn.utils.get_total_norm(gradients)))
 
 
@@ -541,7 +541,7 @@ def divides_by_their_number(gradients):
 
 
 def centralizes(dimensions):
-    """Subtracts the mean from gradients of so many dimensions."""
+    """Subtracts the mean from gradients with that many dimensions."""
 
     def centralize(gradients):
         for gradient in gradients:
@@ -552,7 +552,7 @@ def centralizes(dimensions):
 
 
 class CountsInItsGroup(torch.optim.SGD):
-    """Counts calls of `step` in the group, as Apex's FusedAdam does, and steps ever less."""
+    """Counts calls of `step` in the group, as Apex's FusedAdam does, and takes ever smaller steps."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -587,7 +587,7 @@ LOOKS_BEYOND = {
 
 @pytest.mark.parametrize("case", LOOKS_BEYOND)
 def test_an_optimizer_that_looks_beyond_an_element_is_refused_with_what_to_write(case):
-    """By shape, at other parameters, or at the whole gradient. Every engine's door asks this."""
+    """At the shape, at other parameters, or at the whole gradient. Every engine checks this."""
     factory, message = LOOKS_BEYOND[case]
     with pytest.raises(InputError, match=message):
         check_elementwise(factory, torch.device("cpu"))
@@ -595,8 +595,8 @@ def test_an_optimizer_that_looks_beyond_an_element_is_refused_with_what_to_write
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.seven
-def test_a_state_dict_of_the_optimizer_is_loaded_by_the_rank_and_engine_that_made_it_alone(world, engine):
-    """It is a shard, but for stage 0, where every rank's is whole and the same."""
+def test_only_the_rank_and_engine_that_made_an_optimizer_state_dict_can_load_it(world, engine):
+    """It is a shard, except in stage 0, where every rank has the same whole one."""
     made = small_engine(world, engine, **({"tiers": "cpu"} if engine == "offload.nvme" else {}))
     other = small_engine(world, "stage1_os" if engine != "stage1_os" else "stage2_grad")
     for one in (made, other):
@@ -615,9 +615,9 @@ def test_a_state_dict_of_the_optimizer_is_loaded_by_the_rank_and_engine_that_mad
     assert not same_bits(before, made.full_state_dict())
 
 
-# ---- steps of one's own ---------------------------------------------------------------------------------------------
+# ---- custom steps ---------------------------------------------------------------------------------------------------
 
-LIMIT = 0.1  # of weights, which are larger at first
+LIMIT = 0.1  # of weights; some are larger at first
 
 
 @torch.no_grad()
@@ -643,7 +643,7 @@ def limited_instance(parameters, **options):
 
 @functools.cache
 def trained(world, engine, factory, precision):
-    """The weights after three steps, which at first are larger than LIMIT."""
+    """The weights after three steps; some are larger than LIMIT at first."""
     torch.manual_seed(0)
     optimizer = functools.partial(factory, lr=10.0, momentum=0.9)
     made = make_engine(engine, Net().to(world.device), optimizer, precision=precision)
@@ -656,7 +656,7 @@ def trained(world, engine, factory, precision):
 @pytest.mark.parametrize("factory", [Limited, limited_instance])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", [*ENGINES, "quantized:Off"])
-def test_a_step_of_ones_own_does_to_each_shard_what_it_would_do_to_the_whole(world, name, precision, factory):
+def test_a_custom_step_does_to_each_shard_what_it_would_do_to_the_whole(world, name, precision, factory):
     ended, expected = (trained(world, one, factory, precision) for one in (name, "baseline:AverageAfterBackward"))
     assert same_bits(ended, expected)
 
@@ -683,7 +683,7 @@ def test_hooks_of_a_step_are_refused_in_the_factory_and_later(world, name, regis
 
 
 class LooksAtTheFirst(torch.optim.SGD):
-    """Takes for granted that a group has parameters."""
+    """Assumes that a group has parameters."""
 
     def step(self, closure=None):
         assert all(group["params"][0].dtype == torch.float32 for group in self.param_groups)
@@ -692,7 +692,7 @@ class LooksAtTheFirst(torch.optim.SGD):
 
 @functools.cache
 def in_two_groups(world, engine):
-    """The weights after a step by two groups."""
+    """The weights after a step with two groups."""
     torch.manual_seed(0)
     net = Net().to(world.device)
     groups = [{"params": net.blocks.parameters(), "lr": 0.2}]
@@ -705,7 +705,7 @@ def in_two_groups(world, engine):
 
 
 @pytest.mark.parametrize("name", [*ENGINES, "quantized:Off"])
-def test_a_step_meets_no_group_without_parameters_and_no_group_that_came_later(world, name):
+def test_a_step_sees_no_group_without_parameters_and_no_group_can_be_added_later(world, name):
     assert same_bits(in_two_groups(world, name), in_two_groups(world, "stage0_ddp"))
 
 
@@ -717,7 +717,7 @@ def watch(optimizer):
 
 
 def wrap(optimizer):
-    """Have it do more, in a step that schedulers can wrap."""
+    """Replace the step by one that does more and that schedulers can wrap."""
     optimizer.step = types.MethodType(limited, optimizer)
 
 
@@ -744,7 +744,7 @@ def test_a_step_that_is_replaced_later_is_refused_and_schedulers_may_watch_it(wo
 
 @functools.cache
 def adversaries(world, engine):
-    """A discriminator that gets gradients from the generator's backward as well, and drops none of them."""
+    """A discriminator that gets gradients from the generator's backward too, and drops none of them."""
     generator, critic = (small_engine(world, engine, seed=seed, bucket_mb=1e-6) for seed in range(2))
     for index in range(3):
         generator.backward(loss(critic(generator(inputs(world, index)))))
@@ -759,7 +759,7 @@ def test_gradients_of_another_engines_backward_wait_for_the_step(world, stage):
 
 
 class Plain:
-    """A loop without an engine, on every rank: each backward's gradients are averaged in rank order, and added up."""
+    """A loop without an engine, on every rank: each backward's gradients are averaged in rank order and accumulated."""
 
     def __init__(self, world, engine, seed=0, make=Net):
         torch.manual_seed(seed)
@@ -795,7 +795,7 @@ DROPS = (
 
 
 def gan(world, make):
-    """The loop of DCGAN: what the generator's loss has left in the critic is dropped before the critic's own."""
+    """The loop of DCGAN: the critic drops the gradients of the generator's loss before its own backward."""
     generator, critic = (make(world, seed=seed) for seed in range(2))
     for index, drop in enumerate(DROPS):
         x, real = inputs(world, index), inputs(world, index + 10)
@@ -810,7 +810,7 @@ def gan(world, make):
 
 
 def in_parts(world, make):
-    """Of two losses the first leaves no gradient in some modules."""
+    """Two losses; the gradients of the first are dropped in some modules."""
     made = make(world)
     for index in range(2):
         made.backward(loss(made(inputs(world, index))))
@@ -822,7 +822,7 @@ def in_parts(world, make):
 
 
 def of_one_graph(world, make):
-    """Two losses of one forward, one of which is taken twice; an evaluation runs between them."""
+    """Two losses of one forward, the first with two backwards; an evaluation runs between them."""
     made = make(world)
     for index in range(2):
         out = made(inputs(world, index))
@@ -836,7 +836,7 @@ def of_one_graph(world, make):
 
 
 class TwoHeads(Net):
-    """Returns what the head makes, and what goes into it."""
+    """Returns the head's output and its input."""
 
     def forward(self, x):
         deep = self.run(self.blocks, self.stem(x))
@@ -844,7 +844,7 @@ class TwoHeads(Net):
 
 
 def in_another_order(world, make):
-    """Two losses of one graph, of which the ranks take another one first."""
+    """Two losses of one graph; ranks run their backwards in different orders."""
     made = make(world, make=TwoHeads)
     for index in range(2):
         values = [loss(out) for out in made(inputs(world, index))]
@@ -866,7 +866,7 @@ def test_zero_grad_and_retain_graph_do_what_they_do_in_a_plain_loop(world, engin
 
 @pytest.mark.seven
 def test_zero_grad_of_a_part_drops_what_was_not_reduced_yet(world, engine):
-    """Another engine's backward left the gradients, and some were dropped."""
+    """Another engine's backward leaves the gradients, and some are dropped."""
     generator = small_engine(world, engine, "fp32", bucket_mb=1e-4)
     critic = small_engine(world, engine, "bf16", seed=1, bucket_mb=1e-4)
     before, critic.optimizer.param_groups[0]["weight_decay"] = critic.full_state_dict(), 0.0

@@ -1,4 +1,4 @@
-"""Where each element lives: every one in exactly one place, whatever the shapes, kinds, bucket and world size."""
+"""Where elements live: each in exactly one place, whatever the shapes, kinds, bucket size and world size."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def of_sizes(*sizes):
     return make([((size,), torch.float32, 0, True) for size in sizes])
 
 
-@settings(deadline=None)  # a busy machine is no failure
+@settings(deadline=None)  # a busy machine must not fail it
 @given(MEMBERS, BUCKET_BYTES, WORLD_SIZES)
 def test_every_element_lies_in_exactly_one_shard(members, bucket_bytes, world_size):
     named, groups, dtype_of = make(members)
@@ -48,7 +48,7 @@ def test_every_element_lies_in_exactly_one_shard(members, bucket_bytes, world_si
         for rank in range(world_size):
             for name, there, here in run.overlaps(run.shard(rank)):
                 found[name][there] += 1
-                # The three ways to name a place agree: in the parameter, in the shard, in the run.
+                # The three coordinates of an element agree: in the parameter, in the shard, in the run.
                 assert run.shard(rank).start + here.start == run.slots[name].offset + there.start
                 assert there.stop - there.start == here.stop - here.start <= run.shard_numel - here.start
     assert all((count == 1).all() for count in found.values())
@@ -89,7 +89,7 @@ def test_a_bucket_is_as_full_as_its_size_allows_and_no_fuller(members, bucket_by
     named, groups, dtype_of = make(members)
     size = {name: parameter.numel() * max(parameter.itemsize, 4) for name, parameter in named}  # as fp32
     runs = buckets(named, groups, dtype_of, bucket_bytes, world_size)
-    following = {}  # kind -> the bucket after this one that holds the same
+    following = {}  # kind -> the next bucket of that kind
     for run in reversed(runs):
         filled = sum(size[name] for name in run.slots)
         assert filled <= bucket_bytes or max(size[name] for name in run.slots) == filled

@@ -1,7 +1,7 @@
 """The lifetime table of stage3_param/README.md, cell by cell: what happens to a unit's parameters and gradients, when.
 
-The table stands on the page alone. Each of its rows is a situation below, run with an engine that notes what every
-phase does to one unit.
+The table exists only on the page. Each row is a situation below, run with an engine that records what every phase does
+to one unit.
 """
 
 import functools
@@ -47,11 +47,11 @@ def table():
     return {name: dict(zip(moments, cells, strict=True)) for name, *cells in rows}
 
 
-# ---- an engine that notes -----------------------------------------------------------------------------------------
+# ---- an engine that records ---------------------------------------------------------------------------------------
 
 
 class Noting(Engine):
-    """Notes for every phase what it does to the unit called `watched`."""
+    """Records what every phase does to the unit called `watched`."""
 
     def __init__(self, model, watched, **options):
         self.watched, self.notes, self.done = watched, [], []
@@ -76,7 +76,7 @@ class Noting(Engine):
 
     @property
     def whole(self):
-        """Whether the unit's parameters are whole. Then they lie in its buffer, else the buffer is empty."""
+        """Whether the unit's parameters are whole: its buffer then holds them, else it is empty."""
         for bucket in self.unit.buckets:
             assert (
                 bucket.full_parameters.untyped_storage().nbytes() == self.unit.gathered * bucket.full_parameters.nbytes
@@ -85,12 +85,12 @@ class Noting(Engine):
 
 
 def noted(phase):
-    """The phase of that name, noting (phase, the unit it is about, what was done to the watched one, whether whole)."""
+    """That phase, recording (phase, its unit, what was done to the watched unit, whether that is whole)."""
 
     def run(engine, *args, **options):
         engine.done = []
         getattr(Engine, phase)(engine, *args, **options)
-        about = getattr(args[0], "unit", args[0]).name if args else None  # a unit, or a bucket of one
+        about = getattr(args[0], "unit", args[0]).name if args else None  # a unit, or one of its buckets
         engine.notes.append((phase, about, engine.done, engine.whole))
         engine.done = []
 
@@ -107,7 +107,7 @@ for name in OF_A_UNIT + OF_ALL_UNITS:
 
 
 class OnRank0(Block):
-    """Has an expert that gets no token but on rank 0."""
+    """Has an expert that gets tokens only on rank 0."""
 
     def __init__(self):
         super().__init__()
@@ -224,7 +224,7 @@ SITUATIONS = {  # row -> (model, watched unit, loop, other options of `observe`)
 
 
 def observe(world, situation):
-    """Run a situation; return {moment: what happens}, of the moments that come."""
+    """Run a situation; return {moment: what happens} for the moments that occur."""
     model, watched, loop, *rest = SITUATIONS[situation]
     options = {"steps_before": 0, "call": 0, "calls": 1, "keep_last": True} | (rest[0] if rest else {})
     torch.manual_seed(0)
@@ -248,12 +248,12 @@ def moments(notes, watched, call, calls):
         return next((k for k in own[phase][n:] if k < next_step), None)
 
     def following(start, phase, end=next_step):
-        """The first note of `phase` behind `start`, of another unit."""
+        """The first note of `phase` after `start` for another unit."""
         later = (k for k in range(start + 1, end) if notes[k][0] == phase and notes[k][1] != watched)
         return next(later, None)
 
     def next_backward(start):
-        """The next unit's backward, or its recomputation before that, if the watched one is over by then."""
+        """The next unit's backward, or the recomputation before it if that frees the watched unit."""
         begins = following(start, "start_backward", end=len(notes))
         again = following(start, "before_recomputation", end=begins or start)
         return again if again is not None and notes[again][2] else begins
@@ -278,7 +278,7 @@ def moments(notes, watched, call, calls):
 
 
 def happening(notes, watched, index):
-    """A cell: what is done to the unit at a moment, or whether it is whole then."""
+    """A cell: what is done to the unit at a moment, or whether it is whole at that moment."""
     _, about, done, whole = notes[index]
     if done:
         return ", ".join(done)

@@ -1,4 +1,4 @@
-"""16-bit: fp32 master shards, skipped steps and the loss scale, sums in fp32, and what all that costs in bytes."""
+"""16-bit: fp32 master shards, skipped steps and the loss scale, sums in fp32, and their cost in bytes."""
 
 import math
 
@@ -44,13 +44,13 @@ UP, DOWN = False, True  # a good step, an overflow
         ([UP] * 3, 32),
         ([UP] * 6, 64),
         ([UP, UP, DOWN, UP, UP], 16),  # an overflow begins the window anew
-        # the first overflows are pardoned, until a window went well
+        # the first overflows are tolerated, until a window is good
         ([DOWN], 16),
         ([DOWN] * 2, 8),
         ([DOWN, UP, DOWN], 8),
         ([DOWN] * 3, 4),
         ([DOWN, UP, UP, UP, DOWN], 32),
-        ([DOWN] * 20, 1),  # there is a smallest
+        ([DOWN] * 20, 1),  # there is a minimum
     ],
 )
 def test_the_scale_rises_and_sinks(overflows, scale):
@@ -82,7 +82,7 @@ def test_an_overflow_on_any_rank_skips_the_step_on_all_and_changes_nothing(world
     assert {state["step"].item() for state in states(engine)} == {3 if skipped else 4}
 
 
-SKIPS = {  # what multiplies rank 1's loss in a step that is left out, and the option that says so
+SKIPS = {  # the factor of rank 1's loss in the skipped step, and the options that skip it
     "not a number": (math.nan, {"skip_norm": math.inf}),
     "infinite": (math.inf, {"skip_norm": math.inf, "clip_norm": 0.5}),
     "too large": (1e4, {"skip_norm": 1e2}),
@@ -94,8 +94,8 @@ SKIPS = {  # what multiplies rank 1's loss in a step that is left out, and the o
 @pytest.mark.parametrize("case", SKIPS)
 @pytest.mark.seven
 @pytest.mark.one_in(3)
-def test_a_step_whose_norm_is_not_finite_or_too_large_is_left_out_by_all_ranks(world, engine, case, precision):
-    """As if there had been no such step."""
+def test_a_step_whose_norm_is_not_finite_or_too_large_is_skipped_by_all_ranks(world, engine, case, precision):
+    """As if there had been no such backward."""
     poison, options = SKIPS[case]
     made, undisturbed = (small_engine(world, engine, precision, **options) for _ in range(2))
     for index in range(3):
@@ -196,7 +196,7 @@ def test_16_bit_learns_as_fp32_does(world, precision):
 
 
 def accumulated(world, stage, precision, model, backwards, quiet=False):
-    """An engine after two steps of several backwards each; `quiet` are all but the last."""
+    """An engine after two steps of several backwards each; with `quiet`, only the last one syncs gradients."""
     engine = make_engine(stage, model, precision=precision, bucket_mb=0.5 if model == "gpt-nano" else 0.01)
     if engine.loss_scaler:
         engine.loss_scaler = LossScaler(scale=2.0**8)
@@ -204,7 +204,7 @@ def accumulated(world, stage, precision, model, backwards, quiet=False):
         engine.comm.traffic.reset()
         for micro in range(backwards):
             inputs, targets = batch(engine.module, world, step, global_batch=12)
-            engine.sync_gradients = not quiet or micro == backwards - 1  # as no_sync has it
+            engine.sync_gradients = not quiet or micro == backwards - 1  # as no_sync does
             engine.backward(models.loss(engine(inputs), targets) / backwards)
         engine.step()
     return engine
@@ -229,7 +229,7 @@ def test_under_no_sync_a_step_sends_and_keeps_what_one_backward_does(world, stag
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.one_in(3)
-def test_bytes_held_of_an_accumulation_follow_the_papers_formula(world, stage):
+def test_bytes_held_while_accumulating_follow_the_papers_formula(world, stage):
     engine = accumulated(world, stage, "bf16", "gpt-nano", 3)
     parameters = sum(p.numel() for p in models.build("gpt-nano").parameters())
     formula = bytes_held(stage, world.size, "bf16", accumulated=True) * parameters

@@ -1,4 +1,4 @@
-"""Whoever reads or writes weights, wherever and whenever, has those of the last step, or is told how to get them."""
+"""A read or write of weights, at any place and time, sees those of the last step, or is told how to get them."""
 
 import contextlib
 import copy
@@ -25,7 +25,7 @@ from trap_models import CASES, WIDTH, Appending, Net, Rooted, loss, net, run_app
 from common.loop import sha256
 from common.measure.memory import Timeline
 
-# ---- stages that keep all parameters: right by every road -----------------------------------------------------------
+# ---- stages that keep all parameters: right on every road -----------------------------------------------------------
 
 
 class ReadsTheHeadFirst(Net):
@@ -36,14 +36,14 @@ class ReadsTheHeadFirst(Net):
 
 
 class ReadsABlockFirst(Net):
-    """An element of a list has its weight read before it runs."""
+    """The weight of a list's element is read before the element runs."""
 
     def forward(self, x):
         return super().forward(x @ self.blocks[2].up.weight.t() @ self.blocks[2].down.weight.t())
 
 
 class WeightNorm(Net):
-    """Its own hook computes the weight before any hook that came later."""
+    """Its own hook computes the weight before any hook registered later."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class WeightNorm(Net):
 
 
 class HoldsAReference(Net):
-    """Knows a weight by a list of its own."""
+    """Refers to a weight by its own list."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ def evaluate_by_hand(engine, x):
 
 def write_to_the_model(engine, x):
     step(engine, x)
-    for parameter in vars(engine).get("_module", engine.module).parameters():  # past the property, which waits
+    for parameter in vars(engine).get("_module", engine.module).parameters():  # bypassing the property, which waits
         parameter.data.clamp_(-0.5, 0.5)
 
 
@@ -100,12 +100,12 @@ def test_weights_are_those_of_the_last_step_by_every_road(world, stage, road):
     assert same_bits(train_on(world, stage, road, "late"), expected)
 
 
-# ---- what is under way: nothing reads before it waits, or frees it --------------------------------------------------
+# ---- in flight: nothing reads or frees it before it waits -----------------------------------------------------------
 
 
 @functools.cache
 def digests(world, engine, lane, part):
-    """A digest of the weights that each case ends with, each parameter in a bucket of its own."""
+    """A digest of each case's final weights, with each parameter in its own bucket."""
     found = {}
     with on_lane(lane, world.rank) if lane else contextlib.nullcontext():
         for case in PARTS[part]:
@@ -121,7 +121,7 @@ def digests(world, engine, lane, part):
 PARTS = [sorted(CASES)[part::4] for part in range(4)]
 
 
-# In stages 0 to 2 nothing is under way but what backward and step wait for themselves. So there chance adds little.
+# In stages 0 to 2 backward and step wait for all that is in flight. So chance adds little there.
 LANES = [(stage, "late") for stage in STAGES] + [("stage3_param", "drowsy")]
 LANES += [pytest.param(stage, "drowsy", marks=pytest.mark.exhaustive) for stage in STAGES[:3]]
 LANES += [pytest.param("offload", lane, marks=pytest.mark.exhaustive) for lane in ("late", "drowsy")]
@@ -142,7 +142,7 @@ def test_a_late_bus_and_a_late_host_change_no_bit(world):
 
 
 class Translator(nn.Module):
-    """An encoder and a decoder that share an embedding; `generate` runs the encoder by itself."""
+    """An encoder and a decoder that share an embedding; `generate` runs the encoder alone."""
 
     def __init__(self):
         super().__init__()
@@ -158,7 +158,7 @@ class Translator(nn.Module):
         return self(x, memory)
 
 
-def test_a_module_that_runs_without_its_unit_has_its_weights_as_long_as_it_runs(world):
+def test_a_module_that_runs_without_its_unit_has_its_weights_while_it_runs(world):
     whole, made = (small_engine(world, name, make=Translator) for name in ("stage0_ddp", "stage3_param"))
     for one in (whole, made):
         step(one, inputs(world, 0))
@@ -171,7 +171,7 @@ def test_a_module_that_runs_without_its_unit_has_its_weights_as_long_as_it_runs(
     assert same_bits(made.full_state_dict(), whole.full_state_dict())
 
 
-def test_where_gradients_are_recorded_a_module_that_runs_without_its_unit_is_refused_by_name(world):
+def test_a_module_that_runs_without_its_unit_while_gradients_are_recorded_is_refused_by_name(world):
     made = small_engine(world, "stage3_param", make=Translator)
     said = "^'embedding' runs outside the forward of 'the model', to which its parameters belong"
     with pytest.raises(RuntimeError, match=said):
@@ -180,7 +180,7 @@ def test_where_gradients_are_recorded_a_module_that_runs_without_its_unit_is_ref
 
 
 class Positions(nn.Module):
-    """Returns a part of its weight, which belongs to the model."""
+    """Returns a part of its weight, which belongs to the root unit."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +196,7 @@ class Placed(Net):
     def __init__(self):
         super().__init__()
         self.positions = Positions()
-        self.tied = nn.ParameterList([self.positions.table])  # so that it belongs to the model
+        self.tied = nn.ParameterList([self.positions.table])  # so that it belongs to the root unit
         self.stem.requires_grad_(False)
 
     def forward(self, x):
@@ -210,7 +210,7 @@ def raises_inside(made, x):
 
 
 def raises_before_a_step(made, x):
-    """And again, after which nothing is held: a load begins by seeing to that."""
+    """And again before a load, which must release what the exceptions left held."""
     made.backward(loss(made(x)))
     for _ in range(2):
         with torch.no_grad(), contextlib.suppress(RuntimeError):
@@ -236,7 +236,7 @@ def interrupted_inside(made, x):
 
 
 def alone_before_backward(made, x):
-    """Modules run by themselves between a forward and its backward."""
+    """Modules run alone between a forward and its backward."""
     value = loss(made(x))
     with torch.no_grad():
         for module in (made.module.head, made.module.blocks[2].down):
@@ -265,7 +265,7 @@ SITUATIONS = {
 
 @functools.cache
 def run_alone(world, engine, situation):
-    """A step in a situation; then what modules give that run alone, the wrong integers that NaN would be among it."""
+    """A step in a situation; then the outputs of modules that run alone, one as integers, which show NaN as well."""
     make, run = SITUATIONS[situation]
     made = small_engine(world, engine, make=make)
     step(made, inputs(world, 0))
@@ -289,7 +289,7 @@ def test_a_module_runs_alone_in_every_situation_as_in_stage_0(world, situation):
 
 
 def copied(module):
-    """The state dict of a module, which what comes later does not reach."""
+    """A copy of a module's state dict."""
     return {name: value.cpu().clone() for name, value in module.state_dict().items()}
 
 
@@ -306,13 +306,13 @@ def test_a_copy_of_the_module_is_a_plain_model_and_sharded_weights_are_not_hande
     with made.gathered():
         state, twin = copied(made.module), copy.deepcopy(made.module)
     step(made, inputs(world, 1))
-    assert same_bits(state, copied(twin))  # the step has not reached it
+    assert same_bits(state, copied(twin))  # the step does not change the copy
     assert not same_bits(state, made.full_state_dict())
     loss(copy.deepcopy(twin)(inputs(world, 2))).backward()
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     loss(twin(inputs(world, 2))).backward()
     optimizer.step()
-    assert not same_bits(state, copied(twin))  # it trains, by itself
+    assert not same_bits(state, copied(twin))  # the copy trains alone
 
 
 def test_a_state_dict_lasts_and_a_model_whose_engine_is_deleted_hands_out_no_nan(world, stage):
@@ -330,7 +330,7 @@ def test_a_state_dict_lasts_and_a_model_whose_engine_is_deleted_hands_out_no_nan
 
 
 def average_of_weights(world, stage):
-    """An exponential moving average, as `AveragedModel` keeps it."""
+    """An exponential moving average, as in `AveragedModel`."""
     made = small_engine(world, stage)
     with made.gathered():
         average = torch.optim.swa_utils.AveragedModel(made.module)
@@ -365,7 +365,7 @@ FUNCTIONS = {
 
 @functools.cache
 def transformed(world, name):
-    """What torch.func makes of a model within gathered(), and a step after it."""
+    """The results of torch.func on a model within gathered(), and of a step after it."""
     made, x = small_engine(world, name, make=Rooted), inputs(world, 0)
     step(made, x)
     with made.gathered():
@@ -393,7 +393,7 @@ def test_a_state_dict_for_one_rank_is_whole_there_and_nowhere_else(world, engine
     train_step(made, world)
     everywhere = made.full_state_dict()
     with Timeline(made) as timeline:
-        torch.empty(0)  # it counts after each operation, of which there may be none
+        torch.empty(0)  # the timeline samples after each operation, and there may be no other
         state = made.full_state_dict(to_rank=receiver)
     if world.rank == receiver:
         assert same_bits(state, everywhere)
@@ -402,7 +402,7 @@ def test_a_state_dict_for_one_rank_is_whole_there_and_nowhere_else(world, engine
     keeps_whole = engine == STAGES[0] or (precision == "fp32" and engine in ("stage1_os", "stage2_grad", "offload"))
     shards = sum(4 * bucket.shard_numel for bucket in made.buckets)
     assert made.comm.traffic.by_collective().get("gather", 0) == (0 if keeps_whole else shards)
-    # Infinity reads its shard of one bucket after the other, in whole pages.
+    # Infinity reads its shards one bucket at a time, in whole pages.
     held, whole = timeline.peak_of("activations"), sum(value.nbytes for value in everywhere.values())
     assert held < whole if engine == "offload.nvme" else held == 0
 

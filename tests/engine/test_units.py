@@ -1,4 +1,4 @@
-"""Units: how a model is cut into them, and stage 3 against stage 0, bit for bit, with options that are hard on them."""
+"""Units: how a model is cut into them, and stage 3 against stage 0, bit for bit, with models that strain them."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,7 @@ from stage3_param import Engine
 
 AT_THREE_RANKS = ["plain", "tiny", "branches", "alternating", "tied", "routed", "frozen ends", "two forwards"]
 AT_THREE_RANKS += [f"{kind}: routed, around two" for kind in RECOMPUTE]
-WAYS = [(3, case, {}) for case in AT_THREE_RANKS]  # the equivalence matrix has all cases at two, and other options
+WAYS = [(3, case, {}) for case in AT_THREE_RANKS]  # the equivalence matrix has all at two ranks, and other options
 WAYS += [(2, case, {"keep_last": False}) for case in ("plain", "root", "alternating", "reentrant: routed, around two")]
 
 
@@ -73,7 +73,7 @@ def test_where_every_unit_runs_once_the_bytes_are_those_predicted(world, case, k
 
 
 def penalized(made, x):
-    """A penalty whose gradient comes last, as it was computed first."""
+    """A penalty that is computed first, so its gradient comes last."""
     with made.gathered():
         made.backward(sum(p.square().sum() for p in made.module.parameters()) + loss(made(x)))
     made.step()
@@ -109,13 +109,13 @@ def test_bytes_of_an_odd_step_are_those_predicted(world, engine, odd_step):
     made.comm.traffic.reset()
     odd_step(made, inputs(world, 1))
     counts, predicted = made.accounting.measured(), made.accounting.predicted()
-    if odd_step is penalized:  # somebody holds units: the reductions alone
+    if odd_step is penalized:  # gathered() holds units: compare the reductions alone
         counts, predicted = (every["wire_bytes_per_step"].get("reduce_scatter") for every in (counts, predicted))
     assert counts == predicted
 
 
 class Watched(Engine):
-    """Counts gathers, and the units that are whole and neither in forward nor in backward."""
+    """Counts gathers, and the units that are whole yet neither in forward nor in backward."""
 
     def __init__(self, *args, **options):
         self.gathers, self.idle = Counter(), 0
@@ -148,7 +148,7 @@ NESTS = {
     "tuple": lambda x: (1, x),
     "list": lambda x: [x, [x]],
     "named tuple": lambda x: Point(None, x),
-    "packed sequence": lambda x: nn.utils.rnn.pack_sequence([x]),  # whose batch sizes stay what and where they are
+    "packed sequence": lambda x: nn.utils.rnn.pack_sequence([x]),  # its batch sizes stay as they are
     "dict": lambda x: {"a": x, "b": 2},
     "ordered dict": lambda x: OrderedDict(a=[x]),
     "frozen dataclass": lambda x: Pair(x, "other"),
@@ -169,8 +169,8 @@ def test_tensors_are_changed_wherever_they_are_and_what_holds_none_is_not_copied
 @pytest.mark.parametrize(
     ("iterations", "expected"),
     [
-        ("abc abc ab ab acb acb", "--- bc- bc b- b-- cb-"),  # the order of the last time is the one replayed
-        ("aab aab", "--- bb-"),  # what is needed twice in a row stands once in it
+        ("abc abc ab ab acb acb", "--- bc- bc b- b-- cb-"),  # the last order is replayed
+        ("aab aab", "--- bb-"),  # a unit needed twice in a row stands in it once
     ],
 )
 def test_the_order_says_what_comes_next(iterations, expected):
@@ -199,7 +199,7 @@ def test_at_most_two_units_are_alive_beyond_those_in_use(world, how):
 # ---- weights read in the wrong place or at the wrong time ---------------------------------------------------------
 
 
-READS = {  # of the stem's weights, or where the name says so of another one's
+READS = {  # of the stem's weights, or of the module in the name
     "in a penalty": lambda m: sum(p.square().sum() for p in m.parameters()),
     "in a penalty, by a list": lambda m: torch._foreach_norm(list(m.parameters())),
     "in a comparison": lambda m: (m.stem.weight > 0).sum().item(),
@@ -219,8 +219,8 @@ TOLD = (
 
 
 @pytest.mark.parametrize("name", ["stage3_param", "offload.nvme", "quantized:Copies"])
-def test_who_wants_the_values_of_a_freed_weight_is_refused_by_its_name(world, name):
-    """Between steps that are none the worse for it. What models do by themselves is not refused."""
+def test_a_read_of_a_freed_weight_is_refused_by_name(world, name):
+    """The steps around it are unharmed. What models do on their own is not refused."""
     made = make_engine(name, Net(block=Quantized))
     step(made, inputs(world, 0))
     for tell in TOLD:
@@ -255,14 +255,14 @@ def test_parameters_do_not_change_within_gathered(world, tmp_path):
 
 
 def tied(path, other, model):
-    """Let `path` be the parameter called `other`."""
+    """Make `path` the parameter called `other`."""
     owner, _, name = path.rpartition(".")
     setattr(model.get_submodule(owner), name, model.get_parameter(other))
     return model
 
 
 class Holding(nn.Module):
-    """Holds a module by a name; has no forward of its own."""
+    """Holds modules by name; has no forward of its own."""
 
     def __init__(self, **held):
         super().__init__()
@@ -270,7 +270,7 @@ class Holding(nn.Module):
             setattr(self, name, module)
 
     def forward(self):
-        """Marks it as a module that runs."""
+        """Marks the class as one with a forward."""
 
 
 LINEAR = functools.partial(nn.Linear, 2, 2, bias=False)
@@ -355,7 +355,7 @@ def test_a_unit_has_one_run_for_each_kind_of_parameter():
 
 
 class Moody(Block):
-    """Does what it is told to by the loop: rest (layer drop), or end the gradient, or be run without one."""
+    """Does as the loop says: rests (layer drop), ends the gradient, or is run without gradients."""
 
     does = None
 
@@ -366,7 +366,7 @@ class Moody(Block):
 
 
 def with_heads(model, x):
-    """Each block's output is one of the model's: deep supervision, early exit."""
+    """Each block's output is one of the model's outputs: deep supervision, early exit."""
     outputs = [model.stem(x @ model.before)]
     for block in model.blocks:
         outputs.append(block(outputs[-1]))
@@ -374,13 +374,13 @@ def with_heads(model, x):
 
 
 def with_towers(model, x):
-    """Each block is a tower of its own."""
+    """Each block is a separate tower."""
     x = model.stem(x @ model.before)
     return [*(block(x) for block in model.blocks), model.head(x) @ model.after]
 
 
 class Many(Rooted):
-    """Has four outputs, by `make(model, x)`, of which each rank's loss takes one."""
+    """Has four outputs, by `make(model, x)`; each rank's loss takes one of them."""
 
     def __init__(self, make):
         super().__init__()
@@ -432,9 +432,9 @@ SOME_GRAPHS = ("rooted: a block ends", "B A B, reentrant: a block ends", "losses
 
 @functools.cache
 def differing(world, engine, graphs=tuple(GRAPHS), lane=None):
-    """Train some of GRAPHS, a step for each of the blocks; return {name: digest}. Bytes must be as predicted.
+    """Train some of GRAPHS, one step per block; return {name: digest}. Bytes must be as predicted.
 
-    A step has two backwards, each of one forward and later of two.
+    A step has two backwards, of one forward each in the first step and of two in later ones.
     """
     ends, last = {}, world.rank == world.size - 1
     with on_lane(lane, world.rank) if lane else contextlib.nullcontext():
@@ -450,7 +450,7 @@ def differing(world, engine, graphs=tuple(GRAPHS), lane=None):
                     block.does = does if last and number == step else None
                 for micro in range(2):
                     outputs = [made(inputs(world, 4 * step + 2 * micro + k)) for k in range(1 + (step > 0))]
-                    if does is None:  # one head of each rank's, another one in each step
+                    if does is None:  # each rank takes one output, a different one in each step
                         outputs = [four[step if last else (world.rank + step + 1) % 4] for four in outputs]
                     made.backward(sum(loss(out) for out in outputs))
                 made.step()
@@ -463,13 +463,13 @@ def differing(world, engine, graphs=tuple(GRAPHS), lane=None):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", ["stage3_param", "offload.nvme", "offloaded:OnDisk", "quantized:Off"])
 @pytest.mark.one_in(3)
-def test_where_gradients_flow_otherwise_on_each_rank_the_bits_are_stage_2s(world, name):
+def test_when_gradients_flow_differently_on_each_rank_the_bits_are_stage_2s(world, name):
     assert differing(world, name) == differing(world, "stage2_grad")
 
 
 @pytest.mark.parametrize("lane", ["late", "drowsy"])
 @pytest.mark.parametrize("name", ["stage3_param", "offloaded:OnDisk"])
-def test_where_gradients_flow_otherwise_late_lanes_change_no_bit(world, name, lane):
+def test_when_gradients_flow_differently_late_lanes_change_no_bit(world, name, lane):
     assert differing(world, name, SOME_GRAPHS, lane) == differing(world, name, SOME_GRAPHS)
 
 
@@ -492,7 +492,7 @@ FAILURES = {
 
 
 def trained_after(world, engine, failure):
-    """Two steps of a loss that reads another head on each rank, with backwards between that fail there."""
+    """Two steps of a loss that reads a different head on each rank, after backwards that fail at yet another head."""
     torch.manual_seed(0)
     made = make_engine(engine, Many(with_heads).to(world.device), functools.partial(torch.optim.SGD, lr=0.1))
     for index in range(2):
@@ -508,7 +508,7 @@ def trained_after(world, engine, failure):
 
 @pytest.mark.seven
 @pytest.mark.ranks(1, 2, 3)
-def test_after_a_backward_that_failed_at_another_head_on_each_rank_the_bits_are_those_without_it(world, engine):
+def test_a_backward_that_failed_at_a_different_head_on_each_rank_changes_no_bit(world, engine):
     expected = trained_after(world, engine, "none")
     for failure in ("an exception", "loss.backward()"):
         assert trained_after(world, engine, failure) == expected, failure

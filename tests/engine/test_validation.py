@@ -1,4 +1,4 @@
-"""Bad input at an engine's door: refused in one line, on every rank, in every stage, before anything is sent."""
+"""Validation of an engine's input: refused in one line, on every rank, in every stage, before anything is sent."""
 
 import itertools
 import re
@@ -20,7 +20,7 @@ from common.errors import InputError
 
 
 def a_model(world, *names, narrow=5, then=lambda module: None):
-    """Linear, tanh, linear, of equal weights on every rank; `names` replace '0', '1' and '2'. `then` changes it."""
+    """Linear, tanh, linear, with equal weights on every rank; `names` replace '0', '1', '2'. `then` changes it."""
     torch.manual_seed(0)
     layers = [nn.Linear(6, narrow), nn.Tanh(), nn.Linear(narrow, 3)]
     module = nn.Sequential(OrderedDict(zip(names or "012", layers, strict=True))).to(world.device)
@@ -32,7 +32,7 @@ def scalar_loss(engine, world):
 
 
 def says(message, expected):
-    """Whether a message is one line that begins so."""
+    """Whether a message is one line that begins as expected."""
     return bool(re.match(expected, message)) and "\n" not in message
 
 
@@ -45,7 +45,7 @@ def changed(then):
 
 
 def groups(choose, frozen=False):
-    """A model with the param_groups that `choose` makes of its four parameters, of which the second may be frozen."""
+    """A model with the param_groups that `choose` makes of its four parameters; the second may be frozen."""
 
     def given(world):
         module = a_model(world)
@@ -129,13 +129,13 @@ CASES = {  # case: (what the engine is given on a rank, what the message begins 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_door_refuses(world, stage, case):
+def test_validation_refuses(world, stage, case):
     given, expected = CASES[case]
     assert says(message_in_step(find_engine(stage), **{"optimizer": optim.SGD, **given(world)}), expected)
 
 
 class Rotated(nn.Module):
-    """As Llama has it: a linear layer, a table that no file holds, and buffers that files hold."""
+    """As in Llama: a linear layer, a table that no file holds, and buffers that files hold."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +149,7 @@ class Rotated(nn.Module):
 
 
 def leaving(*names):
-    """An init that does not know some names; the others it fills with ones, past the version counter."""
+    """An init that leaves out some names and fills the others with ones, bypassing the version counter."""
 
     def init(name, tensor):
         if name == "linear.weight" and "a row" in names:
@@ -169,8 +169,8 @@ def build_rotated(stage, *names):
 LEFT = {"linear.weight": "linear.weight", "a row": "linear.weight", "scale": "scale", "count": "count"}
 
 
-def test_what_neither_init_nor_a_file_has_set_is_named(world, tmp_path, name):
-    """A table when the engine is built, others in the first forward; and they may come from a load before."""
+def test_a_tensor_that_neither_init_nor_a_file_sets_is_named(world, tmp_path, name):
+    """The table when the engine is built, others in the first forward, unless a load sets them before."""
     no_file = "init= leaves buffer 'inv_freq' without values, and no file has any, .* not persistent: "
     assert says(message_of(build_rotated, name, "inv_freq"), no_file)
     whole, x = build_rotated(name), torch.ones(2, 8, device=world.device)
@@ -178,7 +178,7 @@ def test_what_neither_init_nor_a_file_has_set_is_named(world, tmp_path, name):
     weights, expected = whole.full_state_dict(), whole(x)
     if world.rank == 0:
         save_file(weights, tmp_path / "file")
-    whole.comm.gather_objects(None)  # the file is there
+    whole.comm.gather_objects(None)  # wait until the file exists
     for left, (load, file) in zip(LEFT, itertools.cycle([("load_weights", "file"), ("load", "saved")])):
         made = build_rotated(name, left)
         said = f"init= leaves '{LEFT[left]}' without values; have it fill that, or write engine.load_w"
@@ -193,7 +193,7 @@ def test_without_a_process_group_it_says_what_to_write(name):
     assert says(message_of(find_engine(name), nn.Linear(2, 2), optim.SGD), expected)
 
 
-OF_ANOTHER_TYPE = [  # an engine, one of its options, what that cannot be
+OF_ANOTHER_TYPE = [  # an engine, one of its options, a value of a wrong type
     *(("stage0_ddp", *one) for one in {"clip_norm": "1", "bucket_mb": "25", "deterministic": "yes"}.items()),
     ("stage0_ddp", "broadcast_buffers", 1),
     ("stage3_param", "keep_last", "no"),
@@ -206,7 +206,7 @@ OF_ANOTHER_TYPE = [  # an engine, one of its options, what that cannot be
 
 @pytest.mark.parametrize(("name", "option", "value"), OF_ANOTHER_TYPE)
 def test_an_option_of_another_type_is_refused_by_name_on_every_rank(world, name, option, value):
-    """The last one alone has it."""
+    """Only the last rank has it."""
     given = {option: value} if world.rank == world.size - 1 else {}
     assert says(message_in_step(find_engine(name), a_model(world), optim.SGD, **given), f"{option}[= ]{value!r}: ")
 
@@ -226,11 +226,11 @@ def test_a_parameter_on_another_device_is_refused():
         check_model(nn.Linear(2, 2), group, None, [], torch.float32)
 
 
-# ---- tensors that cannot be kept, and memory that several share -----------------------------------------------------
+# ---- tensors that cannot be kept, and shared memory -----------------------------------------------------------------
 
 
 def second(make, trainable=True):
-    """Two linear layers, where `make` makes the second's weight of the first's."""
+    """Two linear layers; `make` makes the second's weight from the first's."""
 
     def made():
         module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
@@ -241,7 +241,7 @@ def second(make, trainable=True):
 
 
 def buffer(make):
-    """A model with a buffer that `make` makes of a weight."""
+    """A model with a buffer that `make` makes from a weight."""
 
     def made():
         module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
@@ -289,7 +289,7 @@ def test_tensors_that_no_engine_can_keep_are_refused_by_name(world, engine):
 
 
 class Shared(nn.Module):
-    """The head has the memory of the stem; other parameters and buffers lie side by side in one storage."""
+    """The head shares the memory of the stem; other parameters and buffers lie side by side in one storage."""
 
     def __init__(self, how):
         super().__init__()
@@ -308,7 +308,7 @@ class Shared(nn.Module):
 
 
 def train_shared(world, engine, how, folder):
-    """The weights after two steps, a resumed third and a write; each with the head as the model has it."""
+    """The weights after two steps, a resumed third and a write; head and stem must stay equal."""
     for seed in (0, 1):
         torch.manual_seed(seed)
         module = Shared(how)
@@ -356,7 +356,7 @@ def another_order(module):
     module._modules = dict(reversed(module._modules.items()))
 
 
-OTHER_MODELS = {  # what differs: (how the last rank makes its model, the parameters that may be named)
+OTHER_MODELS = {  # what differs: (how the last rank changes its model, the parameters that may be named)
     "value": (partial(a_model, then=another_value), "2.weight"),
     "shape": (partial(a_model, narrow=4), "0.weight"),
     "name": (lambda world: a_model(world, "0", "1", "last"), "2.weight|last.weight"),
@@ -390,7 +390,7 @@ PAIRS = [(name, way) for name in ACCEPTED for way in WAYS if (name, way) != ("RM
 
 
 @pytest.mark.parametrize(("optimizer", "way"), PAIRS)
-def test_an_elementwise_optimizer_is_accepted_and_its_states_are_foreseen(world, stage, optimizer, way):
+def test_an_elementwise_optimizer_is_accepted_and_its_states_are_predicted(world, stage, optimizer, way):
     module = a_model(world)
     before = module[0].weight.detach().clone()
     engine = find_engine(stage)(module, partial(ACCEPTED[optimizer], lr=0.1, **WAYS[way]))
@@ -400,7 +400,7 @@ def test_an_elementwise_optimizer_is_accepted_and_its_states_are_foreseen(world,
     assert engine.model_state_bytes() == engine.predicted_model_state_bytes()
 
 
-# ---- bad calls of an engine that was let in -------------------------------------------------------------------------
+# ---- bad calls of a built engine ------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(1, 2)
@@ -413,8 +413,8 @@ def test_a_loss_that_is_no_scalar_is_refused(world, stage):
 
 
 @pytest.mark.seven
-def test_a_sparse_gradient_is_refused_where_it_arrives(world, engine):
-    """Of a module that does not say so; and so is the next one."""
+def test_a_sparse_gradient_is_refused_when_it_arrives(world, engine):
+    """From a module that does not declare it; and so is the next one."""
     module = nn.Embedding(4, 6, device=world.device)
     module.forward = lambda x: nn.functional.embedding(x, module.weight, sparse=True)
     made, index = make_engine(engine, module), torch.arange(4, device=world.device)

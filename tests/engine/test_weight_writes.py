@@ -1,4 +1,4 @@
-"""Weights that are written past the steps: every rank keeps what was written, or it is refused by name."""
+"""Weights written outside of steps: every rank keeps what was written, or it is refused by name."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from common.engine.mixed_precision import DTYPES
 from common.errors import InputError
 
 EXACT = [*ENGINES[1:], "quantized:Copies", "offloaded:Spread"]  # those whose bits are stage 0's
-WHOLE = ENGINES[:3]  # in fp32 these keep whole parameters, and what is written to them
+WHOLE = ENGINES[:3]  # in fp32 these keep whole parameters, and writes to them
 PRECISIONS = ["fp32", "bf16"]
 
 
@@ -55,7 +55,7 @@ def in_inference_mode(module):
 
 
 def through_state_dicts(module):
-    """As a polyak average does, of the model and of a part of it; and a load."""
+    """As a Polyak average does, for the model and a part of it; and a load."""
     for value in module.blocks[2].down.state_dict().values():
         value.mul_(0.5)
     module.state_dict()["blocks.1.up.bias"].fill_(0.6)
@@ -77,7 +77,7 @@ def by_all_roads(module):
 
 
 def by_hand(state, road, precision):
-    """The weights that `road` makes of others: what it changes in the precision, exactly; the rest keeps its digits."""
+    """The weights after `road`: what it changes in the precision, exactly; all others keep their fp32 digits."""
     module = Tied()
     module.load_state_dict(state)
     module.to(DTYPES[precision])
@@ -91,7 +91,7 @@ def by_hand(state, road, precision):
 
 
 def write_and_train(world, engine, precision, roads):
-    """Write by each road in the midst of an accumulation: it is kept and shown. Return the weights in the end."""
+    """Write by each road while gradients accumulate: the write is kept and shown. Return the final weights."""
     made = small_engine(world, engine, precision=precision, make=Tied)
     for index, road in enumerate(roads):
         step(made, inputs(world, index))
@@ -174,7 +174,7 @@ def shown(made):
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.__name__)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.one_in(3)
-def test_what_fails_or_differs_between_ranks_leaves_weights_as_they_were(world, name, precision, failure):
+def test_a_write_that_fails_or_differs_between_ranks_leaves_weights_as_they_were(world, name, precision, failure):
     made, undisturbed = (small_engine(world, name, precision=precision, make=Tied) for _ in range(2))
     for one in (made, undisturbed):
         step(one, inputs(world, 0))
@@ -192,13 +192,13 @@ def test_what_fails_or_differs_between_ranks_leaves_weights_as_they_were(world, 
     assert same_bits(made.full_state_dict(), undisturbed.full_state_dict())
 
 
-def test_contexts_nest_and_the_inner_one_has_kept_its_own(world, name):
+def test_contexts_nest_and_the_inner_one_keeps_its_own_writes(world, name):
     made = small_engine(world, name)
     head = made.module.head
-    with made.gathered(), made.gathered(head, write=True):  # the outer one has seen the inner one's
+    with made.gathered(), made.gathered(head, write=True):  # the outer one sees the inner one's write
         nn.init.constant_(head.bias, 1.0)
         with torch.no_grad():
-            made(inputs(world, 0))  # with what is written
+            made(inputs(world, 0))  # with the written values
     assert made.full_state_dict()["head.bias"].unique().tolist() == [1.0]
     with contextlib.suppress(Stop), made.gathered(write=True):
         nn.init.constant_(made.module.stem.bias, 2.0)
@@ -227,7 +227,7 @@ def test_a_write_within_gathered_is_refused(world, name, precision, road):
     first = {other_data: "'blocks.2.up.weight' was", in_inference_mode: "'stem.bias' was"}
     assert message.startswith(first.get(road, "'"))
     assert road is not through_data or "or another weight of" in message
-    if any(bucket.full_parameters is not None for bucket in made.buckets):  # sharded: weights are as they were
+    if any(bucket.full_parameters is not None for bucket in made.buckets):  # sharded: weights are unchanged
         assert same_bits(before, made.full_state_dict())
         step(made, inputs(world, 1))
 
@@ -247,14 +247,14 @@ def clamp_where_it_is_whole(engine):
 
 @torch.no_grad()
 def average(engine):
-    """As Lookahead, a swap of averages or a schedule-free eval() writes."""
+    """As Lookahead, a swap of averages or a schedule-free eval() does."""
     for group in engine.optimizer.param_groups:
         for parameter in group["params"]:
             parameter.lerp_(torch.zeros_like(parameter), 0.5)
 
 
 def after_a_write(world, engine, precision, write):
-    """What the next forward says, and what a step."""
+    """The messages of the next forward and of the next step."""
     for next_call in (lambda made: made(inputs(world, 1)), lambda made: made.step()):
         made = small_engine(world, engine, precision=precision)
         step(made, inputs(world, 0))
@@ -273,7 +273,7 @@ def test_weights_written_through_the_optimizer_are_refused_at_the_next_call(worl
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_module_weights_written_where_they_are_lost_are_refused_at_the_next_call(world, name, precision):
+def test_module_weights_written_where_the_write_is_lost_are_refused_at_the_next_call(world, name, precision):
     sharded = name in ("stage3_param", "offload.nvme", "zeropp")
     for message in after_a_write(world, name, precision, clamp_where_it_is_whole if sharded else clamp_module):
         if name in WHOLE and precision == "fp32":
@@ -283,7 +283,7 @@ def test_module_weights_written_where_they_are_lost_are_refused_at_the_next_call
 
 
 class Twin(nn.Module):
-    """A net, and a frozen one whose weights follow its own: in forward, by `follow`, or where the loop says."""
+    """A net, and a frozen one whose weights follow it: in forward, by `follow`, or in the loop."""
 
     def __init__(self, follow=None):
         super().__init__()
@@ -314,7 +314,7 @@ def by_copy(twin):
 
 @functools.cache
 def follow(world, engine, precision, how):
-    """The weights after some steps, saved before the engine hears of the last write."""
+    """The weights after some steps, saved before the engine knows of the last write."""
     between = how == "between steps"
     made = small_engine(world, engine, precision=precision, make=lambda: Twin(None if between else how))
     for index in range(3):
@@ -350,7 +350,7 @@ def test_a_frozen_twin_follows_in_forward_where_weights_are_whole_and_between_st
 
 
 class Renormed(Net):
-    """The head gives its weight other data whenever it runs, as EEGNet's convolutions do."""
+    """The head assigns new data to its weight whenever it runs, as EEGNet's convolutions do."""
 
     def __init__(self, in_place=False):
         super().__init__()
@@ -374,7 +374,7 @@ def renorm(world, engine, **how):
 
 
 @pytest.mark.seven
-def test_other_data_that_forward_gives_a_weight_is_kept_where_it_is_whole_and_refused_elsewhere(world, engine):
+def test_new_data_that_forward_assigns_to_a_weight_is_kept_if_it_is_whole_and_refused_elsewhere(world, engine):
     if engine in WHOLE:
         assert same_bits(renorm(world, engine), renorm(world, "stage0_ddp", in_place=True))
     else:
@@ -388,7 +388,7 @@ def test_other_data_that_forward_gives_a_weight_is_kept_where_it_is_whole_and_re
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.ranks(4)
 def test_zeropp_shows_weights_as_they_are_kept_and_computes_with_rounded_ones(world, precision):
-    """gathered() shows what full_state_dict() has: at rest, and between forward and backward, in a module alone too."""
+    """gathered() shows what full_state_dict() returns: at rest, between forward and backward, and for one module."""
     made, plain = (small_engine(world, "quantized:All", precision=precision) for _ in range(2))
     for one in (made, plain):
         step(one, inputs(world, 0))

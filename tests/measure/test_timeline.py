@@ -1,4 +1,4 @@
-"""The trace of a training step: valid, labelled, with communication beside computation."""
+"""The trace of a training step: valid, labelled, with communication that overlaps with computation."""
 
 import functools
 import json
@@ -36,7 +36,7 @@ def traces(worlds, tmp_path_factory):
 
 
 def ranges(trace, rank, *beginnings):
-    """[(name, thread, begin, end)] of a rank's labels that begin so, by time."""
+    """[(name, thread, begin, end)] of a rank's labels with these beginnings, by time."""
     found = [
         (event["name"], event["tid"], event["ts"], event["ts"] + event["dur"])
         for event in trace["traceEvents"]
@@ -61,11 +61,11 @@ def test_every_part_of_the_model_shows_forward_and_backward(traces, stage):
     assert forward == [f"forward of {part}" for part in parts]
     backward = [name for name, *_ in ranges(traces(stage), 0, "backward of")]
     assert backward[:6] == [f"backward of {part}" for part in reversed(parts[2:])]
-    assert set(backward[6:]) == {"backward of wte", "backward of wpe"}  # autograd chooses their order
+    assert set(backward[6:]) == {"backward of wte", "backward of wpe"}  # in the order autograd chooses
 
 
 @pytest.mark.parametrize("stage", ["stage1_os", "stage3_param"])
-def test_the_ranges_of_a_row_lie_within_or_behind_each_other(traces, stage):
+def test_the_ranges_of_a_row_nest_or_follow_each_other(traces, stage):
     for events in rows(traces(stage)).values():
         around = []
         for event in events:
@@ -77,7 +77,7 @@ def test_the_ranges_of_a_row_lie_within_or_behind_each_other(traces, stage):
 
 
 @needs_threads
-def test_stage_1_reduces_on_another_thread_than_backward_and_beside_it(traces):
+def test_stage_1_reduces_on_another_thread_than_backward_and_overlaps_with_it(traces):
     for rank in (0, 1):
         trace = traces("stage1_os")
         ((_, computes, begin, end),) = [one for one in ranges(trace, rank, "backward") if one[0] == "backward"]
@@ -92,18 +92,18 @@ def test_stage_1_reduces_on_another_thread_than_backward_and_beside_it(traces):
 def test_stage_3_gathers_the_next_unit_before_a_forward_ends(traces):
     trace, in_time = traces("stage3_param"), []
     for rank in (0, 1):
-        gathers = {}  # the first of each unit: that of forward
+        gathers = {}  # the first gather of each unit, for forward
         for name, _, begin, _ in ranges(trace, rank, "all_gather of blocks."):
             gathers.setdefault(name.removeprefix("all_gather of "), begin)
         ends = {name.removeprefix("forward of "): end for name, _, _, end in ranges(trace, rank, "forward of blocks.")}
         for unit, following in pairwise(["blocks.0", "blocks.1", "blocks.2", "blocks.3"]):
             in_time.append(gathers[following] < ends[unit])
-    assert sum(in_time) > len(in_time) / 2  # none is without prefetching; where cores are busy, the thread may be late
+    assert sum(in_time) > len(in_time) / 2  # without prefetching none is; on busy cores the thread may be late
 
 
 @needs_threads
 @pytest.mark.parametrize("stage", ["stage1_os", "stage3_param"])
-def test_some_of_the_collectives_time_lies_beside_computation(traces, stage):
+def test_some_of_the_collectives_time_overlaps_with_computation(traces, stage):
     shares = overlap(traces(stage))
     assert shares.keys() == {0, 1}
     assert all(0 < share < 1 for share in shares.values())
@@ -135,7 +135,7 @@ def count_hooks(model):
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
-# ---- made by hand, a trace of CUDA too --------------------------------------------------------------------------
+# ---- traces made by hand, also of CUDA --------------------------------------------------------------------------
 
 
 def event(pid, tid, cat, name, begin, end):
@@ -143,7 +143,7 @@ def event(pid, tid, cat, name, begin, end):
 
 
 def exported_on_cuda(base=0):
-    """What the profiler exports on a rank: the host launches, and the kernels run later, on two streams."""
+    """What the profiler exports on a rank: the host launches kernels, which run later on two streams."""
     host, compute, lane = 4711, 7, 13
     return {
         "baseTimeNanoseconds": base,
@@ -221,4 +221,4 @@ def test_a_command_writes_a_trace_of_two_steps_and_prints_the_overlap(tmp_path):
     assert "collectives beside computation" in done.stdout
     trace = json.loads(path.read_text())
     names = [name for name, *_ in ranges(trace, 1, *PHASES) if name in PHASES]
-    assert names == 2 * list(PHASES)  # what the first step gathers travels beside the second
+    assert names == 2 * list(PHASES)  # the first step's all-gather overlaps with the second step

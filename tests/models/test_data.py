@@ -1,4 +1,4 @@
-"""Text and batches: the same samples whatever the number of ranks, and errors that say how to mend them."""
+"""Text and batches: the same samples at every world size, and errors with their remedy."""
 
 import os
 
@@ -15,7 +15,7 @@ from common.errors import InputError
 TEXT = np.arange(1000, dtype=np.uint16).astype(np.uint8)
 
 
-@settings(deadline=None)  # a busy machine is no failure
+@settings(deadline=None)  # a busy machine must not fail it
 @given(
     share=st.integers(1, 3),
     world_size=st.integers(1, 8),
@@ -70,7 +70,7 @@ def test_a_path_gives_that_files_bytes(tmp_path):
         (".", "Is a directory; give a readable file"),
         ("empty/below", "Not a directory; give a readable file"),
         ("empty", "is empty; give a file with some bytes"),
-        pytest.param("/proc/kmsg", "is empty", marks=linux),  # an endless file that says it is empty
+        pytest.param("/proc/kmsg", "is empty", marks=linux),  # an endless file that reports size 0
         ("pipe", "it is a device or a pipe, which may have no end"),
     ],
 )
@@ -94,10 +94,10 @@ def test_a_global_batch_that_does_not_divide_is_an_input_error(global_batch, wor
         Batches(TEXT, 16, global_batch).of(0, 0, world_size)
 
 
-def test_a_large_text_is_looked_at_in_parts(tmp_path):
+def test_a_large_text_is_read_in_parts(tmp_path):
     path = tmp_path / "text"
     with open(path, "wb") as file:
-        file.truncate(2**40)  # a hole: to read it takes an hour
+        file.truncate(2**40)  # a hole: reading it all takes an hour
         file.seek(2**40 - 16)
         file.write(b"the last 16 byte")
     text = load_text(path)
@@ -115,6 +115,6 @@ def test_a_text_is_told_from_another_by_every_byte():
     assert len({digest(text) for text in (TEXT, TEXT[:-1], TEXT[::-1].copy(), np.append(TEXT, TEXT[:1]))}) == 4
 
 
-def test_a_batch_that_no_memory_holds_is_refused_before_it_is_drawn():
+def test_a_batch_that_does_not_fit_in_memory_is_refused_before_it_is_drawn():
     with pytest.raises(InputError, match=r"takes .* GB as tokens on each of 2 ranks, and .*; choose fewer samples"):
         Batches(TEXT, 16, 2 * 10**12).check(2)

@@ -1,4 +1,4 @@
-"""The model zoo: what is asked of every model, and the one property that each is there for."""
+"""The model zoo: what every model must do, and the one property that each is there for."""
 
 import pytest
 import torch
@@ -124,7 +124,7 @@ def test_gpt_124m_has_gpt2s_parameter_count():
     assert sum(parameter.numel() for parameter in build("gpt-124m").parameters()) == 124_439_808
 
 
-@pytest.mark.parametrize("name", [name for name in SMALL if name != "lora-tiny"])  # its base is yet untrained
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "lora-tiny"])  # its base is untrained
 def test_every_model_learns(name):
     model = real_model(name)
     before, after = fit(model, random_windows(model, batch=4), steps=20)
@@ -179,7 +179,7 @@ def small_mixture():
 
 def test_unused_experts_get_no_gradient():
     mixture = small_mixture()
-    with torch.no_grad():  # positive tokens all prefer expert 1
+    with torch.no_grad():  # all positive tokens prefer expert 1
         mixture.router.weight.copy_(torch.tensor([-1.0, 1.0, -1.0])[:, None].expand(3, 6))
     mixture(torch.rand(2, 4, 6) + 0.1).sum().backward()
     for index, expert in enumerate(mixture.experts):
@@ -254,7 +254,7 @@ def test_loss_is_the_mean_cross_entropy_in_fp32():
     torch.testing.assert_close(loss(outputs, targets), expected)
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones():
+def test_an_error_about_an_unknown_name_lists_the_known_ones():
     with pytest.raises(InputError, match="did you mean gpt-nano") as caught:
         build("gpt-nanoo")
     message = str(caught.value)

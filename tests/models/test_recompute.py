@@ -32,13 +32,13 @@ def run(world, stage, model, kind):
 @pytest.mark.one_in(3)
 def test_the_same_bits_from_fewer_activations(world, kind, model, stage):
     (state, losses, activations), plain = (run(world, stage, model, how) for how in (kind, None))
-    assert same_bits(state, plain[0])  # BatchNorm's running statistics among them
+    assert same_bits(state, plain[0])  # including BatchNorm's running statistics
     assert losses == plain[1]
     assert activations < plain[2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_computed_again_draws_what_it_drew(kind):
+def test_a_recomputation_draws_the_same_random_numbers(kind):
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(3)]
     gradients = {}
     for how in (None, kind):
@@ -59,7 +59,7 @@ def test_evaluation_recomputes_nothing_and_warns_of_nothing(kind, recwarn):
     assert not recwarn.list
 
 
-def test_checkpoints_are_refused_where_there_are_no_blocks():
+def test_checkpoints_are_refused_for_a_model_without_blocks():
     with pytest.raises(InputError, match="mlp has no blocks"):
         models.build("mlp", checkpoint_activations="reentrant")
     with pytest.raises(InputError, match="known kinds: non-reentrant, reentrant"):

@@ -1,4 +1,4 @@
-"""Infinity: the bits of stage 3 wherever its states lie, bytes as predicted in every tier, and disks that fail."""
+"""Infinity: the bits of stage 3 in every tier, bytes as predicted in each, and disks that fail."""
 
 import contextlib
 import errno
@@ -35,7 +35,7 @@ from offload.nvme import STATES, TIERS
 PLACEMENTS = list(itertools.product(TIERS, repeat=3))
 # Each state in each tier, and each pair of tiers for two states, once.
 SAMPLE = [(one, other, TIERS[(TIERS.index(one) + TIERS.index(other)) % 3]) for one in TIERS for other in TIERS]
-TINY = 0.02  # MiB of a sub-group: several even in tiny models
+TINY = 0.02  # MiB of a sub-group: even tiny models have several
 MB = 10**6
 
 
@@ -108,7 +108,7 @@ def test_any_optimizers_states_go_to_disk(world, optimizer):
 
 
 class Kept(torch.optim.SGD):
-    """A momentum kept in a dtype of its own."""
+    """Keeps the momentum in a dtype of its own."""
 
     def __init__(self, weights, dtype):
         super().__init__(weights, lr=0.1)
@@ -125,7 +125,7 @@ class Kept(torch.optim.SGD):
 
 
 class Wide(nn.Module):
-    """Frozen parameters of 8 bytes an element beside trainable ones, of several sub-groups each."""
+    """Frozen parameters of 8 bytes per element and trainable ones, of several sub-groups each."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +141,7 @@ class Wide(nn.Module):
 
 
 def saved_again(world, engine, path, dtype):
-    """Step, save, load, save and load again, each followed by a step. Return a digest of the weights."""
+    """Step; save and load twice, with a step after each load. Return a digest of the weights."""
     torch.manual_seed(world.rank)
     made = make_engine(engine, Wide(), functools.partial(Kept, dtype=dtype))
     for step in range(3):
@@ -150,7 +150,7 @@ def saved_again(world, engine, path, dtype):
             made.backward(made(torch.randn(100, 100)).pow(2).mean())
             made.step()
             if step == 0 and micro == 1 and engine == "offloaded:OnDisk":
-                as_predicted(made)  # before a load, which makes fp32 of all states
+                as_predicted(made)  # before a load, which casts all states to fp32
         made.save(path)
         made.load(path)
     return sha256(made.full_state_dict())
@@ -163,10 +163,10 @@ def test_elements_of_any_width_are_trained_saved_and_loaded(world, tmp_path, dty
 
 
 def norms_and_buffers(world, engine, precision, chunk):
-    """Three steps over shards of 25 sub-groups, whose squares are added in chunks that end within these, or none.
+    """Three steps over shards of 25 sub-groups; the chunks of the norm's sum end inside a sub-group, or never.
 
     Returns:
-        The norms; how many staging buffers were made, and are foreseen.
+        The norms; the number of staging buffers made, and predicted.
     """
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=1, width=128, heads=2, sequence=32))
@@ -190,7 +190,7 @@ def test_norm_and_overflow_look_at_a_sub_group_at_a_time(world, precision, chunk
 
 
 class Lookahead(torch.optim.SGD):
-    """Every fifth step it goes back half the way to weights of its own, of which it takes a copy when it is built."""
+    """Copies the weights when it is built, and moves halfway back to its copy every fifth step."""
 
     def __init__(self, weights):
         super().__init__(weights, lr=0.1)
@@ -226,12 +226,12 @@ def test_the_optimizers_own_state_dict_is_refused_where_its_states_lie_on_disk(w
         assert "write engine.save(path)" in message_of(made.optimizer.state_dict)
 
 
-# ---- ahead --------------------------------------------------------------------------------------------------------
+# ---- reading ahead ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(1)
 def test_a_unit_is_read_at_least_two_units_before_it_is_needed(world):
-    """In a step whose order is known."""
+    """In a step with a recorded order."""
     made, order = make_engine("offloaded:OnDisk", GPT(GPTConfig(layers=6, width=32, heads=2, sequence=32))), []
     for step in range(2):
         train_step(made, world, step)
@@ -254,16 +254,16 @@ def test_a_unit_is_read_at_least_two_units_before_it_is_needed(world):
     seen = 0
     for before, now in itertools.pairwise(uses):
         reads = [n for n, event in enumerate(order[:now]) if event == ("read", order[now][1])]
-        fresh = [n for n in reads if order[now] not in order[n:now]]  # not used since
+        fresh = [n for n in reads if order[now] not in order[n:now]]  # not used since the read
         assert all(n < before for n in fresh), order
         seen += bool(fresh)
     assert seen >= 8, order  # in forward and in backward
 
 
 def waited_for(world, disk, computation):
-    """Seconds that units wait for their parameters from disk: the longest wait but one, and how many there were.
+    """Seconds that units wait for their parameters from disk: the second-longest wait, and the number of waits.
 
-    Reading a unit takes `disk` seconds more than it does, and computing with it `computation` seconds.
+    Reading a unit takes `disk` seconds longer than usual, and computing with it `computation` seconds.
     """
     made, waited = make_engine("offloaded:OnDisk", GPT(GPTConfig(layers=6, width=32, heads=2, sequence=32))), []
     for step in range(2):
@@ -294,7 +294,7 @@ def waited_for(world, disk, computation):
         made.synchronize()
         inputs, targets = batch(made.module, world, 2)
         made.backward(models.loss(made(inputs), targets))
-    # The first two are read before there is a computation to hide behind. One may be this machine's.
+    # No computation hides the first two reads. One outlier is allowed for a busy machine.
     return sorted(waited[2:])[-2], len(waited)
 
 
@@ -302,7 +302,7 @@ def test_a_disk_that_is_faster_than_the_computation_is_never_waited_for(world):
     longest, units = waited_for(world, 0.02, 0.04)
     assert longest < 0.02
     assert units >= 8  # in forward and in backward
-    longest, _ = waited_for(world, 0.1, 0.0)  # a slower one is
+    longest, _ = waited_for(world, 0.1, 0.0)  # a slower disk is waited for
     assert longest > 0.05
 
 
@@ -338,7 +338,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_be_is_refused_on_every_rank_in_one_line(world, said):
+def test_bad_options_are_refused_on_every_rank_in_one_line(world, said):
     found = refusal(**REFUSED[said])
     assert said in found
     assert "\n" not in found
@@ -361,13 +361,13 @@ def test_a_full_disk_is_refused_before_training(world, tmp_path):
 
 @contextlib.contextmanager
 def on_rank_1(world, fault, made):
-    """On it, a disk that fails from now on."""
+    """On rank 1, a disk that fails from now on."""
     with FAULTS[fault](made) if world.rank == 1 else contextlib.nullcontext():
         yield
 
 
 def begin(world, folder):
-    """An engine on disk that has trained a step and saved it; and its weights."""
+    """An engine on disk after a step and a save, and its weights."""
     made = make_engine("offload.nvme", path=folder / "disk", sub_group_mb=TINY)
     train_step(made, world)
     made.save(folder / "saved")
@@ -394,7 +394,7 @@ def folder(tmp_path):
 def test_a_disk_that_fails_in_a_step_is_told_on_every_rank_and_the_checkpoint_stands(world, folder, fault):
     made, before = begin(world, folder)
     with on_rank_1(world, fault, made):
-        for step in (1, 2):  # the second is refused at once
+        for step in (1, 2):  # the second step is refused at once
             said = message_of(train_step, made, world, step)
             assert fault in said and "rank 1 cannot" in said and "checkpoint" in said
         for call in (functools.partial(made.save, folder / "saved"), made.full_state_dict):
@@ -403,7 +403,7 @@ def test_a_disk_that_fails_in_a_step_is_told_on_every_rank_and_the_checkpoint_st
     train_step(loads(folder, before), world, 1)
 
 
-def test_what_a_disk_cannot_read_is_not_saved(world, folder):
+def test_a_state_that_the_disk_cannot_read_is_not_saved(world, folder):
     made, before = begin(world, folder)
     train_step(made, world, 1)
     with on_rank_1(world, "Input/output error", made):
@@ -445,7 +445,7 @@ CALLS |= {"the module itself": runs_the_module, "backward": runs_backward}
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_disk_that_fails_where_weights_are_read_or_in_backward_is_told_on_every_rank(world, folder, call):
+def test_a_disk_that_fails_when_weights_are_read_or_in_backward_is_told_on_every_rank(world, folder, call):
     made, _ = begin(world, folder)
     inputs, targets = batch(made.module, world)
     losses = [models.loss(made(inputs), targets) for _ in range(2)]
@@ -475,7 +475,7 @@ def test_engines_share_a_folder(world, tmp_path):
 
 
 def open_in(folder):
-    """How many files in a folder, with a name or without, this process has open."""
+    """How many files in a folder, named or unlinked, this process has open."""
     return sum(os.path.realpath(file).startswith(str(folder)) for file in Path("/proc/self/fd").iterdir())
 
 

@@ -73,13 +73,13 @@ def test_a_delayed_update_is_the_same_whenever_the_host_steps(world, tmp_path, n
 OPTIMIZERS = {
     "ASGD": functools.partial(torch.optim.ASGD, lr=0.1),
     "NAdam": functools.partial(torch.optim.NAdam, lr=1e-2),
-    "Adagrad": functools.partial(torch.optim.Adagrad, lr=1e-2),  # it makes its states when it is built
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=1e-2),  # makes its states when it is built
 }
 
 
 @contextlib.contextmanager
 def a_slow_host():
-    """Within it the host is half way through the states of a piece when the next ones are asked for."""
+    """A host that is still making the states of one shard when those of the next are requested."""
 
     def slow(make, *args, **options):
         time.sleep(5e-3)
@@ -90,7 +90,7 @@ def a_slow_host():
         time.sleep(3e-3)
         return step
 
-    # What ASGD and NAdam make their second state with, after the first is there.
+    # ASGD and NAdam make their second state with these, when the first exists.
     with (
         replaced(torch, "ones", slow),
         replaced(torch, "tensor", slow),
@@ -117,7 +117,7 @@ def test_a_step_on_the_host_meets_no_half_made_states_of_another(world, optimize
 
 @pytest.mark.ranks(1)
 def test_states_that_an_optimizer_makes_when_it_is_built_are_not_kept_twice(world):
-    """Beside those on the host."""
+    """The device has no copy of those on the host."""
     made = make_engine("offload", optimizer=OPTIMIZERS["Adagrad"])
     assert not any(shard.stepper._optimizer.state for bucket in made.buckets for shard in bucket.optimizer_shards)
 
@@ -129,7 +129,7 @@ def test_checkpoints_go_into_and_out_of_every_engine_in_16_bit(world, tmp_path, 
 
 
 def test_a_warm_up_that_is_over_stays_over_in_a_resumed_training(world, tmp_path):
-    """The number of updates travels in the checkpoint."""
+    """The checkpoint holds the number of updates."""
     made, other = make_engine("offloaded:Delayed"), make_engine("offloaded:Delayed")
     for step in range(WARM_UP + 1):
         train_step(made, world, step)
@@ -139,11 +139,11 @@ def test_a_warm_up_that_is_over_stays_over_in_a_resumed_training(world, tmp_path
     assert any(bucket.stepping is not None for bucket in other.buckets)
 
 
-def test_a_load_replaces_an_update_that_is_under_way(world, tmp_path):
+def test_a_load_replaces_an_update_in_flight(world, tmp_path):
     assert loads_over_what_is_under_way(world, "offloaded:Delayed", str(tmp_path)) == []
 
 
-def test_a_look_does_not_land_an_update_and_synchronize_does(world):
+def test_a_read_does_not_land_an_update_and_synchronize_does(world):
     made = make_engine("offloaded:Delayed")
     weight = next(iter(made.module.parameters()))
     for step in range(WARM_UP + 1):
@@ -227,7 +227,7 @@ def test_under_the_same_wall_a_larger_model_trains_with_its_states_on_the_host()
     assert found.on_host == pytest.approx(14 * capacity.parameters(layers), rel=0.01)
 
 
-# ---- at the door --------------------------------------------------------------------------------------------------
+# ---- validation ---------------------------------------------------------------------------------------------------
 
 
 REFUSED = {
@@ -244,7 +244,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_be_is_refused_on_every_rank_in_one_line(world, said):
+def test_bad_options_are_refused_on_every_rank_in_one_line(world, said):
     options = dict(REFUSED[said])
     there = {name: lambda value=value: value for name, value in options.pop("there", {}).items()}
     with mock.patch.multiple(opening, **there) if there else contextlib.nullcontext():
@@ -261,7 +261,7 @@ def test_weights_loaded_into_the_module_would_be_lost_and_are_refused(world):
 
 
 def fails_once(world, engine):
-    """Train on after an optimizer that raised: the gradient of that step is dropped, and the lanes live."""
+    """Train on after the optimizer raised: the gradient of that step is dropped, and the lanes survive."""
     made = make_engine(engine)
     train_step(made, world)
     taken = torch.optim.AdamW.step
@@ -273,7 +273,7 @@ def fails_once(world, engine):
         try:
             train_step(made, world, 1)
         finally:
-            lanes.finish()  # the host takes the steps of the other buckets later, and is to fail in them too
+            lanes.finish()  # the host steps the other buckets later, and must fail in them too
     assert torch.optim.AdamW.step is taken
     losses = [train_step(made, world, step) for step in (2, 3)]
     made.synchronize()
@@ -308,6 +308,6 @@ def test_exact_and_delayed_train_side_by_side(tmp_path):
     path = tmp_path / "delay.json"
     delay.main(["--nproc", "2", "--model", "mlp", "--steps", "100", "--warmup-steps", "5", "--json", str(path)])
     exact, delayed = json.loads(path.read_text())["rows"]
-    assert exact["losses"][:6] == delayed["losses"][:6]  # the sixth update is the first that the next forward lacks
+    assert exact["losses"][:6] == delayed["losses"][:6]  # the sixth update is the first to be delayed
     assert exact["losses"][6] != delayed["losses"][6]
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

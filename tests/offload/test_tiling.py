@@ -1,4 +1,4 @@
-"""Tiling: a layer in tiles computes what the whole one does, and trains where the whole one cannot be gathered."""
+"""Tiling: a layer in tiles computes what the whole one does, and trains when the whole one cannot be gathered."""
 
 import copy
 import functools
@@ -23,7 +23,7 @@ from offload.tiling import TiledLinear, tile, untiled
 MB = 10**6
 WIDTH, TILES = 32, 6
 CHECKPOINTS = {**RECOMPUTE, "to the end": functools.partial(checkpoint, use_reentrant=False, early_stop=False)}
-# Kernels of other libraries may add in another order where a layer is smaller.
+# Kernels of other libraries may add in a different order when a layer is smaller.
 EXACT = torch.backends.mkl.is_available() and not torch.cuda.is_available()
 
 
@@ -79,21 +79,21 @@ def test_a_layer_made_of_another_is_like_it():
 def test_tiles_come_back_in_the_order_of_their_numbers():
     tiled = nn.Sequential(TiledLinear(4, 12, tiles=12))
     state = tiled.state_dict()
-    by_name = {name: state[name] for name in sorted(state)}  # as safetensors have them: 0, 1, 10, 11, 2
+    by_name = {name: state[name] for name in sorted(state)}  # as in safetensors: 0, 1, 10, 11, 2
     assert same_bits(untiled(by_name), untiled(state))
     del by_name["0.tiles.2.bias"]
     with pytest.raises(InputError, match=r"'0.bias' is there in tiles 0, 1, 3, .*; give each of them once, from 0 on"):
         untiled(by_name)
 
 
-def test_a_list_of_ones_own_that_is_called_tiles_is_left_alone():
+def test_a_users_list_that_is_called_tiles_is_left_alone():
     own = nn.ModuleDict({"tiles": nn.ModuleList([nn.Linear(4, 4), TiledLinear(4, 6, tiles=2)])})
     names = {"tiles.0.weight", "tiles.0.bias", "tiles.1.weight", "tiles.1.bias"}
     assert untiled(own.state_dict(), own).keys() == names
 
 
 @pytest.mark.parametrize("tiles", [-1, 0, 7])
-def test_what_cannot_be_cut_is_refused(tiles):
+def test_a_layer_that_cannot_be_cut_is_refused(tiles):
     with pytest.raises(InputError, match=f"tiles={tiles}: a layer of 6 outputs can be cut into 1 to 6"):
         TiledLinear(4, 6, tiles=tiles)
 
@@ -145,7 +145,7 @@ def test_large_layers_of_a_model_are_tiled_and_those_that_others_read_are_not():
 
 
 class Block(nn.Module):
-    """A layer that stage 3 would gather with the block: [..., WIDTH] -> the same, by way of TILES times that."""
+    """A layer that stage 3 would gather with the block: [..., WIDTH] -> the same, through TILES times the width."""
 
     def __init__(self, tiles):
         super().__init__()
@@ -157,7 +157,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A stem and three blocks, of which the last ends the forward; `how` they are computed again in backward."""
+    """A stem and three blocks, the last of which ends the forward; `how` is the kind of checkpoint."""
 
     def __init__(self, tiles=TILES, how=None):
         super().__init__()
@@ -192,7 +192,7 @@ def test_each_tile_is_a_unit_inside_a_block_too():
     ]
 
 
-def test_tiles_that_share_a_weight_belong_to_what_holds_both():
+def test_tiles_that_share_a_weight_belong_to_the_unit_that_holds_both():
     first, second = (Block(tiles=2) for _ in range(2))
     first.up.tiles[0].weight = first.up.tiles[1].weight
     second.other = TiledLinear(WIDTH, WIDTH * TILES, tiles=2)
@@ -219,7 +219,7 @@ def test_a_layer_whose_input_needs_no_gradient_is_trained_in_tiles_to_the_same_b
 
 @pytest.mark.parametrize("how", [None, *CHECKPOINTS])
 def test_blocks_are_trained_in_tiles_as_in_stage_0_to_the_bit_and_as_whole_ones_within_rounding(world, how):
-    """A tile of those compared with stage 0 is frozen."""
+    """In the comparison with stage 0 one tile is frozen."""
     torch.manual_seed(0)
     whole = Net(tiles=None)
     in_zero, in_three, tiled = nets = [Net(how=how) for _ in range(3)]
@@ -232,7 +232,7 @@ def test_blocks_are_trained_in_tiles_as_in_stage_0_to_the_bit_and_as_whole_ones_
 
 
 def gathered(world, *net, keep_last):
-    """What is gathered at the peak, the sizes of all units, and those that a forward keeps gathered for backward."""
+    """The bytes gathered at the peak, the sizes of all units, and the units that a forward keeps for backward."""
     engine = trained(world, "stage3_param", Net(*net), keep_last=keep_last)
     with Timeline(engine) as timeline:
         step(engine, numbers(world, 2))
@@ -248,12 +248,12 @@ def gathered(world, *net, keep_last):
 def test_two_tiles_are_gathered_at_the_peak_and_three_within_a_checkpoint(world, how, keep_last):
     peak, sizes, kept = gathered(world, TILES, how, keep_last=keep_last)
     tile = sizes["blocks.0.up.tiles.0"]
-    blocks = 2 * sizes["blocks.0"]  # the own parameters of one, and of the next
+    blocks = 2 * sizes["blocks.0"]  # what is not in tiles, of one block and the next
     assert 2 * tile < peak <= (3 if how else 2) * tile + blocks
     assert kept == (["blocks.2", f"blocks.2.up.tiles.{TILES - 1}"] if keep_last else [])
 
 
-def test_of_a_whole_layer_all_is_gathered(world):
+def test_a_layer_without_tiles_is_gathered_whole(world):
     peak, sizes, _ = gathered(world, None, keep_last=False)
     assert peak > sizes["blocks.0"] > 4 * TILES * WIDTH**2
 
@@ -262,7 +262,7 @@ def test_of_a_whole_layer_all_is_gathered(world):
 
 
 def steps_under(world, tiles, room):
-    """Train a layer of 34 MB with so much room beside its shard."""
+    """Train a layer of 34 MB with `room` bytes beyond its shard."""
     capacity.give_back_freed_memory()
     tiling.train(world, width=128, tiles=2)  # loads what a step needs
     model = nn.Sequential(nn.Linear(8, 1024), TiledLinear(1024, 8192, tiles=tiles))

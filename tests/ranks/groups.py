@@ -1,22 +1,22 @@
-"""What ranks do in groups, traced or not."""
+"""Functions that ranks run in groups, traced or not."""
 
 import torch
 import torch.distributed as dist
 
 from common.ranks.collectives import Collectives
 
-SHARD = 37  # elements: no round number, no multiple of a vector register
+SHARD = 37  # elements: not a multiple of a vector register
 
 
 def of_rank(rank, size, dtype=torch.float32, shard=SHARD):
-    """What a rank brings: values of several magnitudes, so that the order of additions shows in the bits."""
+    """A rank's input: values of several magnitudes, so that the order of additions shows in the bits."""
     generator = torch.Generator().manual_seed(rank)
     exponents = torch.randint(-6, 6, (size * shard,), generator=generator)
     return (torch.randn(size * shard, generator=generator) * 2.0**exponents).to(dtype)
 
 
 def in_subgroup(world, members):
-    """What ranks do in a group whose ranks are not those of the world; None from those outside of it."""
+    """Run collectives in a group whose ranks differ from the world's; return None outside of it."""
     group = dist.new_group(members)
     if world.rank not in members:
         return None

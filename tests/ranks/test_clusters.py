@@ -21,7 +21,7 @@ STEPS, ENDLESS = 60, 100_000
 
 
 def block(language):
-    """The page's one block of code in a language."""
+    """The page's only code block in a language."""
     (text,) = re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     return text
 
@@ -34,7 +34,7 @@ def slurm():
 
 @pytest.fixture
 def submit(slurm, tmp_path):
-    """Submits the page's script, for 2 ranks on each of 2 nodes; a call with options of sbatch and of the training."""
+    """A function that submits the page's script for 2 ranks on each of 2 nodes, with options of sbatch and training."""
 
     def sbatch(*options, training=()):
         (tmp_path / "train.sh").write_text(block("bash"))
@@ -53,7 +53,7 @@ def saved(folder):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The end of such a run on as many ranks without Slurm, by its seed: digest of the weights, and losses."""
+    """The result of such a run on as many ranks without Slurm, by its seed: digest of the weights, and losses."""
     folder = tmp_path_factory.mktemp("undisturbed")
 
     @functools.cache
@@ -74,9 +74,9 @@ def test_the_script_trains_on_two_nodes_to_the_bits_of_a_run_without_slurm(slurm
 
 
 def goes_on(slurm, job):
-    """Have a job that is queued again start in 5 s, not in Slurm's two minutes.
+    """Make a requeued job start in 5 s, not in Slurm's two minutes.
 
-    A slurmd that has just come back refuses it at first: "Job credential revoked".
+    A slurmd that has just restarted refuses it at first: "Job credential revoked".
     """
     wait_for(slurm.idle)
     slurm.call("scontrol", "update", f"JobId={job}", "StartTime=now+5")
@@ -120,7 +120,7 @@ def test_a_job_whose_slurmd_dies_saves_and_goes_on(slurm, submit, tmp_path):
 
 
 def stopped_after(folder):
-    """The step after which a job says that it stopped."""
+    """The step after which a job reports that it stopped."""
     (step,) = re.findall(r"\nstopped after step (\d+), as asked", (folder / "said").read_text())
     return int(step)
 
@@ -138,7 +138,7 @@ def test_jobs_of_an_array_share_nodes_and_train_a_run_for_each_seed(slurm, submi
     wait_for(lambda: slurm.state(array) == "RUNNING")  # both of them
     wait_for(lambda: all(runs.complete(tmp_path / f"runs/{seed}") for seed in range(2)), within=240)
     listening = [int(port) for port in re.findall(r":(\d+) ", slurm.call("ss", "-Hlnt"))]
-    assert len({port for port in listening if 20_000 <= port < 30_000}) == 2  # each meets at a port of its own
+    assert len({port for port in listening if 20_000 <= port < 30_000}) == 2  # each has its own port
     wait_for(lambda: slurm.state(array) == "COMPLETED", within=400)
     for seed in range(2):
         export(newest(tmp_path / f"runs/{seed}"), tmp_path / "model.safetensors")
@@ -155,7 +155,7 @@ def manifest():
 
 
 def test_the_manifest_is_one_that_the_operator_accepts(manifest):
-    """What the operator's webhook checks, and names of the CRD, both as of v1.9."""
+    """By the checks of the operator's webhook and the names of the CRD, both as of v1.9."""
     assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", manifest["metadata"]["name"])
     spec = manifest["spec"]
@@ -182,14 +182,14 @@ def test_the_manifests_training_takes_its_options(manifest):
 
 @pytest.mark.exhaustive
 def test_the_manifest_has_the_names_and_types_of_the_published_schema(manifest):
-    """By the client that is generated from the schema: pip install kubeflow-training (tried with 1.9.4)."""
+    """Checked with the client generated from the schema: pip install kubeflow-training (tried with 1.9.4)."""
     ours = pytest.importorskip("kubeflow.training.models", reason="kubeflow-training is not installed")
     core = pytest.importorskip("kubernetes.client.models", reason="kubernetes is not installed")
     typed(manifest, "KubeflowOrgV1PyTorchJob", lambda kind: getattr(ours, kind, None) or getattr(core, kind, None))
 
 
 def typed(value, kind, find):
-    """Fail if a value of the manifest is not of a kind, such as "list[V1Container]"; `find` is from names to models."""
+    """Fail if a value of the manifest is not of a kind, such as "list[V1Container]"; `find` maps names to models."""
     inner = re.fullmatch(r"(list|dict)[\[(](?:str, ?)?(.+)[\])]", kind)
     if inner:
         assert isinstance(value, {"list": list, "dict": dict}[inner[1]]), (value, kind)
@@ -202,4 +202,4 @@ def typed(value, kind, find):
         for name, part in value.items():
             assert name in names, f"{kind} has no {name}"
             typed(part, model.openapi_types[names[name]], find)
-        model(**{names[name]: part for name, part in value.items()})  # which refuses what is missing
+        model(**{names[name]: part for name, part in value.items()})  # the model refuses a missing field

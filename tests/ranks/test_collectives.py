@@ -31,7 +31,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def mean_in_rank_order(size, dtype=torch.float32, shard=SHARD):
-    """The definition: one addition per rank, in rank order, in fp32; divided once, as the device does; rounded once."""
+    """The definition: one addition per rank, in rank order, in fp32; divided once, on the device; rounded once."""
     total = torch.zeros(size * shard)
     for rank in range(size):
         total += of_rank(rank, size, dtype, shard).float()
@@ -70,7 +70,7 @@ def test_another_order_of_additions_would_show(size):
 
 
 @pytest.mark.ranks(*SIZES)
-def test_gathers_exchanges_and_broadcasts_bring_everyones_values(world):
+def test_gathers_exchanges_and_broadcasts_deliver_every_ranks_values(world):
     comm, size, rank, last = Collectives(), world.size, world.rank, world.size - 1
     everyone = [of_rank(other, size).to(world.device) for other in range(size)]
     gathered = torch.cat([part(everyone[other], other, size) for other in range(size)])
@@ -110,7 +110,7 @@ def test_in_a_subgroup_ranks_count_from_its_first_member(worlds, members):
 
 
 @pytest.mark.ranks(2, 3)
-def test_the_maximum_is_the_same_on_every_rank_and_nan_where_any_is(world):
+def test_the_maximum_is_the_same_on_every_rank_and_nan_if_any_value_is(world):
     comm, own = Collectives(), [float(world.rank == 1), -float(world.rank), 0.0 if world.rank else float("nan")]
     everyones = comm.maximum(torch.tensor(own, device=world.device))
     assert everyones[:2].tolist() == [1.0, 0.0]
@@ -127,8 +127,8 @@ def test_the_maximum_is_the_same_on_every_rank_and_nan_where_any_is(world):
         pytest.param(torch.float32, 2.0**-149, id="fp32 after it"),
     ],
 )
-def test_a_sum_in_nccls_order_is_divided_once_where_ranks_are_no_power_of_two(world, dtype, value):
-    """By the backend's own reductions, of a value that all ranks bring."""
+def test_a_sum_in_nccls_order_is_divided_once_if_the_world_size_is_no_power_of_two(world, dtype, value):
+    """With the backend's own reductions, of the same value on all ranks."""
     comm = Collectives()
     comm.ordered = False
     reduced = torch.full((world.size,), value, dtype=dtype, device=world.device)
@@ -139,8 +139,8 @@ def test_a_sum_in_nccls_order_is_divided_once_where_ranks_are_no_power_of_two(wo
 
 
 @pytest.mark.parametrize(("size", "averages"), [(1, True), (2, True), (3, False), (8, True)])
-def test_nccl_averages_where_that_rounds_no_piece(monkeypatch, size, averages):
-    """Where the number of ranks is a power of two, 1/N times a piece is exact, and no kernel divides afterwards."""
+def test_nccl_averages_if_that_rounds_no_shard(monkeypatch, size, averages):
+    """If the world size is a power of two, 1/N times a shard is exact, and no kernel divides afterwards."""
     operations = []
     for module, name in ((collectives.dist, "all_reduce"), (collectives, "REDUCE_SCATTER")):
         monkeypatch.setattr(module, name, lambda *args, group: operations.append(args[-1]))
@@ -175,7 +175,7 @@ def test_nccl_adds_16_bits_in_their_own_dtype_or_in_reduce_dtype_which_the_meter
 
 
 @pytest.mark.parametrize("name", SEVEN)
-def test_what_reduce_dtype_sends_is_foreseen(world, name):
+def test_bytes_sent_with_reduce_dtype_are_predicted(world, name):
     made = make_engine(name, precision="bf16", reduce_dtype=torch.float32)
     made.comm.ordered = False
     for step in range(2):
@@ -189,7 +189,7 @@ def test_what_reduce_dtype_sends_is_foreseen(world, name):
 
 @pytest.mark.ranks(2, 3, 8)
 def test_many_in_flight_complete_in_the_order_of_the_calls(world):
-    """Each gather sends on what the one before it brought from the next rank; only the last one is waited for."""
+    """Each gather forwards what the previous one received from the next rank; only the last is waited for."""
     comm, size = Collectives(), world.size
     links = [torch.zeros(size, device=world.device) for _ in range(101)]
     links[0] += torch.arange(size, device=world.device)
@@ -210,7 +210,7 @@ def test_all_users_of_a_group_share_one_order(worlds):
 def test_gloos_own_threads_give_way_to_lanes(world):
     comm = Collectives()
     comm.ranks_per_node = 2
-    comm.by_nodes()  # in groups of their own, as ZeRO++ has them
+    comm.by_nodes()  # with separate groups, as in ZeRO++
     names = {int(thread.parent.name): thread.read_text() for thread in Path("/proc/self/task").glob("*/comm")}
     gloos = [thread for thread, name in names.items() if name == "gloo_tcp_loop\n"]
     assert {os.sched_getscheduler(thread) for thread in gloos} == {os.SCHED_BATCH}
@@ -218,8 +218,8 @@ def test_gloos_own_threads_give_way_to_lanes(world):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the group is bound to a device that gloo does not have")
 @pytest.mark.ranks(3)
-def test_groups_of_a_part_are_not_split_from_a_default_group_that_is_bound_to_a_device(world):
-    """NCCL would wait for all of its ranks, and those outside of the part make no group."""
+def test_subgroups_are_not_split_from_a_default_group_that_is_bound_to_a_device(world):
+    """A split in NCCL waits for all ranks, and those outside of the subgroup make no group."""
     part, device = dist.new_group([0, 1]), torch.device("cuda", 0)
     dist.group.WORLD.bound_device_id = device
     try:
@@ -272,7 +272,7 @@ def test_a_handle_holds_its_buffers_while_the_work_runs_and_no_longer():
         ("cpu:fake,cuda:fake,hpu:fake", "fake"),
     ],
 )
-def test_of_a_groups_backends_the_gpus_is_meant(monkeypatch, config, backend):
+def test_the_backend_of_a_group_is_the_one_for_gpus(monkeypatch, config, backend):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     assert backend_of(None) == backend
 
@@ -283,7 +283,7 @@ def test_another_backend_is_an_input_error(monkeypatch):
         backend_of(None)
 
 
-# ---- what an engine gives the lane, and when -----------------------------------------------------------------------
+# ---- what an engine submits to the lane, and when --------------------------------------------------------------------
 
 
 def log_runs(module, name, log):
@@ -295,7 +295,7 @@ def log_runs(module, name, log):
 
 
 def order_on_the_lane(world, stage):
-    """What an engine gives the lane, and when modules run, in its third step."""
+    """What an engine submits to the lane, and when modules run, in its third step."""
     engine, log = make_engine(stage, "gpt-tiny", bucket_mb=0.005), []
     for step in range(2):
         train_step(engine, world, step)
@@ -313,8 +313,8 @@ def order_on_the_lane(world, stage):
     return log
 
 
-def test_stage_3_submits_a_prefetch_before_the_unit_beside_it_has_queued_anything(world):
-    # So on CUDA, where the lane waits for all that is queued by then, the gather runs beside that unit's kernels.
+def test_stage_3_submits_a_prefetch_before_the_unit_it_overlaps_with_queues_anything(world):
+    # On CUDA the lane waits for all work queued so far, so the gather overlaps with that unit's kernels.
     log = order_on_the_lane(world, "stage3_param")
     gathers = [index for index, entry in enumerate(log) if entry == "all_gather of blocks.1"]
     assert gathers[0] < log.index("forward of blocks.0")
@@ -333,7 +333,7 @@ def test_stage_1_reduces_within_backward_and_gathers_bucket_by_bucket(world):
 
 
 class RecordingLane:
-    """Runs nothing, and keeps what it was given to hold."""
+    """Runs nothing, and records the buffers it was given."""
 
     def __init__(self):
         self.held = []
@@ -343,7 +343,7 @@ class RecordingLane:
         return Handle(buffers, lambda buffers: None)
 
 
-def test_a_receive_buffer_that_was_too_small_lives_until_its_reduction_ended(world):
+def test_a_receive_buffer_that_was_too_small_lives_until_its_reduction_ends(world):
     comm = Collectives(deterministic=True)
     comm.lane = lane = RecordingLane()
     comm.all_reduce(torch.zeros(64, device=world.device))
@@ -357,9 +357,9 @@ def test_a_receive_buffer_that_was_too_small_lives_until_its_reduction_ended(wor
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL receives from all at once")
 @pytest.mark.ranks(1, 2, 4)
-def test_a_large_reduction_receives_into_a_segment_and_the_places_of_what_has_left(world):
+def test_a_large_reduction_receives_into_one_segment_and_into_places_already_sent(world):
     comm = Collectives()
-    values = torch.arange(world.size * 2**22, device=world.device) % 1000  # two segments a shard
+    values = torch.arange(world.size * 2**22, device=world.device) % 1000  # two segments per shard
     reduced = values * (world.rank + 1.0)
     comm.all_reduce(reduced).wait()
     assert torch.equal(reduced, values * (world.size + 1) / 2)
@@ -381,7 +381,7 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broa
 
 
 def law(name, size, rank, ring=False):
-    """Bytes that a rank sends for each byte of the tensor, times N so that they are whole."""
+    """Bytes that a rank sends per byte of the tensor, times N to make it an integer."""
     shares = {"all_reduce": 2 * (size - 1), "broadcast": 0 if rank else size * (size - 1)}
     if ring:
         shares["broadcast"] = size * (rank < size - 1)
@@ -402,7 +402,7 @@ def call(comm, name, tensor):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.ranks(*SIZES)
 def test_the_meter_counts_the_law_exactly(world, dtype):
-    """Over 32 elements a rank. Integers have no mean."""
+    """Over 32 elements per rank. Integers have no mean."""
     comm = Collectives()
     for name in COLLECTIVES if dtype.is_floating_point else ("all_gather", "all_to_all", "broadcast"):
         comm.traffic.reset()
@@ -416,7 +416,7 @@ def test_the_meter_counts_the_law_exactly(world, dtype):
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize(("world", "megabytes"), [(2, 0.5), (2, 8), (3, 4), (4, 2)], indirect=["world"])
 def test_the_meter_agrees_with_the_kernel(world, megabytes, name):
-    """To read the sockets leaves them as they were."""
+    """Reading the sockets leaves them as they were."""
     comm, tensor = Collectives(), torch.zeros(int(megabytes * 2**20) // 4 // world.size * world.size)
     call(comm, name, tensor).wait()
     dist.barrier()
@@ -425,7 +425,7 @@ def test_the_meter_agrees_with_the_kernel(world, megabytes, name):
     before = bytes_sent_by_own_sockets()
     assert len(os.listdir("/proc/self/fd")) == files
     call(comm, name, tensor).wait()
-    dist.barrier()  # whoever received all has acknowledged it
+    dist.barrier()  # a rank that received everything has acknowledged it
     counted = comm.traffic.by_collective().get(name, 0)
     assert bytes_sent_by_own_sockets() - before == pytest.approx(counted, rel=0.01, abs=1000)
 
@@ -442,20 +442,20 @@ def test_traffic_is_summed_by_phase_and_by_collective():
     assert traffic.by_phase() == {}
 
 
-# ---- a simulated world takes either path, inline -----------------------------------------------------------------
+# ---- a simulated world runs both paths inline --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_in_a_simulated_world_every_path_runs_and_the_meter_counts_the_law(monkeypatch, backend, deterministic):
-    monkeypatch.setenv("ZERO_TRACE", "1")  # in vain: there is nobody to agree with
+    monkeypatch.setenv("ZERO_TRACE", "1")  # without effect: there is no rank to agree with
     with simulated_world(64, rank=3, backend=backend):
         comm, counted = Collectives(deterministic=deterministic), {}
         assert comm.simulated and comm.tracer is None
         for name in COLLECTIVES:
             comm.traffic.reset()
             handle = call(comm, name, torch.zeros(64 * 32))
-            assert handle.buffers  # held as those of a stream
+            assert handle.buffers  # held as on a stream
             handle.wait()
             assert handle.buffers == ()
             counted[name] = comm.traffic.by_collective().get(name, 0)

@@ -1,4 +1,4 @@
-"""A rank that dies in the middle of a collective: the others end, and each says which rank was lost, and where."""
+"""A rank dies in the middle of a collective: the others end, and each says which rank was lost, and where."""
 
 import contextlib
 import re
@@ -14,7 +14,7 @@ from trap_models import RECOMPUTE, around_two, loss, net, step
 from common.ranks.collectives import RankLost
 from common.ranks.world import LocalWorld, RankFailed
 
-WITHIN = 60  # seconds for all to end; a start takes some of it
+WITHIN = 60  # seconds for all ranks to start and end
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL says what it says: untried"),
@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def lost(rank):
-    """What a rank says of rank 2, on the way of its exchanges."""
+    """What a rank says of rank 2 after its exchanges."""
     return rf"RankLost: rank 2 was lost: rank {rank} was in (all_reduce|all_gather|reduce_scatter) of .+ with rank \d"
 
 
@@ -56,7 +56,7 @@ def stay_away(world):
     return str(caught.value)
 
 
-def test_a_rank_that_stays_away_is_named_as_well():
+def test_a_rank_that_stays_away_is_named_too():
     with LocalWorld(3, oversubscribe=True, timeout=2) as world:
         *said, _ = world.run(stay_away, timeout=WITHIN)
         world.close(kill=True)
@@ -79,7 +79,7 @@ def generate(engine, world, times):
         engine.module(inputs(world, index))
 
 
-UNEQUAL = {  # how often each of two ranks does what
+UNEQUAL = {  # what two ranks call, and how often each
     "3 and 2 batches": (evaluate, (3, 2)),
     "rank 0 alone": (evaluate, (1, 0)),
     "other lengths": (generate, (2, 4)),
@@ -87,7 +87,7 @@ UNEQUAL = {  # how often each of two ranks does what
 
 
 def call_unequally(world, name, how, within_gathered):
-    """What a rank hears, and the weights where it hears nothing: two steps, unequal calls, two steps."""
+    """Two steps, unequal calls, two steps: return the error, or the weights if there is none."""
     made, (call, times) = small_engine(world, name), UNEQUAL[how]
     try:
         for turn in range(2):
@@ -104,7 +104,7 @@ IN = r"\w+ of .+ \(\w+, [\d,]+ bytes\)"
 
 
 PARTED = [("stage3_param", "rank 0 alone"), ("stage3_param", "other lengths")]
-PARTED += [("offload.nvme", "3 and 2 batches"), ("zeropp", "3 and 2 batches")]  # others hold whole weights
+PARTED += [("offload.nvme", "3 and 2 batches"), ("zeropp", "3 and 2 batches")]  # other engines hold whole weights
 
 
 @pytest.mark.parametrize(("name", "how"), PARTED)
@@ -118,7 +118,7 @@ def test_ranks_that_call_unequally_are_told_who_waits_for_whom_and_the_cure(name
 
 
 def checkpoint_around_two(world):
-    """No gradient comes to it on the last rank."""
+    """No gradient reaches it on rank 1."""
     made = small_engine(world, "stage3_param", make=net(around_two, RECOMPUTE["not reentrant"]))
     if world.rank:
         made.module.blocks[2].register_forward_pre_hook(lambda block, args: (args[0].detach(),))
@@ -126,7 +126,7 @@ def checkpoint_around_two(world):
 
 
 def exception_on_one_rank(world):
-    """It is caught there, and the other rank knows nothing of it."""
+    """Rank 1 catches it, and the other rank knows nothing of it."""
     made = small_engine(world, "stage0_ddp")
     out = made(inputs(world, 0))
     if world.rank:
@@ -143,7 +143,7 @@ def complaint_of(world, run):
     return str(caught.value)
 
 
-PARTING = {  # what ranks do in backward -> what they are told
+PARTING = {  # what ranks do in backward -> the message
     checkpoint_around_two: r"their graphs differ at the backward of that unit: .+",
     exception_on_one_rank: r"call the engine equally often .+",
 }

@@ -1,4 +1,4 @@
-"""Where ranks meet in a store that has known others: all of one attempt at one place, and at nobody else's."""
+"""Ranks meet in a store that earlier attempts used: all ranks of one attempt in one place of their own."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from common.ranks.meeting import fresh
 
 
 def met(store, size, timeout=20.0, ranks=None):
-    """The places where the ranks of an attempt meet, in rank order; `ranks` of them come, by default all."""
+    """The places where the ranks of an attempt meet, in rank order; only `ranks` come, by default all."""
     ranks = range(size) if ranks is None else ranks
     with ThreadPoolExecutor(size) as threads:
         asked = [threads.submit(fresh, store, rank, size, timeout) for rank in ranks]
@@ -25,7 +25,7 @@ def told(places, word):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_all_ranks_of_an_attempt_meet_and_find_nothing_of_those_before(size):
+def test_all_ranks_of_an_attempt_meet_and_find_nothing_of_earlier_attempts(size):
     store = dist.HashStore()
     for attempt in range(3):
         places = met(store, size)
@@ -34,7 +34,7 @@ def test_all_ranks_of_an_attempt_meet_and_find_nothing_of_those_before(size):
 
 
 @pytest.mark.parametrize("came", [[0], [1, 2], [0, 2], [0, 1]])
-def test_an_attempt_that_was_never_whole_misleads_nobody(came):
+def test_an_attempt_that_was_never_complete_misleads_nobody(came):
     store = dist.HashStore()
     with pytest.raises(TimeoutError, match="did not come"):
         met(store, 3, timeout=0.2, ranks=came)
@@ -49,12 +49,12 @@ def test_a_rank_that_comes_late_is_waited_for():
     assert told([first, late.result()], "hello") == ["hello"] * 2
 
 
-def test_a_rank_that_is_started_once_more_while_others_wait_is_met():
-    """Rank 1 comes and dies; its successor comes when ranks 0 and 1 have met already, and rank 2 is missing."""
+def test_a_rank_that_is_restarted_while_others_wait_is_met():
+    """Rank 1 comes and dies; its successor comes after ranks 0 and 1 have met, while rank 2 is missing."""
     store = dist.HashStore()
     with ThreadPoolExecutor(4) as threads:
         first = threads.submit(fresh, store, 0, 3, 20.0)
-        threads.submit(fresh, store, 1, 3, 0.3).exception()  # it gave up: nobody is rank 1 now
+        threads.submit(fresh, store, 1, 3, 0.3).exception()  # it gave up: there is no rank 1 now
         again = [threads.submit(fresh, store, rank, 3, 20.0) for rank in (1, 2)]
         assert told([first.result(), *(one.result() for one in again)], "hello") == ["hello"] * 3
 

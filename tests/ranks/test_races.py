@@ -1,4 +1,4 @@
-"""On CUDA nothing races that a clock can see, and each wait has a reason. That needs no GPU, and replaces none."""
+"""On CUDA no race shows in vector clocks, and each wait is needed. This needs no GPU, and does not replace one."""
 
 import ast
 import contextlib
@@ -22,9 +22,9 @@ from common.models.recompute import run_blocks
 from common.ranks.lanes import StreamLane
 from common.tiers.activations import HostActivations
 
-# What waits, or tells somebody that he has to. The mutants leave out one of these at a time.
+# Calls that wait or make others wait. Each mutant leaves out one of them.
 WAITS = {"wait", "wait_on_host", "wait_event", "wait_stream", "record_stream", "wait_for_caller", "result", "let_go"}
-OF_EVENTS = ("done.record()", "self._event.synchronize()")  # others of these names have to do with no stream
+OF_EVENTS = ("done.record()", "self._event.synchronize()")  # other calls of these names concern no stream
 FILES = [
     "common/tensors.py",
     "common/ranks/lanes.py",
@@ -36,12 +36,12 @@ FILES = [
 
 
 def straight():
-    """Nothing in it is used twice: where autograd adds gradients up, the fake does not know on which stream."""
+    """Uses nothing twice: the fake does not know on which stream autograd accumulates gradients."""
     return torch.nn.Sequential(torch.nn.Linear(WIDTH, 9), torch.nn.Tanh(), torch.nn.Linear(9, WIDTH, bias=False))
 
 
 def interrupt(gpu, engine):
-    """A backward that fails in the middle, and what a loop does then."""
+    """A backward that fails in the middle, and the zero_grad() after it."""
 
     def fail(gradient):
         raise KeyboardInterrupt
@@ -55,7 +55,7 @@ def interrupt(gpu, engine):
 
 
 def work_beside(gpu, engine):
-    """What a user may do on a stream of a module, such as to prepare a batch: new memory needs no wait."""
+    """A user's work on a module's stream, such as preparing a batch: new memory needs no wait."""
     for module in engine.module.modules():
         if isinstance(module, OnAStreamOfItsOwn):
             with gpu.on(module.stream):
@@ -63,7 +63,7 @@ def work_beside(gpu, engine):
 
 
 class Saving(HostActivations):
-    """The GPU's names are known in a hook of an operation as well."""
+    """Makes the fake GPU known in hooks of operations, too."""
 
     def __init__(self, gpu, engine):
         self._gpu = gpu
@@ -77,7 +77,7 @@ class Saving(HostActivations):
 def train(gpu, name, options, checkpoint, micro_batches=2, precision="fp32", beside=False, host_activations=False):
     """A few steps of a small model on the fake GPU: accumulated, interrupted, evaluated, saved and loaded.
 
-    With `beside`, each block runs on a stream of its own; with `host_activations`, their inputs go to the host.
+    With `beside`, each block runs on its own stream; with `host_activations`, block inputs go to the host.
     """
     torch.manual_seed(0)
     model = Net(block=functools.partial(OnAStreamOfItsOwn, gpu, straight)) if beside else Net()
@@ -97,12 +97,15 @@ def train(gpu, name, options, checkpoint, micro_batches=2, precision="fp32", bes
         if step == 1:
             interrupt(gpu, engine)
             with torch.no_grad():
-                assert engine(torch.randn(2, 3, WIDTH)).device == CUDA  # as DDP, it moves what a loader gives
-        if step == 2 and engine.comm.size == 1:  # there, one rank's files are all
+                assert engine(torch.randn(2, 3, WIDTH)).device == CUDA  # like DDP, it moves a loader's batch
+        if step == 2 and engine.comm.size == 1:  # then one rank's files are all files
             engine.save(checkpoint)
             engine.load(checkpoint)
     held = engine.accounting.measured().get("host_state_bytes")
-    assert held in (None, engine.accounting.predicted().get("host_state_bytes"))  # pinned memory is of powers of two
+    assert held in (
+        None,
+        engine.accounting.predicted().get("host_state_bytes"),
+    )  # pinned memory is in powers of two
     engine.full_state_dict()
 
 
@@ -138,7 +141,7 @@ WAYS = {
 
 
 def races(scene, way, folder):
-    """What raced in a scene, a sentence for each."""
+    """The races in a scene, a sentence for each."""
     (name, options), options_of_way = SCENES[scene], dict(WAYS[way])
     size = options_of_way.pop("world_size", 2)
     training = {
@@ -156,7 +159,7 @@ def races(scene, way, folder):
 
 
 def in_turn(scene, way):
-    """A pair as a parameter: each scene in one way in turn, and all of them by `make test-all`."""
+    """A pair as a parameter: scenes take the ways in turn; `make test-all` runs all pairs."""
     pair = list(SCENES).index(scene), list(WAYS).index(way)
     return pytest.param(scene, way, marks=() if pair[0] % len(WAYS) == pair[1] else pytest.mark.exhaustive)
 
@@ -171,7 +174,7 @@ def test_a_lane_waits_for_what_was_queued_before_it_and_the_caller_at_the_end_fo
         lane, compute, ended = StreamLane(), gpu.default, []
         queued = compute.tick()
         lane.submit(lambda: ended.append(gpu.current().tick()))
-        compute.tick()  # the unit that computes beside it
+        compute.tick()  # the computation that overlaps with it
         assert gpu.streams[-1].clock[compute] == queued
         lane.finish()
         assert gpu.host.clock[gpu.streams[-1]] == ended[0]
@@ -179,7 +182,7 @@ def test_a_lane_waits_for_what_was_queued_before_it_and_the_caller_at_the_end_fo
 
 # ---- mutants ------------------------------------------------------------------------------------------------------
 
-# Such as no scene needs, and why they stay.
+# Waits that no scene needs, and why they stay.
 EXPLAINED = {
     "self.in_flight.pop(0).wait()": "bounds how much memory is under way; the lane keeps the order without it",
     "before.wait()": "two writes of one part have a read between them here: `test_swap.py` has threads come late",
@@ -189,7 +192,7 @@ EXPLAINED = {
 
 
 class Without(ast.NodeTransformer):
-    """Takes the call at one place out: `handle.wait()` becomes `handle`."""
+    """Removes the call at one place: `handle.wait()` becomes `handle`."""
 
     def __init__(self, place):
         self.place = place
@@ -206,7 +209,7 @@ def at(node):
 
 
 def waits_of(file):
-    """Every call of a file that waits, inside of a function, in the text's order: (what it says, place)."""
+    """Every call in a file that waits, in textual order: (file, line and source; place)."""
     source = (ROOT / file).read_text()
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     calls = [

@@ -1,4 +1,4 @@
-"""The process's own sockets: how much may be under way between ranks of one machine."""
+"""The process's own sockets: how much may be in flight between ranks of one machine."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ def send_buffer(one):
 
 @contextlib.contextmanager
 def opened(here, there):
-    """A connection opened where send buffers are small, and the buffer that another such one has elsewhere."""
+    """A connection opened within small_send_buffers(), and the size of the send buffer of one opened outside."""
     with contextlib.ExitStack() as stack:
         default = send_buffer(stack.enter_context(connection(here, there))[0])
         with small_send_buffers():
@@ -41,7 +41,7 @@ def opened(here, there):
         yield sockets, default
 
 
-def test_little_is_under_way_on_this_machine():
+def test_little_is_in_flight_on_this_machine():
     with opened("127.0.0.1", "127.0.0.1") as ((near, far, listener), default):
         assert send_buffer(near) == send_buffer(far) == 2 * SEND_BUFFER != default
         assert send_buffer(listener) != 2 * SEND_BUFFER
@@ -59,7 +59,7 @@ def test_connections_to_other_machines_and_other_sockets_stay_as_they_are():
 
 
 def test_connections_that_were_open_before_stay_as_they_are():
-    """Even where they have another descriptor since."""
+    """Even under a new descriptor."""
     with connection("127.0.0.1", "127.0.0.1") as (near, far, _):
         before = send_buffer(near), send_buffer(far)
         with small_send_buffers():
@@ -79,7 +79,7 @@ def test_looking_at_sockets_leaves_them_blocking_where_a_default_timeout_is_set(
 
 
 def buffers(world):
-    """The send buffers of gloo's connections from this rank; the one to the store is IPv6."""
+    """The send buffers of gloo's connections from this rank; the store's connection is IPv6."""
     sizes = []
     for own in own_sockets():
         with contextlib.suppress(OSError):  # not connected
@@ -95,7 +95,7 @@ def form_a_group_of_my_own(world):
 
 
 class LibraryWithAGroup(peers.ZeroRedundancy):
-    """A library that speaks over a group of its own."""
+    """A library that communicates over its own group."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, process_group=dist.new_group(), **options)
@@ -126,7 +126,7 @@ def test_a_program_that_forms_a_group_can_limit_its_connections_too():
     "who, everyone, small",
     [("stage1_os", False, True), (LibraryWithAGroup, False, False), (LibraryWithAGroup, True, True)],
 )
-def test_the_bench_limits_those_of_libraries_where_asked(who, everyone, small):
+def test_the_bench_limits_those_of_libraries_if_asked(who, everyone, small):
     case = bench.Case("gpt-tiny", "fp32", 2, batch=2, bucket_mb=1, small_send_buffers=everyone)
     with contextlib.ExitStack() as stack:
         contestant = bench.Contestant(who)

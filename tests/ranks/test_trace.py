@@ -1,4 +1,4 @@
-"""ZERO_TRACE=1: ranks that agree are not disturbed; of ranks that part, each says where, and fails."""
+"""ZERO_TRACE=1: ranks that agree are not disturbed; ranks that part say where, and fail."""
 
 import re
 import time
@@ -24,13 +24,13 @@ from common.ranks.world import LocalWorld, RankFailed
 
 
 class Ranks:
-    """Ranks that are threads around a store: `run` gives each a tracer."""
+    """Ranks as threads around a store: `run` gives each a tracer."""
 
     def __init__(self):
         self.store, self.ran = dist.HashStore(), []
 
     def run(self, *lives, timeout=60.0):
-        """Have each rank live its life; return what made it part, None where nothing did."""
+        """Run one life per rank; return the errors of ranks that part, None for others."""
 
         def live(rank):
             group = SimpleNamespace(rank=lambda: rank, size=lambda: len(lives), get_group_store=lambda: self.store)
@@ -50,7 +50,7 @@ def ranks(monkeypatch):
 
 
 def calls(*labels, collective="all_gather", nbytes=1024, phase="forward", then=lambda tracer, ran: None, first=0.0):
-    """A life: wait, run collectives, do something at last."""
+    """A life: wait, run collectives, then call `then`."""
 
     def live(tracer, ran):
         time.sleep(first)
@@ -114,11 +114,11 @@ def test_ranks_that_agree_run_everything_and_leave_a_record_each(ranks):
     labels = [f"unit {index}" for index in range(100)]
     assert ranks.run(*[calls(*labels)] * 4) == [None] * 4
     assert sorted(ranks.ran) == sorted(labels * 4)
-    assert ranks.store.num_keys() <= 4 + 1  # and one that HashStore keeps for itself
+    assert ranks.store.num_keys() <= 4 + 1  # and HashStore's own
 
 
 def test_a_rank_may_call_the_same_in_another_phase(ranks):
-    """It may have evaluated alone before all of them save."""
+    """It may have evaluated alone before all ranks save."""
     assert ranks.run(calls("a", phase="step"), calls("a", phase="forward")) == [None, None]
 
 
@@ -129,10 +129,10 @@ def test_all_ranks_learn_at_once_where_they_part_and_run_nothing_there(ranks, pa
     stay = ["rank 1 leaves" not in sentence or rank != 1 for rank in range(len(lives))]
     assert ranks.run(*lives) == [sentence if stays else None for stays in stay]
     assert {ranks.ran.count(label) for label in ranks.ran} <= {len(lives)}
-    assert time.monotonic() - began < 30  # half of what ranks wait for a silent one
+    assert time.monotonic() - began < 30  # half the timeout for a silent rank
 
 
-def test_a_silent_rank_is_named_after_the_timeout_and_told_when_it_comes(ranks):
+def test_a_silent_rank_is_named_after_the_timeout_and_told_when_it_calls(ranks):
     one, other = ranks.run(calls("a", "b"), calls("a", then=calls("b", first=4.0)), timeout=1.0)
     assert re.sub(r"for \d s", "for _ s", one) == f"rank 0 waits in {B}; rank 1 stays silent for _ s after {A}"
     assert other == one
@@ -169,7 +169,7 @@ def test_a_timeout_that_is_no_time_is_an_input_error(monkeypatch, given):
 
 
 def open_traced(size, log=None, **environment):
-    """A world of its own, whose ranks are traced."""
+    """A new world of traced ranks."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"ZERO_TRACE": "1", **environment}.items():
             patch.setenv(name, value)
@@ -183,7 +183,7 @@ def traced():
 
 
 def train_and_count(world, stage):
-    """What a training gave, and how many collectives were checked by then; None without a tracer."""
+    """The results of a training, and the number of collectives checked; None without a tracer."""
     results, tracer = train(world, stage, steps=3, clip_norm=1e3), Collectives().tracer
     return results, tracer and tracer.number
 
@@ -203,7 +203,7 @@ def test_all_users_of_a_group_share_one_count(traced):
         assert received == [[float(index)] * 3 for index in range(40)]
 
 
-def test_each_group_has_a_count_of_its_own(traced):
+def test_each_group_has_its_own_count(traced):
     results = traced.run(in_subgroup, [1, 2])
     assert [result and result[0] for result in results] == [None, 0, 1]
 
@@ -252,14 +252,14 @@ def train_another_engine(world):
     train_step(engines[world.rank], world)
 
 
-def test_ranks_that_train_another_engine_of_the_same_model_are_found(part):
+def test_ranks_that_train_different_engines_of_the_same_model_are_found(part):
     failure, printed = part(train_another_engine)
     for text in (failure, *printed):
         assert "rank 0 waits in reduce_scatter of bucket 0 (backward" in text
         assert "; rank 1 waits in reduce_scatter of engine 2's bucket 0 (backward" in text
 
 
-def test_ranks_that_take_another_unit_of_equal_size_do_not_pair_up(part):
+def test_ranks_that_take_different_units_of_equal_size_do_not_pair_up(part):
     failure, printed = part(ranks_that_part.train)
     sentence = (
         "rank 0 waits in all_gather of experts.0 (forward, #8, 512 bytes); "
@@ -303,7 +303,7 @@ def test_a_silent_rank_is_reported_after_the_timeout(part):
 
 
 def submit_only(world):
-    """The last collective of the ranks differs, and none of them waits for it."""
+    """The ranks' last collectives differ, and no rank waits for its own."""
     shard = torch.ones(1, device=world.device)
     Collectives().all_gather(shard, torch.empty(world.size, device=world.device), f"unit {world.rank}")
 
@@ -327,7 +327,7 @@ else:
 
 
 def under_torchrun(folder, what):
-    """Two ranks of torchrun's, traced; its exit status and everything on stderr."""
+    """Run two traced ranks under torchrun; return its exit status and stderr."""
     (folder / "script.py").write_text(SCRIPT)
     done = torchrun(folder / "script.py", what, ZERO_TRACE="1")
     return done.returncode, done.stderr
@@ -341,7 +341,7 @@ def test_under_torchrun_ranks_that_wait_for_nothing_fail_too_and_all_of_them_pri
         assert f"[rank {rank}] the ranks part: {sentence}" in printed
 
 
-def test_under_torchrun_a_program_of_its_own_is_told_of_the_rank_that_failed(tmp_path):
+def test_under_torchrun_a_users_program_is_told_of_the_rank_that_failed(tmp_path):
     status, printed = under_torchrun(tmp_path, "own_program")
     assert status == 1
     assert "[rank 0] the ranks part: rank 0 waits in all_gather of objects (setup, #3" in printed

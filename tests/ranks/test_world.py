@@ -25,7 +25,7 @@ from common.ranks.collectives import Collectives
 from common.ranks.world import LocalWorld, RankFailed, World, cpus, launch
 
 nccl_speaks = pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL writes to stderr when its ranks are stopped")
-SOON = 30  # seconds: far less than the 600 that a collective waits for its partner
+SOON = 30  # seconds: far less than the 600 that a collective waits
 
 
 def describe(world, *args):
@@ -38,7 +38,7 @@ def pid(world):
 
 
 def gone(process):
-    """Whether a process ended (or waits as a zombie to be collected)."""
+    """Whether a process ended (or is a zombie)."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     return True
@@ -53,7 +53,7 @@ def all_gone(processes, seconds=SOON):
 
 
 def meet(world):
-    """A collective that a failed rank does not come to."""
+    """A collective that a failed rank never calls."""
     Collectives().all_reduce(torch.ones(world.size, device=world.device)).wait()
 
 
@@ -86,7 +86,7 @@ def environment(world, *names):
 
 
 def test_ranks_have_the_environment_that_stands_when_their_world_is_opened(monkeypatch):
-    """A fork server, once it runs, would give all later worlds the environment of the first."""
+    """A running fork server would give all later worlds the environment of the first."""
     monkeypatch.setenv("SET_BEFORE", "yes")
     with LocalWorld(1) as first:
         monkeypatch.setenv("SET_SINCE", "yes")
@@ -246,7 +246,7 @@ def interrupt(world, processes):
 
 @nccl_speaks
 def test_after_ctrl_c_the_ranks_are_stopped_and_say_nothing(tmp_path):
-    """They could take no other call in the middle of this one."""
+    """They cannot take another call in the middle of this one."""
     world = LocalWorld(2, oversubscribe=True, log=tmp_path / "said")
     processes = world.run(pid)
     with pytest.raises(KeyboardInterrupt):
@@ -275,7 +275,7 @@ def test_a_parent_killed_takes_its_ranks_with_it_and_leaves_no_file(tmp_path):
     folder.mkdir()
     parent = start("LocalWorld(2, oversubscribe=True).run(test_world.tell_pid_and_stay)", TMPDIR=str(folder))
     ranks = [int(parent.stdout.readline()) for _ in range(2)]
-    while_they_run = files_in(folder)  # what SIGTERM would leave there, and any other signal
+    while_they_run = files_in(folder)  # what any signal would leave there
     parent.kill()
     assert all_gone(ranks)
     parent.communicate()
@@ -283,12 +283,12 @@ def test_a_parent_killed_takes_its_ranks_with_it_and_leaves_no_file(tmp_path):
 
 
 def files_in(folder):
-    return [name for name in os.listdir(folder) if not name.startswith("torch")]  # its compiler makes a folder
+    return [name for name in os.listdir(folder) if not name.startswith("torch")]  # torch's compiler makes a folder
 
 
 @nccl_speaks
 def test_a_world_left_open_ends_quietly_with_its_process():
-    """As a notebook leaves it."""
+    """As in a notebook."""
     parent = start("world = LocalWorld(2, oversubscribe=True); print(*world.run(test_world.pid))")
     output, errors = parent.communicate(timeout=SOON)
     assert (parent.returncode, errors) == (0, "")
@@ -331,7 +331,7 @@ def test_oversubscribed_ranks_share_the_cpus(world):
 
 
 def see_gpus(patch, uuids):
-    """Let torch show these GPUs in place of the machine's own; slices say which GPU they are of."""
+    """Let torch show these GPUs instead of the machine's own; a slice names its GPU."""
 
     def properties(device):
         uuid, _, gpu = uuids[device.index].partition(" of ")
@@ -345,7 +345,7 @@ def see_gpus(patch, uuids):
 
 
 def environment_for_nccl(world, path, places):
-    """What this rank sets where it is started as (host, its local rank, local size, GPUs it sees)."""
+    """What this rank sets if it is started as (host, its local rank, local size, GPUs it sees)."""
     host, local_rank, local_size, uuids = places[world.rank]
     with pytest.MonkeyPatch.context() as patch:
         see_gpus(patch, uuids)
@@ -359,13 +359,13 @@ def environment_for_nccl(world, path, places):
 
 
 def tcp_addresses(world=None):
-    """The local addresses of the TCP sockets that this process listens at or is connected by."""
+    """The local addresses of this process's listening and connected TCP sockets."""
     tcp = (own for own in sockets.own_sockets() if own.type == socket.SOCK_STREAM and own.family != socket.AF_UNIX)
     return {host for host, port, *_ in (own.getsockname() for own in tcp) if port}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for sockets in /proc")
-def test_ranks_and_their_parent_speak_over_the_loopback_alone(worlds):
+def test_ranks_and_their_parent_communicate_over_the_loopback_alone(worlds):
     loopback = {"127.0.0.1", "::ffff:127.0.0.1"}  # also as an IPv6 socket shows it
     before = tcp_addresses()
     for addresses in worlds(3).run(tcp_addresses):
@@ -375,7 +375,7 @@ def test_ranks_and_their_parent_speak_over_the_loopback_alone(worlds):
 
 
 def import_elsewhere(world, platform):
-    """Import what commands need as on another system, without what only Linux has."""
+    """Import the commands' modules as on another system, without Linux's own functions."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "platform", platform)
         patch.delattr(os, "sched_getaffinity")
@@ -412,7 +412,7 @@ os.write(1, f"{outcome}{os.linesep}".encode())  # in one piece: two ranks write
 
 
 def see_one_gpu(uuid):
-    """Let torch show this GPU alone, as Slurm does; the group is gloo's still."""
+    """Let torch show this GPU alone, as Slurm does; the group still uses gloo."""
     patch, form = pytest.MonkeyPatch(), world_module._init_group
     see_gpus(patch, [uuid])
     on_cpu = torch.device("cpu")
@@ -420,13 +420,13 @@ def see_one_gpu(uuid):
 
 
 def under_torchrun(folder, function, *gpus, script=SCRIPT, **settings):
-    """Run a function of this file on two ranks of torchrun's, each of which sees one GPU where some are given."""
+    """Run a function of this file on two ranks under torchrun, each of which sees one GPU if any are given."""
     (folder / "script.py").write_text(script)
     return torchrun(folder / "script.py", function, *gpus, timeout=2 * SOON, **settings)
 
 
 def leave_one_in_flight(world):
-    """Return while a large gather travels, as a training loop does whose last call is `step`."""
+    """Return while a large gather is in flight, like a training loop whose last call is `step`."""
     comm = Collectives()
     shard = torch.ones(4_000_000, device=world.device)
     comm.all_gather(shard, torch.empty(world.size * len(shard), device=world.device))
@@ -497,7 +497,7 @@ def test_under_torchrun_the_rank_that_knows_what_is_wrong_says_it_once(tmp_path,
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
-def test_an_environment_that_is_not_torchruns_is_told(monkeypatch, name):
+def test_an_environment_that_is_not_torchruns_is_refused(monkeypatch, name):
     for each in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(each, "abc" if each == name else "0")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
@@ -509,7 +509,7 @@ def test_under_torchrun_a_rank_that_raises_shows_why_and_leaves_at_once(tmp_path
     done = under_torchrun(tmp_path, "raise_with_one_in_flight")
     assert done.returncode == 1
     assert "LookupError: the third drawer is empty" in done.stderr
-    assert "exitcode  : 1 " in done.stderr  # of rank 1, no signal
+    assert "exitcode  : 1 " in done.stderr  # rank 1's, not a signal
     assert "terminate called" not in done.stderr
 
 

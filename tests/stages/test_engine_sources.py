@@ -1,4 +1,4 @@
-"""The lesson: each engine is short, and the diff to the one before shows what its stage is about and no more."""
+"""The lesson: each engine is short, and the diff to the previous one shows what its stage is about and no more."""
 
 import difflib
 import itertools
@@ -14,7 +14,7 @@ CODE_LINES = {"stage0_ddp": 40, "stage1_os": 45, "stage2_grad": 60, "stage3_para
 CODE_LINES |= {"offload": 135, "offload.nvme": 153, "zeropp": 85}
 CHANGED_LINES = {"stage1_os": 60, "stage2_grad": 45, "stage3_param": 315, "offload": 215}  # prose included
 NEIGHBOURS = [*itertools.pairwise(STAGES), ("stage2_grad", "offload")]
-DERIVED = ["offload.nvme", "zeropp"]  # from stage 3's engine: what they hold is what their papers add
+DERIVED = ["offload.nvme", "zeropp"]  # from stage 3's engine: they contain only what their papers add
 
 
 @pytest.mark.parametrize("stage", CODE_LINES)
@@ -23,7 +23,7 @@ def test_an_engine_is_short(stage):
 
 
 @pytest.mark.parametrize(("before", "stage"), NEIGHBOURS)
-def test_the_diff_to_the_stage_before_is_short(before, stage):
+def test_the_diff_to_the_previous_stage_is_short(before, stage):
     diff = difflib.ndiff(source(before).splitlines(), source(stage).splitlines())
     assert sum(line[0] in "+-" for line in diff) <= CHANGED_LINES[stage]
 

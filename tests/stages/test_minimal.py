@@ -1,6 +1,6 @@
-"""The one-page engines: short, from torch alone, bit for bit what the engines are, and as large as the formula says.
+"""The one-page engines: short, from torch alone, bit for bit like the engines, and as large as the formula says.
 
-ZeRO++'s pads otherwise than its engine, to whole blocks; so it is held to it on a model that needs no padding.
+ZeRO++'s page pads to whole blocks, unlike its engine, so they are compared on a model that needs no padding.
 """
 
 import ast
@@ -59,7 +59,7 @@ def page(engine):
 
 
 def train_minimal(world, engine, steps):
-    """Train gpt-tiny by a page's class; return its weights, and what it holds."""
+    """Train gpt-tiny with a page's class; return its weights, and the bytes it holds."""
     model = models.build("gpt-tiny", device="meta")
     models.materialize(model, models.initial_values(0), world.device)
     module, name, _ = PAGES[engine]
@@ -77,7 +77,7 @@ def train_minimal(world, engine, steps):
 
 
 def padded(engine, world_size):
-    """Ψ with the padding of a page: over everything, each parameter, or each unit."""
+    """Ψ with the padding of a page: of everything at once, of each parameter, or of each unit."""
     model = models.build("gpt-tiny")
     if engine in IN_UNITS:
         units = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
@@ -127,7 +127,7 @@ def batch_of_bytes(world, step):
 
 @contextlib.contextmanager
 def sending():
-    """Bytes that this rank sends, by the collectives of ZeRO++'s page, in a list that grows."""
+    """A list that collects the bytes this rank sends in each collective of ZeRO++'s page."""
     sent, all_to_all, all_gather = [], dist.all_to_all_single, dist.all_gather
 
     def counted_all_to_all(received, tensor, group):
@@ -142,7 +142,7 @@ def sending():
         yield sent
 
 
-def test_the_page_of_zeropp_has_its_engines_codes():
+def test_the_page_of_zeropp_encodes_as_its_engine_does():
     values = torch.randn(3, 1024) * torch.logspace(-3, 3, 1024)
     for bits in (8, 4):
         blocks = Blocks(bits, zeropp.minimal.BLOCK)
@@ -176,7 +176,7 @@ def test_the_page_of_zeropp_ends_with_the_bits_of_its_engine_and_holds_and_sends
         assert losses[0] == losses[1].item()
     numel, embedding = sum(p.numel() for p in Unpadded().parameters()), 256 * 16
     assert sum(held.values()) == 16 * numel / 4 + 4 * numel / 2
-    # Without `keep_last` the engine frees the embedding, too, and gathers it once more inside the node.
+    # Without `keep_last` the engine also frees the embedding, and gathers it once more inside the node.
     assert sum(sent) == sum(engine.comm.traffic.by_collective().values()) - 4 * embedding / 2
     for unit, weight in zip(page.units, engine.full_state_dict().values(), strict=True):
         assert torch.equal(torch.cat(engine.comm.gather_objects(unit.shard.detach().cpu())), weight.flatten())
@@ -201,7 +201,7 @@ def test_all_pages_learn_and_print_the_same_losses(worlds):
     "name",
     [pytest.param(name, marks=[] if name == "stage3_param" else pytest.mark.exhaustive) for name in PAGES],
 )
-def test_a_page_runs_by_itself(name):
+def test_a_page_runs_alone(name):
     module = PAGES[name][0]
     assert f'"-m", "{module}"' in page(name).read_text()
     command = [sys.executable, "-m", module]

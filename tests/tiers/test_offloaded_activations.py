@@ -1,4 +1,4 @@
-"""Activations on the host: no bit changes, two inputs stay on the device, and the bus carries what is foreseen."""
+"""Activations on the host: no bit changes, two inputs stay on the device, and bytes on the bus are as predicted."""
 
 import argparse
 import contextlib
@@ -43,7 +43,7 @@ def row(world, engine, given):
 
 
 def check(world, engine, kind, *given):
-    """The row of a training with activations on the host, which ends as stage 0 does without."""
+    """The row of a training with activations on the host; it must end as stage 0 does without."""
     checkpoints = ("--checkpoint-activations", kind, "--offload-activations")
     found = row(world, engine, options(*checkpoints, *given))
     plain = row(world, "stage0_ddp", options("--checkpoint-activations", *given))
@@ -59,14 +59,14 @@ def check(world, engine, kind, *given):
 def test_no_bit_changes_and_every_blocks_input_goes_down_and_comes_up(world, name, kind, precision):
     found = check(world, name, kind, "--precision", precision)
     inputs = 2 * 12 * 16 * 16 * (4 if precision == "fp32" else 2)  # layers, samples of a rank, sequence, width
-    if name != "offload":  # which moves gradients and parameters too
+    if name != "offload":  # offload moves gradients and parameters too
         assert found["bus_bytes_per_step"] == {"to_host": inputs, "to_device": inputs}
 
 
 @pytest.mark.parametrize(
     ("model", "kind"), zip(["llama-tiny", "moe-tiny", "resnet-tiny", "lora-tiny"], [*KINDS, *KINDS], strict=True)
 )
-def test_nor_does_one_of_another_model(world, model, kind):
+def test_no_bit_of_another_model_changes(world, model, kind):
     check(world, "stage3_param", kind, "--model", model)
 
 
@@ -102,13 +102,13 @@ def without_host(world, engine, kind):
 
 
 def broken(world, engine, kind, lane, plant=healthy):
-    """What does not hold of activations on the host: their bits, the bound on the device, the room they take."""
+    """The broken promises of activations on the host: their bits, the bound on the device, their bytes on the host."""
     expected_losses, expected_weights, peak_without, on_host_without = without_host(world, engine, kind)
     try:
         losses, weights, peak, on_host = trained(world, engine, kind, lane=lane, plant=plant)
     except Exception as error:
         return [repr(error)]
-    # A late lane holds what goes down until somebody waits for it: one input more.
+    # A late lane holds an input that goes down until something waits for it: one input more.
     stay = 3 if lane else 2
     promises = {
         "losses": losses == expected_losses,
@@ -134,7 +134,7 @@ def test_a_mutant_is_caught(world, mutant):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.ranks(1)
-def test_the_input_of_the_block_before_begins_its_way_up_before_a_block_is_computed_again(world, kind):
+def test_the_previous_blocks_input_starts_up_before_a_block_is_recomputed(world, kind):
     seen, carry = [], Bus.carry
     made = deep("stage3_param", kind)
     train_step(made, world)
@@ -151,12 +151,12 @@ def test_the_input_of_the_block_before_begins_its_way_up_before_a_block_is_compu
     assert seen[8:] == ["to_device 3", "to_device 2", *later]
 
 
-# ---- what a checkpoint may meet -----------------------------------------------------------------------------------
+# ---- what a checkpoint may contain --------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(1)
 def test_every_kind_of_tensor_comes_up_as_it_was(world):
-    """With the bits, the dtype, the device, the shape and the strides that a copy has."""
+    """With the bits, dtype, device, shape and strides of a copy."""
     saving = deep("stage0_ddp", KINDS[0]).module.saving
     x = torch.arange(24.0, device=world.device).view(2, 3, 4)
     with_gaps, overlapping = x[:, ::2], x[:1].expand(3, 3, 4)
@@ -170,10 +170,10 @@ def test_every_kind_of_tensor_comes_up_as_it_was(world):
 
 
 def gradient(saving, reentrant, backwards=1):
-    """The gradient through a checkpoint that saves one tensor twice, and an integer, in `backwards` runs."""
+    """The gradient of `backwards` runs through a checkpoint that saves one tensor twice, and an integer tensor."""
     x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
     index = torch.tensor([2, 0, 1])
-    outside = x.sin()  # saves x where no context is
+    outside = x.sin()  # saves x outside of the context
     with saving:
         y = checkpoint(lambda a, b, index: a[index].exp() * b, outside, outside, index, use_reentrant=reentrant)
     for _ in range(backwards):
@@ -194,7 +194,7 @@ def test_a_tensor_saved_twice_and_a_second_backward(world, reentrant, backwards)
 
 
 class Half(nn.Module):
-    """Two blocks with checkpoints, in one block."""
+    """A block of two checkpointed blocks."""
 
     def __init__(self, kind, saving):
         super().__init__()
@@ -209,7 +209,7 @@ class Half(nn.Module):
 @pytest.mark.ranks(1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are on the CPU")
 def test_what_a_recomputation_saves_stays_on_the_device(world, kind):
-    """Checkpoints in checkpoints, without and with the host."""
+    """Nested checkpoints, with and without the host."""
     made, ends = deep("stage0_ddp", kind), []
     for context in (contextlib.nullcontext(), made.module.saving):
         torch.manual_seed(0)
@@ -224,7 +224,7 @@ def test_what_a_recomputation_saves_stays_on_the_device(world, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluations_and_exceptions_leave_nothing_behind(world, kind):
-    """Between the steps a forward has no backward, and one is interrupted."""
+    """Between the steps, one forward has no backward and another is interrupted."""
     losses = {}
     for host in (False, True):
         made = deep("stage2_grad", kind, host)
@@ -245,7 +245,7 @@ def test_evaluations_and_exceptions_leave_nothing_behind(world, kind):
 
 
 @pytest.mark.ranks(1)
-def test_a_room_that_is_too_small_gives_way_and_a_copy_of_a_model_has_none(world):
+def test_a_buffer_that_is_too_small_is_replaced_and_a_copy_of_a_model_has_none(world):
     made = deep("stage0_ddp", KINDS[0])
     saving = made.module.saving
     for numel in (10, 1000, 100, 5000):

@@ -1,4 +1,4 @@
-"""Swap files: on disks that are full in earnest, and among other threads and ranks that come at the worst moment."""
+"""Swap files: on disks that are really full, and with other threads and ranks that act at the worst moment."""
 
 import contextlib
 import errno
@@ -24,15 +24,15 @@ from common.ranks.collectives import Collectives
 from common.tiers.disk import Disk
 from common.tiers.swap import PAGE
 
-TINY = 0.02  # MiB of a sub-group: several even in tiny models
-ROOM = 4 * 2**20  # bytes of a disk that takes two ranks' states, with little to spare
+TINY = 0.02  # MiB of a sub-group: even tiny models have several
+ROOM = 4 * 2**20  # bytes of a disk that just holds two ranks' states
 
 
 # ---- a full disk ----------------------------------------------------------------------------------------------------
 
 
 def fill(folder):
-    """Another program takes what is left of a disk."""
+    """Another program fills the disk."""
     with open(folder / "of-another", "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(PAGE))
@@ -40,7 +40,7 @@ def fill(folder):
 
 @contextlib.contextmanager
 def nothing_reserved():
-    """A system on which room on a disk cannot be taken beforehand, as macOS."""
+    """A system that cannot reserve disk space, such as macOS."""
     reserve = os.posix_fallocate
     del os.posix_fallocate
     try:
@@ -50,7 +50,7 @@ def nothing_reserved():
 
 
 def begun(world, disk):
-    """An engine on a disk, or what is said where there is none."""
+    """An engine on a disk, or the error."""
     try:
         return make_engine("offload.nvme", path=disk, sub_group_mb=TINY)
     except InputError as error:
@@ -58,7 +58,7 @@ def begun(world, disk):
 
 
 def stepped(world, disk):
-    """Three steps of stage 3, or on a disk that another program fills before the first."""
+    """Three steps of stage 3, or of Infinity on a disk that another program fills before the first."""
     made = make_engine("stage3_param") if disk is None else begun(world, disk)
     if disk is not None and world.rank == 0:
         fill(disk)
@@ -68,24 +68,24 @@ def stepped(world, disk):
 
 
 @linux
-def test_a_disk_that_others_fill_does_not_stop_a_run_that_has_its_room(worlds, tmp_path):
+def test_a_disk_that_others_fill_does_not_stop_a_run_that_reserved_its_space(worlds, tmp_path):
     with small_disk(tmp_path / "disk", ROOM):
         assert worlds(2).run(stepped, tmp_path / "disk") == worlds(2).run(stepped, None)
         assert os.listdir(tmp_path / "disk") == ["of-another"]
 
 
 def fills_up(world, disk, saved):
-    """Save; begin on a disk that rank 1 cannot reserve, and that is full before the first step. Then load again."""
+    """Save; begin on a disk that rank 1 cannot reserve space on and that fills up before the first step; load."""
     made = make_engine("offload.nvme", sub_group_mb=TINY)
     train_step(made, world)
     made.save(saved)
     before = made.full_state_dict()
     with nothing_reserved() if world.rank == 1 else contextlib.nullcontext():
         made = begun(world, disk)
-    made.comm.gather_objects(None)  # rank 0 has its room by now
+    made.comm.gather_objects(None)  # rank 0 has reserved its space by now
     if world.rank == 1:
         fill(disk)
-    for step in range(2):  # the second is refused at once
+    for step in range(2):  # the second step is refused at once
         said = message_of(train_step, made, world, step)
         assert "rank 1 cannot write" in said and "No space left" in said
     made = make_engine("offload.nvme", sub_group_mb=TINY, seed=1)
@@ -108,7 +108,7 @@ WHOLE, LATTER = slice(0, 2 * PAGE), slice(PAGE, 2 * PAGE)  # elements
 
 @pytest.mark.parametrize(("first", "second"), [(LATTER, LATTER), (WHOLE, LATTER), (LATTER, WHOLE)])
 @pytest.mark.ranks(1)
-def test_of_two_writes_that_overlap_the_later_one_stays(world, tmp_path, first, second):
+def test_the_later_of_two_overlapping_writes_stays(world, tmp_path, first, second):
     """The first, of ones, is slow."""
     disk, slow, write = Disk(Collectives(), tmp_path, sub_group=PAGE), [0.2], os.pwritev
     disk.stepping.nbytes, disk.stepping.number, disk.shards.nbytes = 4 * PAGE, 2, 8 * PAGE
@@ -130,7 +130,7 @@ def test_of_two_writes_that_overlap_the_later_one_stays(world, tmp_path, first, 
 @pytest.mark.parametrize("begin", [0, 512])
 @pytest.mark.ranks(1)
 def test_a_buffer_begins_on_a_page_wherever_pinned_memory_begins(world, tmp_path, begin):
-    """Less than a MiB of it begins 512 bytes into a page on an H100."""
+    """On an H100, pinned memory of less than a MiB begins 512 bytes into a page."""
     disk = Disk(Collectives(), tmp_path, sub_group=PAGE)
     disk._comm = SimpleNamespace(simulated=False, device=torch.device("cuda"))
 
@@ -144,13 +144,13 @@ def test_a_buffer_begins_on_a_page_wherever_pinned_memory_begins(world, tmp_path
 
 # ---- a folder that fails --------------------------------------------------------------------------------------------
 
-CALLS = {"is_dir": Path, "open": os, "posix_fallocate": os}  # where the folder, or the file in it, may fail
+CALLS = {"is_dir": Path, "open": os, "posix_fallocate": os}  # which the folder or its file may fail
 
 
 @linux
 @pytest.mark.parametrize("call", CALLS)
-def test_what_fails_in_one_ranks_folder_is_told_on_every_rank(world, tmp_path, call):
-    """Where it does not fail, an engine is built."""
+def test_a_failure_in_one_ranks_folder_is_told_on_every_rank(world, tmp_path, call):
+    """Without the failure, an engine is built."""
     where = CALLS[call]
     works = getattr(where, call)
 
@@ -181,7 +181,7 @@ time.sleep(60)
 
 
 @linux
-def test_a_forked_child_that_lives_on_does_not_keep_the_room(tmp_path):
+def test_a_forked_child_that_lives_on_does_not_keep_the_space(tmp_path):
     program = FORKS.format(folder=str(tmp_path))
     run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)
     child = int(run.stdout.readline())

@@ -1,4 +1,4 @@
-"""ZeRO++: rounding within its bound, hops that add up, secondary shards that are never stale, bytes as predicted."""
+"""ZeRO++: rounding within its bound, hops that add up, secondary shards never stale, bytes as predicted."""
 
 import itertools
 import json
@@ -38,13 +38,13 @@ ADVERSARIAL = {
 
 
 def through(blocks, values):
-    """What arrives of some values, and the step of each; the message begins as rubbish."""
+    """The values after a round trip, and the quantization step of each; the message starts with garbage."""
     message = torch.full((blocks.nbytes(len(values)) + 8,), 0x7F, dtype=torch.uint8)
     arrived = torch.full((len(values) + 1,), 3.0, dtype=values.dtype)
     blocks.pack(values, message[:-8])
     blocks.unpack(message[:-8], arrived[:-1])
     assert (message[-8:] == 0x7F).all()
-    assert arrived[-1] == 3.0  # nothing is written beyond the end
+    assert arrived[-1] == 3.0  # nothing is written past the end
     number = -(-len(values) // blocks.block)
     scales = message[: 4 * number].view(torch.float32).double()
     return arrived[:-1], scales.repeat_interleave(blocks.block)[: len(values)]
@@ -120,7 +120,7 @@ def test_what_torch_compile_packs_and_unpacks_has_the_same_bits(bits):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_rows_are_packed_as_each_alone_however_many_at_a_time(bits):
+def test_rows_are_packed_like_single_rows_however_many_at_a_time(bits):
     values = torch.randn(3, 2, 1001).transpose(0, 1)
     alone, rows = Blocks(bits, 64), Blocks(bits, 64, chunk=500)
     messages = torch.empty(2, 3, rows.nbytes(1001), dtype=torch.uint8).fill_(0)
@@ -143,7 +143,7 @@ def test_rows_are_packed_as_each_alone_however_many_at_a_time(bits):
 
 @pytest.mark.parametrize(("world", "per_node"), [(4, 2), (3, 1), (4, 1), (2, 1), (8, 2)], indirect=["world"])
 def test_two_hops_one_hop_and_the_exact_mean_agree_within_the_bound(world, per_node):
-    """One hop is one node of all."""
+    """With one hop, all ranks are one node."""
     two, one = (
         probes.reduced_by(make_engine("zeropp", "gpt-tiny", ranks_per_node=ranks, block=34))
         for ranks in (per_node, world.size)
@@ -159,7 +159,7 @@ def test_two_hops_one_hop_and_the_exact_mean_agree_within_the_bound(world, per_n
 BLOCK, WIDTH = 32, 48
 EVENTS = [  # (what becomes of a gradient, loss scale, the ranks that have one)
     ("step", 64.0, (0, 1)),
-    ("step", 8.0, (0,)),  # the scale has fallen, and rank 1 has no gradient that would tell of it
+    ("step", 8.0, (0,)),  # the scale fell, and rank 1 has no gradient that shows it
     ("step", 64.0, ()),
     ("zero_grad", 64.0, (0, 1)),
     ("step", 16.0, (0, 1)),
@@ -170,13 +170,13 @@ EVENTS = [  # (what becomes of a gradient, loss scale, the ranks that have one)
 
 
 def gradient_of(rank, event):
-    """What a rank's backward gives, without the loss scale; a multiple of 2^-10, so that fp16 holds it scaled."""
+    """A rank's gradient, without the loss scale; a multiple of 2^-10, so that fp16 holds it scaled."""
     generator = torch.Generator().manual_seed(10 * event + rank)
     return torch.randint(-1000, 1000, (WIDTH, WIDTH), generator=generator) / 1024
 
 
 def fed_back(world):
-    """The means that each event gives, without the loss scale."""
+    """The mean gradients of each event, without the loss scale."""
     torch.manual_seed(0)  # the same weights on every rank
     layer = torch.nn.Linear(WIDTH, WIDTH, bias=False)
     made = make_engine("zeropp", layer, precision="fp16", block=BLOCK, error_feedback=True)
@@ -197,14 +197,14 @@ def fed_back(world):
 
 
 def rounded(values):
-    """Values [n] as int4 with a scale for each block has them, in NumPy."""
+    """Values [n] rounded to int4 with a scale for each block, in NumPy."""
     blocks = values.reshape(-1, BLOCK).astype(np.float32)
     scales = np.maximum(np.abs(blocks).max(axis=1, keepdims=True) / np.float32(7), np.finfo(np.float32).tiny)
     return (np.round(blocks / scales).clip(-7, 7) * scales).reshape(-1)
 
 
 def modelled():
-    """The same by the definition: a rank sends what it has and what rounding took before, and keeps what it takes."""
+    """The same by definition: a rank sends its gradient plus its earlier rounding error, and keeps the new error."""
     kept, means = np.zeros((2, WIDTH * WIDTH), np.float32), []
     for event, (what, scale, ranks) in enumerate(EVENTS):
         own = [gradient_of(rank, event).numpy().reshape(-1) * (rank in ranks) for rank in range(2)]
@@ -216,7 +216,7 @@ def modelled():
     return torch.from_numpy(np.stack(means))
 
 
-def test_error_feedback_is_that_of_its_definition_whatever_the_loss_scale_and_what_is_dropped(worlds):
+def test_error_feedback_follows_its_definition_whatever_the_loss_scale_and_whatever_is_dropped(worlds):
     expected = modelled()
     for means in worlds(2).run(fed_back):
         for event, (what, _, _) in enumerate(EVENTS):
@@ -286,7 +286,7 @@ def test_bytes_held_and_sent_and_leaving_the_node_are_those_predicted(
 
 @pytest.mark.parametrize("per_node", [1, 2])
 @pytest.mark.ranks(4)
-def test_second_shards_take_2_psi_over_p_bytes(world, per_node):
+def test_secondary_shards_take_2_psi_over_p_bytes(world, per_node):
     held = {}
     for name in ("Off", "Copies"):
         made = make_engine(f"quantized:{name}", "gpt-tiny", precision="bf16", ranks_per_node=per_node)
@@ -309,7 +309,7 @@ def test_a_frozen_weight_crosses_to_the_other_node_once(world, model):
 
 @pytest.mark.ranks(4)
 def test_a_weight_frozen_and_thawed_leaves_no_stale_copy(world):
-    """Frozen, it is refused."""
+    """A step while it is frozen is refused."""
     ends = []
     for name in ("stage3_param", "quantized:Copies"):
         made = make_engine(name)
@@ -334,7 +334,7 @@ def test_what_keep_fp32_names_is_not_quantized(world):
     made = make_engine("quantized:Weights", "gpt-tiny", precision="bf16", keep_fp32=["ln_1", "ln_2", "ln_f"], seed=1)
     exact = made.full_state_dict()
     for unit in made.units:
-        made.unshard(unit, units.PrefetchOrder())  # as in a forward
+        made.unshard(unit, units.PrefetchOrder())  # as a forward does
     kept = {name: parameter for name, parameter in made.module.named_parameters() if "ln_" in name}
     assert kept
     assert all(torch.equal(parameter.float(), exact[name]) for name, parameter in kept.items())
@@ -345,7 +345,7 @@ def test_late_lanes_change_no_bit_of_all_switches_together(world, tmp_path):
     assert probes.no_bit_depends_on_when_the_lane_runs(world, "quantized:All", str(tmp_path)) == []
 
 
-# ---- doors --------------------------------------------------------------------------------------------------------
+# ---- validation ---------------------------------------------------------------------------------------------------
 
 BAD = {
     "ranks_per_node 3": {"ranks_per_node": 3},
@@ -379,7 +379,7 @@ def test_the_kernel_counts_what_the_meter_does_between_two_nodes(tmp_path):
     two_nodes.main(["--rate", "none", "--steps", "2", "--only", f"{paper};all", "--json", str(path)])
     results = json.loads(path.read_text())
     stage3, ours = results["rows"]
-    assert results["ranks_per_node"] == 2  # as torchrun says
+    assert results["ranks_per_node"] == 2  # as under torchrun
     for row in (stage3, ours):
         metered = row["metered_internode_bytes_per_step"]
         assert metered == row["predicted_internode_bytes_per_step"]
@@ -391,7 +391,7 @@ def test_the_kernel_counts_what_the_meter_does_between_two_nodes(tmp_path):
 # ---- commands -----------------------------------------------------------------------------------------------------
 
 
-def test_int8_weights_come_back_as_they_were_named_and_within_half_a_step(tmp_path):
+def test_int8_weights_come_back_with_their_names_and_within_half_a_step(tmp_path):
     weights = {"a": torch.randn(7, 300), "b": torch.randn(5).bfloat16(), "steps": torch.arange(3)}
     path = tmp_path / "weights.safetensors"
     save_int8(weights, path, block=64)
@@ -405,7 +405,7 @@ def test_int8_weights_come_back_as_they_were_named_and_within_half_a_step(tmp_pa
         load_int8(__file__)
 
 
-def test_convergence_tells_of_each_run_and_draws_it(tmp_path, monkeypatch):
+def test_convergence_reports_each_run_and_plots_it(tmp_path, monkeypatch):
     path, names = tmp_path / "losses.json", ("stage 3", "all three, error_feedback")
     monkeypatch.setattr(convergence, "RUNS", {name: convergence.RUNS[name] for name in names})
     options = ["--nproc", "2", "--ranks-per-node", "1", "--steps", "20", "--seeds", "2", "--model", "gpt-tiny"]
