@@ -1,4 +1,4 @@
-"""The commands, as a user types them: what they print and write, and one line for what they cannot use."""
+"""The commands, as a user types them: what they print and write, and the one-line message for bad input."""
 
 import argparse
 import contextlib
@@ -29,7 +29,7 @@ from offload.__main__ import add_own
 
 
 def written(path, *arguments):
-    """What a command prints, and what it writes to a path."""
+    """A command's output, and the file that it writes to a path."""
     done = run("-m", *arguments, "--oversubscribe", "--json", path)
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(path.read_text())
@@ -102,7 +102,7 @@ def test_compare_promises_no_bits_where_nccl_adds_in_an_order_of_its_own(world):
 
 @pytest.mark.parametrize("no_sync", [False, True])
 def test_micro_batches_have_the_mean_loss_and_gradient_of_the_whole_batch(world, no_sync):
-    """Plain SGD shows the gradient."""
+    """With plain SGD the step shows the gradient."""
     ends = []
     for micro_batches in (1, 4):
         engine = make_engine("stage1_os", "llama-tiny", functools.partial(torch.optim.SGD, lr=1.0))
@@ -157,7 +157,7 @@ def test_what_nobody_can_read_ends_no_training(reader):
 
 
 def test_an_error_is_told_whatever_rank_the_environment_claims(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")  # of a torchrun that is not there
+    monkeypatch.setenv("RANK", "1")  # as if under torchrun
     with pytest.raises(SystemExit), outputs.one_line_errors():
         raise InputError("give another")
     assert capsys.readouterr().err == "error: give another\n"

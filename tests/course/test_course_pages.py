@@ -1,4 +1,4 @@
-"""Pages 08 to 13: the quantizer that is asked for, rows that are the planner's, and what is shown, as it is stored."""
+"""Pages 08 to 13: the quantizer exercise, rows equal to the planner's, and the stored outputs."""
 
 import ast
 import json
@@ -16,7 +16,7 @@ from lab.plan.__main__ import of_model
 
 
 def quantizer(scales=None, codes=torch.round):
-    """What a student writes; a mistake takes the place of one of its lines."""
+    """A student's quantizer; a mistake replaces one of its lines."""
 
     def rounded(values, bits, block):
         blocks, largest = values.view(-1, block), 2 ** (bits - 1) - 1
@@ -128,7 +128,7 @@ def test_the_rows_are_those_of_the_command(tmp_path):
 
 
 def test_at_the_crossover_the_plans_two_times_are_nearly_equal():
-    """Stage 3 of a wide world, whose units but the last are gathered twice."""
+    """Stage 3 at a large world size: every unit but the last is gathered twice."""
     machine, shape = scaling.preset("a100-80g"), of_model("gpt2-1.5b")
     row = scaling.ways(shape, machine, 1024, checkpoints=False)["stage 3"]
     tokens = 6 * machine.flops[2] * machine.fraction / (6 * machine.between)

@@ -21,7 +21,7 @@ kernel = pytest.mark.skipif(
 
 
 def move(world, readable):
-    """What this rank moves when it gathers 3 MB, and when it sends 1 MB to the next rank alone."""
+    """The bytes that this rank moves to gather 3 MB, and to send 1 MB to the next rank alone."""
     comm, whole = Collectives(), torch.ones(750_000, device=world.device)
     shard = whole.chunk(world.size)[world.rank]
     following, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size

@@ -1,4 +1,4 @@
-"""A quiz says why of every choice, folded in a page, and asked in a terminal; what is none is refused in one line."""
+"""A quiz explains every choice, folded in a page or asked in a terminal; an unknown quiz is refused in one line."""
 
 import re
 
