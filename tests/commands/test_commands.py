@@ -142,7 +142,7 @@ sys.stderr.write("the training goes on")
 
 
 @pytest.mark.parametrize("reader", ["has few letters", "has gone", "has no room"])
-def test_what_nobody_can_read_ends_no_training(reader):
+def test_output_that_nobody_can_read_ends_no_training(reader):
     reads, writes = os.pipe()
     if reader == "has gone":
         os.close(reads)
@@ -156,7 +156,7 @@ def test_what_nobody_can_read_ends_no_training(reader):
     assert (said.returncode, said.stderr.decode()) == (0, note + "the training goes on")
 
 
-def test_an_error_is_told_whatever_rank_the_environment_claims(monkeypatch, capsys):
+def test_an_error_is_shown_whatever_rank_the_environment_claims(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")  # as if under torchrun
     with pytest.raises(SystemExit), outputs.one_line_errors():
         raise InputError("give another")
@@ -181,7 +181,7 @@ def test_bad_input_gets_one_line_and_exit_status_2(module, options, capfd, monke
 
 
 @pytest.mark.parametrize("module", ["lab.readme", "course.exercises"])
-def test_an_argument_that_there_is_not_writes_nothing(module, capsys, monkeypatch):
+def test_an_unknown_argument_writes_nothing(module, capsys, monkeypatch):
     monkeypatch.setattr("pathlib.Path.write_text", lambda *_: pytest.fail("it writes"))
     with pytest.raises(SystemExit) as exit:
         importlib.import_module(module).main(["--nope"])

@@ -78,7 +78,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_that_is_asked_to_stop_saves_says_where_and_goes_on_to_the_same_bits(tmp_path, undisturbed, number):
+def test_a_stopped_run_saves_says_where_and_resumes_to_the_same_bits(tmp_path, undisturbed, number):
     folder, path = tmp_path / "run", tmp_path / "run.json"
     options = ("--nproc", 2, "--steps", 150)
     with begun(folder, "stage2_grad", *options) as run:
@@ -216,7 +216,7 @@ def test_a_folder_of_another_run_is_refused(world, tmp_path):
         assert os.listdir(tmp_path) == ["step-00000002"]
 
 
-def test_without_an_end_of_the_rate_a_run_may_take_more_steps_and_no_fewer(world, tmp_path):
+def test_at_a_constant_rate_a_run_may_take_more_steps_but_not_fewer(world, tmp_path):
     steady = functools.partial(trained, world, "stage1_os", cosine=False)
     expected = steady("--steps", 4)
     steady("--steps", 2, "--save", tmp_path)
@@ -333,7 +333,7 @@ CALLS += [("os.listdir", 1), ("pathlib.Path.iterdir", 0), ("pathlib.Path.iterdir
 
 
 @pytest.mark.parametrize(("call", "rank"), CALLS)
-def test_what_one_rank_is_refused_in_the_folder_all_of_them_tell(world, tmp_path, call, rank):
+def test_every_rank_reports_what_one_rank_is_refused_in_the_folder(world, tmp_path, call, rank):
     denied = mock.patch(call, side_effect=PermissionError(errno.EACCES, "Permission denied"))
     with denied if world.rank == rank else contextlib.nullcontext():
         said = refusal(world, "--save", tmp_path)
@@ -341,7 +341,7 @@ def test_what_one_rank_is_refused_in_the_folder_all_of_them_tell(world, tmp_path
     assert refusal(world, "--save", tmp_path) is None
 
 
-def test_a_trace_that_rank_0_cannot_write_is_told_by_all(world, tmp_path):
+def test_every_rank_reports_a_trace_that_rank_0_cannot_write(world, tmp_path):
     path = tmp_path / "trace.json"
     full = mock.patch("pathlib.Path.write_text", side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with full if world.rank == 0 else contextlib.nullcontext():
@@ -356,7 +356,7 @@ def notes(world, folder):
     return said.getvalue()
 
 
-def test_what_is_no_part_of_a_checkpoint_is_never_removed_and_ends_no_run(worlds, tmp_path):
+def test_foreign_files_are_never_removed_and_end_no_run(worlds, tmp_path):
     for number, name in enumerate([".nfs0001", "notes.txt", "folder/within"], start=1):
         foreign = tmp_path / f"step-{number:08}" / name
         foreign.parent.mkdir(parents=True)

@@ -54,7 +54,7 @@ def test_a_quantizers_mistake_gets_its_hint(capsys, mistake, hint):
     assert hint in capsys.readouterr().out
 
 
-def test_where_no_nodes_can_be_made_the_page_reads_the_record(monkeypatch):
+def test_the_page_reads_the_record_if_no_nodes_can_be_made(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     results, source = rounding.between_two_nodes(measure=None)
@@ -78,7 +78,7 @@ def test_the_page_counts_the_bytes_between_nodes_that_it_predicts():
         assert predicted == counted
 
 
-def test_of_three_ways_to_add_codes_up_only_the_rings_error_grows_with_the_ranks():
+def test_of_three_sums_of_codes_only_the_rings_error_grows_with_the_ranks():
     rows = [re.findall(r"'(\d\.\d+)'", line) for line in stored("10_zeropp", "hops-run").splitlines()]
     one, two, ring = (list(map(float, column)) for column in zip(*rows, strict=True))
     assert one == sorted(one, reverse=True)

@@ -62,7 +62,7 @@ def test_lines_and_progress_appear_while_ranks_run(ranks, pages):
     assert "3 of 3" not in pages[0]
 
 
-def test_of_many_lines_the_last_are_shown(ranks, pages):
+def test_the_last_of_many_lines_are_shown(ranks, pages):
     ranks.run(lambda world: [print(f"line {number}") for number in range(150)])
     assert "... 100 lines before" in pages[-1]
     assert pages[-1].count("line 149") == 2

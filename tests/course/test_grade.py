@@ -257,7 +257,7 @@ def test_a_later_exercises_own_engine_passes(worlds, references, tmp_path, exerc
     assert first(grade(within(worlds), str(file), exercise.key, references[exercise.key])) == (None, None)
 
 
-def test_a_bucket_without_any_gradient_needs_room_too(worlds, references, tmp_path):
+def test_a_bucket_without_any_gradient_needs_a_buffer_too(worlds, references, tmp_path):
     lines = [
         "bucket.finalize()",
         "bucket.handle = self.comm.reduce_scatter(bucket.local_gradients, bucket.gradient_shard, bucket.name)",
@@ -312,13 +312,13 @@ def test_a_submission_that_hangs_on_an_idle_machine_is_blamed(clock):
     assert found["owned"].idea == "hang"
 
 
-def test_what_is_not_the_submissions_fault_is_one_line_and_a_status_of_its_own(capsys, monkeypatch):
+def test_a_fault_not_the_submissions_is_one_line_with_its_own_status(capsys, monkeypatch):
     monkeypatch.setattr(grading, "LONGEST", 0.001)
     line = refused(capsys, grade_command.main, [str(STAGE1.engine)])
     assert "nothing was graded: stage1_os's own engine does not get there" in line and "less busy" in line
 
 
-def test_a_loop_without_an_end_is_an_answer(tmp_path, capsys):
+def test_an_endless_loop_is_an_answer(tmp_path, capsys):
     text, status = said(capsys, submitted(tmp_path, STAGE1, synchronize=["while True:", "    pass"]))
     assert "gave no answer" in text
     assert status == 1
@@ -401,7 +401,7 @@ def test_parts_from_the_engine_fill_an_exercise(worlds, references, tmp_path, ex
         assert not any(found.values()), (part.method, found)
 
 
-def test_where_students_write_the_engines_parts_are_not_filled_and_later_exercises_not_there(capsys, monkeypatch):
+def test_a_students_tree_fills_no_parts_from_the_engine_and_has_no_later_exercises(capsys, monkeypatch):
     monkeypatch.setattr(grade_command, "PROMISES", Path(__file__))
     line = refused(capsys, grade_command.main, [str(STAGE1.path), "--part", "1"])
     assert "--part 1: the other parts would come from stage1_os's engine, which is yours to write here" in line
@@ -433,7 +433,7 @@ def test_an_engine_itself_passes_by_the_command(capsys):
 
 
 @pytest.mark.parametrize(("name", "why"), [("stage1.py", "there is no such file"), ("mine.py", "which stage?")])
-def test_what_cannot_be_graded_is_one_line(tmp_path, capsys, name, why):
+def test_a_submission_that_cannot_be_graded_is_one_line(tmp_path, capsys, name, why):
     if name == "mine.py":
         (tmp_path / name).write_text("")
     assert why in refused(capsys, grade_command.main, [str(tmp_path / name)])

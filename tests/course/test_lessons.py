@@ -223,7 +223,7 @@ def test_the_table_of_a_page_shows_the_books_of_both_engines(recorded, pages, pa
         assert shown["left the node in a step"] == left
 
 
-def test_what_the_host_is_to_step_goes_down_behind_its_reduction_and_comes_up_before_its_gather(recorded):
+def test_the_hosts_gradients_go_down_after_the_reduction_and_parameters_up_before_the_gather(recorded):
     for bucket in recorded["offload"]["owned"][0]:
         kinds = ("reduce_scatter", "down", "host_step", "stepped", "up", "all_gather")
         once = [numbers_of(recorded, "offload", kind, bucket) for kind in kinds]
@@ -268,7 +268,7 @@ def test_gradients_go_inside_the_node_and_then_across(recorded):
         assert across == inside + 1
 
 
-def test_stage_2_has_room_for_two_buckets_at_most(recorded):
+def test_stage_2_has_buffers_for_at_most_two_buckets(recorded):
     alive = [
         sum("." not in states for states in cells(event, "gradients")[0].values())
         for _, event in events_of(recorded, "stage2_grad")
@@ -337,7 +337,7 @@ def test_moments_are_those_at_which_the_same_part_computes_on_both_sides(recorde
     assert {"backward of blocks.1", "the step begins"} < {moment["said"] for moment in found}
 
 
-def test_ranks_that_go_other_ways_are_noticed(recorded):
+def test_ranks_that_diverge_are_noticed(recorded):
     mine = {"events": recorded["stage1_os"]["events"], "buckets": []}
     other = copy.deepcopy(mine)
     other["events"][5].names = ["has_changed"]

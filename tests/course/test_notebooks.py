@@ -60,7 +60,7 @@ def test_questions_are_open(path, shorter):
 
 
 @pytest.mark.parametrize(("path", "shorter"), map(runs, NOTEBOOKS))
-def test_an_answer_of_another_form_is_told_which_one_is_asked_for(path, shorter):
+def test_an_answer_in_a_wrong_form_is_told_the_right_one(path, shorter):
     cells = [cell for cell in executed(path, shorter).cells if cell.id.startswith("unfit-")]
     assert len(cells) >= 2
     for cell in cells:

@@ -184,7 +184,7 @@ NO_SHEETS = {
 
 
 @pytest.mark.parametrize("text", NO_SHEETS)
-def test_what_is_no_sheet_is_refused_in_one_line(text, tmp_path, capsys):
+def test_a_bad_sheet_is_refused_in_one_line(text, tmp_path, capsys):
     path = tmp_path / "sheet.toml"
     if text:
         path.write_text(text)
@@ -203,7 +203,7 @@ def test_what_is_no_sheet_is_refused_in_one_line(text, tmp_path, capsys):
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
-def test_what_is_no_answer_leaves_the_others_checked(name, change, said, tmp_path):
+def test_a_bad_answer_leaves_the_others_checked(name, change, said, tmp_path):
     path = tmp_path / "sheet.toml"
     path.write_text(change(answered(SEEDS[0], by_hand(SEEDS[0]))))
     verdicts = paper.check(path)

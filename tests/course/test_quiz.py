@@ -59,7 +59,7 @@ def test_a_sheet_has_answers_where_they_are_asked_for(option, verdicts, capsys):
     assert all(" ".join(one["ask"].split()[:4]) in printed for one in quiz.questions_of("02_gradients"))
 
 
-def test_an_unknown_notebook_is_refused_by_naming_those_there_are(capsys):
+def test_an_unknown_notebook_is_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit):
         quiz.main(["99_nothing"])
     assert "02_gradients" in capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_layers_are_made_the_courses_and_compute_as_before(monkeypatch):
     assert torch.equal(model(tokens), before)
 
 
-def test_where_there_is_no_answer_or_not_what_it_imports_one_line_says_so(monkeypatch, tmp_path):
+def test_a_missing_answer_or_import_is_one_line(monkeypatch, tmp_path):
     file = tmp_path / "adapters.py"
     monkeypatch.setenv("STUDENT", str(file))
     with pytest.raises(InputError, match=r"adapters.py' is no file: .*OTHER_COURSES.md"):

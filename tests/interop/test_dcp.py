@@ -287,7 +287,7 @@ def complaints(world, folders):
     return found
 
 
-def test_a_folder_that_is_not_whole_is_told(worlds, tmp_path, state):
+def test_an_incomplete_folder_is_refused(worlds, tmp_path, state):
     for name in ("cut", "part"):
         store(state, tmp_path / name)
     (tmp_path / "cut" / ".metadata").write_bytes((tmp_path / "cut" / ".metadata").read_bytes()[:100])

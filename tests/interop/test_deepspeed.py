@@ -209,7 +209,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_cannot_be_is_told_in_one_line(what):
+def test_a_bad_configuration_is_refused_in_one_line(what):
     config, words = BAD[what]
     assert re.search(words, refusal({**USUAL, **WARMED, **config}))
 
@@ -424,7 +424,7 @@ def rates(name, arguments):
     return told
 
 
-def test_an_argument_of_a_scheduler_that_is_left_out_is_deepspeeds():
+def test_an_omitted_argument_of_a_scheduler_takes_deepspeeds_default():
     signatures = {name: inspect.signature(kind).parameters.values() for name, kind in KINDS.items()}
     assert {
         name: {argument.name: argument.default for argument in arguments if argument.default is not argument.empty}
@@ -446,7 +446,7 @@ def test_an_argument_of_a_scheduler_that_is_left_out_is_deepspeeds():
         ({"after": 1}, "'after'"),
     ],
 )
-def test_an_argument_of_a_scheduler_that_cannot_be_is_named(arguments, words):
+def test_a_bad_argument_of_a_scheduler_is_named(arguments, words):
     assert words in refused_by(rates, "WarmupLR", arguments)
 
 

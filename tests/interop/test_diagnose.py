@@ -67,7 +67,7 @@ def test_what_is_planted_is_found(found, function, name):
     assert parameter in (None, rows[name]["parameter"])
 
 
-def test_it_is_told_by_how_much_of_the_step(found):
+def test_the_share_of_the_step_is_reported(found):
     rows = {row["engine"]: row for row in found("plain", tuple(PLANTED["plain"]))["rows"]}
     assert rows["wrong_engines:ParameterLeftOut"]["share_of_step"] == 1
     assert math.isclose(rows["wrong_engines:StepsTwice"]["share_of_step"], 1, rel_tol=0.01)
@@ -128,7 +128,7 @@ def test_a_note_says_what_the_function_needs(found, function, words):
         pytest.param("no_function", "the file has no function no_function", marks=SLOW),
     ],
 )
-def test_what_cannot_be_compared_is_told_in_one_line(found, function, words):
+def test_what_cannot_be_compared_is_reported_in_one_line(found, function, words):
     with pytest.raises(InputError) as error:
         found(function, ())
     assert words in str(error.value)
@@ -171,7 +171,7 @@ def test_an_engine_that_fails_is_a_row_and_the_others_go_on(found, function, nam
     assert goes_on["looks_like"] == causes.EQUAL
 
 
-def test_two_engines_of_ones_own_are_set_against_each_other(found):
+def test_two_engines_of_ones_own_are_compared(found):
     name = f"{SUSPECT}:NoDivision"
     (same,) = found("plain", (name,), against=name)["rows"]
     assert same["looks_like"] == causes.EQUAL

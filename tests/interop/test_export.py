@@ -154,7 +154,7 @@ def checkpoint(worlds, tmp_path_factory):
     return folder
 
 
-def test_of_a_runs_folder_the_newest_complete_step_is_exported_and_named(checkpoint, tmp_path, capsys):
+def test_the_newest_complete_step_of_a_runs_folder_is_exported_and_named(checkpoint, tmp_path, capsys):
     older, newest, remnant = (tmp_path / f"step-{step:08}" for step in (90, 100, 110))
     for step in (older, newest):
         shutil.copytree(checkpoint, step)
@@ -166,7 +166,7 @@ def test_of_a_runs_folder_the_newest_complete_step_is_exported_and_named(checkpo
     assert (tmp_path / "file").read_bytes() == (tmp_path / "expected").read_bytes()
 
 
-def test_what_is_no_checkpoint_is_told(tmp_path, capsys):
+def test_a_missing_checkpoint_is_named(tmp_path, capsys):
     assert "there is no checkpoint" in unexported(capsys, tmp_path / "missing", tmp_path / "file")
 
 
@@ -207,7 +207,7 @@ def test_the_checkpoint_is_not_written_over(checkpoint, tmp_path, capsys, monkey
     assert (index, files) == ((checkpoint / "index.json").read_bytes(), sorted(os.listdir(checkpoint)))
 
 
-def test_where_nothing_can_be_written_is_told_before_anything_is_read(checkpoint, tmp_path, capsys, monkeypatch):
+def test_an_unwritable_path_is_refused_before_anything_is_read(checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("interop.export.check_intact", lambda *_: pytest.fail("it reads"))
     (tmp_path / "text").write_text("no folder")
     (tmp_path / "folder").mkdir()
@@ -220,7 +220,7 @@ def test_where_nothing_can_be_written_is_told_before_anything_is_read(checkpoint
 
 
 @pytest.mark.parametrize("form", FOLDERS)
-def test_a_folder_is_new_or_told(checkpoint, tmp_path, capsys, form):
+def test_a_folder_that_exists_is_refused(checkpoint, tmp_path, capsys, form):
     (tmp_path / "file").write_text("of before")
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
@@ -237,7 +237,7 @@ def test_a_folder_is_new_or_told(checkpoint, tmp_path, capsys, form):
     assert sorted(os.listdir(tmp_path)) == ["file", "folder", "link", "new"]
 
 
-def test_a_full_disk_leaves_the_file_of_before(checkpoint, tmp_path):
+def test_a_full_disk_leaves_the_old_file(checkpoint, tmp_path):
     (tmp_path / "file").write_text("of before")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))

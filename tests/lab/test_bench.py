@@ -89,7 +89,7 @@ def test_a_row_says_the_times_of_all_rounds_its_ratios_and_its_memory(written):
     assert set(by_name["stage3_param"]["ratios_to_peers"]) == {"fsdp2", "the bound"}
 
 
-def test_who_does_not_take_part_has_a_reason_and_no_number(written):
+def test_a_contestant_left_out_has_a_reason_and_no_number(written):
     found = {(r["engine"], r["precision"]): r for r in written[0]["rows"]}
     assert "no fp32 master weights" in found["zero_redundancy", "bf16"]["note"]
     assert found["zero_redundancy", "bf16"]["median_seconds"] is None
@@ -110,7 +110,7 @@ def test_the_bound_grows_with_what_a_contestant_sends():
     assert bound.with_bytes(2 * bound.nbytes).timed == pytest.approx(np.full((1, 11), 2.0))
 
 
-def test_what_a_library_says_stands_in_the_log(tmp_path):
+def test_a_librarys_output_goes_to_the_log(tmp_path):
     (tmp_path / "log").write_text("before\n")
     bench.compare([Loud], CASE, options(worlds=1, rounds=1), tmp_path / "log")
     log = (tmp_path / "log").read_text()
@@ -119,7 +119,7 @@ def test_what_a_library_says_stands_in_the_log(tmp_path):
     assert log.count("FutureWarning: this will change") == 4
 
 
-def test_who_does_not_compute_the_same_gets_no_time():
+def test_a_contestant_with_other_losses_gets_no_time():
     rows = bench.bench(options(engines="stage1_os,test_bench:Hasty", steps=4))["rows"]
     by_name = {found["engine"]: found for found in rows}
     assert by_name["stage1_os"]["median_seconds"] > 0

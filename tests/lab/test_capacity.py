@@ -146,7 +146,7 @@ def test_two_stages_for_real(tmp_path, small_simulations):
     assert capacity.table(results).markdown().count("\n|") == 4
 
 
-def test_what_does_not_fit_is_said(monkeypatch, small_simulations):
+def test_a_model_that_does_not_fit_is_reported(monkeypatch, small_simulations):
     monkeypatch.setattr(capacity, "attempt", lambda *_: capacity.Attempt(fits=False, held_before=400 * MB))
     row = capacity.row("stage0_ddp", "fp32", 401 * MB, world_size=2)
     assert (row["layers"], row["parameters"], row["measured_over_predicted"]) == (0, 0, None)

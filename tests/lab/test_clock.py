@@ -77,7 +77,7 @@ def test_a_collective_takes_what_its_bytes_take_over_the_slowest_link(name, rank
     assert clock.waited["collectives"] == pytest.approx(seconds, rel=0.01)
 
 
-def test_what_runs_beside_computation_is_not_exposed():
+def test_what_overlaps_with_computation_is_not_exposed():
     """Computation of 10 ms hides 7 ms of an all-gather; 3 ms hide 3 of them."""
 
     def work(side):

@@ -99,6 +99,6 @@ def test_a_slow_link_asks_for_more_computation(tmp_path):
     assert "ZeRO++" in told
 
 
-def test_where_nothing_fits_it_says_what_takes_least(tmp_path):
+def test_when_nothing_fits_it_says_what_takes_least(tmp_path):
     told = results_of(tmp_path, "--params", "1T", "--world-size", "1", "--budget", "1GB")["advice"]
     assert told.startswith("Nothing fits into 1 GB")

@@ -133,7 +133,7 @@ def test_the_pages_engine_passes_its_command():
     assert "Nothing fails" in suite("first_engine:DataParallel", "--quick", "-k", "test_heard")
 
 
-def test_the_last_line_does_not_say_that_nothing_fails_where_the_suite_itself_does():
+def test_the_last_line_does_not_say_that_nothing_fails_if_the_suite_itself_does():
     said = suite("first_engine:DataParallel", "--quick", "-k", "mlp and not wire", "--basetemp", "/dev/null/folder")
     assert re.search(r"\d errors? in ", said)
     assert "Nothing fails" not in said

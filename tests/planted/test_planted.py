@@ -74,7 +74,7 @@ def test_a_mutant_is_caught(worlds, tmp_path, mutant, name):
 
 @pytest.mark.parametrize(("probe", "name", "size"), marked(probed(CASES), probed(CHOSEN)), ids=label)
 @pytest.mark.one_in(3)
-def test_no_probe_finds_fault_with_the_healthy_engine(worlds, tmp_path, probe, name, size):
+def test_no_probe_finds_a_fault_in_a_healthy_engine(worlds, tmp_path, probe, name, size):
     assert broken_promises(worlds, tmp_path, healthy, name, probe, size) == []
 
 

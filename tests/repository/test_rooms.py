@@ -70,5 +70,5 @@ def test_a_file_is_read_in_one_sitting(file):
     assert len(file.read_text().splitlines()) <= LINES
 
 
-def test_what_engines_stand_on_stays_short():
+def test_the_code_below_the_engines_stays_short():
     assert sum(len(file.read_text().splitlines()) for file in FILES if place(file)[0] == "common") <= IN_COMMON
